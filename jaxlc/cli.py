@@ -27,6 +27,8 @@ VERBS = {
         "jaxlc.evals", "score runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss"
     ),
     "logprobs": Verb("jaxlc.logprobs", "add the log-probabilities of a model to traces, for post-training"),
+    "checkpoint": Verb("jaxlc.checkpoints", "list, verify and delete the checkpoints of a run"),
+    "runs": Verb("jaxlc.runs", "list and compare the runs in a directory, with one picture"),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 
@@ -59,7 +61,7 @@ def help_text() -> str:
         [
             "usage: jaxlc VERB --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]",
             "",
-            *(f"  {name:<9} {verb.summary}" for name, verb in VERBS.items()),
+            *(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items()),
             "",
             "generate, eval, export and profile take the directory of a run instead of --config.",
             "`jaxlc VERB --help` lists the arguments of a verb, and all settings if it takes --config.",

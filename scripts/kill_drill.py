@@ -1,30 +1,53 @@
 """Kills a training run at random times and compares it with a run that is not disturbed: metrics and weights, bitwise.
 
     python scripts/kill_drill.py --config=extend_512k:mini --kills=20 --out=runs/kill_drill
+    python scripts/kill_drill.py --all --kills=50
 
-Kills are SIGKILLs between steps, inside a save, and at the borders of stages. Further arguments, such as
---config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1 if the runs differ.
+--all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them. Kills are SIGKILLs
+between steps, inside a save, at the borders of stages, and while the rollouts of the next step are made or awaited.
+Further arguments, such as --config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1
+if the runs differ.
+
+With config.rollouts.source=files, --rollouts names a directory of files STEP.jsonl, such as that of a run with
+source=model. Both runs get each file when they have trained the step before:
+
+    python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/model
+    python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/files \\
+        --rollouts=runs/model/undisturbed/rollouts --config.rollouts.source=files --config.rollouts.prompts= \\
+        --config.rollouts.reward= --config.rollouts.prompts_per_step=8 --config.rollouts.max_tokens=256
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
 import platform
 import random
+import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlc.config import Stage
 from jaxlc.config.command_line import parse
+from jaxlc.train.reports.metrics import is_timing
 
+# Runs of --all: the arguments of `jaxlc train`.
+RUNS = {
+    "quickstart": "--config=quickstart --config.train.steps=24 --config.train.checkpoint_every_steps=2"
+    " --config.train.eval_every_steps=12",
+    "stages": "--config=extend_512k:mini",
+    "lora": "--config=lora_1m_1gpu:mini --config.train.steps=10 --config.train.checkpoint_every_steps=2",
+    "grpo": "--config=grpo_128k:mini --config.train.steps=8 --config.train.checkpoint_every_steps=2",
+}
 _POLL_SECONDS = 0.001
 _TIMEOUT_SECONDS = 600
-_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
+_ROLLOUT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -32,17 +55,27 @@ class Kill:
     """A SIGKILL of the run."""
 
     step: int
-    place: str  # "step": after this step; "save": inside the first save from this step on; "border": as stages start
+    # "step": after this step; "save": inside the first save from this step on; "border": as stages start; "rollouts":
+    # after this step, before the rollouts of the next one are there
+    place: str
 
 
 def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]:
-    """Kills in the order of their steps: about a quarter inside saves, a quarter at borders, and the rest at steps."""
+    """Kills in the order of their steps: about a quarter inside saves, a quarter at borders, and the rest at steps.
+
+    Of runs with rollouts, half are before rollouts.
+    """
     rng = random.Random(seed)
     borders, last_step = [stage.end_step for stage in stages[:-1]], stages[-1].end_step
-    places = [("save", "border" if borders else "step", "step", "step")[i % 4] for i in range(num_kills)]
-    kills = [
-        Kill(rng.choice(borders) if place == "border" else rng.randint(1, last_step - 1), place) for place in places
-    ]
+    second, third = ("border" if borders else "step"), "step"
+    if stages[0].config.rollouts.source:
+        second = third = "rollouts"
+    places = [("save", second, third, "step")[i % 4] for i in range(num_kills)]
+    kills = []
+    for place in places:
+        # Saves are short, so a kill may miss some: enough of them must follow.
+        end = max(1, last_step // 2) if place == "save" else last_step - 1
+        kills.append(Kill(rng.choice(borders) if place == "border" else rng.randint(1, end), place))
     return sorted(kills, key=lambda kill: (kill.step, kill.place))
 
 
@@ -54,6 +87,7 @@ def drill(
     seed: int,
     log: Callable[[str], None],
     undisturbed: Path | None = None,
+    rollouts: Path | None = None,
 ) -> bool:
     """Runs both runs and compares them; returns whether they are equal.
 
@@ -62,6 +96,7 @@ def drill(
       out: directory for the work directories, which must not contain earlier runs.
       log: called with each line of the log.
       undisturbed: work directory of a finished run. None: it is run here.
+      rollouts: directory of the files that both runs get one by one.
     """
     stages = parse(["jaxlc train", *arguments]).stages
     names = ", ".join(f"{stage.name or 'all'} to step {stage.end_step}" for stage in stages)
@@ -70,14 +105,21 @@ def drill(
     killed = out / "killed"
     if undisturbed is None:
         undisturbed = out / "undisturbed"
-        _finish(arguments, undisturbed, out / "undisturbed.log")
+        with _fed(undisturbed, rollouts):
+            _finish(arguments, undisturbed, out / "undisturbed.log")
     rng = random.Random(seed + 1)
     for number, kill in enumerate(plan_kills(stages, num_kills, seed), start=1):
-        log(f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}")
-    _finish(arguments, killed, out / "killed.log")
+        with _fed(killed, rollouts):
+            log(f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}")
+    with _fed(killed, rollouts):
+        _finish(arguments, killed, out / "killed.log")
     problems = differences(undisturbed, killed, stages[-1].end_step)
-    rows = len(_rows(undisturbed))
-    log("\n".join(problems) or f"equal: {rows} rows of metrics.jsonl, and all arrays of the last checkpoint, bitwise")
+    rows, files = len(_rows(undisturbed)), len(_rollouts(undisturbed))
+    others = f", {files} files of rollouts" if files else ""
+    log(
+        "\n".join(problems)
+        or f"equal: {rows} rows of metrics.jsonl{others}, and all arrays of the last checkpoint, bitwise"
+    )
     return not problems
 
 
@@ -90,6 +132,8 @@ def differences(expected: Path, actual: Path, step: int) -> list[str]:
     if rows != other_rows:
         wrong = [pair for pair in zip(rows, other_rows) if pair[0] != pair[1]]
         problems.append(f"metrics differ: {len(rows)} and {len(other_rows)} rows, first difference {wrong[:1]}")
+    if _rollouts(expected) != _rollouts(actual):
+        problems.append("the files of rollouts differ")
     arrays, other_arrays = (checkpoint_arrays(workdir / "checkpoints" / str(step)) for workdir in (expected, actual))
     if arrays.keys() != other_arrays.keys():
         problems.append("the checkpoints have different arrays")
@@ -112,9 +156,13 @@ def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Pa
             return any(save not in old_saves and _step_of(save) >= kill.step for save in _unfinished_saves(checkpoints))
         if kill.place == "border":
             return f"starts from the checkpoint of step {kill.step}\n" in log_path.read_text()
+        if kill.place == "rollouts":
+            step = _last_step(workdir)
+            return step >= kill.step and not _rollouts_path(workdir, step + 1).exists()
         return _last_step(workdir) >= kill.step
 
     while not is_due():
+        old_saves &= set(_unfinished_saves(checkpoints))  # the run removes them, and may use their names again
         if process.poll() is not None:
             raise RuntimeError(f"the run ended before {kill}: {log_path.read_text()[-2000:]}")
         if time.monotonic() > start_seconds + _TIMEOUT_SECONDS:
@@ -125,7 +173,10 @@ def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Pa
         time.sleep(rng.uniform(0.0, 0.05))
     process.kill()
     process.wait()
-    place = {"save": "inside a save from step", "border": "at the border of step", "step": "after step"}[kill.place]
+    place = dict(
+        save="inside a save from step", border="at the border of step", step="after step",
+        rollouts="before the rollouts after step",
+    )[kill.place]  # fmt: skip
     unfinished = [path.name.partition(".")[0] for path in _unfinished_saves(checkpoints) if path not in old_saves]
     left = f", unfinished save of step {', '.join(unfinished)}" if unfinished else ""
     return f"{place} {kill.step}, last row of step {_last_step(workdir)}{left}"
@@ -142,6 +193,44 @@ def _start(arguments: Sequence[str], workdir: Path, log_path: Path) -> subproces
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("w") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+
+@contextlib.contextmanager
+def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
+    """Copies the rollouts of `source` to the run meanwhile: those of a step, a moment after the row of the step before.
+
+    Args:
+      source: None: none.
+    """
+    ends = threading.Event()
+
+    def feed(source: Path) -> None:
+        while not ends.wait(0.05):
+            step = _last_step(workdir) + 1
+            path, made = _rollouts_path(workdir, step), source / f"{step}.jsonl"
+            if made.exists() and not path.exists() and not ends.wait(_ROLLOUT_SECONDS):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_suffix(".partial")
+                shutil.copyfile(made, partial)
+                partial.rename(path)
+
+    threads = [] if source is None else [threading.Thread(target=feed, args=[source])]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+def _rollouts_path(workdir: Path, step: int) -> Path:
+    return workdir / "rollouts" / f"{step}.jsonl"
+
+
+def _rollouts(workdir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (workdir / "rollouts").glob("*.jsonl")}
 
 
 def _unfinished_saves(checkpoints: Path) -> list[Path]:
@@ -161,10 +250,7 @@ def _last_step(workdir: Path) -> int:
 
 def _rows(workdir: Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if name.rpartition("/")[2] not in _TIMINGS}
-        for line in lines
-    ]
+    return [{name: value for name, value in json.loads(line).items() if not is_timing(name)} for line in lines]
 
 
 def checkpoint_arrays(checkpoint: Path) -> dict:
@@ -185,9 +271,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="number of kills (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of their steps and places (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("runs/kill_drill"), help="directory of both runs")
+    parser.add_argument("--all", action="store_true", help=f"kill the runs {', '.join(RUNS)}")
+    parser.add_argument("--rollouts", type=Path, help="directory of rollouts, with config.rollouts.source=files")
     flags, arguments = parser.parse_known_args()
     log = functools.partial(print, flush=True)
-    return 0 if drill(arguments, flags.out, num_kills=flags.kills, seed=flags.seed, log=log) else 1
+    runs = RUNS if flags.all else {"": ""}
+    are_equal = []
+    for number, (name, of_run) in enumerate(runs.items()):
+        num_kills = flags.kills // len(runs) + (number < flags.kills % len(runs))
+        whole = [*of_run.split(), *arguments]
+        seed, out = flags.seed + number, flags.out / name
+        are_equal.append(drill(whole, out, num_kills=num_kills, seed=seed, log=log, rollouts=flags.rollouts))
+    return 0 if all(are_equal) else 1
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from jaxlc.config.command_line import ConfigFlags
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.setting_paths import converted, hint_at
 from jaxlc.core.errors import UserError
+from jaxlc.core.extras import EXTRAS as extras_of_packages
 from jaxlc.plan import generation_command
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +104,22 @@ def test_messages_name_only_what_exists():
 )
 def test_unknown_names_are_found(text):
     assert len(list(unknown_names(text))) == 1
+
+
+@pytest.mark.full
+def test_pip_finds_the_packages_that_messages_advise():
+    """Without their dependencies; pip downloads nothing but metadata where the index offers it."""
+    sources = "".join(path.read_text() for path in (ROOT / "jaxlc").rglob("*.py"))
+    named = re.findall(r"pip install (?:--upgrade )?(nvidia-[\w-]+)", sources)
+    extras = set(re.findall(r"jaxlc\[([a-z-]+)\]", sources)) | {*extras_of_packages.values()}
+    requirements = {requirement for extra in extras for requirement in EXTRAS[extra]}
+    requirements = {requirement for requirement in requirements if not requirement.startswith("jaxlc[")}
+    assert len(named) == 3 and {"plan", "nvshmem", "hf", "plot"} <= extras
+    pip = (sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet")
+    if subprocess.run([*pip, "absl-py"], capture_output=True).returncode:
+        pytest.skip("pip cannot reach a package index")
+    result = subprocess.run([*pip, *named, *requirements], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 class WorkStarted(Exception):

@@ -26,7 +26,7 @@ LAYERS = dict(
     hf=5, step=5,
     checkpoints=6,
     train=7,
-    exporting=8, generation=8,
+    exporting=8, generation=8, runs=8,
     plan=9, evals=9, logprobs=9, posttrain=9,
     profile=10, search=10,
     sweep=11, recommend=11,

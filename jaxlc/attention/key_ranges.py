@@ -80,6 +80,19 @@ def seen_by(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
     return (next_query < end) & (position - keys.positions_BT < window)
 
 
+def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
+    """bool, the shape of the keys: whether a query whose document continues that of the key has it in its window."""
+
+    def of_sequence(k_positions_S, k_segments_S, positions_T, prefixes_T):
+        by_prefix_T = jnp.lexsort((positions_T, prefixes_T))  # the nearest query of each prefix comes first
+        sorted_T = prefixes_T[by_prefix_T]
+        first_S = jnp.minimum(jnp.searchsorted(sorted_T, k_segments_S), len(sorted_T) - 1)
+        distance_S = positions_T[by_prefix_T][first_S] - k_positions_S
+        return (k_segments_S != 0) & (sorted_T[first_S] == k_segments_S) & (distance_S < window)
+
+    return jax.vmap(of_sequence)(keys.positions_BT, keys.segments_BT, queries.positions_BT, queries.prefixes_BT)
+
+
 def first_own_key(queries: TokenInfo, keys: TokenInfo) -> jax.Array:
     """int32, the shape of the queries: the index of the first key of each query's document; any if there is none."""
     return jax.vmap(_document_ranges)(queries.segments_BT, keys.segments_BT)[0]

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jaxlc.checkpoints.checkpoint_files import (
     BASE,
     DIGEST,
+    UNREADABLE,
     committed_steps,
     digest_of,
     on_every_process,
@@ -28,6 +29,7 @@ from jaxlc.checkpoints.checkpoint_files import (
     unreadable,
 )
 from jaxlc.checkpoints.checksums import nonfinite_param, shapes_of, summaries_of
+from jaxlc.checkpoints.retention import BestLosses, policy_of
 from jaxlc.config import ModelConfig
 from jaxlc.config.models.model_schema import LATER_SETTINGS
 from jaxlc.config.values import defaults_of, flattened
@@ -94,7 +96,7 @@ class RestoreTarget(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run; the latest `keep` are kept. Every process must call every method."""
+    """The checkpoints of one run. Every process must call every method."""
 
     def __init__(
         self,
@@ -103,21 +105,24 @@ class Checkpoints:
         keep: int,
         warn: Callable[[str], None],
         keep_steps: Sequence[int] = (),
+        keep_every: int = 0,
+        keep_best: int = 0,
         finite_params: bool = True,
     ):
         """
         Args:
+          keep: number of latest checkpoints that are kept.
           keep_steps: steps whose checkpoints are kept as well.
+          keep_every: checkpoints of multiples of this step are kept as well; 0: none.
+          keep_best: number of checkpoints of each stage that are kept as well, those with the lowest held-out losses.
           warn: called with one line for each damaged checkpoint that `restore_latest` skips.
           finite_params: a checkpoint with NaN or infinite parameters is not saved, and counts as damaged. False for
             custom models, whose parameters may be infinite.
         """
-        assert keep >= 1
         self._directory, self._warn, self._finite_params = Path(directory).absolute(), warn, finite_params
+        self._best = BestLosses(keep_best, self._directory)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(
-                [ocp.checkpoint_managers.LatestN(keep), ocp.checkpoint_managers.CustomSteps(list(keep_steps))]
-            ),
+            preservation_policy=policy_of(keep, keep_steps, keep_every, self._best),
             cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
         )
@@ -161,6 +166,7 @@ class Checkpoints:
             meta=ocp.args.JsonSave(meta | {DIGEST: digest_of(meta)}),
             checksums=ocp.args.JsonSave({name: summary.checksum for name, summary in summaries.items()}),
         )
+        self._best.add(step, meta)
         self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
         if is_on_host(state):  # Orbax may read these buffers later, and the caller donates them
             self.wait()
@@ -231,7 +237,7 @@ class Checkpoints:
     def _set_aside(self, damaged: dict[int, str], restored_step: int) -> None:
         for step, problem in damaged.items():
             path = self._directory / str(step)
-            aside = path.with_name(f"{step}.unreadable")
+            aside = path.with_name(f"{step}{UNREADABLE}")
             if jax.process_index() == 0:
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)

@@ -26,6 +26,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.write_errors import full_disk_reason
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
+# In the names of directories that are no checkpoints: incomplete ones of Orbax, and ones that a run could not read.
+TEMPORARY, UNREADABLE = ".orbax-checkpoint-tmp", ".unreadable"
 _next_hook = sys.__unraisablehook__  # that of `jaxlc.core.interrupts` in a command
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
 BASE = "base"  # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
@@ -62,7 +64,7 @@ def read_meta(directory: Path, step: int) -> dict:
     try:
         return read_valid_meta(directory / str(step))
     except (OSError, ValueError, KeyError) as error:
-        raise unreadable(directory, step, _first_words(error)) from error
+        raise unreadable(directory, step, first_words(error)) from error
 
 
 def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
@@ -83,28 +85,29 @@ def unreadable(directory: Path, step: int, problem: str) -> UserError:
 def on_every_process(read: Callable):
     """Returns (read(), None), or (None, the problem) on all processes if it failed on any of them."""
     result, problem = None, None
-    with _quiet_failures():
+    with quiet_failures():
         try:
             result = read()
         except (jax.errors.JaxRuntimeError, MemoryError):
             raise  # such as out of memory: the checkpoint is not damaged
         except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
-            problem = _first_words(error)
+            problem = first_words(error)
         if problem is not None:  # only then, because it takes a second in a process with many objects
-            _collect_abandoned_reads()
+            collect_abandoned_reads()
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
     if failed.any() and problem is None:
         problem = f"process {failed.argmax()} could not read its part"
     return (None, problem) if problem else (result, None)
 
 
-def _first_words(error: Exception) -> str:
+def first_words(error: Exception) -> str:
+    """The type of an error, and the start of its text."""
     line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {line if len(line) <= 100 else line[:100] + ' ...'}"
 
 
 @contextlib.contextmanager
-def _quiet_failures() -> Iterator[None]:
+def quiet_failures() -> Iterator[None]:
     """Suppresses the tracebacks of reads that Orbax abandons when another read fails.
 
     Python reports an abandoned read through `sys.unraisablehook`, when TensorStore ends it and when it is garbage
@@ -144,7 +147,7 @@ def _report_unraisable(unraisable: Any) -> None:
         _next_hook(unraisable)
 
 
-def _collect_abandoned_reads(seconds: float = 10.0) -> None:
+def collect_abandoned_reads(seconds: float = 10.0) -> None:
     """Collects the reads that Orbax abandoned; it waits for TensorStore, which keeps each of them until it has ended.
 
     Such a read is an asyncio task that is not done although its event loop is closed. After `seconds` the rest is left

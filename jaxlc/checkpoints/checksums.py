@@ -43,6 +43,14 @@ def summaries_of(state) -> dict[str, Summary]:
     return {name: Summary(checksum, bool(is_finite)) for name, (checksum, is_finite) in zip(names, words.tolist())}
 
 
+def stored_summary(array: np.ndarray) -> Summary:
+    """The summary of an array of a checkpoint, a PRNG key as its words. Needs host memory for one copy of it."""
+    is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+    is_finite = not is_floating or bool(np.isfinite(array).all())
+    bits = array if array.dtype == np.bool_ else array.view(f"uint{8 * min(array.dtype.itemsize, 4)}")
+    return Summary(int(bits.sum(dtype=np.uint64) % 2**32), is_finite)
+
+
 def checksums_of(state) -> dict[str, int]:
     """Name -> checksum of each array."""
     return {name: summary.checksum for name, summary in summaries_of(state).items()}

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxlc.checkpoints.checkpoint_files import (
     BASE,
     CHECKPOINTS_DIRECTORY,
@@ -113,22 +115,30 @@ def _write_weights(
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
-                arrays = [array] if layout.layers is None else array
-                for layer, (name, weight) in enumerate(zip(layout.names, arrays, strict=True)):
+                for layer, (name, weight) in enumerate(zip(layout.names, layout.arrays(array), strict=True)):
                     merged = weight if adapter is None else adapter.merged(weight, layer)
-                    files.write(name, layout.to_stored(merged), layout.first_row)
+                    stored = layout.to_stored(merged)
+                    if layout.tensor.interleaved is None:
+                        files.write(name, stored, layout.first_row)
+                    else:
+                        files.write_columns(name, stored, layout.tensor.interleaved)
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
     """Name and shape of all tensors: embedding, layer by layer, final norm, head."""
     single = {path: layout for path, layout in layouts.items() if layout.layers is None}
-    stacked = [(layer, x) for x in layouts.values() for layer in x.layers or ()]
+    stacked = [
+        (x.layers[place[0]], x.name_at(place), x.stored_shape)
+        for x in layouts.values()
+        if x.layers is not None
+        for place in np.ndindex(x.stack_shape)
+    ]
     by_layer = sorted(stacked, key=operator.itemgetter(0))
     first = single.pop("embedding")
     return list(
         {
             first.tensor.name: first.stored_shape,
-            **{x.tensor.name.format(layer=layer): x.stored_shape for layer, x in by_layer},
+            **{name: shape for _, name, shape in by_layer},
             **{x.tensor.name: x.stored_shape for x in single.values()},
         }.items()
     )

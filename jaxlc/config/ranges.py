@@ -18,6 +18,7 @@ _FROM_0 = Range("at least 0", lambda x: x >= 0)  # the range of a number that de
 From1 = Annotated[Number, Range("at least 1", lambda x: x >= 1)]
 FromMinus1 = Annotated[Number, Range("at least 0, or -1", lambda x: x >= -1)]
 Above0 = Annotated[Number, Range("greater than 0", lambda x: x > 0)]
+Above1 = Annotated[Number, Range("greater than 1", lambda x: x > 1)]
 Above0UpTo1 = Annotated[Number, Range("greater than 0 and at most 1", lambda x: 0 < x <= 1)]
 From0Below1 = Annotated[Number, Range("at least 0 and less than 1", lambda x: 0 <= x < 1)]
 Between0And1 = Annotated[Number, Range("greater than 0 and less than 1", lambda x: 0 < x < 1)]

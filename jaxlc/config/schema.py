@@ -9,7 +9,7 @@ own, `model_schema` and `data_schema`.
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.ranges import Above0, Above0UpTo1, From0Below1, From0UpTo1, From1, FromMinus1, ZeroOrAbove1
+from jaxlc.config.ranges import Above0, Above0UpTo1, Above1, From0Below1, From0UpTo1, From1, FromMinus1, ZeroOrAbove1
 from jaxlc.config.values import Tokens
 
 
@@ -191,6 +191,9 @@ class RuntimeConfig:
     watchdog_floor_seconds: From1[int] = 600  # least deadline of the watchdog, and the limit for a process to answer
     # deadline of a phase of which fewer than five durations are known, such as the first steps; 0: none.
     watchdog_first_seconds: int = 0
+    # steps between measurements of slow processes and devices; docs/reliability.md. 0: none.
+    straggler_every_steps: int = 100
+    straggler_factor: Above1[float] = 1.5  # a time that is longer than this multiple of the median is reported
     topology: str = ""  # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
     # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
     # an error.
@@ -244,16 +247,27 @@ class TrainConfig:
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()  # parameters to freeze although train.trainable selects them; patterns as there
     z_loss: float = 0.0  # coefficient of mean(log(Z)^2), Z the softmax normalizer (PaLM, section 5); 0: none
+    # coefficient of the loss that balances the load of experts; "router_aux_loss_coef" in config.json; 0: none.
+    balance_loss: float = 0.0
+    # the products of the balance loss. layers: of sums over all layers, as in transformers. layer: of each layer, as in
+    # Megatron-LM; the loss is their mean.
+    balance_loss_over: Literal["layers", "layer"] = "layers"
+    router_z_loss: float = 0.0  # coefficient of the mean of log(Z)^2, Z the normalizer of the router; 0: none
     # what happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
     eval_every_steps: int = 0  # steps between evaluations; 0: at the end only
     eval_sequences: From1[int] = 4  # held-out sequences per evaluation, a multiple of mesh.data x mesh.fsdp
     checkpoint_every_steps: int = 0  # steps between checkpoints; 0: at the end only
     keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
+    keep_every_steps: int = 0  # checkpoints of steps that are multiples of this number are kept as well; 0: none
+    # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It needs an evaluation
+    # at the step of each checkpoint.
+    keep_best_checkpoints: int = 0
     # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
     # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True
     log_every_steps: From1[int] = 1  # steps between fetching metrics and writing a row of metrics.jsonl
+    wandb_project: str = ""  # project of Weights & Biases that gets the metrics too; "": none. WANDB_MODE=offline works
 
 
 @dataclass(frozen=True, kw_only=True)

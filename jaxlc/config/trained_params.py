@@ -46,7 +46,7 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
     """Inputs and outputs of the adapters of a layer."""
     matrices = layer_matrices(model)
-    params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()
+    params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()  # layers have not all
     projections = [matrices[param] for param in params]
     return sum(matrix.num_inputs + matrix.num_outputs for matrix in projections)
 
@@ -55,21 +55,23 @@ def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, 
     """The number of entries of the frozen matrices; norms and biases, a few kilobytes, are not counted.
 
     Args:
-      matmuls_only: without the embedding, unless it is the output head too.
+      matmuls_only: entries that multiply a token: without the embedding, unless it is the output head too, and without
+        the experts that a token is not routed to.
     """
-    sizes = _matrix_sizes(model)
+    sizes = _matrix_sizes(model, matmuls_only)
     if matmuls_only and not model.tie_embeddings:
         del sizes["embedding"]
     return sum(size for name, size in sizes.items() if not is_trained(name, lora, train))
 
 
-def _matrix_sizes(model: ModelConfig) -> dict[str, int]:
-    """Entries of each matrix, of all layers together, by the names in the parameter tree."""
+def _matrix_sizes(model: ModelConfig, active: bool) -> dict[str, int]:
+    """Entries of each matrix, of all layers together, by the names in the parameter tree; with `active`, those that
+    multiply a token."""
     vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")
     sizes = Counter(dict.fromkeys(vocabulary, model.vocab_size * model.model_dim))
     for (_, *kind), layers in model.layer_stacks.items():  # the last layers have the names of the others
         for name, matrix in layer_matrices(model.of_kind(model.kinds_of_layers[layers[0]])).items():
-            sizes["/".join(("layers", *kind, name))] += len(layers) * matrix.size
+            sizes["/".join(("layers", *kind, name))] += len(layers) * (matrix.active_size if active else matrix.size)
     return dict(sizes)
 
 

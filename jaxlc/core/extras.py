@@ -14,6 +14,7 @@ EXTRAS = {
     "tensorboardX": "tensorboard",
     "tokamax": "mosaic",
     "tokenizers": "hf",
+    "wandb": "wandb",
     "wonderwords": "evals",
 }
 

@@ -5,7 +5,8 @@ recomputation (hardware FLOPs include it), norms, RoPE, softmax and the optimize
 
 Matrix products: a weight matrix with P entries costs 2 P FLOPs per token in the forward (a multiplication and an
 addition) and 4 P in the backward (the gradients of input and weight), 6 P in total. The embedding is a lookup and costs
-nothing. The output head is a matrix product, also where it is the transposed embedding.
+nothing. The output head is a matrix product, also where it is the transposed embedding. Of experts, P counts those that
+a token is routed to.
 
 Attention: a pair of a query and a key costs 2 H FLOPs for q . k and 2 H for the value in each of N heads, 4 N H in the
 forward and 8 N H in the backward. The number of pairs in a sequence of T tokens:
@@ -74,7 +75,7 @@ def step_flops(model: DecoderShape, *, num_tokens: int, num_pairs: float) -> flo
 
 def matmul_flops(model: DecoderShape, num_tokens: int) -> float:
     """Model FLOPs of the products with weight matrices, forward and backward."""
-    return 6.0 * num_matmul_params(model) * num_tokens
+    return 6.0 * num_active_matmul_params(model) * num_tokens
 
 
 def document_pairs(model: DecoderShape, lengths: Sequence[int], prefix_lengths: Sequence[int] = ()) -> float:
@@ -118,6 +119,11 @@ def num_matmul_params(model: DecoderShape) -> int:
     return _sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
 
 
+def num_active_matmul_params(model: DecoderShape) -> int:
+    """As `num_matmul_params`, of the matrices that multiply a token: of experts, those that the router chooses."""
+    return _sum_over_layers(model, _layer_active_params) + model.model_dim * model.vocab_size
+
+
 def num_params(model: DecoderShape) -> int:
     """The number of parameters, without the padding of the vocabulary."""
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
@@ -132,3 +138,7 @@ def _sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], int]) ->
 
 def _layer_matmul_params(layer: LayerShape) -> int:
     return sum(matrix.size for matrix in layer_matrices(layer).values())
+
+
+def _layer_active_params(layer: LayerShape) -> int:
+    return sum(matrix.active_size for matrix in layer_matrices(layer).values())

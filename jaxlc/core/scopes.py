@@ -9,6 +9,8 @@ EMBEDDING = "embedding"  # token embedding lookup
 ATTENTION = "attention"  # attention block of a layer: norms, projections, RoPE, core attention, output projection
 CORE_ATTENTION = "core_attention"  # what runs inside attention's shard_map: kernels and exchanges over the context axis
 MLP = "mlp"  # MLP block of a layer: norms and the gated feed-forward layer
+ROUTER = "router"  # inside MLP: logits of the experts and the choice of some
+EXPERTS = "experts"  # inside MLP: rows sorted by expert, and the products of experts
 LORA = "lora"  # inside ATTENTION and MLP: an adapter, with the sum of its output and that of the frozen projection
 GATHER_WEIGHTS = "gather_weights"  # cast of a stored weight, and its all-gather over the axes that shard it
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxlc.core.errors import UserError, reason_of
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: a limit of the shell or of the file system
 
 
 def make_writable(directory: Path, advice: str) -> None:
@@ -36,7 +36,7 @@ def write_errors_explained(place: Path | str, advice: str) -> Iterator[None]:
 
 
 def full_disk_reason(error: BaseException | None) -> str | None:
-    """The message of the operating system if a full disk or an exceeded quota has caused an error; None: neither.
+    """The message of the operating system if a full disk, a quota or a limit has caused an error; None: neither.
 
     TensorStore raises a ValueError with that message.
     """

@@ -145,4 +145,5 @@ def _run_layer(
     input_BCD = layer.attention_input(x_BCD, shard=shard)
     operands, gate_BCNH = layer.attention.operands(input_BCD, positions_BC, shard=shard, tables=tables)
     out_BCNH, cache = attend(*operands, cache=cache, layer=index, new=new, ranges=ranges)
-    return layer.after_attention(x_BCD, out_BCNH, gate_BCNH, shard=shard).x_BTD, cache
+    output, _ = layer.after_attention(x_BCD, out_BCNH, gate_BCNH, positions_BC, shard=shard)
+    return output.x_BTD, cache

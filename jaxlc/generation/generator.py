@@ -30,7 +30,7 @@ class Generation:
 
     text: str  # without special tokens and the stop string
     tokens: np.ndarray = field(repr=False)  # int32, the end-of-document token or the tokens of a stop string included
-    log_probs: np.ndarray = field(repr=False)  # float32, of the tokens, at temperature 1
+    log_probs: np.ndarray = field(repr=False)  # float32, of the tokens; see `Sampling.scales_log_probs`
     num_prompt_tokens: int
     finish_reason: str  # "stop": an end-of-document token or a stop string; "length": max_tokens
 
@@ -176,6 +176,7 @@ class _Batch:
                 np.float32(1.0 if sampling.is_greedy else sampling.temperature),
                 np.float32(sampling.top_p),
                 greedy=sampling.is_greedy,
+                scales_log_probs=sampling.scales_log_probs,
             )
         )
 

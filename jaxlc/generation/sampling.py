@@ -20,6 +20,8 @@ class Sampling:
     temperature: float = 0.0  # logits are divided by it; up to 1e-5: the token with the largest logit (greedy)
     top_p: float = 1.0  # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
     seed: int = 0
+    # Log-probabilities are those of the logits divided by the temperature; False: of the logits.
+    scales_log_probs: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -40,11 +42,17 @@ class Sampling:
             raise UserError(f"invalid value {self.seed} for seed: expected 0 to 2^32 - 1")
 
 
-@partial(jax.jit, static_argnames="greedy")
+@partial(jax.jit, static_argnames=("greedy", "scales_log_probs"))
 def choose_tokens(
-    logits_BV: jax.Array, seed: jax.Array, indices_B: jax.Array, temperature: jax.Array, top_p: jax.Array, greedy: bool
+    logits_BV: jax.Array,
+    seed: jax.Array,
+    indices_B: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    greedy: bool,
+    scales_log_probs: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens_B int32, their log-probabilities_B at temperature 1 before top-p, float32).
+    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or that of sampling).
 
     The random numbers depend on the seed, the index of the sequence and the position only, so that a sequence gets the
     same tokens in any batch and on any mesh.
@@ -53,7 +61,7 @@ def choose_tokens(
       logits_BV: float32.
       indices_B: int32 [2, B]: the index of each sequence among the prompts, and the position of the token.
     """
-    log_probs_BV = jax.nn.log_softmax(logits_BV)
+    log_probs_BV = jax.nn.log_softmax(logits_BV / temperature if scales_log_probs else logits_BV)
     if greedy:
         tokens_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     else:

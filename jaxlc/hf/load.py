@@ -6,17 +6,18 @@ target dtype, and a part of one layer.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxlc.config.models.families import Family
+from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hf import mxfp4
 from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
 
@@ -69,6 +70,8 @@ def open_files(
     """
     files = TensorFiles(directory)
     files.tensors = _of_language_model(files.tensors, family)
+    if family.quantization:
+        files.tensors = mxfp4.joined(files.tensors)
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model)
     _check(files, layouts)
     return files, layouts
@@ -93,10 +96,11 @@ def layouts_of(
         if not path.startswith(tuple(stacks)):
             layouts[path] = Layout(tensor=outside[path], shape=sizes)
     for stack, layers in stacks.items():
-        tensors = family.tensors_of(model.of_kind(model.kinds_of_layers[layers[0]]).mixer)
+        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        tensors = family.tensors_of(layer.mixer, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
         own = {
-            path: Layout(tensor=tensor, shape=tuple(abstract[path].shape[1:]), layers=layers)
+            path: _stacked_layout(tensor, tuple(abstract[path].shape), layers)
             for tensor, path in paths.items()
             if path in abstract
         }
@@ -104,10 +108,17 @@ def layouts_of(
     return {path: layouts[path] for path in abstract}
 
 
+def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:
+    """The layout of a parameter with the dimensions [layers, ...]; [layers, experts, ...] with a tensor per expert."""
+    if "{expert}" in tensor.name:
+        return Layout(tensor=tensor, shape=shape[2:], layers=layers, num_experts=shape[1])
+    return Layout(tensor=tensor, shape=shape[1:], layers=layers)
+
+
 def _part_of_rows(layout: Layout, of_layer: Collection[Layout]) -> Layout:
     """`layout`, with its place among the parameters of a layer that have the same tensor, in their order."""
     parts = [other for other in of_layer if other.tensor.name == layout.tensor.name]
-    if len(parts) == 1:
+    if len(parts) == 1 or layout.tensor.interleaved is not None:
         return layout
     rows = [part.part_shape[0] for part in parts]
     return dataclasses.replace(layout, first_row=sum(rows[: parts.index(layout)]), num_rows=sum(rows))
@@ -179,12 +190,13 @@ def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
 def read_shard(files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any) -> np.ndarray:
     """A shard of a parameter: `index` has (start, stop, 1) of each dimension, vocabulary padding included."""
     shard = np.zeros([stop - start for start, stop, _ in index], param.dtype)
-    layers, within = (layout.layers, index) if layout.layers is None else (layout.layers[slice(*index[0])], index[1:])
+    num_stacked = len(layout.stack_shape)
+    first, within = [start for start, *_ in index[:num_stacked]], index[num_stacked:]
     # Rows of vocabulary padding are not in the file, and remain 0.
     slices = [slice(min(start, size), min(stop, size)) for (start, stop, _), size in zip(within, layout.shape)]
     target = tuple(slice(0, piece.stop - piece.start) for piece in slices)
-    for i, layer in enumerate(layers or [0]):
-        part = files.read(layout.tensor.name.format(layer=layer), *layout.stored_slices(slices))
-        into = shard[i] if layers is not None else shard
-        into[target] = layout.from_stored(part, slices)
+    for place in np.ndindex(shard.shape[:num_stacked]):
+        name = layout.name_at(tuple(start + i for start, i in zip(first, place)))
+        part = files.read(name, *layout.stored_slices(slices))
+        shard[place][target] = layout.from_stored(part, slices)
     return shard

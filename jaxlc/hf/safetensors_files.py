@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jaxlc.core.errors import UserError, reason_of
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the package safetensors
 
@@ -31,6 +33,10 @@ class StoredTensor:
     dtype: str  # as in the header
     shape: tuple[int, ...]
     offset_bytes: int  # from the start of the file
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as it is."""
+        return read(self, *slices)
 
 
 class TensorFiles:
@@ -59,7 +65,16 @@ class TensorFiles:
           UserError: it has NaN or infinite values.
         """
         tensor = self.tensors[name]
-        dtype = DTYPES[tensor.dtype]
+        part = tensor.read(self._read, slices)
+        if not _is_finite(part):
+            raise UserError(
+                f"{name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
+            )
+        return part
+
+    def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
+        """A copy of a part of a tensor that is in a file as it is."""
+        dtype = _STORED_DTYPES[tensor.dtype]
         start = tensor.offset_bytes - tensor.offset_bytes % mmap.ALLOCATIONGRANULARITY
         skipped_bytes, num_items = tensor.offset_bytes - start, math.prod(tensor.shape)
         if num_items == 0:
@@ -74,10 +89,6 @@ class TensorFiles:
             part = whole[slices].copy()
             del whole  # a mapping that is in use cannot be closed
         self.bytes_read += part.nbytes
-        if not _is_finite(part):
-            raise UserError(
-                f"{name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
-            )
         return part
 
 
@@ -143,7 +154,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 tensors[name] = StoredTensor(
                     path=path, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset_bytes=data_start + start
                 )
-                dtype = DTYPES.get(entry["dtype"])
+                dtype = _STORED_DTYPES.get(entry["dtype"])
                 if dtype is not None and end - start != math.prod(entry["shape"]) * dtype.itemsize:
                     raise ValueError(f"{name} has {end - start} bytes and the shape {entry['shape']}")
                 ends.append(data_start + end)

@@ -14,17 +14,32 @@ class Layout:
     """A tensor, or those of several layers, and the parameter that they become."""
 
     tensor: Tensor
-    shape: tuple[int, ...]  # shape of the parameter, for one layer
+    shape: tuple[int, ...]  # shape of the parameter, for one layer and one expert
     layers: Sequence[int] | None = None  # for a stacked parameter: the indices of its layers in the model
+    num_experts: int | None = None  # of a parameter with a tensor for each expert
     first_row: int = 0  # of a parameter that is a part of the rows of its tensor
     num_rows: int = 0  # rows of the tensor; 0: those of the parameter
 
     @property
-    def names(self) -> list[str]:
-        """The names of the tensors of all layers, or of the only one."""
+    def stack_shape(self) -> tuple[int, ...]:
+        """The leading dimensions of the parameter, those of its tensors: layers and experts."""
+        sizes = None if self.layers is None else len(self.layers), self.num_experts
+        return tuple(size for size in sizes if size is not None)
+
+    def name_at(self, place: tuple[int, ...]) -> str:
+        """The name of the tensor at a place in `stack_shape`."""
         if self.layers is None:
-            return [self.tensor.name]
-        return [self.tensor.name.format(layer=layer) for layer in self.layers]
+            return self.tensor.name
+        return self.tensor.name.format(layer=self.layers[place[0]], expert=place[-1])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors, in the order of the parameter."""
+        return [self.name_at(place) for place in np.ndindex(self.stack_shape)]
+
+    def arrays(self, param: np.ndarray) -> np.ndarray | list[np.ndarray]:
+        """The part of a whole parameter that each of `names` is."""
+        return param.reshape(-1, *self.shape) if self.stack_shape else [param]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -37,7 +52,7 @@ class Layout:
         """The shape of the part of the tensor that the parameter is."""
         inputs = self.tensor.num_inputs
         if inputs is None:
-            return self.shape
+            return self.shape if self.tensor.interleaved is None else (*self.shape[:-1], 2 * self.shape[-1])
         if inputs == 0:
             return (math.prod(self.shape),)
         outputs, inputs = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
@@ -47,13 +62,21 @@ class Layout:
         """The part of the stored tensor that has these slices of the parameter."""
         inputs = self.tensor.num_inputs
         if inputs is None:
-            return tuple(slices)
+            return (*slices[:-1], self._columns(slices[-1]))
         if inputs == 0:
             return (_flat_slice(slices, self.shape),)
         rows = _flat_slice(slices[inputs:], self.shape[inputs:])
         rows = slice(self.first_row + rows.start, self.first_row + rows.stop)
         columns = _flat_slice(slices[:inputs], self.shape[:inputs])
         return (rows, slice(0, 1), columns) if self.tensor.is_convolution else (rows, columns)
+
+    def _columns(self, columns: slice) -> slice:
+        """The columns of the tensor that are these columns of the parameter."""
+        first = self.tensor.interleaved
+        if first is None:
+            return columns
+        start, stop, _ = columns.indices(self.shape[-1])
+        return slice(2 * start + first, 2 * stop + first, 2) if stop > start else slice(0, 0)
 
     def from_stored(self, part: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
         """A part that `stored_slices` selects, as a part of the parameter: a view."""
@@ -63,7 +86,9 @@ class Layout:
         return part.T.reshape([len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)])
 
     def to_stored(self, param: np.ndarray) -> np.ndarray:
-        """The stored tensor, or part of it, of a whole parameter of one layer."""
+        """The stored tensor, or the rows or columns of it, of one of `arrays`."""
+        if self.tensor.num_inputs is None:
+            return param
         if not self.tensor.num_inputs:
             return param.reshape(self.part_shape)
         rows, *_, columns = self.part_shape

@@ -34,7 +34,7 @@ class TensorWriter:
         """
         self._dtype = DTYPES[dtype]
         self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
-        self._missing_rows = {name: shape[0] for name, shape in shapes}
+        self._missing = {name: math.prod(shape) for name, shape in shapes}  # values
         self._files: list[IO[bytes]] = []
         shards = _split([*shapes], self._dtype.itemsize, max_shard_bytes)
         file_of: dict[str, str] = {}
@@ -54,9 +54,22 @@ class TensorWriter:
         converted = np.ascontiguousarray(array, self._dtype)
         file.seek(offset_bytes + first_row * math.prod(shape[1:]) * self._dtype.itemsize)
         file.write(memoryview(converted.reshape(-1).view(np.uint8)))
-        self._missing_rows[name] -= len(array)
-        if not self._missing_rows[name]:
-            del self._missing_rows[name]
+        self._count(name, array)
+
+    def write_columns(self, name: str, array: np.ndarray, first_column: int) -> None:
+        """Writes every second column of a tensor, from `first_column` on, converted to the dtype of the files; once."""
+        file, offset_bytes, shape = self._place[name]
+        assert array.shape == (*shape[:-1], shape[-1] // 2), (name, array.shape, shape)
+        file.flush()
+        tensor = np.memmap(file, self._dtype, "r+", offset_bytes, shape)
+        tensor[..., first_column::2] = array
+        tensor.flush()
+        self._count(name, array)
+
+    def _count(self, name: str, array: np.ndarray) -> None:
+        self._missing[name] -= array.size
+        if not self._missing[name]:
+            del self._missing[name]
 
     def __enter__(self) -> "TensorWriter":
         return self
@@ -64,7 +77,7 @@ class TensorWriter:
     def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         for file in self._files:
             file.close()
-        assert error_type is not None or not self._missing_rows, f"not written: {sorted(self._missing_rows)}"
+        assert error_type is not None or not self._missing, f"not written: {sorted(self._missing)}"
 
     def _create(self, path: Path, shard: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> None:
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
@@ -74,7 +87,7 @@ class TensorWriter:
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = path.open("wb")  # closed in __exit__
+        file = path.open("w+b")  # closed in __exit__
         file.write(len(text).to_bytes(8, "little") + text)
         self._files.append(file)
         for name, shape in shard:

@@ -22,6 +22,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlc.models.experts import CHOICE
 from jaxlc.models.layers import DecoderLayer, LayerOutput
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch, schedule_after
@@ -117,20 +118,22 @@ class _TiledLayer:
             x_BtD = _at(x_nBtD, tile)
             q_BtNH, gate_BtNH, sinks_N = self._queries(weights, x_BtD, positions_Bt)
             results = attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
-            y_BtD, sums = self._after_attention(weights, x_BtD, results[0], gate_BtNH)
-            return _put(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums)
+            (y_BtD, sums), chosen_Btk = self._after_attention(weights, x_BtD, results[0], gate_BtNH, positions_Bt)
+            return _put(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums, chosen_Btk)
 
         def run_tiles(x_nBtD):
             return lax.scan(run_tile, x_nBtD, (_tiles(x_nBtD), positions_nBt))
 
-        (y_nBtD, (saved, sums)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
+        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
         if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
             saved = checkpoint_name(saved[0], "attention_out"), checkpoint_name(saved[1], "attention_lse")
+        if chosen_nBtk is not None:
+            chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
         output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
-        return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, prefetch)
+        return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
 
     def backward(self, residuals, gradients):
-        weights, x_nBtD, positions_nBt, ranges, saved, prefetch = residuals
+        weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
         attention, trainable, all_of = self.attention, weights.trainable, weights.with_trainable
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
@@ -140,13 +143,14 @@ class _TiledLayer:
 
         def tile_backward(carry, operands):
             dx_nBtD, dkv, dweights = carry
-            tile, x_BtD, positions_Bt, saved = operands
+            tile, x_BtD, positions_Bt, saved, chosen_Btk = operands
             (q_BtNH, gate_BtNH, sinks_N), queries_vjp = jax.vjp(
                 lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD
             )
             results = saved or attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
             _, rest_vjp = jax.vjp(
-                lambda w, *x: self._after_attention(all_of(w), *x), trainable, x_BtD, results[0], gate_BtNH
+                lambda w, *x: self._after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
+                *(trainable, x_BtD, results[0], gate_BtNH),
             )
             dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(LayerOutput(_at(dx_nBtD, tile), dsums))
             dq_BtNH, dkv, dsinks_N = attention.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
@@ -167,7 +171,7 @@ class _TiledLayer:
         tiles = _tiles(x_nBtD)
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
-        carry, _ = lax.scan(tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved))
+        carry, _ = lax.scan(tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved, chosen_nBtk))
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
@@ -209,8 +213,10 @@ class _TiledLayer:
         queries = layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
         return *queries, layer.attention.sinks_N
 
-    def _after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH):
-        return self._layer(weights).after_attention(x_BtD, out_BtNH, gate_BtNH, shard=self.shard)
+    def _after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk=None):
+        """(output, chosen_Btk or None)"""
+        operands = x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk
+        return self._layer(weights).after_attention(*operands, shard=self.shard)
 
 
 def _tiles(x_nBtD: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A decoder layer: a block that mixes tokens, a gated feed-forward block, and the RMSNorms around them.
+"""A decoder layer: a block that mixes tokens, a feed-forward block, dense or of experts, and the RMSNorms around them.
 
 The layer of Llama (Touvron et al. 2023, arXiv:2302.13971), with the variations of other families that `ModelConfig`
 describes.
@@ -14,9 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
+from jaxlc.models.activations import gated
 from jaxlc.models.attention_block import Attention
 from jaxlc.models.block import Block, matrix, residual_depth_scale
 from jaxlc.models.delta_net import GatedDeltaNet
+from jaxlc.models.experts import Experts, FeedForwardOutput
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.norms import RMSNorm
@@ -26,7 +28,6 @@ from jaxlc.sharding.rules import Sharder
 
 # The block of each mixer (`core/mixers`).
 BLOCKS: Mapping[str, type[Attention | GatedDeltaNet]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet}
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 class MLP(Block):
@@ -41,14 +42,21 @@ class MLP(Block):
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)
-    def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
-        """`x_BTD` is the input of the block, gathered over tensor."""
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
+    ) -> FeedForwardOutput:
+        """`x_BTD` is the input of the block, gathered over tensor; the other arguments are those of experts."""
+        del positions_BT, chosen_BTk
         gate_BTF = shard.ffn(self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard))
         up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-        hidden_BTF = _ACTIVATIONS[self.activation](gate_BTF) * up_BTF
+        hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
         down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
-        return shard.residual(down_BTD)
+        return FeedForwardOutput(shard.residual(down_BTD), {})
+
+
+# The block of each entry of `core.mixers.FEED_FORWARDS`.
+FEED_FORWARDS: Mapping[str, type[MLP | Experts]] = {"dense": MLP, "experts": Experts}
 
 
 class LayerOutput(NamedTuple):
@@ -61,7 +69,8 @@ class LayerOutput(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """A block that mixes tokens, called attention, and an MLP block, whose outputs are added to the residual stream.
+    """A block that mixes tokens, called attention, and a feed-forward block, called mlp, whose outputs are added to the
+    residual stream.
 
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
@@ -76,7 +85,7 @@ class DecoderLayer(nnx.Module):
         self.attention = BLOCKS[model.mixer](model, keys, fp8, lora)
         self.attention_post_norm = norm("post", "pre_and_post")
         self.mlp_norm = norm("pre", "pre_and_post")
-        self.mlp = MLP(model, keys, fp8, lora)
+        self.mlp = FEED_FORWARDS[model.feed_forward](model, keys, fp8, lora)
         self.mlp_post_norm = norm("post", "pre_and_post")
 
     def __call__(
@@ -94,13 +103,15 @@ class DecoderLayer(nnx.Module):
         T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
 
         Args:
+          positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts these tokens.
           attend: from the first result of `attention.operands` to out_BTNH.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
         input_BTD = self.attention_input(x_BTD, shard=shard)
         operands, gate_BTNH = self.attention.operands(input_BTD, positions_BT, shard=shard, tables=tables)
         out_BTNH, next_weights = overlap_with_prefetch(attend, operands, prefetch)
-        return self.after_attention(x_BTD, out_BTNH, gate_BTNH, shard=shard), next_weights
+        output, _ = self.after_attention(x_BTD, out_BTNH, gate_BTNH, positions_BT, shard=shard)
+        return output, next_weights
 
     @jax.named_scope(scopes.ATTENTION)
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
@@ -108,17 +119,30 @@ class DecoderLayer(nnx.Module):
         return shard.gathered(_normed(x_BTD, self.attention_norm))
 
     def after_attention(
-        self, x_BTD: jax.Array, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder
-    ) -> LayerOutput:
-        """The layer after attention: x_BTD plus the projected attention output plus the MLP output."""
+        self,
+        x_BTD: jax.Array,
+        out_BTNH: jax.Array,
+        gate_BTNH: jax.Array | None,
+        positions_BT: jax.Array,
+        chosen_BTk: jax.Array | None = None,
+        *,
+        shard: Sharder,
+    ) -> tuple[LayerOutput, jax.Array | None]:
+        """The layer after attention: x_BTD plus the projected attention output plus the output of the feed-forward
+        block; and the experts of each token, int32 [B, T, k], which `layer_tiles` saves. None: the layer has none.
+
+        Args:
+          positions_BT: as in `__call__`.
+          chosen_BTk: the experts of each token, of an earlier call; None: the router chooses.
+        """
         projected_BTD = self.attention.projected(out_BTNH, gate_BTNH, shard=shard)
         with jax.named_scope(scopes.ATTENTION):
             x_BTD += _normed(projected_BTD, self.attention_post_norm)
         with jax.named_scope(scopes.MLP):
             input_BTD = shard.gathered(_normed(x_BTD, self.mlp_norm))
-        down_BTD = self.mlp(input_BTD, shard=shard)
+        out = self.mlp(input_BTD, positions_BT, chosen_BTk, shard=shard)
         with jax.named_scope(scopes.MLP):
-            return LayerOutput(x_BTD + _normed(down_BTD, self.mlp_post_norm), {})
+            return LayerOutput(x_BTD + _normed(out.out_BTD, self.mlp_post_norm), out.sums), out.chosen_BTk
 
 
 def _normed(x_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:

@@ -36,8 +36,8 @@ class Adapter(nnx.Module):
     """The adapter of one projection. Initially b is 0, and a uniform between +-1/sqrt(inputs), as in peft."""
 
     def __init__(self, lora: LoraConfig, projection: Matrix, keys: InitKeys):
-        inputs, outputs = projection
-        rank_a, rank_b = ({_rank_name(names): lora.rank} for names in projection)
+        inputs, outputs = projection.inputs, projection.outputs
+        rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (inputs, outputs))
         bound = projection.num_inputs**-0.5
         a = jax.random.uniform(keys.lora(), (*inputs.values(), lora.rank), minval=-bound, maxval=bound)
         self.a = nnx.Param(a, dims=(*inputs, *rank_a))

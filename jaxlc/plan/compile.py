@@ -10,6 +10,7 @@ from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.models.context_length import context_warning
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.generation.rollout_memory import rollout_memory
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.result import Plan
 from jaxlc.plan.step_program import StepProgram
@@ -51,6 +52,8 @@ def plan_step(
     plan = dataclasses.replace(Plan.of(program), hints=hints(step), context_warning=warning)
     if evaluation:
         plan = dataclasses.replace(plan, evaluation_peak_bytes=program.evaluation_peak_bytes)
+    if (rollouts := rollout_memory(step, documents.longest_trace if documents else 0)) is not None:
+        plan = dataclasses.replace(plan, rollouts=rollouts)
     if documents:
         plan = dataclasses.replace(plan, packing=estimate_packing(documents, program))
     return plan

@@ -62,6 +62,14 @@ class Documents(NamedTuple):
     sequences: list[np.ndarray]
     prefixes: tuple[int, ...] = ()  # of the only sequence: see `packed_work.sequence_work`
 
+    @property
+    def longest_trace(self) -> int:
+        """Tokens of the longest document, with the prefix that it continues."""
+        lengths = np.array(self.sequences[0])
+        if not any(self.prefixes):
+            return max(int(x.max()) for x in self.sequences)
+        return int((lengths + [lengths[i - 1] if i else 0 for i in self.prefixes]).max())
+
 
 def read_documents(config: Config, source: str) -> Documents:
     """The documents of some sequences.
@@ -88,6 +96,11 @@ def read_documents(config: Config, source: str) -> Documents:
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
         raise UserError(f"the tree in {source} needs --config.attention.shared_prefixes=True")
+    if any(prefixes) and config.memory.tile_tokens:
+        raise UserError(
+            f"unsupported: an estimate of the tree in {source} with config.memory.tile_tokens="
+            f"{config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or lengths without a tree"
+        )
     if sum(lengths) > seq_len:
         raise UserError(
             f"the document lengths {source} have {sum(lengths):,} tokens in total: expected at most"

@@ -12,6 +12,7 @@ from typing import Any, Self
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.generation.rollout_memory import RolloutMemory
 from jaxlc.hlo.thunks import Launches
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
@@ -62,6 +63,9 @@ class PlanRecord:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
     evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
+    rollouts: RolloutMemory | None = (
+        None  # config.rollouts.source=model: beside the training state; None: it is not set
+    )
     packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 
     @property

@@ -25,7 +25,7 @@ def page(plan: PlanRecord, advise_command: str) -> str:
     """
     sections = (
         _head(plan),
-        [*_memory(plan.memory), *_evaluation(plan)],
+        [*_memory(plan.memory), *_evaluation(plan), *_rollouts(plan)],
         _collectives(plan),
         _ring(plan),
         _kernels(plan),
@@ -113,6 +113,19 @@ def _memory(memory: Memory) -> Iterator[str]:
 def _evaluation(plan: PlanRecord) -> Iterator[str]:
     if plan.evaluation_peak_bytes is not None:
         yield _row("peak of an evaluation", plan.evaluation_peak_bytes, "with the training state")
+
+
+def _rollouts(plan: PlanRecord) -> Iterator[str]:
+    """Between two steps there are the training state and the arrays of rollouts."""
+    if (rollouts := plan.rollouts) is None:
+        return
+    state_bytes = plan.memory.parameters_bytes + plan.memory.optimizer_bytes
+    sequences = f"{rollouts.num_sequences:,} sequences of up to {rollouts.num_tokens:,} tokens"
+    yield _row("rollouts with the state", state_bytes + rollouts.num_bytes, "without temporaries")
+    yield _row("  KV cache", rollouts.cache_bytes, sequences)
+    yield _row("  weights", rollouts.weights_bytes, "a copy in the compute dtype")
+    if state_bytes + rollouts.num_bytes > plan.memory.usable_bytes:
+        yield "  These do not fit: use shorter prompts or answers, fewer of them, or config.rollouts.source=files."
 
 
 def _collectives(plan: PlanRecord) -> Iterator[str]:

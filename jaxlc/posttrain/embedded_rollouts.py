@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import displayed
 from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.texts.chats import is_chat
@@ -20,6 +23,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import records_of
 from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.generation.generator import Generation, Generator
+from jaxlc.generation.rollout_memory import rollout_memory
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.reward import load_reward, rewarded
 from jaxlc.step.step import TrainStep
@@ -43,6 +47,16 @@ class EmbeddedRollouts:
         if not self._prompts:
             raise UserError("config.rollouts.prompts has no prompt")
 
+    @property
+    def lines(self) -> list[str]:
+        """Memory of the rollouts, for the start report."""
+        longest = max(len(ids) for ids, _ in self._prompts)
+        memory = rollout_memory(self._step, longest + self._step.config.rollouts.max_tokens)
+        return [
+            f"rollouts   {memory.num_sequences:,} sequences of up to {memory.num_tokens:,} tokens; beside the training"
+            f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB"
+        ]
+
     def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists, as after a resume."""
         # Processes must agree, also on file systems that show them different states of the file.
@@ -52,18 +66,23 @@ class EmbeddedRollouts:
         generations = self._generate(params, numbers, step)
         if jax.process_index() != 0:
             return
-        settings = self._step.config.rollouts
-        lines = []
-        for number, generation in zip(np.repeat(numbers, settings.answers_per_prompt), generations, strict=True):
-            ids, text = self._prompts[number]
-            record = self._records[number].values
-            reward = rewarded(self._reward, text, generation.text, record, settings.reward_seconds)
-            lines.append(json.dumps(_trace(ids, text, generation, reward, f"{step}-{number}")))
-        with write_errors_explained(path.parent, "free space, or use a different directory"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text("\n".join([*lines, ""]))
-            os.replace(partial, path)  # readers see a whole file or none
+        numbers = np.repeat(numbers, self._step.config.rollouts.answers_per_prompt)
+        traces = [
+            _trace(*self._prompts[number], generation, f"{step}-{number}", step - 1)
+            for number, generation in zip(numbers, generations, strict=True)
+        ]
+        try:
+            for number, trace in zip(numbers, traces):
+                trace["reward"] = self._rewarded(number, trace)
+        except UserError as error:
+            kept = path.with_name(f"{step}.unrewarded.jsonl")  # a name that is not read as the file of a step
+            _write(traces, kept)
+            raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
+        _write(traces, path)
+
+    def _rewarded(self, number: int, trace: dict[str, Any]) -> float:
+        record, limit_seconds = self._records[number].values, self._step.config.rollouts.reward_seconds
+        return rewarded(self._reward, trace["text"]["prompt"], trace["text"]["answer"], record, limit_seconds)
 
     def _prompt(self, record: Record) -> tuple[np.ndarray, str]:
         ids, text = self._reader.prompt(record)
@@ -88,7 +107,9 @@ class EmbeddedRollouts:
         else:
             self._generator.set_params(params)
         seed = np.random.SeedSequence([config.data.seed % 2**32, step]).generate_state(1)[0]
-        sampling = Sampling(temperature=config.posttrain.temperature, top_p=settings.top_p, seed=int(seed))
+        sampling = Sampling(
+            temperature=config.posttrain.temperature, top_p=settings.top_p, seed=int(seed), scales_log_probs=True
+        )
         try:
             return self._generator(
                 [self._prompts[number][0] for number in numbers for _ in range(settings.answers_per_prompt)],
@@ -107,12 +128,22 @@ class EmbeddedRollouts:
         return sorted(ids)
 
 
-def _trace(ids: np.ndarray, prompt: str, generation: Generation, reward: float, group: str) -> dict[str, Any]:
+def _write(traces: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes a file of traces; readers see a whole file or none."""
+    with write_errors_explained(path.parent, "free space, or use a different directory"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
+        os.replace(partial, path)
+
+
+def _trace(ids: np.ndarray, prompt: str, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:
+    """The record of an answer, without its reward."""
     return dict(
         tokens=[*ids.tolist(), *generation.tokens.tolist()],
         loss_mask=[0] * len(ids) + [1] * len(generation.tokens),
         group=group,
-        reward=reward,
+        policy_step=policy_step,
         truncated=generation.finish_reason == "length",
         old_log_probs=[float(x) for x in generation.log_probs],
         text=dict(prompt=prompt, answer=generation.text),

@@ -7,6 +7,9 @@ compiler options, the versions of JAX and XLA, and the devices with their instru
 
 import contextlib
 import os
+import re
+import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,6 +30,7 @@ _HITS = "/jax/compilation_cache/cache_hits"
 # feature +prefer-no-gather is not supported", although that is a preference, not a feature (jax-ml/jax issue 38445).
 _CPU_NOTES = ("cpu_aot_loader.cc",)
 _FIRST_XLA_WITHOUT_CPU_NOTES = (0, 12)
+_TORN = re.compile(r"Error reading persistent compilation cache entry for '(\w+)'")
 
 
 class _Directories:
@@ -74,12 +78,49 @@ def for_step(devices: Iterable) -> Iterator[None]:
         before = jax.config.jax_compilation_cache_dir
         _update("jax_compilation_cache_dir", _Directories.step)
         try:
-            with stderr.without_lines(_CPU_NOTES):
+            with stderr.without_lines(_CPU_NOTES), _torn_entries_deleted():
                 yield
         finally:
             _update("jax_compilation_cache_dir", before)
     else:
+        with _torn_entries_deleted():
+            yield
+
+
+@contextlib.contextmanager
+def _torn_entries_deleted() -> Iterator[None]:
+    """Deletes the entries that JAX could not read, such as one of a process that was killed while it wrote it.
+
+    JAX detects them by the checksum of the compressed entry, warns, and compiles; but it does not replace an entry that
+    exists, so every restart would compile again.
+    """
+    import jax
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         yield
+    for warning in caught:
+        if (match := _TORN.match(str(warning.message))) is None:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            continue
+        paths = list(Path(jax.config.jax_compilation_cache_dir or ".").glob(f"{match[1]}-*-cache"))
+        torn = [path for path in paths if _is_torn(path)]
+        for path in torn:
+            path.unlink(missing_ok=True)
+        warnings.warn(f"{warning.message}: compiled again, {len(torn)} damaged entries deleted", stacklevel=1)
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether an entry is incomplete or damaged; False for compressions other than zlib, JAX's default."""
+    try:
+        content = path.read_bytes()
+        if content[:1] in (b"", b"\x78"):
+            zlib.decompress(content)
+    except OSError:
+        return False
+    except zlib.error:
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -149,7 +149,8 @@ def _itemsize(config: Config) -> int:
 def _values_per_token(config: Config, model: ModelConfig) -> dict[str, float]:
     """Values of each named activation of a layer with the sizes of `model`."""
     both = dict(residual=model.model_dim, attention_projected=model.model_dim)
-    both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
+    if model.feed_forward == "dense":
+        both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
     if model.mixer == "gated_delta_net":
         keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_value_heads * model.delta_value_dim
         states = 2 * config.mesh.context * values * model.delta_key_dim * 4 // _itemsize(config)  # float32, 2 per rank

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -228,6 +228,8 @@ def _place(frame: FrameType | None) -> str:
 
 
 _watchdog: Watchdog | None = None
+_phase_seconds: defaultdict[str, float] = defaultdict(float)
+_nested_seconds: list[float] = []  # of the phases that are entered, the seconds in phases inside of each
 
 
 @contextlib.contextmanager
@@ -245,13 +247,29 @@ def watching(config: RuntimeConfig, workdir: Path) -> Iterator[None]:
         watchdog.close()
 
 
-def phase(name: str, *, repeats: bool = True) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def phase(name: str, *, repeats: bool = True) -> Iterator[None]:
     """A phase of the run: its deadline follows from the durations of earlier phases with this name.
 
     Args:
       repeats: False: every duration is normal, so there is no deadline.
     """
-    return contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name, repeats=repeats)
+    watched = contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name, repeats=repeats)
+    start = time.monotonic()
+    _nested_seconds.append(0.0)
+    try:
+        with watched:
+            yield
+    finally:
+        seconds = time.monotonic() - start
+        _phase_seconds[name] += seconds - _nested_seconds.pop()
+        if _nested_seconds:
+            _nested_seconds[-1] += seconds
+
+
+def phase_seconds() -> dict[str, float]:
+    """The seconds of this process in each phase until now, without those in phases inside of it."""
+    return dict(_phase_seconds)
 
 
 def phases(name: str, items: Iterable[T], *, repeats: bool = True) -> Iterator[T]:

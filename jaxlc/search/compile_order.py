@@ -103,7 +103,7 @@ class Layout:
         self.query_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor)
         self.projected_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor)
         self.key_dim = _mean_over_layers(model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim)
-        self.ffn_dim = _mean_over_layers(model, lambda shape: shape.ffn_dim / mesh.tensor)
+        self.ffn_dim = _mean_over_layers(model, lambda shape: shape.used_ffn_dim / mesh.tensor)
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
         self.collectives = self._collectives()
         self.attention_seconds = functools.cache(self._attention_seconds)  # by memory.tile_tokens

@@ -7,7 +7,9 @@ Parameters have two shardings. For storage they are also sharded over fsdp and c
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,14 +26,16 @@ class ShardingRules:
     model: Axes = WEIGHT_AXES  # D of every weight matrix
     heads: Axes = (TENSOR,)  # N of wq [D, N, H] and wo [N, H, D]
     kv_heads: Axes = (TENSOR,)  # K of wk and wv [D, K, H]; replicated if tensor does not divide K
-    ffn: Axes = (TENSOR,)  # F of w_gate and w_up [D, F] and w_down [F, D]
+    ffn: Axes = (TENSOR,)  # F of w_gate and w_up [D, F] and w_down [F, D], and of experts
+    experts: Axes = ()  # E: every rank computes the experts of its tokens
     vocab: Axes = (TENSOR,)  # V of embedding [V, D] and head [D, V]
     head_dim: Axes = ()  # H: attention needs the entire head dimension
     rank: Axes = ()  # R of the matrix of an adapter that has a dimension D
     sharded_rank: Axes = WEIGHT_AXES  # R of the other matrix
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
-    bias: Axes = ()  # H or D of a bias
+    bias: Axes = ()  # H or D of a bias, E of that of a router
+    ffn_bias: Axes = (TENSOR,)  # F of the biases of experts
     sinks: Axes = (TENSOR,)  # N of the attention sinks, one logit per head
     taps: Axes = ()  # P of the short convolutions of Gated DeltaNet, whose channels are heads
     decay: Axes = (TENSOR,)  # H of the decay of the states of Gated DeltaNet, two numbers per head
@@ -51,7 +55,7 @@ def is_vector(dims: Axes) -> bool:
 
     They are used in float32, without a cast to the compute dtype, and have no weight decay.
     """
-    return not {"norm", "bias", "sinks", "decay"}.isdisjoint(dims)
+    return not {"norm", "bias", "ffn_bias", "sinks", "decay"}.isdisjoint(dims)
 
 
 def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
@@ -164,6 +168,35 @@ class Sharder:
 
     def ffn(self, x_BTF: jax.Array) -> jax.Array:
         return self._activation(x_BTF, self.rules.ffn_out)
+
+    def by_rank(self, function: Callable, tokens: Any, weights: Any, dims: Any) -> jax.Array:
+        """`function(tokens, weights)` of each rank's tokens, summed over tensor: an x_BTD sharded as the residual
+        stream.
+
+        The function gets the tokens of all tensor ranks, and weights that are sharded over tensor; it may sort tokens,
+        since no other rank has them. Gradients of weights are summed over the other axes in the dtype of the weights.
+
+        Args:
+          tokens: tree of arrays [B, T, ...] that are `gathered`.
+          weights: tree of arrays that `weight` returned; dims: the same tree of their dimensions.
+        """
+        first = jax.tree.leaves(tokens)[0]
+        rows, sequence = _fit(self.rules.gathered[:2], first.shape[:2], self.mesh)
+        _, residual = _fit(self.rules.residual[:2], first.shape[:2], self.mesh)
+        leaves, tree = jax.tree.flatten(weights)
+        dims = tree.flatten_up_to(dims)
+        specs = tree.unflatten([compute_spec(d, w.shape, self.mesh, self.rules) for d, w in zip(dims, leaves)])
+
+        def local(tokens, weights):
+            out = function(tokens, weights)
+            if self.mesh.shape[TENSOR] == 1:
+                return out
+            return jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
+
+        tokens_spec, out_spec = PartitionSpec(rows, sequence), PartitionSpec(rows, residual)
+        # check_vma: the gradients of tokens are partial sums over tensor, of weights over the other axes.
+        split = jax.shard_map(local, mesh=self.mesh, in_specs=(tokens_spec, specs), out_specs=out_spec, check_vma=False)
+        return split(tokens, weights)
 
     def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:
         return self._constrain(x, _fit(dim_axes, x.shape, self.mesh))

@@ -11,8 +11,13 @@ import numpy as np
 _WINDOWS_AT_DISTANCE = {1: 8, 2: 2}  # windows for which there is room, in each direction
 
 
-def room_by_distance(rank_tokens: int, num_ranks: int, window: int) -> dict[int, int]:
-    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each distance that has any."""
+def room_by_distance(rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: bool = False) -> dict[int, int]:
+    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each distance that has any.
+
+    Args:
+      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a chunk and of those
+        that share its prefix, the prefix ends before the chunk, on any rank: a chunk needs one more window.
+    """
     chunk_tokens, chunks = rank_tokens // 2, np.arange(2 * num_ranks)
     sizes = np.full(len(chunks), chunk_tokens)
     rank = np.minimum(chunks, chunks[::-1])
@@ -24,6 +29,8 @@ def room_by_distance(rank_tokens: int, num_ranks: int, window: int) -> dict[int,
             for signed in (distance, -distance):
                 for_documents[signed % num_ranks] += num_windows * (window - 1)
         room = np.minimum(np.maximum(room, for_documents), rank_tokens)
+    if shared_prefixes:
+        room = np.minimum(room + 2 * (window - 1), rank_tokens)
     return {distance: int(room[distance]) for distance in range(1, num_ranks) if room[distance]}
 
 

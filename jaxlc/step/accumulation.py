@@ -21,7 +21,7 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
       dims: the parameter tree with a tuple of dimension names per leaf.
       histories: amax histories of FP8 delayed scaling, or None.
     Returns:
-      The sum of `cross_entropy`, float32; the sum of the gradients; the next histories, which are the maximum over the
+      The sums of the second result; the sum of the gradients; the next histories, which are the maximum over the
       microbatches, or None.
     """
     differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     prefix_ids: jax.Array | None = None  # int32: the segment id of the prefix that the document continues; 0: none
     advantages: jax.Array | None = None  # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
     answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
-    old_log_probs: jax.Array | None = None  # float32
+    old_log_probs: jax.Array | None = None  # float32; NaN: unknown, if posttrain.old_log_probs is not record
     reference_log_probs: jax.Array | None = None  # float32
 
 

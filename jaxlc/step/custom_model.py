@@ -85,7 +85,7 @@ class CustomObjective:
             sums = self._loss_sums(params, part)
             return sums.objective, sums.cross_entropy
 
-        return accumulate(objective, params, batch, self.dims, histories)
+        return *accumulate(objective, params, batch, self.dims, histories), None
 
     def token_losses(self, params, batch: Batch) -> jax.Array:
         """Loss of each token, float32 [B, T]; for evaluation."""

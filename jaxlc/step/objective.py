@@ -30,6 +30,7 @@ from jaxlc.sharding.rules import Sharder, is_vector
 from jaxlc.step import mixed_precision, sequence_order
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch, sequence_positions
+from jaxlc.step.expert_balance import expert_sums, weighted_loss
 from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
 from jaxlc.step.policy_loss import PolicySums, policy_sums
 from jaxlc.step.remat import make_remat, saves_attention
@@ -71,21 +72,29 @@ class Objective:
 
         Returns:
           The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums` with posttrain.loss;
-          its gradients with respect to the trainable part of `params`, with z-loss; the next histories.
+          its gradients with respect to the trainable part of `params`, with z-loss and the losses of experts; the next
+          histories; `ExpertSums`, None without experts.
         """
         trainable, frozen = freezing.split(params, self.frozen)
         trainable_dims, _ = freezing.split(self.dims, self.frozen)
+        # Sums are divided by this number, and the losses of experts are means over the microbatches.
+        per_microbatch = batch.loss_weights.sum() / len(batch.tokens)
 
         def objective(trainable, histories, part: Batch):
-            *hidden_and_head, _ = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
+            *hidden_and_head, layer_sums = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
             targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
             if self.config.posttrain.loss:
                 part = self._with_reference(freezing.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, part)
             sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
-            return sums.objective, sums.cross_entropy if policy is None else policy
+            total, experts = sums.objective, None
+            if self.config.model.num_experts:
+                experts = expert_sums(layer_sums, part.segment_ids, self.config.train)
+                total += per_microbatch * weighted_loss(experts, self.config.train)
+            return total, (sums.cross_entropy if policy is None else policy, experts)
 
-        return accumulate(objective, trainable, batch, trainable_dims, histories)
+        (sums, experts), *others = accumulate(objective, trainable, batch, trainable_dims, histories)
+        return sums, *others, experts
 
     def _with_reference(self, params, part: Batch) -> Batch:
         """The microbatch with the log-probabilities of the base model, without adapters, if posttrain uses them."""
@@ -140,11 +149,11 @@ class Objective:
 
     def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and
-        the sums of the layers, which no term of the loss uses yet."""
+        the sums of the layers."""
         attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
         if self.config.attention.document_mask:
             positions = batch.positions
-            prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)  # tiles do not have them
+            prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)
             ranges = {
                 kind: split.prepare(
                     positions, batch.segment_ids, self._abstract_queries(kind, positions.shape), **prefixes
@@ -157,6 +166,8 @@ class Objective:
                 kind: split.prepare(positions, None) if isinstance(split, TiledAttention) else None
                 for kind, split in attentions.items()
             }
+        if self.config.model.num_experts:
+            positions = jnp.where(batch.segment_ids > 0, positions, -1)  # see `DecoderLayer.__call__`
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
@@ -219,8 +230,9 @@ class Objective:
         if self._num_tiles:
             num_kv_heads = model.of_kind(kind).num_kv_heads
             return attention.make_tiled(
-                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window
-            )
+                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window,
+                shared_prefixes=settings.shared_prefixes,
+            )  # fmt: skip
         few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
         return attention.make(
             settings,

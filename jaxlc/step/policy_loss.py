@@ -27,6 +27,9 @@ class PolicySums(NamedTuple):
     ratio: jax.Array | None = None  # of new to old probabilities
     clipped: jax.Array | None = None  # tokens whose gradient is clipped
     kl: jax.Array | None = None  # k3 estimate of the divergence from the reference
+    # Log-probability of the sampler, as recorded, minus that of the trainer; NaN if a token of the step has no record.
+    sampler_minus_trainer: jax.Array | None = None
+    sampler_difference: jax.Array | None = None  # its magnitude
     margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers
     accuracy: jax.Array | None = None  # dpo: pairs whose margin is positive
 
@@ -97,7 +100,12 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
         losses_BT += settings.kl * kl_BT
     weights_BT = batch.loss_weights * (batch.answer_weights if settings.loss == "grpo" else 1)
     is_clipped_BT = gains_BT < ratios_BT * batch.advantages
-    of_tokens = (None if x is None else (batch.loss_weights * x).sum() for x in (ratios_BT, is_clipped_BT, kl_BT))
+    of_sampler = (None, None)
+    if batch.old_log_probs is not None:
+        difference_BT = jnp.where(has_loss_BT, batch.old_log_probs - jax.lax.stop_gradient(log_probs_BT), 0)
+        of_sampler = difference_BT, jnp.abs(difference_BT)
+    columns = (ratios_BT, is_clipped_BT, kl_BT, *of_sampler)
+    of_tokens = (None if x is None else (batch.loss_weights * x).sum() for x in columns)
     return PolicySums((weights_BT * losses_BT).sum(), *of_tokens)
 
 

@@ -1,7 +1,8 @@
 """Rematerialization: which activations are saved, offloaded to host memory, or recomputed (`jax.checkpoint`).
 
 Activations (`config.schema.TENSOR_NAMES`) are named where they are computed: `attention_out` and `attention_lse` in
-attention/strategies/, `delta_states` in attention/delta_rule/, the rest in models/.
+attention/strategies/, `delta_states` in attention/delta_rule/, the rest in models/. The experts of each token, a few
+bytes, are always saved: in a recomputation, a rounded logit could choose others.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import MemoryConfig
+from jaxlc.models.experts import CHOICE
 
 _SAVED_BY = {
-    "full": (),  # only the layer input
+    "full": (CHOICE,),  # only the layer input
     # Attention is the most expensive part to recompute, and its output is one of the smallest activations.
-    "attention": ("attention_out", "attention_lse", "delta_states"),
+    "attention": ("attention_out", "attention_lse", "delta_states", CHOICE),
     # Also all matrix products with weights (`_checkpoint`): only cheap operations are recomputed.
-    "matmuls": ("attention_out", "attention_lse", "delta_states"),
+    "matmuls": ("attention_out", "attention_lse", "delta_states", CHOICE),
 }
 _GROUP_INPUT = "residual"
 
@@ -73,7 +75,7 @@ def _needs_barriers(period: int) -> bool:
 def _group_checkpoint(offloads_input: bool, period: int) -> Callable:
     # Not "residual": every layer names its input that, and a group saves only its own.
     name = "group_residual"
-    policy = _policy((), (name,) if offloads_input else ())
+    policy = _policy((CHOICE,), (name,) if offloads_input else ())
 
     def wrap_group(group):
         def named(x_BTD, *operands):

@@ -70,8 +70,12 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
         return "attention.document_sharding=False"
     if "gated_delta_net" in config.model.attentions:
         return "gated_delta_net layers, whose ranks exchange states along the whole sequence"
+    if attention.shared_prefixes and config.memory.tile_tokens:
+        return "memory.tile_tokens with shared prefixes, whose tokens a mirrored piece does not reach"
     if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
         return "each rank attends over whole sequences"
+    if attention.shared_prefixes and _window(config) is not None:
+        return "sliding windows of documents that share prefixes"
     window, rank_tokens = _window(config), config.data.seq_len // (context // _group_size(config))
     if window is not None and all(config.model.window_of(kind) for kind in config.model.layer_kinds):
         return "sliding windows have nearly equal work on all ranks"

@@ -11,6 +11,7 @@ from jaxlc.models import freezing
 from jaxlc.step import mixed_precision, update
 from jaxlc.step.batch import Batch, attention_pairs
 from jaxlc.step.custom_model import CustomObjective
+from jaxlc.step.expert_balance import ExpertMetrics, expert_metrics
 from jaxlc.step.objective import Objective
 from jaxlc.step.optimizer import StepOptimizer
 from jaxlc.step.policy_loss import PolicySums, denominator, means
@@ -29,6 +30,7 @@ class StepMetrics(NamedTuple):
     skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
     attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
     policy: PolicySums | None  # with posttrain.loss only: the means of the step
+    experts: ExpertMetrics | None  # with model.num_experts only; arrays [layers with experts] among them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,9 @@ class StepFunction:
         if loss_scale is not None:  # multiplies the mean loss, before anything is rounded to float16
             batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
             to_mean = 1.0 / loss_scale.scale
-        sums, gradients, histories = self.objective.loss_and_grads(state.params, batch, state.scaling.histories)
+        sums, gradients, histories, experts = self.objective.loss_and_grads(
+            state.params, batch, state.scaling.histories
+        )
         policy = means(sums, batch, posttrain) if posttrain.loss else None
         loss = sums * to_mean if policy is None else policy.loss
         grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
@@ -84,6 +88,7 @@ class StepFunction:
             skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
             attention_pairs=pairs,
             policy=policy,
+            experts=experts and expert_metrics(experts, len(batch.tokens)),
         )
         scaling = mixed_precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])

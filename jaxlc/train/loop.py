@@ -13,7 +13,7 @@ from jaxlc import runtime
 from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
-from jaxlc.core import hardware
+from jaxlc.core import extras, hardware
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory_pools import explained, pooled_host_bytes
@@ -36,15 +36,17 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     start_lines,
 )
-from jaxlc.train.reports.config_copy import keep_config
-from jaxlc.train.reports.metrics import METRICS_FILE, open_metrics, read_rows
+from jaxlc.train.reports.config_copy import keep_config, read_manifest, stored_settings
+from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.start_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
+from jaxlc.train.reports.wandb_writer import WandbWriter
 from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage_run import StageRun
 from jaxlc.train.step_profiler import StepProfiler
+from jaxlc.train.stragglers import Stragglers
 from jaxlc.train.workdir import open_workdir
 
 
@@ -89,11 +91,16 @@ def run(
             path / CHECKPOINTS_DIRECTORY,
             keep=first.train.keep_checkpoints,
             keep_steps=[stage.end_step for stage in stages[:-1]],
+            keep_every=first.train.keep_every_steps,
+            keep_best=first.train.keep_best_checkpoints,
             warn=progress.log,
             finite_params=model is None,
         )
-        outputs = Outputs(workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks)
-        with watchdog.watching(first.runtime, path):
+        stragglers = Stragglers(first.runtime, path, progress.log)
+        outputs = Outputs(
+            workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks, stragglers=stragglers
+        )
+        with watchdog.watching(first.runtime, path), contextlib.closing(stragglers):
             result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
@@ -115,6 +122,8 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
         if not has_batches:
             check_evaluation(stage.config)
+    if stages[0].config.train.wandb_project:
+        extras.require("wandb", "config.train.wandb_project")
     if len(stages) > 1 and has_batches:
         raise UserError(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
@@ -139,7 +148,7 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         return first_position(stages, outputs)
 
     position, stop = next_position(), Stop.DONE
-    metrics = open_metrics(outputs.workdir, resume_step=position.step or None, is_primary=jax.process_index() == 0)
+    metrics = _open_metrics(stages[0].config, outputs, position.step or None)
     for stage in stages:
         if position.step >= stage.end_step and stage is not stages[-1]:
             continue
@@ -154,6 +163,14 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     return run.finish(stages, position, stop)
 
 
+def _open_metrics(config: Config, outputs: Outputs, resume_step: int | None) -> MetricsLog:
+    is_primary, writers, workdir = jax.process_index() == 0, [], outputs.workdir
+    if is_primary and config.train.wandb_project:
+        run_id, settings = read_manifest(workdir)["run_id"], stored_settings(workdir)
+        writers.append(WandbWriter(config.train.wandb_project, run_id, workdir, settings, outputs.progress.log))
+    return open_metrics(workdir, resume_step=resume_step, is_primary=is_primary, writers=writers)
+
+
 def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Stop]:
     """Runs the steps of a stage after `start`; returns where training stopped, and why."""
     stage, batch_size = run.stage, run.stage.config.train.global_batch_size
@@ -163,11 +180,12 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     actions, position = run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports = StepReports(run, start.step)
+    num_steps = stage.end_step - start.step
     has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
         PreemptionGuard(stage.data.stop_waiting) as guard,
         watchdog.steps(start.step),
-        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, stage.end_step - start.step)) as stream,
+        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
         batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
@@ -176,7 +194,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
             state, metrics = profiled_step(step, position.state, Batch(**arrays))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
-            stop = guard.stop_after(step)
+            stop = guard.stop()
             if is_last:
                 stop = Stop.DONE
 
@@ -193,7 +211,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
                 return position, stop
             if waits:
                 reports.pending.restart_clock(step)
-        if (stop := guard.stop_after(position.step)) is not None:  # while the run waited for rollouts
+        if (stop := guard.stop()) is not None:  # while the run waited for rollouts
             return run_due([action for action in actions if action.at_signal], position, stop), stop
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"

@@ -1,6 +1,7 @@
 """Stopping on a signal: SIGTERM, which schedulers send before they kill a job, and SIGINT (Ctrl-C)."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.train.actions import Stop
 
+_num_calls = itertools.count(1)  # JAX's sync points must increase in a process
 _CTRL_C_MESSAGE = b"\nCtrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving\n"
 
 
@@ -19,13 +21,14 @@ class PreemptionGuard:
 
     With several processes, a signal to any of them stops all of them after the same step: JAX's preemption service
     catches SIGTERM, and SIGINT is passed on as SIGTERM. Outside the main thread signals cannot be caught; with one
-    process `stop_after` is then always None.
+    process `stop` is then always None.
     """
 
     def __init__(self, on_signal: Callable[[], None] = lambda: None):
         """on_signal: called in the main thread when this process catches a signal."""
         self._on_signal = on_signal
         self._signal: signal.Signals | None = None
+        self._stop: Stop | None = None
         self._is_main_thread = threading.current_thread() is threading.main_thread()
         self._previous_handlers: dict[signal.Signals, object] = {}
 
@@ -48,12 +51,16 @@ class PreemptionGuard:
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
         self._signal = signal.Signals(number)
-        self._on_signal()
+        if jax.process_count() == 1:  # otherwise the others would go on: all stop at the same call of `stop`
+            self._on_signal()
 
-    def stop_after(self, step: int) -> Stop | None:
-        """The signal that stops the run after `step`, if there was one. Every process must call it for every step."""
+    def stop(self) -> Stop | None:
+        """The signal that stops the run now, if there was one. Every process must make the same calls."""
         if jax.process_count() > 1:
-            is_requested = multihost_utils.reached_preemption_sync_point(step)
+            # A sync point is a call, not a step: a run that waits for rollouts makes several calls in a step.
+            is_requested = self._stop is not None or multihost_utils.reached_preemption_sync_point(next(_num_calls))
         else:
             is_requested = self._signal is not None
-        return Stop(128 + (self._signal or signal.SIGTERM)) if is_requested else None
+        if is_requested:
+            self._stop = Stop(128 + (self._signal or signal.SIGTERM))
+        return self._stop

@@ -7,7 +7,7 @@ stage boundary resumes exactly like an uninterrupted one, and the arrays get the
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -29,10 +29,12 @@ from jaxlc.train.actions import Position, TrainingStopped
 from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
+from jaxlc.train.reports.metrics import Timings
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import resume_lines
-from jaxlc.train.rollouts import RolloutMaker, make_rollout_maker
+from jaxlc.train.rollouts import ROLLOUTS, RolloutMaker, make_rollout_maker
 from jaxlc.train.run_data import RunData
+from jaxlc.train.stragglers import Stragglers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Outputs:
     progress: Progress
     checkpoints: Checkpoints
     callbacks: Callbacks
+    stragglers: Stragglers
+    timings: Timings = field(default_factory=Timings)
 
 
 def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
@@ -185,6 +189,8 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         return Position(state=_first_state(stage, state), step=step, next_sequence=0)
     for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
         progress.log(line)
+    if stage.config.rollouts.source:
+        stage.data.train.check_digests(meta.get(ROLLOUTS, {}))
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
     return Position(state=state, step=step, next_sequence=next_sequence)
@@ -231,6 +237,8 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
             reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
             lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
         lines += [*lines_of_step, *stage.data.lines]
+        if stage.rollout_maker is not None:
+            lines += stage.rollout_maker.lines
         if stage.step.model is None:
             warning = context_warning(stage.config.model, stage.config.data.seq_len, stage=stage.name)
             lines += [f"warning: {warning}"] if warning else []

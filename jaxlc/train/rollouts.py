@@ -5,24 +5,36 @@ and only by runs with config.rollouts.source='model'.
 """
 
 import importlib
+import itertools
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxlc.config import Config
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.step.step import TrainStep
 
+T = TypeVar("T")
+_POLL_SECONDS = 0.5
 _MODULE = "jaxlc.posttrain.embedded_rollouts"
 DIRECTORY = "rollouts"  # in the workdir
 EXPORTED = "exported"
+ROLLOUTS = "rollouts"  # key of the meta of a checkpoint: the digests of files of rollouts, by step
 
 
 class RolloutMaker(Protocol):
     """Makes the rollouts of a step with the parameters before it."""
+
+    lines: list[str]  # description, printed at the start of the run
 
     def __call__(self, params: dict, step: int, path: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists. Every process of a run makes the same call."""
@@ -56,6 +68,31 @@ def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
         _call([sys.executable, "-m", "jaxlc.exporting", str(workdir), str(target), f"--step={step}", *adapters])
     if config.rollouts.export_command:
         _call([*shlex.split(config.rollouts.export_command), str(target)])
+
+
+def together(
+    items: Iterator[T], sequences: RolloutSequences, first_step: int, stop: Callable[[], object]
+) -> Iterator[T]:
+    """Yields the items, one per step; before each, all processes wait until all of them find the file of the step.
+
+    They wait in the main thread, since the devices compare notes twice a second, and call `stop` together: a signal to
+    one process, of which only JAX's preemption service knows, ends the waiting of all at the same time.
+    """
+    for step in itertools.count(first_step):
+        while True:
+            # A process that is late raises the error when it reads the file, as a single process does.
+            is_over = sequences.is_available(step) or sequences.is_late(step)
+            if multihost_utils.process_allgather(np.array(is_over)).all():
+                break
+            if stop() is not None:
+                sequences.close()  # the threads of `items` wait for the file, too
+                return
+            time.sleep(_POLL_SECONDS)
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        yield item
 
 
 def _call(command: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.held_out import FiniteSequences
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import corpus_lines
-from jaxlc.train.rollouts import DIRECTORY
+from jaxlc.train.rollouts import DIRECTORY, together
 
 CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
 
@@ -56,9 +56,13 @@ class RunData:
         return {"unigram": unigram, "bigram": bigram}
 
     def batches(
-        self, step: TrainStep, next_sequence: int, num_steps: int
+        self, step: TrainStep, next_sequence: int, num_steps: int, stop: Callable[[], object] = lambda: None
     ) -> Iterator[tuple[dict[str, jax.Array], bool]]:
-        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one."""
+        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one.
+
+        Args:
+          stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
+        """
         train, sequences = step.config.train, self.train
         if self.corpus is not None and step.config.attention.document_mask:
             sequences = BalancedSequences(self.corpus.train, step.config, next_sequence)
@@ -75,7 +79,10 @@ class RunData:
         with contextlib.closing(stream), contextlib.ExitStack() as stack:
             stack.callback(self.stop_waiting)  # before the stream is closed, whose threads may wait for a file
             if self.is_endless:  # unless `stop_waiting` was called
-                timed = self.waiting.timed(_until_end(stream))
+                items: Iterator = _until_end(stream)
+                if isinstance(self.train, RolloutSequences) and jax.process_count() > 1:
+                    items = together(items, self.train, next_sequence // train.global_batch_size + 1, stop)
+                timed = self.waiting.timed(items)
                 yield from ((arrays, count == num_steps) for count, arrays in enumerate(timed, start=1))
             else:
                 yield from self.waiting.timed(_marking_last(itertools.islice(_until_end(stream), num_steps)))

@@ -18,7 +18,7 @@ from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
 from jaxlc.train.result.run_result import Result
-from jaxlc.train.rollouts import export_for_rollouts
+from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +33,28 @@ class StageRun(Outputs):
         """In their order: a checkpoint stores the evaluation and the scores of its step."""
         config = self.stage.config
         with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
+        measures = config.runtime.straggler_every_steps
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True),
             Action(config.evals.every_steps, self.score, at_start=True),
             Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
+            *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
             *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
         )
 
     def report_rollouts(self, position: Position) -> Position:
         """Writes means over the rollouts of the last step to metrics.jsonl."""
-        means = self.stage.data.train.of_step(position.step).rewards
+        means = dict(self.stage.data.train.of_step(position.step).rewards)
+        if (policy_step := means.pop("policy_step", None)) is not None:
+            means["policy_age"] = position.step - 1 - policy_step  # training steps between the answers and their use
         self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+        return position
+
+    def compare_processes(self, position: Position) -> Position:
+        """Measures the devices, and reports processes that are slow; every process calls it at the same step."""
+        self.timings.add(**self.stragglers.measure(position.step))
         return position
 
     def export(self, position: Position) -> Position:
@@ -108,11 +117,20 @@ class StageRun(Outputs):
             eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
             scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
             **base_meta(stage.step, position.state.params),
+            **self._rollouts_meta(position.step),
         )
-        with watchdog.phase("checkpoint"):
+        with watchdog.phase("checkpoint"), self.timings.saving():
             self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
         self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
+
+    def _rollouts_meta(self, step: int) -> dict[str, dict[str, str]]:
+        """The digests of the files of rollouts that the steps since the periodic checkpoint before used."""
+        if not self.stage.config.rollouts.source:
+            return {}
+        every = self.stage.config.train.checkpoint_every_steps
+        before = (step - 1) // every * every if every else 0
+        return {ROLLOUTS: self.stage.data.train.digests(range(before + 1, step + 1))}
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps, quiet_full_disk
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_full_disk
+from jaxlc.checkpoints.stored_checkpoints import LOCK_FILE
 from jaxlc.core.errors import UserError
 from jaxlc.core.lock import LockHeld, locked
 from jaxlc.core.paths import local_path
@@ -15,7 +16,6 @@ from jaxlc.core.write_errors import full_disk_explained, make_writable, write_er
 from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.reports.metrics import METRICS_FILE
 
-LOCK_FILE = "run.lock"
 # A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
 # has lost its power for 90 s.
 LOCK_SECONDS = 100.0
@@ -81,7 +81,7 @@ def _locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
 def _kept(path: Path) -> str:
     """What is kept after a full disk; deletes the checkpoints that are incomplete."""
     checkpoints = path / CHECKPOINTS_DIRECTORY
-    for incomplete in checkpoints.glob("*.orbax-checkpoint-tmp*"):
+    for incomplete in checkpoints.glob(f"*{TEMPORARY}*"):
         shutil.rmtree(incomplete, ignore_errors=True)
     steps = committed_steps(checkpoints)
     saved = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no checkpoint yet"

@@ -14,7 +14,6 @@ from jaxlc.attention.kernels.packed_operands import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.sinks import join
 from jaxlc.config import AttentionConfig
-from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.document_layout import document_order
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention import cudnn_stand_in
@@ -133,10 +132,20 @@ def test_trees_match_dense_mask(stand_in, order, strategy, outer, inner, kernel)
 
 
 @pytest.mark.parametrize(  # windows that are longer than a branch, and longer than a prefix
-    "window, strategy, context", [(4, "ulysses", 2), (50, "ring", 1)]
+    "window, strategy, outer, inner",
+    [
+        (4, "ulysses", 1, 2),
+        (50, "ring", 1, 1),
+        (4, "ring", 8, 1),
+        (25, "ring", 4, 1),
+        (60, "all_gather", 4, 1),
+        pytest.param(14, "hybrid", 2, 2, marks=pytest.mark.full),
+        pytest.param(2, "ring", 2, 1, marks=pytest.mark.full),
+    ],
 )
-def test_trees_in_sliding_windows_match_dense_mask(window, strategy, context):
-    actual = results(zigzag_order(TOKENS, context), context, window=window, strategy=strategy)
+def test_trees_in_sliding_windows_match_dense_mask(window, strategy, outer, inner):
+    context, degree = outer * inner, dict(ulysses_degree=inner) if strategy == "hybrid" else {}
+    actual = results(zigzag_order(TOKENS, context), context, window=window, strategy=strategy, **degree)
     assert_matches(actual, expected(window, False))
 
 
@@ -152,11 +161,6 @@ def test_dense_mask_equals_separate_rows():
             rows = np.concatenate([np.arange(ends[parent - 1] - DOCUMENTS[parent - 1][0], ends[parent - 1]), rows])
         separate = attend(*(x[:, rows] for x in qkv))[0]
         assert max_relative_error(separate[:, -length:], out[:, rows[-length:]]) <= FLOAT32_PARITY
-
-
-def test_trees_in_sliding_windows_of_a_ring_raise():
-    with pytest.raises(Unsupported, match="sliding layers.*attention.strategy=ulysses"):
-        results(zigzag_order(TOKENS, 2), 2, window=4, strategy="ring")
 
 
 def test_table_of_interleaved_branches_has_overlapping_keys():

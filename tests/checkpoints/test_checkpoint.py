@@ -216,6 +216,18 @@ def test_save_keeps_the_latest_checkpoints(tmp_path):
     assert run.open().steps() == [2, 3]
 
 
+def test_save_keeps_every_nth_and_the_best_of_each_stage(tmp_path):
+    """The second manager reads the losses of the checkpoints that the first one saved."""
+    losses = {1: 3.0, 2: 1.0, 3: None, 4: 2.0, 5: 4.0, 6: 5.0, 7: 4.5, 8: 6.0}
+    for steps in ((1, 2, 3, 4), (5, 6, 7, 8)):
+        checkpoints = Checkpoints(tmp_path, keep=1, keep_every=3, keep_best=1, warn=pytest.fail)
+        for step in steps:
+            meta = meta_of(step) | dict(stage=dict(name="long" if step > 4 else ""), eval_loss=losses[step])
+            checkpoints.save(step, dict(x=jnp.ones(8)), meta)
+        checkpoints.close()
+    assert checkpoints.steps() == [2, 3, 5, 6, 8]
+
+
 def test_incomplete_checkpoints_are_ignored_and_removed(run_with, tmp_path):
     run = run_with(10)
     shutil.copytree(tmp_path / "10", tmp_path / "11.orbax-checkpoint-tmp")  # the temporary name

@@ -123,6 +123,8 @@ DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
         (dict(memory=dict(tile_tokens=1000)), "does not divide the 4096 tokens of a device"),
         (dict(memory=TILES, attention=dict(strategy="ulysses"), mesh=dict(context=4)), "over 4 Ulysses ranks"),
         (dict(memory=dict(save=("query",), offload=("query",))), "both name 'query'"),
+        (dict(train=dict(keep_every_steps=5)), "use --config.train.checkpoint_every_steps=5"),
+        (dict(train=dict(keep_best_checkpoints=1, checkpoint_every_steps=4)), "use --config.train.eval_every_steps=4"),
         (dict(memory=dict(remat="none", save=("query",))), "remat='none' saves all activations"),
         (dict(memory=dict(remat="none", parameters="host", optimizer="host")), "would keep the copied weights"),
         (dict(memory=dict(remat="matmuls", offload=("residual",))), "remat='matmuls' with memory.offload"),

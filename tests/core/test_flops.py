@@ -18,6 +18,8 @@ PUBLISHED = {
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
     "qwen3.5-9b": 8_953_803_264,  # of Qwen3_5ForCausalLM in transformers 5.23: the published weights also have vision
     "olmo-hybrid-7b": 7_430_870_688,  # of OlmoHybridForCausalLM in transformers 5.23
     "mistral-7b": 7_248_023_552,

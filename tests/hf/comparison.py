@@ -67,7 +67,7 @@ def step_of(directory: Path, num_tokens: int, mesh: dict, **model):
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    return np.abs(actual - expected).max() / np.abs(expected).max()
+    return np.abs(actual - expected).max() / (np.abs(expected).max() or 1)  # an expert without a token: gradient 0
 
 
 def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()):
@@ -89,7 +89,7 @@ def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, document
 
     def compute(params, batch):
         features_BTD, head_DV = step.objective.features(params, jax.tree.map(lambda x: x[0], batch))
-        _, gradients, _ = step.objective.loss_and_grads(params, batch)
+        _, gradients, *_ = step.objective.loss_and_grads(params, batch)
         return jnp.einsum("BTD,DV->BTV", features_BTD, head_DV), gradients
 
     logits_BTV, gradients = jax.jit(compute)(params, batch)
@@ -108,11 +108,13 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
     for path, param in paths_of(params):
         layout = layouts[path]
         array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
-        arrays = array if layout.layers is not None else [array]
-        for name, x in zip(layout.names, arrays, strict=True):
-            part = layout.to_stored(x)  # several parameters may be rows of one tensor
+        for name, x in zip(layout.names, layout.arrays(array), strict=True):
+            part = layout.to_stored(x)  # several parameters may be rows or columns of one tensor
             tensor = by_name.setdefault(name, np.zeros(layout.stored_shape, part.dtype))
-            tensor[layout.first_row : layout.first_row + len(part)] = part
+            if layout.tensor.interleaved is None:
+                tensor[layout.first_row : layout.first_row + len(part)] = part
+            else:
+                tensor[..., layout.tensor.interleaved :: 2] = part
     return by_name
 
 

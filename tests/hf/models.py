@@ -12,8 +12,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxlc.config.models.families.family import Family, write_layer_types
-
 SMALL = dict(
     vocab_size=61,
     hidden_size=32,
@@ -43,17 +41,6 @@ YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 POST_NORMS = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-# gpt-oss with a dense feed-forward block in place of its experts; tests/hf/reference.py replaces those of transformers.
-# tests/hf/conftest.py adds it to FAMILIES.
-DENSE_GPT_OSS = Family(
-    model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
-    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
-    write_kinds=write_layer_types,
-    settings=dict(attention_sinks=True),
-    fields={"attention_bias": "qkv_bias"},
-    defaults=dict(attention_bias=True, rope_theta=150000.0),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +57,7 @@ class Case:
     # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of Qwen 3.5.
     delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
     delta_modules: dict[str, str] = field(default_factory=dict)
+    dense_layers: tuple[int, ...] = ()  # of a model with experts
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -140,6 +128,30 @@ CASES: dict[str, Case] = {
         ),
         qk_norm="head",
     ),
+    "qwen3_moe": Case(
+        config=_config(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=40000.0,
+            rope_scaling=None,
+            attention_bias=False,
+            use_sliding_window=False,
+            sliding_window=None,
+            max_window_layers=28,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+        ),
+        qk_norm="head",
+        group_layers=2,
+        dense_layers=(1,),
+    ),
     "qwen3_5": Case(
         config=_config(
             "qwen3_5_text",
@@ -191,6 +203,11 @@ CASES: dict[str, Case] = {
             max_position_embeddings=256,
             sliding_window=12,
             layer_types=[SLIDING, FULL, SLIDING],
+            intermediate_size=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            swiglu_limit=7.0,
+            router_aux_loss_coef=0.9,
         ),
         biases="qkvo",
         has_sinks=True,
@@ -318,6 +335,10 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     for layer in range(config["num_hidden_layers"]):
         is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
         own_shapes = _with_delta_net(layer_shapes, CASES[case]) if is_linear else layer_shapes
+        if "num_local_experts" in config:
+            own_shapes = _with_stacked_experts(own_shapes, config)
+        if "num_experts" in config and layer not in CASES[case].dense_layers:
+            own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     center = (
         -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text") else 0
@@ -360,9 +381,35 @@ def renamed(name: str, case: Case) -> str:
     return ".".join([case.delta_modules.get(module, module), *parameter])
 
 
+def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer with a tensor for each expert in place of the dense feed-forward block."""
+    D, F, E = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    shapes = {"mlp.gate.weight": (E, D)}
+    for expert in range(E):
+        shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
+        shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
+    return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
+
+
+def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+    """As `_with_experts`, with tensors for all experts, and biases."""
+    D, F, E = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    shapes = {
+        "mlp.router.weight": (E, D),
+        "mlp.router.bias": (E,),
+        "mlp.experts.gate_up_proj": (E, D, 2 * F),
+        "mlp.experts.gate_up_proj_bias": (E, 2 * F),
+        "mlp.experts.down_proj": (E, F, D),
+        "mlp.experts.down_proj_bias": (E, D),
+    }
+    return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
+
+
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name.endswith((".bias", ".sinks")):
+    if name.endswith(("bias", ".sinks")):
         return rng.standard_normal(shape)
+    if len(shape) == 3 and ".experts." in name:
+        return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5
     if name.endswith(("A_log", "dt_bias")):
         return rng.uniform(-3, 0, shape)  # states that remember some tens of tokens
     if len(shape) == 1:

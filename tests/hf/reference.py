@@ -14,21 +14,11 @@ import sys
 import numpy as np
 import torch
 import transformers
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
 
-class DenseMLP(Qwen2MLP):
-    """In place of the experts of gpt-oss."""
-
-    def forward(self, x):
-        return super().forward(x), None
-
-
 def open_model(directory: str):
-    modeling_gpt_oss.GptOssMLP = DenseMLP
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )
@@ -60,7 +50,46 @@ def gradients(directory: str, tokens: list, first_position: int = 0, float64: bo
         logits, loss = logits_and_loss(model, np.array(tokens), first_position)
         loss.backward()
     arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
+    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays))
+
+
+def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The gradients of stacked experts by the names of released files, which have a tensor for each expert."""
+    result = {}
+    for name, array in arrays.items():
+        stem, _, last = name.rpartition(".experts.")
+        if not stem or f"{stem}.router.weight" in arrays:  # gpt-oss has tensors for all experts
+            result[name] = array
+            continue
+        for expert, x in enumerate(array):
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2))) if last == "gate_up_proj" else {last: x}
+            result |= {f"{stem}.experts.{expert}.{part}.weight": y for part, y in parts.items()}
+    return result
+
+
+def balance_gradients(directory: str, tokens: list, coefficient: float) -> dict[str, np.ndarray]:
+    """As `gradients`, with the balance loss of transformers, times a coefficient, added to the loss."""
+    model = open_model(directory)
+    tokens = torch.tensor(tokens)
+    output = model(input_ids=tokens, output_router_logits=True, use_cache=False)
+    loss = CROSS_ENTROPY(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    (loss + coefficient * output.aux_loss).backward()
+    arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    losses = dict(balance_loss=output.aux_loss.detach().numpy())
+    return dict(logits=output.logits.detach().numpy(), **losses, **_by_expert(arrays))
+
+
+def dequantize(directory: str) -> dict[str, np.ndarray]:
+    """The bits of the bfloat16 weights of experts that are stored in MXFP4, by name."""
+    from safetensors.torch import load_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = {}
+    for path in pathlib.Path(directory).glob("*.safetensors"):
+        tensors |= load_file(path)
+    names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
+    weights = {x: convert_moe_packed_tensors(tensors[f"{x}_blocks"], tensors[f"{x}_scales"]) for x in names}
+    return {name: x.contiguous().view(torch.uint16).numpy() for name, x in weights.items()}
 
 
 def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
@@ -143,7 +172,10 @@ def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]
 def main(jobs_path: str) -> None:
     torch.set_num_threads(1)
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
-    functions = {function.__name__: function for function in (gradients, peft_gradients, train, generate, chat)}
+    functions = {
+        function.__name__: function
+        for function in (gradients, balance_gradients, dequantize, peft_gradients, train, generate, chat)
+    }
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}
         np.savez(job["out"], version=transformers.__version__, **functions[job["job"]](**arguments))

@@ -80,7 +80,9 @@ def test_import_then_export_is_bit_identical(case, tmp_path):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors_of(case).values())
     assert index["weight_map"].keys() == tensors_of(case).keys()
     assert {path.name for path in out.glob("*.safetensors")} == set(index["weight_map"].values())
-    assert all(sum(x.nbytes for x in load_file(path).values()) <= 2e4 for path in out.glob("*.safetensors"))
+    for path in out.glob("*.safetensors"):
+        sizes = [x.nbytes for x in load_file(path).values()]
+        assert sum(sizes) <= 2e4 or len(sizes) == 1
 
 
 def test_export_fp32_is_bit_identical(tmp_path):

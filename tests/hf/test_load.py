@@ -37,6 +37,8 @@ from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
 from tests.hf.models import CASES, FULL, LINEAR, SLIDING, renamed, tensors_of, write_model, write_tensors
 
+DENSE = "dense"  # kind of the layers without experts of a model with experts
+
 
 def config_of(directory, **settings):
     return with_settings(
@@ -79,25 +81,61 @@ def expected_params(name, tensors=None):
             f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape)) for x in "qk"
         }
     kinds = [LINEAR if kind == LINEAR else FULL for kind in config.get("layer_types", [FULL] * L)]
+    if "num_local_experts" in config:
+        conversions = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        conversions |= STACKED_EXPERTS
+    kinds = [DENSE if layer in case.dense_layers else kind for layer, kind in enumerate(kinds)]
     by_kind = {FULL: conversions}
+    if DENSE in kinds:
+        others = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        by_kind = {FULL: others | expert_conversions(config), DENSE: conversions}
     if LINEAR in kinds:
         others = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
         others |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.delta_norms.items()}
         by_kind[LINEAR] = others | delta_net_conversions(case)
     has_rope = config["model_type"] != "olmo_hybrid"
-    full = "full/" if has_rope else "nope/"
-    stacks = {FULL: full, LINEAR: "gated_delta_net/"} if LINEAR in kinds else {FULL: ""}
+    names = {FULL: "full/" if has_rope else "nope/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
+    stacks = {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
     last = L % case.group_layers
     params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
     for kind, stack in stacks.items():
         for path, (name, convert) in by_kind[kind].items():
-            converted = {i: convert(tensors[f"model.layers.{i}.{name}"]) for i in range(L) if kinds[i] == kind}
+            converted = {
+                i: convert(*(tensors[f"model.layers.{i}.{x}"] for x in ([name] if isinstance(name, str) else name)))
+                for i in range(L)
+                if kinds[i] == kind
+            }
             params[f"layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i < L - last])
             if any(i >= L - last for i in converted):
                 params[f"last_layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i >= L - last])
     return {path: value.astype(np.float32) for path, value in params.items()}
+
+
+def expert_conversions(config):
+    """As `conversions` in `expected_params`, of the feed-forward block of a layer with a tensor for each expert."""
+
+    def stacked(*tensors):
+        return np.stack([x.T for x in tensors])
+
+    conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
+    for x in ("gate", "up", "down"):
+        names = [f"mlp.experts.{expert}.{x}_proj.weight" for expert in range(config["num_experts"])]
+        conversions[f"mlp/expert_{x}"] = names, stacked
+    return conversions
+
+
+STACKED_EXPERTS = {
+    "mlp/router": ("mlp.router.weight", np.transpose),
+    "mlp/router_bias": ("mlp.router.bias", np.asarray),
+    "mlp/expert_gate": ("mlp.experts.gate_up_proj", lambda x: x[..., ::2]),
+    "mlp/expert_up": ("mlp.experts.gate_up_proj", lambda x: x[..., 1::2]),
+    "mlp/gate_bias": ("mlp.experts.gate_up_proj_bias", lambda x: x[..., ::2]),
+    "mlp/up_bias": ("mlp.experts.gate_up_proj_bias", lambda x: x[..., 1::2]),
+    "mlp/expert_down": ("mlp.experts.down_proj", np.asarray),
+    "mlp/down_bias": ("mlp.experts.down_proj_bias", np.asarray),
+}
 
 
 def delta_net_conversions(case):
@@ -222,7 +260,7 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
     }
     assert queries["layers/wide/attention/wq"].names[1] == "model.layers.4.self_attn.q_proj.weight"
     assert queries["layers/wide/attention/wq"].stored_shape == (model.num_heads * 64, model.model_dim)
-    with pytest.raises(Unsupported, match="layers of different sizes"):
+    with pytest.raises(Unsupported, match="layers of these different sizes"):
         config_json_of(model, None, seq_len=64, dtype="float32")
 
 

@@ -23,11 +23,11 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
     after_attention = DecoderLayer.after_attention
 
     def with_sums(self, *operands, shard):
-        output = after_attention(self, *operands, shard=shard)
+        output, chosen = after_attention(self, *operands, shard=shard)
         sums = dict(squares=(output.x_BTD**2).sum())
         if self.attention.wq.shape[-1] == WIDE.head_dim:
             sums |= dict(total=output.x_BTD.sum())
-        return output._replace(sums=sums)
+        return output._replace(sums=sums), chosen
 
     monkeypatch.setattr(DecoderLayer, "after_attention", with_sums)
 

@@ -72,8 +72,8 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
     after_attention = DecoderLayer.after_attention
 
     def with_sum(self, *operands, shard):
-        output = after_attention(self, *operands, shard=shard)
-        return output._replace(sums=dict(squares=(output.x_BTD**2).sum()))
+        output, chosen = after_attention(self, *operands, shard=shard)
+        return output._replace(sums=dict(squares=(output.x_BTD**2).sum())), chosen
 
     monkeypatch.setattr(DecoderLayer, "after_attention", with_sum)
     model = small_model(**variant)

@@ -45,6 +45,24 @@ def test_disabled_writes_no_entry_and_restores_the_cache(cache_dir):
     assert any(cache_dir.iterdir())
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["empty", "half"])
+def test_for_step_with_torn_entry_compiles_and_replaces_it(cache_dir, share):
+    """As of a process that was killed while it wrote the entry. The next start finds a complete one."""
+    compile_for(jax.devices())
+    [entry] = cache_dir.glob("*-cache")
+    complete = entry.read_bytes()
+    entry.write_bytes(complete[: int(share * len(complete))])
+    jax.clear_caches()
+    with pytest.warns(UserWarning, match="compiled again, 1 damaged entries deleted"):
+        compile_for(jax.devices())
+    jax.clear_caches()
+    compile_for(jax.devices())
+    jax.clear_caches()
+    with compilation_cache.watch() as came_from_cache:
+        compile_for(jax.devices())
+    assert came_from_cache()
+
+
 @pytest.mark.skipif(not has_gpu_compiler(), reason="needs the GPU compiler")
 def test_for_step_with_absent_devices_compiles_without_warning(cache_dir):
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())

@@ -1,4 +1,5 @@
 import importlib.metadata
+import re
 
 import pytest
 
@@ -15,6 +16,15 @@ def test_check_plugin_other_version_is_refused(monkeypatch):
     ):
         check_plugin()
     assert xla_version() == (0, 10, 9)
+
+
+def test_check_plugin_accepts_what_the_error_installs(monkeypatch):
+    monkeypatch.setattr(plugin, "_plugin", lambda: ("jax-cuda12-plugin", "0.10.9"))
+    with pytest.raises(UserError) as error:
+        check_plugin()
+    installed = dict(re.findall(r'"([\w-]+)==([\d.]+)"', str(error.value)))
+    monkeypatch.setattr(plugin, "_plugin", lambda: ("jax-cuda12-plugin", installed["jax-cuda12-plugin"]))
+    check_plugin()
 
 
 def test_xla_version_without_plugin_is_jaxlib_version(monkeypatch):

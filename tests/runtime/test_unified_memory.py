@@ -64,8 +64,10 @@ def test_prepare_users_fraction_takes_precedence(name, monkeypatch):
     ],
 )
 def test_prepare_contradicting_variable_is_refused(name, value, words, monkeypatch):
-    with pytest.raises(UserError, match=name + words):
+    with pytest.raises(UserError, match=name + words) as error:
         prepared(GRACE, monkeypatch, **{name: value})
+    assert "unset" in str(error.value)
+    prepared(GRACE, monkeypatch)
 
 
 def test_prepare_variables_are_read_by_jaxlib(monkeypatch):

@@ -14,7 +14,7 @@ from jaxlc.sharding.document_layout import document_layout
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.simulate.packed_work import AttentionWork, mean_of_microbatches, one_document, sequence_work
 from jaxlc.simulate.time_model import visible_fraction
-from jaxlc.step.sequence_order import zigzag
+from jaxlc.step.sequence_order import choose, zigzag
 
 TOKENS, CONTEXT = 4096, 4
 LENGTHS = (1500, 1, 700, 90, 1205, 400)  # 200 tokens of padding
@@ -68,6 +68,18 @@ def test_work_of_shared_prefixes_equals_dense_count():
     num_layers = load(defaults()).model.num_layers
     pairs = [causal_pairs(1500), *(causal_pairs(1500 + n) - causal_pairs(1500) for n in (300, 500)), causal_pairs(90)]
     assert result.pairs == num_layers * (sum(pairs) + causal_pairs(1605))
+
+
+def test_attention_of_a_prompt_with_8_answers_is_that_of_the_lengths():
+    """At most 1.05 of the pairs, counted from the lengths: both kernel calls of each ring step, on its slowest rank."""
+    prompt, answer, count, context = 131_072, 8192, 8, 8
+    config = config_with(prompt + count * answer, context, attention=dict(shared_prefixes=True))
+    order = choose(config, context)
+    result = sequence_work(config, order.of, (prompt, *[answer] * count), (0, *[1] * count))
+    slowest = result.work.total(context)
+    pairs = prompt**2 / 2 + count * (prompt * answer + answer**2 / 2)
+    assert result.pairs <= 1.0001 * pairs * config.model.num_layers
+    assert pairs <= 1.0001 * context * slowest <= 1.05 * pairs
 
 
 def test_work_of_zigzag_order_equals_dense_count():

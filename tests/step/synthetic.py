@@ -109,7 +109,7 @@ def gradients_and_loss(step: TrainStep):
     """A function (params, batch) -> (gradients, cross entropy), both summed over the tokens."""
 
     def run(params, batch: Batch):
-        cross_entropy, gradients, _ = step.objective.loss_and_grads(params, batch)
+        cross_entropy, gradients, *_ = step.objective.loss_and_grads(params, batch)
         return gradients, cross_entropy
 
     return run

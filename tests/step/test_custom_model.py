@@ -61,7 +61,7 @@ def label_smoothing(logits_tV, targets_t):
 
 
 def _loss_and_gradients(step, params):
-    loss, gradients, _ = jax.jit(step.objective.loss_and_grads)(
+    loss, gradients, *_ = jax.jit(step.objective.loss_and_grads)(
         put_params(step, params), make_batch(step, natural_rows())
     )
     return loss, gradients

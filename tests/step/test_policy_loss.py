@@ -5,6 +5,8 @@ tests/hf/test_trl_losses.py compares the losses with those of TRL.
 
 import dataclasses
 import functools
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -50,6 +52,7 @@ KINDS = {
     "": {},
     "sliding": dict(model=dict(layer_kinds=("sliding", "full"), window=6, attention_sinks=True)),
     "lora": dict(lora=dict(rank=2)),
+    "tiles": dict(memory=dict(tile_tokens=12)),
 }
 
 
@@ -81,7 +84,8 @@ def results(config, loss: str, params=None):
 @functools.cache
 def separate_rows(loss: str, kinds: str = ""):
     """Results on one device. For dpo, the answers of a pair continue a prefix that only they have."""
-    return results(config_with(loss, shares=loss == "dpo", **KINDS[kinds]), loss)
+    sections = KINDS[kinds] if kinds != "tiles" else {}
+    return results(config_with(loss, shares=loss == "dpo", **sections), loss)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,11 @@ def separate_rows(loss: str, kinds: str = ""):
         ("", "", dict(context=4, tensor=2), {}),
         ("grpo", "", dict(context=8), {}),
         pytest.param("dapo", "lora", dict(context=4), dict(strategy="all_gather"), marks=pytest.mark.full),
-        ("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses")),
+        ("grpo", "tiles", dict(context=2), {}),
+        ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+        pytest.param("", "tiles", dict(context=2), dict(strategy="ulysses"), marks=pytest.mark.full),
+        ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
+        pytest.param("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses"), marks=pytest.mark.full),
         pytest.param("grpo", "", dict(context=4), dict(document_sharding=False), marks=pytest.mark.full),
         pytest.param("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), marks=pytest.mark.full),
     ],
@@ -103,6 +111,16 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     np.testing.assert_allclose(got_loss, expected, rtol=FLOAT32_PARITY)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
+@pytest.mark.heavy
+def test_shared_prefixes_in_float64_equal_separate_rows():
+    """To 1e-13, so the differences of float32 are those of sums in another order."""
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.step.float64_parity"], capture_output=True, text=True, check=True
+    ).stdout
+    errors = [float(word) for line in output.splitlines() for word in line.split()[-2:]]
+    assert len(errors) == 8 and max(errors) <= 1e-13, output
 
 
 def test_base_as_reference_equals_recorded_log_probs():

@@ -16,7 +16,7 @@ from jaxlc.config.command_line import run_main
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from jaxlc.train.__main__ import main
-from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
+from jaxlc.train.reports.metrics import METRICS_FILE, is_timing, read_rows
 from tests import environment, helpers
 
 ROOT = Path(__file__).parents[2]
@@ -151,11 +151,7 @@ def wait_until(condition, run: subprocess.Popen) -> None:
 
 def rows(workdir: Path) -> list[dict]:
     """The rows of metrics.jsonl without their timings."""
-    timings = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "seconds")
-    return [
-        {k: v for k, v in row.items() if k.rpartition("/")[2] not in timings}
-        for row in read_rows(workdir / METRICS_FILE)
-    ]
+    return [{k: v for k, v in row.items() if not is_timing(k)} for row in read_rows(workdir / METRICS_FILE)]
 
 
 def step_of(workdir: Path) -> int:

@@ -1,5 +1,6 @@
 """Post-training by command: log-probabilities of traces, a run on them, and its resume."""
 
+import hashlib
 import json
 import os
 import signal
@@ -12,9 +13,21 @@ import pytest
 
 import jaxlc
 from jaxlc import logprobs
+from jaxlc.checkpoints.checkpoint_files import read_meta
 from jaxlc.config import defaults
 from jaxlc.core.errors import UserError
-from tests.train.runs import rows, save_step_0, train, write_config, write_untrained_run
+from scripts import kill_drill
+from tests.train.runs import (
+    finish,
+    rows,
+    save_step_0,
+    start_pair,
+    step_of,
+    train,
+    wait_until,
+    write_config,
+    write_untrained_run,
+)  # fmt: skip
 
 PROMPTS = [f"{number} and {number + 1} are? " for number in range(6)]
 
@@ -91,8 +104,8 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict:
         train__checkpoint_every_steps=1, optimizer__schedule_steps=4, train__steps=4, model__num_layers=1,
     )  # fmt: skip
     config = write_config(directory)
-    train(config, directory / "whole", **settings)
-    return dict(config=config, settings=settings, workdir=directory / "whole")
+    output = train(config, directory / "whole", **settings)
+    return dict(config=config, settings=settings, workdir=directory / "whole", output=output)
 
 
 def files_of(workdir: Path) -> dict[str, str]:
@@ -106,7 +119,89 @@ def test_rollouts_of_the_policy_are_traces_with_rewards(rollouts):
     assert len(records) == 6 and len({record["group"] for record in records}) == 2
     assert all(record["reward"] == len(set(record["text"]["answer"])) + 0.5 for record in records)
     last = rows(rollouts["workdir"])[-1]
-    assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5
+    assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5 and last["rollouts/policy_age"] == 0
+
+
+def test_start_report_has_the_memory_of_rollouts(rollouts):
+    longest = max(map(len, PROMPTS)) + 5
+    assert f"rollouts   6 sequences of up to {longest} tokens; beside the training state" in rollouts["output"]
+
+
+def test_sampler_and_trainer_agree(rollouts):
+    """Log-probabilities of the KV cache, at the sampling temperature, against those of the training forward."""
+    losses = [row for row in rows(rollouts["workdir"]) if "loss" in row]
+    assert len(losses) == 4
+    for row in losses:
+        assert abs(row["sampler_minus_trainer"]) <= row["sampler_difference"] < 1e-4 and row["ratio"] == 1
+
+
+def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
+    """A resume with other files of steps that are trained is refused; files may have been removed."""
+    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings |= dict(rollouts__source="files", train__checkpoint_every_steps=2)
+    directory = tmp_path / "rollouts"
+    directory.mkdir()
+    for name, text in files_of(rollouts["workdir"]).items():
+        records = [json.loads(line) | dict(policy_step=0) for line in text.splitlines()]
+        for record in records[:1]:
+            del record["old_log_probs"]  # then the difference is unknown
+        (directory / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    train(rollouts["config"], tmp_path, **settings | dict(train__steps=3))
+    third = rows(tmp_path)[-1]
+    assert third["rollouts/policy_age"] == 2
+    assert all("sampler_difference" not in row for row in rows(tmp_path))
+    assert read_meta(tmp_path / "checkpoints", 2)["rollouts"].keys() == {"1", "2"}
+    digest = hashlib.sha256((directory / "3.jsonl").read_bytes()).hexdigest()
+    assert read_meta(tmp_path / "checkpoints", 3)["rollouts"] == {"3": digest}
+    kept = (directory / "3.jsonl").read_text()
+    (directory / "3.jsonl").write_text(kept.replace('"reward": ', '"reward": 1'))
+    message = train(rollouts["config"], tmp_path, status=2, **settings)
+    assert "the checkpoint was trained on other rollouts of step 3" in message
+    (directory / "3.jsonl").unlink()
+    train(rollouts["config"], tmp_path, **settings)
+
+
+@pytest.mark.parametrize("body, words", [("raise KeyError('unknown')", "failed"), ("time.sleep(60)", "took longer")])
+def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path, body, words):
+    (tmp_path / "reward.py").write_text(f"import time\ndef reward(*_):\n    {body}\n")
+    settings = rollouts["settings"] | dict(rollouts__reward=f"{tmp_path}/reward.py:reward", rollouts__reward_seconds=1)
+    message = train(rollouts["config"], tmp_path / "run", status=2, **settings)
+    assert f"config.rollouts.reward {words}" in message and "the answers are in" in message
+    lines = (tmp_path / "run/rollouts/1.unrewarded.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and all(json.loads(line)["text"]["answer"] is not None for line in lines)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("source", ["model", "files"])
+def test_run_killed_before_rollouts_equals_the_undisturbed_run(rollouts, tmp_path, monkeypatch, source):
+    """benchmarks/2026-11-23-kill-drill-rollouts.txt has ten kills for each source."""
+    settings, undisturbed = rollouts["settings"], rollouts["workdir"]
+    if source == "files":
+        settings = {name: x for name, x in settings.items() if not name.startswith("rollouts__")}
+        settings["rollouts__source"] = "files"
+    flags = [f"--config.{name.replace('__', '.')}={value}" for name, value in settings.items()]
+    monkeypatch.setattr(kill_drill, "plan_kills", lambda *_: [kill_drill.Kill(2, "rollouts")])
+    lines = []
+    equal = kill_drill.drill(
+        [f"--config={rollouts['config']}", *flags], tmp_path, num_kills=1, seed=0, log=lines.append,
+        undisturbed=undisturbed, rollouts=undisturbed / "rollouts" if source == "files" else None,
+    )  # fmt: skip
+    assert equal, lines
+
+
+@pytest.mark.heavy
+def test_signal_to_one_of_two_processes_that_wait_for_rollouts_stops_both(rollouts, tmp_path):
+    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings |= dict(rollouts__source="files", train__checkpoint_every_steps=0)
+    directory = tmp_path / "rollouts"
+    directory.mkdir()
+    (directory / "1.jsonl").write_text(files_of(rollouts["workdir"])["1.jsonl"])
+    pair = start_pair(rollouts["config"], tmp_path, **settings)
+    wait_until(lambda: step_of(tmp_path) == 1, pair[0])
+    time.sleep(2)
+    pair[1].send_signal(signal.SIGTERM)
+    outputs = [finish(run, 128 + signal.SIGTERM) for run in pair]
+    assert "stopped after step 1" in outputs[0] and (tmp_path / "checkpoints/1").is_dir()
 
 
 @pytest.mark.parametrize("kept", ["rollouts of step 3", pytest.param("none", marks=pytest.mark.full)])

@@ -16,9 +16,9 @@ from tests.train import runs
 def test_guard_after_signal_stops_with_its_exit_status(number, stop, status):
     previous = signal.getsignal(number)
     with PreemptionGuard() as guard:
-        assert guard.stop_after(1) is None
+        assert guard.stop() is None
         signal.raise_signal(number)
-        assert guard.stop_after(2) is stop and stop.value == status
+        assert guard.stop() is stop and stop.value == status
     assert signal.getsignal(number) is previous
 
 
@@ -34,7 +34,7 @@ def test_guard_after_sigterm_and_ctrl_c_stops():
     with PreemptionGuard() as guard:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        assert guard.stop_after(1) is Stop.SIGINT
+        assert guard.stop() is Stop.SIGINT
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Sliding windows over packed sequences, in any order of tokens for which `key_ranges` holds: each rank receives the
-tokens of other ranks that its windows reach, and no others.
+tokens of other ranks that its windows reach, and no others. With shared prefixes, tokens are in zigzag order.
 
 Which tokens these are depends on the documents, so `prepare` finds them once per training step, as indices; how many
 there are at most does not (sharding/window_room.py). The tokens that a rank has and receives are then sorted, so that
@@ -7,17 +7,17 @@ the keys of each query are contiguous, and one kernel call attends to them.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.key_ranges import TokenInfo, first_own_key, key_ranges, seen_by
+from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults, TreeRanges
+from jaxlc.attention.key_ranges import TokenInfo, first_own_key, key_ranges, seen_by, seen_by_branches
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
-from jaxlc.core.errors import Unsupported
 from jaxlc.sharding.mesh import Ranks
 from jaxlc.sharding.window_room import room_by_distance, room_per_chunk
 
@@ -27,7 +27,16 @@ class WindowKeys(NamedTuple):
 
     sent_bC: jax.Array  # own tokens that are sent, those for each distance in turn; the number of own tokens: none
     order_bE: jax.Array  # [b, chunks * E]: each extended key's index among own and received tokens
-    ranges_bt: KeyRanges  # over the extended keys
+    ranges_bt: KeyRanges | TreeRanges  # over the extended keys
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a rank."""
+        return jax.tree.leaves(self.ranges_bt)[0].shape[1]
+
+    @property
+    def shared_prefixes(self) -> bool:
+        return isinstance(self.ranges_bt, TreeRanges)
 
 
 def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 1) -> WindowKeys | KeyRanges:
@@ -39,38 +48,36 @@ def prepare(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 
     """
     assert tokens.positions_BT is not None
     segments_bt = jnp.ones_like(tokens.positions_BT) if tokens.segments_BT is None else tokens.segments_BT
-    own = tokens._replace(segments_BT=segments_bt)
-    if ranks.size > 1 and own.prefixes_BT is not None:
-        raise Unsupported(
-            "unsupported: shared prefixes in sliding layers whose tokens are exchanged; use attention.strategy=ulysses,"
-            " or one context rank"
-        )
+    own, shared_prefixes = tokens._replace(segments_BT=segments_bt), tokens.prefixes_BT is not None
     if ranks.size == 1:
         return key_ranges(own, own, spec)
     (batch, num_tokens), rank = segments_bt.shape, lax.axis_index(ranks.axis)
     everyone = own.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis))
     sent = [jnp.zeros((batch, 0), jnp.int32)]  # a window of one token needs none
-    for distance, room in room_by_distance(num_tokens, ranks.size, spec.window).items():
+    for distance, room in _rooms(num_tokens, spec, ranks, shared_prefixes):
         receiver = everyone.map(lambda x, at=(rank + distance) % ranks.size: x[at])
         is_needed_bt = functools.reduce(
-            jnp.logical_or, [seen_by(own, part, spec.window) for part in _split(receiver, chunks)]
+            jnp.logical_or, [_is_seen(own, part, spec) for part in _split(receiver, chunks)]
         )
         indices_bt = jnp.where(is_needed_bt, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
         sent.append(jnp.sort(indices_bt, axis=1)[:, :room])
     sent_bC = jnp.concatenate(sent, axis=1)
-    pool = own.map(lambda x_bt: _with_received(x_bt, sent_bC, spec, ranks))
-    num_keys = num_extended_keys(num_tokens, spec, ranks, chunks)
+    pool = own.map(lambda x_bt: _with_received(x_bt, sent_bC, spec, ranks, shared_prefixes))
+    num_keys = num_extended_keys(num_tokens, spec, ranks, chunks, shared_prefixes)
     parts = []
     for chunk, queries in enumerate(_split(own, chunks)):
         order_bE, ranges_bt = _keys_of_chunk(queries, pool, chunk * num_tokens // chunks, num_keys, spec)
-        parts.append((order_bE, *(x + chunk * num_keys for x in ranges_bt)))
-    order_bE, *ranges = (jnp.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
-    return WindowKeys(sent_bC, order_bE, KeyRanges(*ranges))
+        parts.append((order_bE, jax.tree.map(lambda x, first=chunk * num_keys: x + first, ranges_bt)))
+    return WindowKeys(sent_bC, *jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *parts))
 
 
-def num_extended_keys(num_tokens: int, spec: AttentionSpec, ranks: Ranks, chunks: int) -> int:
+def num_extended_keys(
+    num_tokens: int, spec: AttentionSpec, ranks: Ranks, chunks: int, shared_prefixes: bool = False
+) -> int:
     """E, for a rank with `num_tokens` tokens."""
-    num_received = sum(room_by_distance(num_tokens, ranks.size, spec.window).values())
+    num_received = sum(room for _, room in _rooms(num_tokens, spec, ranks, shared_prefixes))
+    if shared_prefixes:  # of each chunk of zigzag order, the window before it and the one before its first branch
+        return num_tokens + min(num_received, 2 * 2 * (spec.window - 1))
     if chunks == 1:
         return num_tokens + num_received
     return min(num_tokens // 2 + room_per_chunk(num_tokens, ranks.size, spec.window), num_tokens + num_received)
@@ -79,13 +86,12 @@ def num_extended_keys(num_tokens: int, spec: AttentionSpec, ranks: Ranks, chunks
 @jax.named_scope(scopes.WINDOW_HALO)
 def extend(x_bt: jax.Array, keys: WindowKeys, spec: AttentionSpec, ranks: Ranks) -> jax.Array:
     """[b, t, ...] -> [b, chunks * E, ...]: the tokens at the extended keys. Linear in x."""
-    return _take(_with_received(x_bt, keys.sent_bC, spec, ranks), keys.order_bE)
+    return _take(_with_received(x_bt, keys.sent_bC, spec, ranks, keys.shared_prefixes), keys.order_bE)
 
 
 def add_extended(dx_bE: jax.Array, keys: WindowKeys, spec: AttentionSpec, ranks: Ranks) -> jax.Array:
     """The transpose of `extend`: the sum of each token's gradients on all ranks."""
-    num_tokens = keys.ranges_bt.start_BT.shape[1]
-    x_bt = jax.ShapeDtypeStruct((dx_bE.shape[0], num_tokens, *dx_bE.shape[2:]), dx_bE.dtype)
+    x_bt = jax.ShapeDtypeStruct((dx_bE.shape[0], keys.num_tokens, *dx_bE.shape[2:]), dx_bE.dtype)
     (dx_bt,) = jax.linear_transpose(functools.partial(extend, keys=keys, spec=spec, ranks=ranks), x_bt)(dx_bE)
     return dx_bt
 
@@ -123,21 +129,39 @@ def _split(tokens: TokenInfo, chunks: int) -> list[TokenInfo]:
 def _keys_of_chunk(queries: TokenInfo, pool: TokenInfo, first: int, num_keys: int, spec: AttentionSpec):
     """(order_bE, ranges_bt) of the queries `first` and following of the pool, which starts with the rank's own tokens.
 
-    Keys are in the order of the documents among the queries, and by position in each document.
+    Keys are in the order of the documents among the queries, and by position in each document. Prefixes of which the
+    queries have no token are last.
     """
     index_S = jnp.arange(pool.segments_BT.shape[1])
     is_own_S = (first <= index_S) & (index_S < first + queries.segments_BT.shape[1])
-    is_key_bS = (pool.segments_BT != 0) & (is_own_S | seen_by(pool, queries, spec.window))
-    document_bS = jnp.where(is_key_bS, first_own_key(pool, queries), num_keys)
+    is_key_bS = (pool.segments_BT != 0) & (is_own_S | _is_seen(pool, queries, spec))
+    document_bS = first_own_key(pool, queries)
+    if queries.prefixes_BT is not None:
+        has_queries_bS = jnp.take_along_axis(queries.segments_BT, document_bS, axis=1) == pool.segments_BT
+        document_bS = jnp.where(has_queries_bS, document_bS, num_keys + pool.segments_BT)
+    document_bS = jnp.where(is_key_bS, document_bS, jnp.iinfo(jnp.int32).max)
     order_bE = jnp.lexsort((pool.positions_BT, document_bS))[:, :num_keys].astype(jnp.int32)
     keys = TokenInfo(pool.positions_BT, jnp.where(is_key_bS, pool.segments_BT, 0))
     return order_bE, key_ranges(queries, keys.map(lambda x_bS: _take(x_bS, order_bE)), spec)
 
 
-def _with_received(x_bt: jax.Array, sent_bC: jax.Array, spec: AttentionSpec, ranks: Ranks) -> jax.Array:
+def _is_seen(keys: TokenInfo, queries: TokenInfo, spec: AttentionSpec) -> jax.Array:
+    """bool, the shape of the keys: whether a query at a later position has the key in its window."""
+    is_seen = seen_by(keys, queries, spec.window)
+    return is_seen if queries.prefixes_BT is None else is_seen | seen_by_branches(keys, queries, spec.window)
+
+
+def _rooms(num_tokens: int, spec: AttentionSpec, ranks: Ranks, shared_prefixes: bool) -> Iterable[tuple[int, int]]:
+    """(distance, tokens that are sent)"""
+    return room_by_distance(num_tokens, ranks.size, spec.window, shared_prefixes=shared_prefixes).items()
+
+
+def _with_received(
+    x_bt: jax.Array, sent_bC: jax.Array, spec: AttentionSpec, ranks: Ranks, shared_prefixes: bool
+) -> jax.Array:
     """x with the tokens of other ranks appended; zeros, the segment of padding, where a rank needs less than fits."""
     parts, begin = [x_bt], 0
-    for distance, room in room_by_distance(x_bt.shape[1], ranks.size, spec.window).items():
+    for distance, room in _rooms(x_bt.shape[1], spec, ranks, shared_prefixes):
         sent = _take(x_bt, sent_bC[:, begin : begin + room])
         to = [(rank, (rank + distance) % ranks.size) for rank in range(ranks.size)]
         parts.append(lax.ppermute(sent, ranks.axis, to))

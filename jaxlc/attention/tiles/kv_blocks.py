@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
+from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
 from jaxlc.attention.merge import merge
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -228,12 +228,15 @@ class GroupState(NamedTuple):
 
         return lax.fori_loop(0, self.inner.size * steps_per_pair, loop_body, carry)
 
-    def _ranges(self, step: KVBlockStep) -> KeyRanges | None:
-        if self.ranges is None:
-            return None
+    def _ranges(self, step: KVBlockStep) -> KeyRanges | TreeRanges | None:
+        if isinstance(self.ranges, TreeRanges):
+            return TreeRanges(*(self._ranges_of(part, step) for part in self.ranges))
+        return None if self.ranges is None else self._ranges_of(self.ranges, step)
+
+    def _ranges_of(self, ranges: KeyRanges, step: KVBlockStep) -> KeyRanges:
         half_subchunks = self.num_block_subchunks // 2  # the keys of a step are in one half
         half, first_kv_subchunk = step.first_kv_subchunk // half_subchunks, step.first_kv_subchunk % half_subchunks
-        ranges_bs = KeyRanges(*(_at(_at(x, step.ring_step), half) for x in self.ranges))
+        ranges_bs = KeyRanges(*(_at(_at(x, step.ring_step), half) for x in ranges))
         tokens = ranges_bs.start_BT.shape[1] // self.num_block_subchunks
         first_query = self.index_in_block(step.query_subchunk) * tokens
         ranges_bt = KeyRanges(*(lax.dynamic_slice_in_dim(x, first_query, tokens, 1) for x in ranges_bs))

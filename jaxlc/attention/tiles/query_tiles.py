@@ -2,7 +2,7 @@
 
     tiled = make_tiled(config, mesh, tiles=n, num_kv_heads=K)
     kv = tiled.empty(batch, num_tokens, head_dim, dtype)    K and V of the whole sequence; opaque
-    ranges = tiled.prepare(positions_BT, segments_BT)       once per training step
+    ranges = tiled.prepare(positions_BT, segments_BT, ..)   once per training step
     kv = tiled.put(kv, k_BtKH, v_BtKH, tile)                for each tile
     kv = tiled.exchange(kv, ranges)                         before the first query
     out_BtNH, lse_BNt = tiled.forward(q_BtNH, kv, tile, ranges, sinks_N)
@@ -45,6 +45,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention import sinks
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.attention.kernels.shared_prefix import SharedPrefixKernel
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges_of_halves
 from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionSpecs
@@ -68,6 +69,7 @@ def make_tiled(
     window: int | None = None,
     scale: float | None = None,
     kv_tokens_per_step: int | None = None,
+    shared_prefixes: bool = False,
 ) -> "TiledAttention":
     """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document with mirrored pieces
     (`document_order`).
@@ -81,9 +83,14 @@ def make_tiled(
       kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
         TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
+      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: in that of mirrored
+        pieces, a query would not reach all blocks of its prefix.
     Raises:
-      Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
+      Unsupported: strategy all_gather, key/value heads that do not split over the inner ranks, or shared prefixes with
+        a window.
     """
+    if shared_prefixes and window is not None:
+        raise Unsupported("unsupported: shared prefixes in sliding layers with layer tiles; use no tiles")
     if config.strategy == "all_gather":
         raise Unsupported("unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)")
     inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]
@@ -106,6 +113,7 @@ def make_tiled(
         window=window,
         scale=scale,
         kv_tokens_per_step=kv_tokens_per_step,
+        shared_prefixes=shared_prefixes,
     )
 
 
@@ -127,6 +135,7 @@ class TiledAttention:
     window: int | None
     scale: float | None
     kv_tokens_per_step: int | None
+    shared_prefixes: bool = False
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
         """kv filled with zeros.
@@ -143,12 +152,19 @@ class TiledAttention:
         zeros = jnp.zeros((2, batch, num_tokens, self.kv_heads_stored, head_dim), dtype)
         return lax.with_sharding_constraint(zeros, NamedSharding(self.split_mesh, self._blocks))
 
-    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array | None, q_like=None):
+    def prepare(
+        self,
+        positions_BT: jax.Array,
+        segments_BT: jax.Array | None,
+        q_like=None,
+        prefixes_BT: jax.Array | None = None,
+    ):
         """The mask as key ranges, once per training step.
 
         Args:
           positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one document.
           q_like: of `ShardedAttention.prepare`; not used, since each call has other slices of the ranges.
+          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`.
         Returns:
           The ranges of each group's tokens over each half of the block of each ring step, [ring steps, halves, B, S],
           or None for one document. With a sliding window, the result of `window_exchange.prepare`.
@@ -156,14 +172,14 @@ class TiledAttention:
         if segments_BT is None and self.window is None:
             return None
 
-        def local(positions_bt, segments_bt):
-            tokens = ulysses.gather_tokens(TokenInfo(positions_bt, segments_bt), self.inner)
+        def local(tokens: TokenInfo):
+            tokens = ulysses.gather_tokens(tokens, self.inner)
             if self.window is not None:
                 return window_exchange.prepare(tokens, self._spec, self.outer, CHUNKS)
             return ring_key_ranges_of_halves(tokens, self._spec, self.outer)
 
-        in_specs = self._specs.tokens, None if segments_BT is None else self._specs.tokens
-        return self._split(local, in_specs, self._ranges)(positions_BT, segments_BT)
+        tokens = TokenInfo(positions_BT, segments_BT, prefixes_BT)
+        return self._split(local, (tokens.map(lambda _: self._specs.tokens),), self._ranges)(tokens)
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:
         """kv with the keys and values of a tile written to it."""
@@ -281,6 +297,8 @@ class TiledAttention:
             self.config, self.split_mesh, head_dim=q_BtNH.shape[-1], dtype=q_BtNH.dtype, packed=ranges is not None,
             window=self.window,
         ).kernel  # fmt: skip
+        if self.shared_prefixes and ranges is not None:
+            kernel = SharedPrefixKernel(kernel)
         return functools.partial(self._group, kernel=kernel, subchunks_per_step=self._subchunks_per_step(q_BtNH))
 
     def _subchunks_per_step(self, q_BtNH: jax.Array) -> int:

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator
 
+from jaxlc.config.checks.checkpoint_checks import checkpoint_problems
 from jaxlc.config.checks.eval_checks import training_problems
+from jaxlc.config.checks.expert_checks import expert_problems
 from jaxlc.config.checks.layer_checks import delta_net_problems, layer_problems, shapes
 from jaxlc.config.checks.lora_checks import lora_problems
 from jaxlc.config.checks.mesh_checks import (
@@ -37,6 +39,7 @@ def check(config: Config) -> None:
     for problems in (
         layer_problems,
         delta_net_problems,
+        expert_problems,
         _model_problems,
         _attention_problems,
         _optimizer_problems,
@@ -44,6 +47,7 @@ def check(config: Config) -> None:
         _memory_problems,
         _runtime_problems,
         _profile_problems,
+        checkpoint_problems,
     ):
         raise_first(problems(config))
     # Checked before divisibility, whose advice keeps the number of devices.

@@ -100,8 +100,9 @@ def _tensor_problems(config: Config) -> Iterator[str]:
                 f"config.{path}.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
                 f" config.mesh.tensor={tensor}"
             )
-        if model.ffn_dim % tensor:
-            yield f"config.{path}.ffn_dim={model.ffn_dim} is not divisible by config.mesh.tensor={tensor}"
+        name = "expert_ffn_dim" if model.num_experts else "ffn_dim"
+        if getattr(model, name) % tensor:
+            yield f"config.{path}.{name}={getattr(model, name)} is not divisible by config.mesh.tensor={tensor}"
 
 
 def _strategy_problems(config: Config) -> Iterator[str]:

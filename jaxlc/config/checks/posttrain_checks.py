@@ -44,18 +44,12 @@ def _prefix_problems(config: Config) -> Iterator[str]:
     setting = "config.attention.shared_prefixes=True"
     if not attention.document_mask:
         yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
-    if config.memory.tile_tokens:
+    is_sliding = any(map(model.window_of, model.layer_kinds))
+    if is_sliding and config.memory.tile_tokens:
         yield (
-            f"unsupported: {setting} with config.memory.tile_tokens={config.memory.tile_tokens}; use"
+            f"unsupported: {setting} with sliding layers and config.memory.tile_tokens={config.memory.tile_tokens}; use"
             " --config.memory.tile_tokens=0 with more context ranks, or --config.attention.shared_prefixes=False, which"
             " repeats the prefixes"
-        )
-    is_sliding = any(map(model.window_of, model.layer_kinds))
-    if is_sliding and config.mesh.context > 1 and attention.strategy != "ulysses":
-        yield (
-            f"unsupported: {setting} with sliding layers and config.attention.strategy={attention.strategy!r}; use"
-            " --config.attention.strategy=ulysses, or --config.attention.shared_prefixes=False, which repeats the"
-            " prefixes"
         )
 
 
@@ -90,11 +84,6 @@ def _rollout_problems(config: Config) -> Iterator[str]:
             yield f"{setting} needs config.rollouts.{name}; set it"
     if posttrain.uses_reference and posttrain.reference == "record":
         yield f"{setting} has no reference_log_probs; use --config.posttrain.reference=base with LoRA, or set kl to 0"
-    if posttrain.old_log_probs == "record" and posttrain.temperature != 1:
-        yield (
-            f"config.posttrain.old_log_probs='record' with posttrain.temperature={posttrain.temperature:g}: the sampler"
-            " knows log-probabilities at temperature 1; use --config.posttrain.old_log_probs=policy"
-        )
 
 
 def _loss_problems(config: Config) -> Iterator[str]:

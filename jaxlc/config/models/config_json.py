@@ -39,7 +39,11 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
 )
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # ModelConfig -> config.json
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "clamped_swiglu": "silu",
+}  # ModelConfig -> config.json
 _IRRELEVANT = {
     *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
@@ -49,6 +53,7 @@ _IRRELEVANT = {
     *("task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads"),
     *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
 }
+_QUANTIZATION = "quantization_config"  # field of models with quantized weights
 _REASONS = {  # part of the name of a field -> what such models have
     "quantization": "quantized weights",
     "expert": "a mixture of experts",
@@ -83,6 +88,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
+    settings.setdefault("ffn_dim", settings.get("expert_ffn_dim"))  # without dense layers
     if "attention_bias" in family.fields:  # biases of all four projections
         settings["attention_out_bias"] = settings["qkv_bias"]
     kinds = _layer_kinds(config, family, where)
@@ -92,7 +98,9 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if window is None:
         raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
     rope = rope_settings(config, where, family, kinds)
-    return settings | dict(layer_kinds=kinds, window=window) | rope
+    settings |= dict(layer_kinds=kinds, window=window) | rope
+    own_kinds = {kind: dict(values) for kind, values in family.kinds.items() if kind in kinds}
+    return settings | dict(kinds=own_kinds) if own_kinds else settings
 
 
 def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,12 +122,12 @@ def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
     """
     if config is not None:
         return FAMILIES[config["model_type"]]
-    if model.kinds:
+    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
+    if family is None and model.kinds:
         raise Unsupported(
-            "unsupported: no supported model_type has layers of different sizes (config.model.kinds); use"
+            "unsupported: no supported model_type has layers of these different sizes (config.model.kinds); use"
             " jaxlc.load(WORKDIR).params for the weights, or the run as config.model.init_from"
         )
-    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
     if family is None:
         settings = ", ".join(
             f"{name}={getattr(model, name)}" for name in ("layer_kinds", "query_scale_dim", *COMMON_SETTINGS)
@@ -151,7 +159,9 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
         first[family.activation_field] = _ACTIVATIONS[model.activation]
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
         return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
+    base = {name: value for name, value in base.items() if name != _QUANTIZATION}  # the weights are not, any more
     before = settings_of(base, "config.json")
+    before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
         if value != fields[name]:
             raise UserError(
@@ -182,6 +192,9 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
+    quantization = config.get(_QUANTIZATION) or {}
+    if family.quantization and quantization.get("quant_method") == family.quantization:
+        config = {name: value for name, value in config.items() if name != _QUANTIZATION}
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
     required = {**_REQUIRED_VALUES, family.activation_field: (_ACTIVATIONS[activation],), **family.required_values}
     for name, values in required.items():

@@ -19,6 +19,9 @@ DELTA_VARIATIONS = ("delta_norm_placement", "delta_norm_epsilon", "delta_negativ
 # Settings that configs and checkpoints of earlier versions do not have; they have their defaults there.
 LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sliding_rope_scaling", "kinds")
 LATER_SETTINGS += (*DELTA_SETTINGS, *DELTA_VARIATIONS)
+# The settings of layers with experts.
+EXPERT_SETTINGS = ("num_experts", "experts_per_token", "expert_ffn_dim", "router", "renormalize_router", "expert_bias")
+LATER_SETTINGS += (*EXPERT_SETTINGS,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class KindConfig:
     num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
+    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. Empty: the experts of
+    # the model, or dense if model.num_experts is 0.
+    feed_forward: Literal["", "dense"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,21 @@ class ModelConfig:
     # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
     # computes the gate as well, as in Qwen 3.5.
     attention_gate: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # function of the feed-forward gate; gelu_tanh in Gemma
+    # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of gpt-oss, which also
+    # bounds gate and up projection.
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    # mixture of experts: number of experts in the feed-forward block of each layer; docs/experts.md. 0: dense layers,
+    # without experts. model.kinds.NAME.feed_forward=dense makes the layers of a kind dense.
+    num_experts: int = 0
+    experts_per_token: int = 0  # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
+    expert_ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
+    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
+    # softmax of the logits of the chosen experts only, as in gpt-oss.
+    router: Literal["softmax", "topk_softmax"] = "softmax"
+    # softmax router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in Hugging Face
+    # configs.
+    renormalize_router: bool = False
+    expert_bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
     # 0: head_dim.
@@ -139,6 +159,22 @@ class ModelConfig:
         return "gated_delta_net" if self.delta_value_heads else "attention"
 
     @property
+    def feed_forward(self) -> str:
+        """The feed-forward block of a layer with these sizes, the result of `of_kind`: a key of
+        `core.mixers.FEED_FORWARDS`."""
+        return "experts" if self.num_experts else "dense"
+
+    @property
+    def used_ffn_dim(self) -> int:
+        """The width of the feed-forward block of a token: of experts, of those that it is routed to."""
+        return self.experts_per_token * self.expert_ffn_dim if self.num_experts else self.ffn_dim
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have no experts."""
+        return any(self.of_kind(kind).feed_forward == "dense" for kind in self.layer_kinds)
+
+    @property
     def kinds_of_layers(self) -> tuple[str, ...]:
         """The kind of each layer."""
         return tuple(self.layer_kinds[layer % len(self.layer_kinds)] for layer in range(self.num_layers))
@@ -163,9 +199,11 @@ class ModelConfig:
 
     def of_kind(self, kind: str) -> "ModelConfig":
         """The settings of the layers of this kind: those of the model with the sizes of the kind. Layers that are not
-        gated_delta_net have 0 for the sizes of these."""
+        gated_delta_net have 0 for the sizes of these, and dense layers have no experts."""
         own = next((vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]())
-        sizes = {name: size for name, size in own.items() if name not in ("name", "attention") and size}
+        sizes = {name: size for name, size in own.items() if name not in ("name", "attention", "feed_forward") and size}
+        if own.get("feed_forward") == "dense":
+            sizes |= {name: DEFAULTS[name] for name in EXPERT_SETTINGS}
         if self.delta_value_heads and self.attention_of(kind) != "gated_delta_net":
             sizes |= dict.fromkeys(DELTA_SETTINGS, 0)
         elif self.delta_norm_placement:
@@ -186,6 +224,9 @@ class ModelConfig:
             path = (stack,) if has_equal_shapes else (stack, kind)
             stacks.setdefault(path, []).append(layer)
         return stacks
+
+
+DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 
 
 def model_name(model: Mapping[str, Any]) -> str:

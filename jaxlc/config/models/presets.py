@@ -145,6 +145,54 @@ _PRESETS = (
         **FAMILIES["qwen3"].settings,
     ),
     ModelConfig(
+        # Qwen/Qwen3-30B-A3B; also THUDM/slime, scripts/models/qwen3-30B-A3B.sh.
+        preset="qwen3-30b-a3b",
+        vocab_size=151_936,
+        num_layers=48,
+        model_dim=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn_dim=6144,  # of dense layers, which it does not have
+        num_experts=128,
+        experts_per_token=8,
+        expert_ffn_dim=768,
+        renormalize_router=True,
+        tie_embeddings=False,
+        norm_epsilon=1e-6,
+        rope_theta=1_000_000.0,
+        **FAMILIES["qwen3_moe"].settings,
+    ),
+    ModelConfig(
+        # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose numbers of
+        # layers and experts are those of gpt-oss-120b.
+        preset="gpt-oss-20b",
+        vocab_size=201_088,
+        num_layers=24,
+        model_dim=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_dim=2880,  # of dense layers, which it does not have
+        num_experts=32,
+        experts_per_token=4,
+        expert_ffn_dim=2880,
+        qkv_bias=True,
+        attention_out_bias=True,
+        layer_kinds=("sliding", "full"),
+        window=128,
+        sliding_rope_theta=150_000.0,
+        sliding_rope_scaling=True,
+        tie_embeddings=False,
+        norm_epsilon=1e-5,
+        rope_theta=150_000.0,
+        rope_scaling="yarn",
+        rope_scaling_factor=32.0,
+        rope_scaling_original_tokens=4096,
+        rope_scaling_truncate=False,
+        **FAMILIES["gpt_oss"].settings,
+    ),
+    ModelConfig(
         # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
         # that of THUDM/slime, scripts/models.
         preset="qwen3.5-9b",

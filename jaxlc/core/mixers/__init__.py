@@ -7,16 +7,18 @@ A module has
     state_flops(layer)         model FLOPs per token of the forward pass, besides products with weights and attention
     TENSORS                    the Hugging Face tensors of the parameters, in the order of the computation
 
-`jaxlc.models` has the computation.
+FEED_FORWARDS has a module with `matrices` and `num_vector_entries` for each feed-forward block. `jaxlc.models` has the
+computation.
 """
 
 from collections.abc import Mapping
 from types import ModuleType
 
-from jaxlc.core.mixers import attention_mixer, delta_net_mixer
+from jaxlc.core.mixers import attention_mixer, delta_net_mixer, dense_feed_forward, expert_feed_forward
 from jaxlc.core.mixers.layer_shape import LayerShape, Matrix
 
 MIXERS: Mapping[str, ModuleType] = {"attention": attention_mixer, "gated_delta_net": delta_net_mixer}
+FEED_FORWARDS: Mapping[str, ModuleType] = {"dense": dense_feed_forward, "experts": expert_feed_forward}
 
 
 def mixer_matrices(layer: LayerShape) -> dict[str, Matrix]:
@@ -27,15 +29,15 @@ def mixer_matrices(layer: LayerShape) -> dict[str, Matrix]:
 def layer_matrices(layer: LayerShape) -> dict[str, Matrix]:
     """All weight matrices of a layer, by their paths within the layer."""
     mixer = {f"attention/{name}": matrix for name, matrix in mixer_matrices(layer).items()}
-    model, ffn = dict(model=layer.model_dim), dict(ffn=layer.ffn_dim)
-    mlp = dict(w_gate=Matrix(model, ffn), w_up=Matrix(model, ffn), w_down=Matrix(ffn, model))
-    return mixer | {f"mlp/{name}": matrix for name, matrix in mlp.items()}
+    feed_forward = FEED_FORWARDS[layer.feed_forward].matrices(layer)
+    return mixer | {f"mlp/{name}": matrix for name, matrix in feed_forward.items()}
 
 
 def num_vector_entries(layer: LayerShape) -> int:
     """Entries of all parameters of a layer that are not in `layer_matrices`."""
     num_norms = 4 if layer.norm_placement == "pre_and_post" else 2
-    return num_norms * layer.model_dim + MIXERS[layer.mixer].num_vector_entries(layer)
+    blocks = MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]
+    return num_norms * layer.model_dim + sum(block.num_vector_entries(layer) for block in blocks)
 
 
 def state_flops(layer: LayerShape) -> int:

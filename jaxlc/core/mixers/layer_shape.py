@@ -41,13 +41,25 @@ class LayerShape(Protocol):
     def delta_value_dim(self) -> int: ...
     @property
     def delta_conv_taps(self) -> int: ...
+    @property
+    def feed_forward(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def expert_ffn_dim(self) -> int: ...
+    @property
+    def expert_bias(self) -> bool: ...
 
 
 class Matrix(NamedTuple):
-    """A weight matrix: the names and sizes of its dimensions, those of the inputs first."""
+    """A weight matrix: the names and sizes of its dimensions, those of the inputs first; or one for each expert."""
 
     inputs: dict[str, int]
     outputs: dict[str, int]
+    num_experts: int = 1  # matrices with these dimensions
+    experts_per_token: int = 1  # matrices that multiply a token
 
     @property
     def num_inputs(self) -> int:
@@ -59,7 +71,13 @@ class Matrix(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.num_inputs * self.num_outputs
+        """Entries of the matrices of all experts."""
+        return self.num_experts * self.num_inputs * self.num_outputs
+
+    @property
+    def active_size(self) -> int:
+        """Entries that multiply a token."""
+        return self.experts_per_token * self.num_inputs * self.num_outputs
 
 
 class MixerTensor(NamedTuple):
@@ -70,5 +88,6 @@ class MixerTensor(NamedTuple):
 
     param: str
     tensor: str
-    num_inputs: int = 0  # as in `jaxlc.config.models.families.Tensor`
+    num_inputs: int | None = 0  # this and the next as in `jaxlc.config.models.families.Tensor`
     is_convolution: bool = False
+    interleaved: int | None = None

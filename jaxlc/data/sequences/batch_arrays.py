@@ -23,8 +23,8 @@ def array_dtypes(config: Config) -> dict[str, type]:
         names.append("prefix_ids")
     if posttrain.loss:
         names += ["advantages", "answer_weights"]
-    if posttrain.loss not in ("", "dpo") and posttrain.old_log_probs == "record":
-        names.append("old_log_probs")
+    if posttrain.loss not in ("", "dpo") and (posttrain.old_log_probs == "record" or config.rollouts.source):
+        names.append("old_log_probs")  # with old_log_probs=policy for a metric only; NaN where a record has none
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
     return ALWAYS | {name: OPTIONAL[name] for name in names}

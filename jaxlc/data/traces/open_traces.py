@@ -132,6 +132,8 @@ def _check_log_probs(traces: Sequence[Trace], config: Config) -> None:
         reference_log_probs="set --config.posttrain.reference=base with LoRA, or add them with `jaxlc logprobs`",
         old_log_probs="set --config.posttrain.old_log_probs=policy, or add them with `jaxlc logprobs`",
     )
+    if config.posttrain.old_log_probs != "record":
+        del advice["old_log_probs"]  # a metric uses them where they exist
     for name in set(array_dtypes(config)) & set(advice):
         for trace in traces:
             if name not in trace.log_probs:
@@ -179,6 +181,9 @@ def _rewards(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
         no_advantage=_share_without_advantage(groups),
     )
     means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards)) if rewards else {}
+    policy_steps = [trace.policy_step for trace in traces]
+    if None not in policy_steps:
+        means |= dict(policy_step=np.mean(policy_steps))
     return {name: float(x) for name, x in means.items()}
 
 

@@ -68,7 +68,7 @@ class PackedTraces:
             loss_weights=in_loss & (not is_masked),
             answer_weights=in_loss / in_loss.sum(),
             advantages=trace.advantage or 0.0,
-            **{name: x[targets] for name, x in trace.log_probs.items()},
+            **dict(old_log_probs=np.nan) | {name: x[targets] for name, x in trace.log_probs.items()},
         )
 
 

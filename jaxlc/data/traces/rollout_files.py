@@ -1,8 +1,9 @@
 """Sequences of rollouts: one file of traces for each step, which may appear while training waits for it."""
 
+import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ class RolloutSequences:
         self._kept: dict[int, TraceData] = {}  # by step
         self._max_kept = config.data.prefetch_steps + 3  # the steps that are trained, placed and prefetched
         self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
+        self._digests: dict[int, str] = {}  # by step
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order; waits for its file.
@@ -61,6 +63,29 @@ class RolloutSequences:
     def path(self, step: int) -> Path:
         return self.directory / f"{step}.jsonl"
 
+    def digests(self, steps: Iterable[int]) -> dict[str, str]:
+        """The SHA-256 digests of the files of these steps that were read, by step, for a checkpoint."""
+        with self._lock:
+            return {str(step): self._digests[step] for step in steps if step in self._digests}
+
+    def check_digests(self, digests: Mapping[str, str]) -> None:
+        """Raises UserError if files have other digests than those of a checkpoint; files may have been removed."""
+        for step, digest in digests.items():
+            path = self.path(int(step))
+            if path.is_file() and _digest(path) != digest:
+                raise UserError(
+                    f"the checkpoint was trained on other rollouts of step {step} than those in {displayed(path)}: put"
+                    " the file back, or set config.rollouts.directory as before"
+                )
+
+    def is_available(self, step: int) -> bool:
+        return self.path(step).is_file()
+
+    def is_late(self, step: int) -> bool:
+        """Whether training has waited longer than rollouts.wait_seconds for the file, so that reading it fails."""
+        limit = self._config.rollouts.wait_seconds
+        return bool(limit) and step == self._needed and time.monotonic() - self._since > limit
+
     def need(self, step: int) -> None:
         """Training waits for the file of `step` from now on; files of later steps are only prefetched."""
         with self._lock:
@@ -73,6 +98,7 @@ class RolloutSequences:
 
     def _opened(self, step: int) -> TraceData:
         path, batch_size = self.path(step), self._config.train.global_batch_size
+        self._digests[step] = _digest(path)
         traces = open_traces(self._config, self._tokenizer, (str(path),), holds_out=False)
         if traces.train.num_sequences > batch_size:
             raise UserError(
@@ -105,3 +131,7 @@ class RolloutSequences:
         if now > self._next_line:
             self._next_line = now + _LINE_SECONDS
             self._log(f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

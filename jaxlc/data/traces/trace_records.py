@@ -12,6 +12,7 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
     old_log_probs         a number for each token in the loss, in order
     reference_log_probs   as old_log_probs
     truncated             true: the answer was cut off at its maximum length
+    policy_step           of rollouts: the training step after which the weights that made the answer were exported
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 FIELDS = ("tokens", "messages", "prompt")  # one of them is in every record
 OTHER_FIELDS = (
     "loss_mask", "tools", "completion", "chosen", "rejected", "group", "reward", "advantage", "old_log_probs",
-    "reference_log_probs", "truncated",
+    "reference_log_probs", "truncated", "policy_step",
 )  # fmt: skip
 LOG_PROBS = ("old_log_probs", "reference_log_probs")
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
@@ -48,6 +49,7 @@ class Trace:
     reward: float | None = None
     advantage: float | None = None
     is_truncated: bool = False
+    policy_step: int | None = None
     # float32 [n] by name, "old_log_probs" and "reference_log_probs"; 0 for tokens that are not in the loss.
     log_probs: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -203,9 +205,12 @@ def _other_fields(values: Mapping[str, Any], in_loss: np.ndarray, where: str) ->
         if value is not None and not is_number:
             raise BadRecord(f"{where}: {name} is {value!r}, expected a finite number")
         numbers[name] = None if value is None else float(value)
-    group = values.get("group")
+    group, policy_step = values.get("group"), values.get("policy_step")
+    if policy_step is not None and not (isinstance(policy_step, int) and policy_step >= 0):
+        raise BadRecord(f"{where}: policy_step is {policy_step!r}, expected the number of a training step")
     return dict(
         **numbers,
+        policy_step=policy_step,
         group=None if group is None else str(group),
         is_truncated=bool(values.get("truncated", False)),
         log_probs=_all_log_probs(values, in_loss, where),

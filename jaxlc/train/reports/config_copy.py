@@ -11,13 +11,15 @@ from jaxlc.config.setting_paths import converted
 from jaxlc.config.values import flattened
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.train.reports.manifest import joined_text, make_manifest, split_text
 
 CONFIG_COPY = "resolved_config.py"
 _MAX_NAMES = 8  # changed settings in one line
 
 
 def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
-    """Writes the settings to `workdir`. Different settings of an earlier start are kept next to them, with a number.
+    """Writes the settings and the manifest of this start to `workdir`. Different settings of an earlier start are kept
+    next to them, with a number.
 
     Returns:
       What changed since that start, in one line; None if nothing did.
@@ -26,14 +28,14 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     """
     path, text = workdir / CONFIG_COPY, config_text(stages)
     has_copy = path.exists()
-    if has_copy and path.read_text(errors="replace") == text:
-        return None
-    if has_copy:
+    text_before, manifest = split_text(path.read_text(errors="replace")) if has_copy else ("", {})
+    is_changed = has_copy and text_before.rstrip() != text.rstrip()
+    if is_changed:
         numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
         kept = path.replace(next(file for file in numbered if not file.exists()))
     with replacing(path) as out:
-        out.write(text.encode())
-    if not has_copy:
+        out.write(joined_text(text, make_manifest(manifest)).encode())
+    if not is_changed:
         return None
     before, after = _settings(kept), _settings(path)
     names = [name for name in before | after if before.get(name) != after.get(name)]
@@ -42,6 +44,17 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
         return None
     shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES))
     return f"settings changed since the last start: {shown}; the earlier ones are in {kept.name}"
+
+
+def read_manifest(workdir: Path) -> dict[str, Any]:
+    """The manifest of the last start; empty for runs of earlier versions."""
+    path = workdir / CONFIG_COPY
+    return split_text(path.read_text(errors="replace"))[1] if path.exists() else {}
+
+
+def stored_settings(workdir: Path) -> dict[str, Any]:
+    """The settings of a run by their paths; none if they cannot be read."""
+    return _settings(workdir / CONFIG_COPY)
 
 
 def _settings(path: Path) -> dict[str, Any]:

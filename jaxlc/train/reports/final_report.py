@@ -11,9 +11,10 @@ from jaxlc.train.reports.config_copy import CONFIG_COPY
 from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, flops_text
+from jaxlc.train.stragglers import read_times
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
-REWARD_PLOT = "reward.png"
+REWARD_PLOT, TIMES_PLOT = "reward.png", "process_times.png"
 
 
 def write_report(
@@ -78,19 +79,21 @@ def write_report(
 def write_plots(
     workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation | None
 ) -> list[str]:
-    """Writes loss.png, optimizer.png and, with an evaluation, loss_by_position.png; returns lines with their paths.
+    """Writes loss.png, optimizer.png and what else there is data for; returns lines with their paths.
 
     If plots are skipped, the only line has the reason.
     """
     if not extras.is_installed("matplotlib"):
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
-    from jaxlc.train.reports import loss_plots  # imported here: matplotlib is slow
+    from jaxlc.train.reports import loss_plots, times_plot  # imported here: matplotlib is slow
 
     figures = {LOSS_PLOT: loss_plots.loss_figure(rows, baselines), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
     if any("rollouts/reward" in row for row in rows):
         figures[REWARD_PLOT] = loss_plots.reward_figure(rows)
     if evaluation is not None:
         figures[LOSS_BY_POSITION_PLOT] = loss_plots.loss_by_position_figure(evaluation)
+    if (measurements := read_times(workdir)) and (figure := times_plot.times_figure(measurements)) is not None:
+        figures[TIMES_PLOT] = figure
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
     return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]

@@ -3,6 +3,7 @@
 Import this module only where a figure is drawn, because matplotlib is slow to import.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -59,14 +60,16 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
 
 
 def reward_figure(rows: Sequence[Row]) -> Figure:
-    """Mean reward of the rollouts with its standard deviation, and mean tokens of their answers, over steps.
+    """Mean reward of the rollouts with its standard deviation, mean tokens of their answers, the ratio of new to old
+    probabilities, and the age of the policy that made the rollouts, over steps.
 
     Args:
       rows: of metrics.jsonl.
     """
-    figure, panels, history = _over_steps(
-        rows, "Rewards of rollouts", {"rollouts/reward": "reward", "rollouts/answer_tokens": "tokens of an answer"}
-    )
+    labels = {"rollouts/reward": "reward", "rollouts/answer_tokens": "tokens of an answer", "ratio": "ratio"}
+    if any("rollouts/policy_age" in row for row in rows):
+        labels["rollouts/policy_age"] = "age in steps"
+    figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
     steps, rewards = history.column("rollouts/reward")
     deviations = history.column("rollouts/reward_deviation")[1]
     label = "mean and standard deviation"
@@ -93,21 +96,23 @@ def optimizer_figure(rows: Sequence[Row]) -> Figure:
 
 
 def _over_steps(rows: Sequence[Row], title: str, labels: Mapping[str, str]) -> tuple[Figure, Sequence[Axes], History]:
-    """Two panels with a column of metrics.jsonl each, over steps; the lower one starts at 0.
+    """Panels with a column of metrics.jsonl each, over steps; all but the first start at 0.
 
     Args:
       labels: of the y axes, by the name of the column.
     """
-    figure = new_figure(7.5, 4.8, dpi=150)
-    panels = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    num_more = len(labels) - 1
+    figure = new_figure(7.5, 3.2 + 1.6 * num_more, dpi=150)
+    panels = figure.subplots(1 + num_more, 1, sharex=True, height_ratios=(3, *[2] * num_more))
     history = History(rows)
-    for axes, (name, label), color in zip(panels, labels.items(), (BLUE, TEAL), strict=True):
+    for axes, (name, label), color in zip(panels, labels.items(), itertools.chain([BLUE], itertools.repeat(TEAL))):
         axes.plot(*history.column(name), color=color, linewidth=1.2)
         axes.set_ylabel(label)
         style_axes(axes, grid="y")
     panels[0].set_title(title, loc="left")
-    panels[1].set_ylim(bottom=0)
-    panels[1].set_xlabel("step")
+    for axes in panels[1:]:
+        axes.set_ylim(bottom=0)
+    panels[-1].set_xlabel("step")
     return figure, panels, history
 
 

@@ -5,11 +5,13 @@ all rows up to n exist. A run that resumes from it drops the later rows, so its 
 run. A row is passed to the operating system in one write, so killing the process truncates at most the last line.
 """
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from jaxlc.core import extras
 from jaxlc.core.atomic_files import replacing
@@ -20,39 +22,87 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 
 # "step", "stage" (a string, only if the run has stages) and the values measured at it; None: the value was not finite.
 Row = dict[str, Any]
+_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
+_TIMING_GROUPS = ("checkpoint", "slowest")  # before a slash
 
 
-def open_metrics(workdir: str | Path, *, resume_step: int | None, is_primary: bool) -> "MetricsLog":
+def is_timing(name: str) -> bool:
+    """Whether a metric depends on the speed of the machine, so that it differs when a run is repeated."""
+    group, _, last = name.rpartition("/")
+    return last in _TIMINGS or group in _TIMING_GROUPS
+
+
+class Timings:
+    """Times of what a run does between steps, which join the next row of a step.
+
+    A row of their own would be lost if the run is killed after a checkpoint, whose rows are written before it.
+    """
+
+    def __init__(self):
+        self._row: dict[str, float] = {}
+        self._last_save = time.monotonic()
+
+    def add(self, **values: float) -> None:
+        self._row |= values
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measures how long steps wait for a checkpoint, and the share of the time since the checkpoint before."""
+        start = time.monotonic()
+        yield
+        now = time.monotonic()
+        self.add(**{"checkpoint/seconds": now - start, "checkpoint/share": (now - start) / (now - self._last_save)})
+        self._last_save = now
+
+    def take(self) -> dict[str, float]:
+        """Returns what was measured since the last call."""
+        row, self._row = self._row, {}
+        return row
+
+
+class MetricsWriter(Protocol):
+    """Where rows go besides metrics.jsonl."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Called with each row; must neither wait nor raise for reasons outside of this machine."""
+
+    def close(self) -> None:
+        """Called at the end of the run."""
+
+
+def open_metrics(
+    workdir: str | Path, *, resume_step: int | None, is_primary: bool, writers: Iterable[MetricsWriter] = ()
+) -> "MetricsLog":
     """Opens the metrics of a run in `workdir`.
 
     Args:
       resume_step: the step that the run resumes from: rows after it are dropped. None: a new run, all rows are dropped.
       is_primary: False on all processes but one; they write nothing.
+      writers: get each row as well, besides the event files for TensorBoard.
     Raises:
       UserError: a line of metrics.jsonl, other than a truncated last one, is not a metrics row.
     """
     if not is_primary:
-        return MetricsLog(None, None)
+        return MetricsLog(None)
     last_step = -1 if resume_step is None else resume_step
     path = Path(workdir) / METRICS_FILE
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
     with replacing(path) as out:
         out.write("".join(map(_line, kept)).encode())
     directory = Path(workdir) / TENSORBOARD_DIRECTORY
-    return MetricsLog(
-        path.open("a"), _TensorBoard(directory, last_step) if extras.is_installed("tensorboardX") else None
-    )
+    tensorboard = [_TensorBoard(directory, last_step)] if extras.is_installed("tensorboardX") else []
+    return MetricsLog(path.open("a"), [*tensorboard, *writers])
 
 
 class MetricsLog:
     """Appends metrics rows; made by `open_metrics`."""
 
-    def __init__(self, file: TextIO | None, tensorboard: "_TensorBoard | None", stage: str = ""):
-        self._file, self._tensorboard, self._stage = file, tensorboard, stage
+    def __init__(self, file: TextIO | None, writers: Sequence[MetricsWriter] = (), stage: str = ""):
+        self._file, self._writers, self._stage = file, writers, stage
 
     def for_stage(self, name: str) -> "MetricsLog":
         """The same log, whose rows name a stage; "": none."""
-        return MetricsLog(self._file, self._tensorboard, name)
+        return MetricsLog(self._file, self._writers, name)
 
     def write(self, *, step: int, **values: float) -> None:
         """Appends a row. Values that are not finite become null, since JSON has no NaN or infinity."""
@@ -63,11 +113,11 @@ class MetricsLog:
         row = dict(step=step) | stage | measured
         self._file.write(_line(row))
         self._file.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.write(step, values)
+        for writer in self._writers:
+            writer.write(step, values)
 
     def close(self) -> None:
-        for log in (self._file, self._tensorboard):
+        for log in (self._file, *self._writers):
             if log is not None:
                 log.close()
 
@@ -89,7 +139,7 @@ class _TensorBoard:
         self._events.write_event(restart)
         self._events.flush()
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 

@@ -108,7 +108,11 @@ def _precision_line(config: Config, platform: str) -> str:
 
 def _checkpoints_line(train: TrainConfig) -> str:
     period = f"every {count_text(train.checkpoint_every_steps, 'step')} and " if train.checkpoint_every_steps else ""
-    return f"saves      {period}at the end; keeps the latest {train.keep_checkpoints} (train.keep_checkpoints)"
+    every = f", every {train.keep_every_steps} steps (train.keep_every_steps)" if train.keep_every_steps else ""
+    number = train.keep_best_checkpoints
+    best = f", the best {number} (train.keep_best_checkpoints)" if number else ""
+    latest = f"the latest {train.keep_checkpoints} (train.keep_checkpoints)"
+    return f"saves      {period}at the end; keeps {latest}{every}{best}"
 
 
 def _transport_lines(config: Config, step: TrainStep) -> list[str]:

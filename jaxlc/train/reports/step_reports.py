@@ -3,6 +3,7 @@
 import math
 
 from jaxlc.core.flops import step_flops
+from jaxlc.step.expert_balance import ExpertMetrics
 from jaxlc.step.mixed_precision import is_retried
 from jaxlc.step.step_function import StepMetrics
 from jaxlc.train.actions import TrainingStopped, is_period
@@ -62,10 +63,13 @@ class StepReports:
         if not math.isnan(metrics.learning_rate):  # a custom optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
         if metrics.policy is not None:
-            means = metrics.policy._asdict()
-            row |= {name: float(x) for name, x in means.items() if x is not None and name != "loss"}
+            means = {name: float(x) for name, x in metrics.policy._asdict().items() if x is not None and name != "loss"}
+            row |= {name: x for name, x in means.items() if not math.isnan(x)}  # NaN: it is unknown
         if metrics.loss_scale is not None:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
+        if metrics.experts is not None:
+            row |= _balance(metrics.experts)
+        row |= self._run.timings.take()
         self._run.metrics.write(**row)
         self._run.progress.update(**row)
         self._run.callbacks("on_log", row)
@@ -102,3 +106,12 @@ class StepReports:
                 f"{problem}, and its update was skipped; {where} in {self._run.workdir}; lower optimizer.learning_rate,"
                 " or continue past such steps with --config.train.nonfinite=skip"
             )
+
+
+def _balance(experts: ExpertMetrics) -> dict[str, float]:
+    """The balance of experts: the loss and, of each layer with experts, three measures."""
+    row = dict(balance_loss=float(experts.balance_loss), router_z_loss=float(experts.router_z_loss))
+    for name in ("expert_load", "expert_entropy", "unused_experts"):
+        of_layers = getattr(experts, f"{name}_L")
+        row |= {f"{name}_{index}": float(value) for index, value in enumerate(of_layers)}
+    return row

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlc.config.models.model_schema import DELTA_VARIATIONS, ModelConfig
-from jaxlc.core.mixers import MIXERS
+from jaxlc.config.models.model_schema import DELTA_VARIATIONS, KindConfig, ModelConfig
+from jaxlc.core.mixers import FEED_FORWARDS, MIXERS
+from jaxlc.core.mixers.layer_shape import MixerTensor
 
 Fields = Mapping[str, Any]  # the content of config.json
 
@@ -16,6 +17,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
     if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
+    or field.name in ("router", "expert_bias")
     or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
     or field.name in DELTA_VARIATIONS
 }
@@ -30,12 +32,16 @@ class Tensor:
     the same tensor, they are its rows, one after the other.
     """
 
-    name: str  # "{layer}" stands for the index of the layer
+    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
+    # the tensors of all experts, and the next fields describe that of one.
+    name: str
     param: str  # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the layers
     # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
     # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
     num_inputs: int | None = None
     is_convolution: bool = False  # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
+    # 0 or 1: the parameter is every second column of the tensor, from this one on. None: all columns.
+    interleaved: int | None = None
 
 
 # Entry of "layer_types" -> kind.
@@ -92,15 +98,22 @@ class Family:
     # Parameters of gated_delta_net layers whose tensors have other names than in `core.mixers` -> ends of these names.
     delta_tensors: Mapping[str, str] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
+    quantization: str = ""  # quant_method of the quantized weights that models may have; "": none
+    expert_tensors: tuple[MixerTensor, ...] = ()  # of `expert_feed_forward`; empty: the family has no experts
+    # More kinds of layers that models may have, and their settings: entries of model.kinds.
+    kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def tensors_of(self, mixer: str) -> tuple[Tensor, ...]:
-        """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS`, in the order of the
-        computation of a layer."""
+    def tensors_of(self, mixer: str, feed_forward: str = "dense") -> tuple[Tensor, ...]:
+        """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS` and FEED_FORWARDS, in
+        the order of the computation of a layer."""
         settings = {**COMMON_SETTINGS, **self.settings}
-        norm_placement, renamed = settings["norm_placement"], dict[str, str]()
+        norm_placement, tensors = settings["norm_placement"], MIXERS[mixer].TENSORS
         if mixer == "gated_delta_net":
-            norm_placement, renamed = settings["delta_norm_placement"] or norm_placement, self.delta_tensors
-        return _tensors(norm_placement, mixer, tuple(renamed.items()))
+            norm_placement = settings["delta_norm_placement"] or norm_placement
+            names = {tensor.param: self.delta_tensors.get(tensor.param, tensor.tensor) for tensor in tensors}
+            tensors = tuple(tensor._replace(tensor=names[tensor.param]) for tensor in tensors)
+        mlp = self.expert_tensors if feed_forward == "experts" else FEED_FORWARDS[feed_forward].TENSORS
+        return _tensors(norm_placement, tensors, mlp)
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
@@ -110,21 +123,31 @@ class Family:
         settings |= {name: vars(model)[name] for name in {*self.fields.values()} & {*DELTA_VARIATIONS}}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
-        return has_settings and has_scale and not model.kinds and frozenset(model.layer_kinds) in self.layer_kinds
+        has_kinds = frozenset(model.layer_kinds) in self.layer_kinds and all(
+            kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {})) for kind in model.kinds
+        )
+        return has_settings and has_scale and has_kinds and bool(model.num_experts) == bool(self.expert_tensors)
 
 
 @functools.cache
-def _tensors(norm_placement: str, mixer: str, renamed: tuple[tuple[str, str], ...]) -> tuple[Tensor, ...]:
+def _tensors(
+    norm_placement: str, mixer: tuple[MixerTensor, ...], feed_forward: tuple[MixerTensor, ...]
+) -> tuple[Tensor, ...]:
     """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
-    parameters.
+    parameters."""
+    prefix = "model.layers.{layer}."
 
-    Args:
-      renamed: parameters of the mixer, and the ends of the names of their tensors in place of those of the mixer.
-    """
-    prefix, names = "model.layers.{layer}.", dict(renamed)
-
-    def linear(name: str, param: str) -> Tensor:
-        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}", num_inputs=1)
+    def block(name: str, tensors: tuple[MixerTensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(
+            Tensor(
+                name=f"{prefix}{tensor.tensor}",
+                param=f"layers/{name}/{tensor.param}",
+                num_inputs=tensor.num_inputs,
+                is_convolution=tensor.is_convolution,
+                interleaved=tensor.interleaved,
+            )
+            for tensor in tensors
+        )
 
     def norm(name: str, param: str) -> Tensor:
         return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}/scale", num_inputs=0)
@@ -133,20 +156,10 @@ def _tensors(norm_placement: str, mixer: str, renamed: tuple[tuple[str, str], ..
     return (
         Tensor(name="model.embed_tokens.weight", param="embedding"),
         *(norm(name, "attention_norm") for name in before_attention),
-        *(
-            Tensor(
-                name=f"{prefix}{names.get(tensor.param, tensor.tensor)}",
-                param=f"layers/attention/{tensor.param}",
-                num_inputs=tensor.num_inputs,
-                is_convolution=tensor.is_convolution,
-            )
-            for tensor in MIXERS[mixer].TENSORS
-        ),
+        *block("attention", mixer),
         *(norm(name, "attention_post_norm") for name in after_attention),
         *(norm(name, "mlp_norm") for name in before_mlp),
-        linear("mlp.gate_proj", "mlp/w_gate"),
-        linear("mlp.up_proj", "mlp/w_up"),
-        linear("mlp.down_proj", "mlp/w_down"),
+        *block("mlp", feed_forward),
         *(norm(name, "mlp_post_norm") for name in after_mlp),
         Tensor(name="model.norm.weight", param="final_norm/scale", num_inputs=0),
         Tensor(name="lm_head.weight", param="head", num_inputs=1),  # absent if the embeddings are tied

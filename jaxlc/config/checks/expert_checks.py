@@ -1,0 +1,89 @@
+"""Checks of mixtures of experts. Imports no jax."""
+
+from collections.abc import Iterator
+
+from jaxlc.config.frozen import Config
+from jaxlc.config.models.model_schema import DEFAULTS, EXPERT_SETTINGS
+from jaxlc.config.schema import TrainConfig
+
+_MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense feed-forward blocks have them, in three settings
+_TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "router_z_loss")
+_OF_ATTENTION = "query,key,value,attention_projected"
+
+
+def expert_problems(config: Config) -> Iterator[str]:
+    """Problems of the settings of experts, and settings that do not support experts."""
+    model, train = config.model, config.train
+    if not model.num_experts:
+        for section, values, defaults, names in (
+            ("model", vars(model), DEFAULTS, EXPERT_SETTINGS),
+            ("train", vars(train), vars(TrainConfig()), _TRAIN_SETTINGS),
+        ):
+            for name in names:
+                if values[name] != defaults[name]:
+                    yield (
+                        f"config.{section}.{name}={values[name]!r} has no effect in a model without experts; set"
+                        " config.model.num_experts, or remove it"
+                    )
+        for kind in model.kinds:
+            if kind.feed_forward:
+                yield (
+                    f"config.model.kinds.{kind.name}.feed_forward={kind.feed_forward!r} has no effect in a model"
+                    " without experts; set config.model.num_experts, or remove it"
+                )
+        if model.activation == "clamped_swiglu":
+            yield (
+                "unsupported: config.model.activation='clamped_swiglu' in dense layers; use --config.model.activation="
+                "silu, or experts"
+            )
+        return
+    yield from _size_problems(config)
+    yield from _unsupported(config)
+
+
+def _size_problems(config: Config) -> Iterator[str]:
+    model = config.model
+    if not 1 <= model.experts_per_token <= model.num_experts:
+        yield (
+            f"config.model.experts_per_token={model.experts_per_token} is not between 1 and config.model.num_experts="
+            f"{model.num_experts}: the number of experts that each token is routed to"
+        )
+    if model.expert_ffn_dim < 1:
+        yield "config.model.num_experts needs --config.model.expert_ffn_dim=F, the width of each expert"
+    if model.renormalize_router and model.router != "softmax":
+        yield (
+            f"config.model.renormalize_router=True has no effect with config.model.router={model.router!r}, whose"
+            " weights have the sum 1; remove it"
+        )
+    if all(model.of_kind(kind).feed_forward == "dense" for kind in model.layer_kinds):
+        yield (
+            f"config.model.num_experts={model.num_experts} has no effect, since all kinds of layers are dense"
+            " (config.model.kinds); use --config.model.num_experts=0"
+        )
+    if model.has_dense_layers and model.activation == "clamped_swiglu":
+        yield "unsupported: config.model.activation='clamped_swiglu' with dense layers next to layers of experts"
+    for kind in model.kinds:
+        if kind.ffn_dim and not kind.feed_forward:
+            yield (
+                f"config.model.kinds.{kind.name}.ffn_dim={kind.ffn_dim} has no effect in layers of experts; use"
+                f" --config.model.kinds.{kind.name}.feed_forward=dense with it, or remove it"
+            )
+
+
+def _unsupported(config: Config) -> Iterator[str]:
+    memory, precision, lora = config.memory, config.precision, config.lora
+    if memory.parameters == "host":
+        yield (
+            "unsupported: config.memory.parameters='host' with experts, of which each layer copies all to the GPU; use"
+            " --config.memory.parameters=device"
+        )
+    named = [name for name in (*memory.save, *memory.offload) if name in _MLP_NAMES]
+    if named and not config.model.has_dense_layers:
+        yield f"config.memory names {named[0]!r}, which layers of experts do not have; remove it"
+    if precision.compute == "fp8" and set(precision.fp8_matmuls) & set(_MLP_NAMES):
+        yield (
+            "unsupported: FP8 products of experts; use"
+            f" --config.precision.fp8_matmuls={_OF_ATTENTION}, or --config.precision.compute=bf16"
+        )
+    if lora.rank and set(lora.projections) & set(_MLP_NAMES):
+        yield f"unsupported: LoRA of experts; use --config.lora.projections={_OF_ATTENTION}"

@@ -1,0 +1,45 @@
+"""gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers: models/gpt_oss).
+
+Released files have experts in MXFP4 (`jaxlc.hf.mxfp4`), and exports have all weights in one data type.
+"""
+
+from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.core.mixers import expert_feed_forward
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    return read_layer_types(config, default=("sliding", "full"))
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"}), frozenset({"sliding"})),
+    read_kinds=_read_kinds,
+    write_kinds=write_layer_types,
+    settings=dict(attention_sinks=True, activation="clamped_swiglu", router="topk_softmax", expert_bias=True),
+    fields={
+        "attention_bias": "qkv_bias",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "intermediate_size": "expert_ffn_dim",
+    },
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=64,
+        attention_bias=True,
+        rope_theta=150000.0,
+        sliding_window=128,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+    ),
+    required_values=dict(swiglu_alpha=(1.702,), swiglu_limit=(7.0,)),
+    irrelevant=frozenset(
+        {
+            *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
+            *("initial_context_length", "experts_per_token"),  # repeat the fields of RoPE, and num_experts_per_tok
+        }
+    ),
+    quantization="mxfp4",
+    expert_tensors=expert_feed_forward.STACKED_TENSORS,
+)

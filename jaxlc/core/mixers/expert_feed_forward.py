@@ -1,0 +1,44 @@
+"""A mixture of experts: a router chooses some of E gated feed-forward blocks for each token. `jaxlc.models.experts` has
+the computation.
+
+Families store experts in two ways: a tensor for each expert, or one for all. Both are tables of names.
+"""
+
+from jaxlc.core.mixers.layer_shape import LayerShape, Matrix, MixerTensor
+
+# A tensor for each expert: transformers, models/qwen3_moe.
+TENSORS = (
+    MixerTensor("router", "mlp.gate.weight", 1),
+    MixerTensor("expert_gate", "mlp.experts.{expert}.gate_proj.weight", 1),
+    MixerTensor("expert_up", "mlp.experts.{expert}.up_proj.weight", 1),
+    MixerTensor("expert_down", "mlp.experts.{expert}.down_proj.weight", 1),
+)
+# A tensor for all experts, whose columns are those of gate and up in turn: transformers, models/gpt_oss.
+STACKED_TENSORS = (
+    MixerTensor("router", "mlp.router.weight", 1),
+    MixerTensor("router_bias", "mlp.router.bias"),
+    MixerTensor("expert_gate", "mlp.experts.gate_up_proj", None, interleaved=0),
+    MixerTensor("expert_up", "mlp.experts.gate_up_proj", None, interleaved=1),
+    MixerTensor("gate_bias", "mlp.experts.gate_up_proj_bias", None, interleaved=0),
+    MixerTensor("up_bias", "mlp.experts.gate_up_proj_bias", None, interleaved=1),
+    MixerTensor("expert_down", "mlp.experts.down_proj", None),
+    MixerTensor("down_bias", "mlp.experts.down_proj_bias", None),
+)
+
+
+def matrices(layer: LayerShape) -> dict[str, Matrix]:
+    """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]."""
+    model, ffn = dict(model=layer.model_dim), dict(ffn=layer.expert_ffn_dim)
+    counts = layer.num_experts, layer.experts_per_token
+    return dict(
+        router=Matrix(model, dict(experts=layer.num_experts)),
+        expert_gate=Matrix(model, ffn, *counts),
+        expert_up=Matrix(model, ffn, *counts),
+        expert_down=Matrix(ffn, model, *counts),
+    )
+
+
+def num_vector_entries(layer: LayerShape) -> int:
+    """Biases of the router and of the experts."""
+    entries = 1 + 2 * layer.expert_ffn_dim + layer.model_dim
+    return layer.expert_bias * layer.num_experts * entries

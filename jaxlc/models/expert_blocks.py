@@ -1,0 +1,202 @@
+"""Products of tokens with the experts that they are routed to, on one rank, for any routing; no token is dropped.
+
+Each of T tokens has k assignments. The assignments are sorted by expert, and those of each expert are padded to whole
+blocks of m rows; a block is multiplied by the weights of one expert. At most (T k + E (m - 1)) / m blocks are needed,
+whatever the routing: shapes are static, and nothing is recompiled. The idea of MegaBlocks (Gale et al. 2022,
+arXiv:2211.15841) with batched products instead of sparse ones.
+
+    assignment  (token, number of the choice)            [T, k]
+    slot        a row of a block; padding has no token   [n m]
+
+Gradients are gathers, as the forward pass, so they do not depend on the order in which a GPU adds. Only the sum over
+the blocks of an expert in its weight gradient is a scatter, in float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_MAX_BLOCK_ROWS = 512
+
+
+class Assignments(NamedTuple):
+    """Where the rows of each token are."""
+
+    slot_Tk: jax.Array  # int32: the slot of each assignment
+    token_S: jax.Array  # int32 [slots]: the token of each slot; T, out of range, for padding
+    expert_n: jax.Array  # int32 [blocks]: the expert of each block, ascending
+
+    @property
+    def block_rows(self) -> int:
+        return len(self.token_S) // len(self.expert_n)
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads."""
+    mean = num_rows / num_experts
+    return int(min(_MAX_BLOCK_ROWS, 2 ** max(0, int(np.log2(max(1.0, mean / 4))))))
+
+
+def assign(chosen_Tk: jax.Array, num_experts: int) -> Assignments:
+    """Sorts the assignments by expert.
+
+    Args:
+      chosen_Tk: int32, the experts of each token.
+    """
+    num_tokens, num_chosen = chosen_Tk.shape
+    num_rows = num_tokens * num_chosen
+    rows = block_rows(num_rows, num_experts)
+    num_blocks = (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
+    flat = chosen_Tk.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    expert = flat[order]
+    sizes_E = jnp.bincount(flat, length=num_experts)
+    blocks_E = -(-sizes_E // rows)
+    first_block_E, first_row_E = jnp.cumsum(blocks_E) - blocks_E, jnp.cumsum(sizes_E) - sizes_E
+    slot = first_block_E[expert] * rows + jnp.arange(num_rows) - first_row_E[expert]
+    unique = dict(unique_indices=True, mode="promise_in_bounds")
+    expert_n = jnp.searchsorted(jnp.cumsum(blocks_E), jnp.arange(num_blocks), side="right")
+    return Assignments(
+        slot_Tk=jnp.zeros(num_rows, jnp.int32).at[order].set(slot.astype(jnp.int32), **unique).reshape(chosen_Tk.shape),
+        token_S=jnp.full(num_blocks * rows, num_tokens, jnp.int32)
+        .at[slot]
+        .set((order // num_chosen).astype(jnp.int32), **unique),
+        expert_n=jnp.minimum(expert_n, num_experts - 1).astype(jnp.int32),
+    )
+
+
+@jax.custom_vjp
+def rows_of(x_TD: jax.Array, assignments: Assignments) -> jax.Array:
+    """The tokens of all slots, [blocks, rows, D]; 0 in padding."""
+    rows_SD = jnp.take(x_TD, assignments.token_S, axis=0, mode="fill", fill_value=0)
+    return rows_SD.reshape(-1, assignments.block_rows, x_TD.shape[1])
+
+
+def _rows_backward(assignments: Assignments, drows_nmD: jax.Array):
+    weights_Tk = jnp.ones(assignments.slot_Tk.shape, jnp.float32)
+    return combined(drows_nmD, weights_Tk, assignments), None
+
+
+rows_of.defvjp(lambda x_TD, assignments: (rows_of(x_TD, assignments), assignments), _rows_backward)
+
+
+@jax.custom_vjp
+def combined(y_nmD: jax.Array, weights_Tk: jax.Array, assignments: Assignments) -> jax.Array:
+    """out_TD in the dtype of y: the weighted sum over the assignments of each token, computed in float32."""
+    parts = [w_T[:, None] * y_TD.astype(jnp.float32) for w_T, y_TD in _by_choice(y_nmD, weights_Tk, assignments)]
+    return functools.reduce(jnp.add, parts).astype(y_nmD.dtype)
+
+
+def _by_choice(y_nmD, weights_Tk, assignments: Assignments):
+    """(weight, y) of the tokens, for each number of the choice: no array [T, k, D] is needed."""
+    y_SD = y_nmD.reshape(-1, y_nmD.shape[-1])
+    for number in range(weights_Tk.shape[1]):
+        yield weights_Tk[:, number], jnp.take(y_SD, assignments.slot_Tk[:, number], axis=0, mode="clip")
+
+
+def _combined_forward(y_nmD, weights_Tk, assignments: Assignments):
+    return combined(y_nmD, weights_Tk, assignments), (y_nmD, weights_Tk, assignments)
+
+
+def _combined_backward(residuals, dout_TD: jax.Array):
+    y_nmD, weights_Tk, assignments = residuals
+    weight_S = jnp.zeros(len(assignments.token_S), jnp.float32)
+    weight_S = weight_S.at[assignments.slot_Tk.reshape(-1)].set(weights_Tk.reshape(-1), unique_indices=True)
+    dy_nmD = rows_of(dout_TD, assignments).astype(jnp.float32) * weight_S.reshape(*y_nmD.shape[:2], 1)
+    dweights = [
+        (dout_TD.astype(jnp.float32) * y_TD.astype(jnp.float32)).sum(1)
+        for _, y_TD in _by_choice(y_nmD, weights_Tk, assignments)
+    ]
+    return dy_nmD.astype(y_nmD.dtype), jnp.stack(dweights, 1).astype(weights_Tk.dtype), None
+
+
+combined.defvjp(_combined_forward, _combined_backward)
+
+
+@jax.custom_vjp
+def block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """Each block times the weights of its expert, [n, m, F] in the dtype of x. The gradient of w is summed in
+    float32."""
+    return jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF.astype(x_nmD.dtype)[expert_n])
+
+
+def _block_product_forward(x_nmD, w_EDF, expert_n):
+    return block_product(x_nmD, w_EDF, expert_n), (x_nmD, w_EDF, expert_n)
+
+
+def _block_product_backward(residuals, dout_nmF):
+    x_nmD, w_EDF, expert_n = residuals
+    dx_nmD = jnp.einsum("nmF,nDF->nmD", dout_nmF, w_EDF.astype(x_nmD.dtype)[expert_n])
+    dw_nDF = jnp.einsum("nmD,nmF->nDF", x_nmD, dout_nmF, preferred_element_type=jnp.float32)
+    return dx_nmD, _sum_of_blocks(dw_nDF, expert_n, len(w_EDF)).astype(w_EDF.dtype), None
+
+
+block_product.defvjp(_block_product_forward, _block_product_backward)
+
+
+@jax.custom_vjp
+def plus_bias(x_nmF: jax.Array, bias_EF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """Each block plus the bias of its expert, float32. Padding gets it too, which `combined` does not read."""
+    return x_nmF.astype(jnp.float32) + bias_EF[expert_n][:, None]
+
+
+def _bias_backward(residuals, dout_nmF):
+    x_like, num_experts, expert_n = residuals
+    dbias_EF = _sum_of_blocks(dout_nmF.sum(1), expert_n, num_experts.shape[0])
+    return dout_nmF.astype(x_like.dtype), dbias_EF, None
+
+
+plus_bias.defvjp(
+    lambda x_nmF, bias_EF, expert_n: (
+        plus_bias(x_nmF, bias_EF, expert_n),
+        (jnp.zeros((), x_nmF.dtype), jnp.zeros((len(bias_EF), 0)), expert_n),
+    ),
+    _bias_backward,
+)
+
+
+def _sum_of_blocks(x_n: jax.Array, expert_n: jax.Array, num_experts: int) -> jax.Array:
+    """The sums of x over the blocks of each expert, [E, ...]."""
+    return jax.ops.segment_sum(x_n, expert_n, num_experts, indices_are_sorted=True, mode="promise_in_bounds")
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts, in use by a layer; F may be a part of the width."""
+
+    gate_EDF: jax.Array
+    up_EDF: jax.Array
+    down_EFD: jax.Array
+    gate_bias_EF: jax.Array | None = None  # float32; None: the experts have no biases
+    up_bias_EF: jax.Array | None = None
+    down_bias_ED: jax.Array | None = None
+
+
+def expert_outputs(
+    x_TD: jax.Array,
+    chosen_Tk: jax.Array,
+    weights_Tk: jax.Array,
+    experts: ExpertWeights,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """out_TD in the dtype of x: the sum of the outputs of the chosen experts, times their weights.
+
+    Args:
+      weights_Tk: float32.
+      activation: of the products with gate and up.
+    """
+    assignments = assign(chosen_Tk, len(experts.gate_EDF))
+    expert_n = assignments.expert_n
+    rows_nmD = rows_of(x_TD, assignments)
+
+    def product(x, w, bias):
+        out = block_product(x, w, expert_n)
+        return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
+
+    hidden_nmF = activation(
+        product(rows_nmD, experts.gate_EDF, experts.gate_bias_EF), product(rows_nmD, experts.up_EDF, experts.up_bias_EF)
+    )
+    return combined(product(hidden_nmF, experts.down_EFD, experts.down_bias_ED), weights_Tk, assignments)

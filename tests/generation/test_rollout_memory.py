@@ -1,0 +1,25 @@
+"""The memory of rollouts beside the training state, against the sizes of the arrays."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxlc.config.posttrain_schema import RolloutsConfig
+from jaxlc.generation.rollout_memory import rollout_memory
+from tests.step.synthetic import small_config, small_step
+
+
+@pytest.mark.parametrize("context, tensor", [(1, 1), (2, 2)])
+def test_rollout_memory_counts_cache_and_copy_of_the_weights(context, tensor):
+    config = small_config(mesh=dict(context=context, tensor=tensor))
+    assert rollout_memory(small_step(config)) is None
+    rollouts = RolloutsConfig(source="model", prompts=("p",), prompts_per_step=3, answers_per_prompt=2, reward="r:r")
+    step = small_step(dataclasses.replace(config, rollouts=rollouts))
+    memory = rollout_memory(step, 100)
+    assert (memory.num_sequences, memory.num_tokens) == (6, 100)
+    values_per_token = 2 * 2 * 2 * 8  # K and V, layers, heads, head dim
+    assert memory.cache_bytes == 4 * 6 * 128 * values_per_token // (context * tensor)
+    num_params = sum(x.size for x in jax.tree.leaves(step.abstract_state.params))
+    assert num_params * 4 // (context * tensor) <= memory.weights_bytes <= num_params * 4
+    assert rollout_memory(step).num_tokens == config.data.seq_len + 1

@@ -1,0 +1,88 @@
+"""Products of experts in blocks against a loop over experts, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlc.models.activations import gated
+from jaxlc.models.expert_blocks import ExpertWeights, assign, block_rows, expert_outputs
+
+T, D, F, E = 48, 6, 5, 8
+
+
+def _chosen(routing: str) -> np.ndarray:
+    """[T, k]; one expert of each choice, and no expert twice in a token."""
+    rng = np.random.default_rng(0)
+    if routing == "all to one":
+        return np.full((T, 1), 3)
+    if routing == "one token each":
+        return np.arange(E)[:, None]
+    usable = E - 1 if routing == "an unused expert" else E
+    return np.stack([rng.permutation(usable)[:3] for _ in range(T)])
+
+
+def _loop(x_TD, weights_Tk, experts: ExpertWeights, chosen_Tk):
+    out = jnp.zeros_like(x_TD)
+    for e in range(E):
+        gate, up, down, *biases = (None if x is None else x[e] for x in experts)
+        gate_bias, up_bias, down_bias = (0 if x is None else x for x in biases)
+        hidden = gated("silu", x_TD @ gate + gate_bias, x_TD @ up + up_bias)
+        out += jnp.where(chosen_Tk == e, weights_Tk, 0).sum(1)[:, None] * (hidden @ down + down_bias)
+    return out
+
+
+def _operands(num_tokens: int, num_chosen: int, has_bias: bool):
+    rng = np.random.default_rng(1)
+    shapes = [(E, D, F), (E, D, F), (E, F, D)] + ([(E, F), (E, F), (E, D)] if has_bias else [])
+    experts = ExpertWeights(*(jnp.array(rng.standard_normal(shape)) for shape in shapes))
+    x_TD, weights_Tk = rng.standard_normal((num_tokens, D)), rng.uniform(0.1, 1, (num_tokens, num_chosen))
+    return jnp.array(x_TD), jnp.array(weights_Tk), experts
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("routing", ["random", "an unused expert", "all to one", "one token each"])
+def test_expert_outputs_and_gradients_equal_loop_over_experts(routing, has_bias, monkeypatch: pytest.MonkeyPatch):
+    # The sums are in float32, also in float64: with it they would hide errors below 1e-7.
+    monkeypatch.setattr(jnp, "float32", jnp.float64)
+    with jax.enable_x64(True):
+        chosen_Tk = jnp.array(_chosen(routing), jnp.int32)
+        operands = _operands(*chosen_Tk.shape, has_bias)
+        cotangent = jnp.array(np.random.default_rng(2).standard_normal(operands[0].shape))
+        run = functools.partial(expert_outputs, activation=functools.partial(gated, "silu"))
+        out, vjp = jax.vjp(lambda x, w, experts: run(x, chosen_Tk, w, experts), *operands)
+        expected, expected_vjp = jax.vjp(lambda *args: _loop(*args, chosen_Tk), *operands)
+        for got, want in zip(
+            jax.tree.leaves((out, vjp(cotangent))), jax.tree.leaves((expected, expected_vjp(cotangent))), strict=True
+        ):
+            assert got.dtype == want.dtype
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_one_program_serves_every_routing():
+    x_TD, weights_Tk, experts = jax.tree.map(lambda x: x.astype(np.float32), _operands(T, 3, False))
+    run = jax.jit(functools.partial(expert_outputs, activation=functools.partial(gated, "silu")))
+    rng = np.random.default_rng(0)
+    few = np.stack([rng.permutation(3) for _ in range(T)])  # 5 of 8 experts without a token
+    for chosen_Tk in (_chosen("random"), few, np.tile(np.arange(3), (T, 1))):
+        out = run(x_TD, jnp.array(chosen_Tk, jnp.int32), weights_Tk, experts)
+        np.testing.assert_allclose(out, _loop(x_TD, weights_Tk, experts, chosen_Tk), atol=1e-4)
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "num_chosen", "num_experts"), [(1, 8, 128), (64, 4, 8), (4096, 8, 128)])
+def test_assign_gives_each_assignment_a_row_of_its_expert(num_tokens, num_chosen, num_experts):
+    rng = np.random.default_rng(0)
+    chosen_Tk = np.stack([rng.permutation(num_experts)[:num_chosen] for _ in range(num_tokens)])
+    got = jax.tree.map(np.asarray, assign(jnp.array(chosen_Tk, jnp.int32), num_experts))
+    assert len(np.unique(got.slot_Tk)) == chosen_Tk.size
+    assert (got.token_S[got.slot_Tk] == np.arange(num_tokens)[:, None]).all()
+    assert (got.expert_n[got.slot_Tk // got.block_rows] == chosen_Tk).all()
+    assert (got.token_S == num_tokens).sum() == len(got.token_S) - chosen_Tk.size  # the others are padding
+
+
+def test_block_rows_follow_the_load_and_decoding_has_no_padding():
+    assert [block_rows(tokens * 8, 128) for tokens in (1, 64, 2048, 32_768, 10**6)] == [1, 1, 32, 512, 512]
+    assert len(assign(jnp.zeros((1, 8), jnp.int32), 128).token_S) == 8

@@ -1,0 +1,163 @@
+"""Layers of experts in the training step: meshes, tiles, rematerialization, and the losses of experts."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlc.core.errors import UserError
+from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
+from jaxlc.models.experts import CHOICE
+from jaxlc.train.reports.step_reports import _balance
+from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
+
+EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
+DENSE_BETWEEN = dict(layer_kinds=("full", "dense"), kinds=dict(dense=dict(feed_forward="dense")), num_layers=3)
+GPT_OSS = dict(router="topk_softmax", renormalize_router=False, expert_bias=True, activation="clamped_swiglu")
+LOSSES = dict(balance_loss=0.5, router_z_loss=0.1)
+
+
+def _step(axes=(), memory=(), model=(), **train):
+    return small_step(
+        small_config(model=EXPERTS | dict(model), mesh=dict(axes), memory=dict(memory), train=LOSSES | train)
+    )
+
+
+class _Dict(dict):
+    """A dictionary of settings that is an argument of a cached function."""
+
+    def __hash__(self):
+        return hash(repr(self))
+
+
+@functools.cache
+def _params(model=()):
+    """Initial parameters; biases, which are 0 at first, get other values."""
+    params = jax.device_get(_step(model=model).init().params)
+    rng = np.random.default_rng(0)
+    return jax.tree.map_with_path(
+        lambda path, x: rng.standard_normal(x.shape).astype(x.dtype) if "bias" in path[-1].key else x, params
+    )
+
+
+def _results(step, model=(), rows=None):
+    """(cross entropy, gradients, None, `ExpertSums`)"""
+    batch = make_batch(step, rows or natural_rows())
+    return jax.device_get(jax.jit(step.objective.loss_and_grads)(put_params(step, _params(model)), batch))
+
+
+@functools.cache
+def _on_one_device(model=()):
+    return _results(_step(model=model), model)
+
+
+CASES = [
+    (dict(context=2, tensor=2, fsdp=2), dict(remat="attention"), {}),
+    (dict(context=8), dict(remat="full", layers_per_remat_group=2), {}),
+    (dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), GPT_OSS),
+    (dict(context=4, data=2), dict(remat="none"), DENSE_BETWEEN),
+    (dict(context=4, tensor=2), dict(remat="matmuls"), GPT_OSS),
+    (dict(fsdp=4), dict(remat="full", tile_tokens=48, layers_per_remat_group=2, optimizer="host"), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "memory", "model"),
+    [pytest.param(*case, marks=[] if index in (0, 2) else pytest.mark.full) for index, case in enumerate(CASES)],
+    ids=str,
+)
+def test_layers_of_experts_equal_one_device(axes, memory, model):
+    """Gradients include those of both losses; rows have several documents and padding."""
+    model = _Dict(model)
+    expected, got = _on_one_device(model), _results(_step(axes, memory, model), model)
+    assert abs(got[0] - expected[0]) <= FLOAT32_PARITY * expected[0]
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got[1], expected[1])
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    np.testing.assert_allclose(got[3].balance_loss, expected[3].balance_loss, rtol=1e-6)
+    np.testing.assert_allclose(got[3].router_z_loss, expected[3].router_z_loss, rtol=1e-6)
+    np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
+
+
+def test_counts_include_text_and_exclude_padding():
+    rows = natural_rows()
+    num_text = sum(int((row["segment_ids"] > 0).sum()) for row in rows)
+    assert num_text < sum(len(row["tokens"]) for row in rows)
+    counts_LE = _on_one_device(_Dict())[3].counts_LE
+    np.testing.assert_array_equal(counts_LE.sum(1), [2 * num_text] * 2)
+
+
+@pytest.mark.parametrize("over", ["layers", "layer"])
+def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
+    """And the gradients: those of each microbatch alone, times its part of the tokens or of the microbatches."""
+    rows = natural_rows()
+    whole = _results(_step(gradient_accumulation_steps=2, balance_loss_over=over), rows=rows)
+    halves = [_step(global_batch_size=2, eval_sequences=2, balance_loss_over=over) for _ in range(2)]
+    results = [_results(step, rows=part) for step, part in zip(halves, (rows[:2], rows[2:]))]
+    np.testing.assert_allclose(
+        whole[3].balance_loss, sum(result[3].balance_loss for result in results), rtol=FLOAT32_PARITY
+    )
+    without = [_results(_step(global_batch_size=2, eval_sequences=2, balance_loss=0, router_z_loss=0), rows=part)
+               for part in (rows[:2], rows[2:])]  # fmt: skip
+    weights = [sum(row["loss_weights"].sum() for row in part) for part in (rows[:2], rows[2:])]
+    expected = jax.tree.map(
+        lambda *x: x[2] + x[3] + sum(weights) / 2 * sum((x[i] - x[2 + i]) / weights[i] for i in (0, 1)),
+        results[0][1], results[1][1], without[0][1], without[1][1],
+    )  # fmt: skip
+    errors = jax.tree.map(max_relative_error, whole[1], expected)
+    assert max(jax.tree.leaves(errors)) <= 1e-4, errors
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        dict(remat="full"),
+        dict(remat="attention", tile_tokens=24),
+        dict(remat="full", layers_per_remat_group=2),
+        dict(remat="full", tile_tokens=24, layers_per_remat_group=2),
+    ],
+    ids=str,
+)
+def test_recomputation_does_not_choose_experts_again(memory):
+    """Each layer calls top_k once. Without the saved choice, a rounded logit could choose others in the backward."""
+    step = _step(memory=memory)
+    text = jax.jit(step.objective.loss_and_grads).lower(
+        step.abstract_state.params, step.abstract_batch
+    ).compile().as_text()  # fmt: skip
+    num_loops = 1 if not memory.get("layers_per_remat_group") else 2  # layers of a group are written out
+    assert CHOICE and text.count('custom_call_target="TopK"') == num_loops
+
+
+def test_experts_per_token_count_as_active_parameters():
+    model = small_config(model=EXPERTS).model
+    unused = 2 * (8 - 2) * 3 * 32 * 24  # layers, experts, matrices
+    assert num_matmul_params(model) - num_active_matmul_params(model) == unused
+
+
+def test_metrics_of_a_step_have_the_balance_of_each_layer():
+    step = _step()
+    metrics = jax.device_get(step.jitted(step.init(), make_batch(step, natural_rows()))[1])
+    row = _balance(metrics.experts)
+    assert row.keys() >= {"balance_loss", "router_z_loss", "expert_load_1", "expert_entropy_0", "unused_experts_1"}
+    assert row["expert_load_0"] >= 1 and 0 < row["expert_entropy_0"] <= 1 and row["unused_experts_0"] == 0
+    assert 1.5 < row["balance_loss"] < 8  # 2 experts per token if loads are equal
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (dict(memory=dict(parameters="host")), "parameters='host' with experts"),
+        (dict(precision=dict(compute="fp8")), "FP8 products of experts"),
+        (dict(lora=dict(rank=4)), "LoRA of experts"),
+        (dict(memory=dict(save=("mlp_gate",))), "layers of experts do not have"),
+        (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
+        (dict(model=dict(num_experts=0)), "no effect in a model without experts"),
+        (dict(mesh=dict(tensor=4), model=dict(expert_ffn_dim=10)), "expert_ffn_dim=10 is not divisible"),
+    ],
+    ids=str,
+)
+def test_unsupported_settings_of_experts_raise(sections, problem):
+    model = EXPERTS | sections.pop("model", {})
+    with pytest.raises(UserError, match=problem):
+        small_config(model=model, **sections)
