@@ -137,7 +137,7 @@ def test_experts_per_token_count_as_active_parameters():
 
 def test_metrics_of_a_step_have_the_balance_of_each_layer():
     step = _step()
-    metrics = jax.device_get(step(step.init(), make_batch(step, natural_rows()))[1])
+    metrics = jax.device_get(step.jitted(step.init(), make_batch(step, natural_rows()))[1])
     row = _balance(metrics.experts)
     assert row.keys() >= {"balance_loss", "router_z_loss", "expert_load_1", "expert_entropy_0", "unused_experts_1"}
     assert row["expert_load_0"] >= 1 and 0 < row["expert_entropy_0"] <= 1 and row["unused_experts_0"] == 0
