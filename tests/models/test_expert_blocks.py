@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from jaxlc.models import expert_blocks
 from jaxlc.models.activations import gated
 from jaxlc.models.expert_blocks import ExpertWeights, assign, block_rows, expert_outputs
+from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 T, D, F, E = 48, 6, 5, 8
 
@@ -86,3 +89,14 @@ def test_assign_gives_each_assignment_a_row_of_its_expert(num_tokens, num_chosen
 def test_block_rows_follow_the_load_and_decoding_has_no_padding():
     assert [block_rows(tokens * 8, 128) for tokens in (1, 64, 2048, 32_768, 10**6)] == [1, 1, 32, 512, 512]
     assert len(assign(jnp.zeros((1, 8), jnp.int32), 128).token_S) == 8
+
+
+@pytest.mark.jax_version
+@pytest.mark.gpu_compiler
+def test_gradient_of_many_blocks_compiles_for_a_gpu():
+    """XLA did not finish with the scatter of whole matrices of 639 blocks in 6 minutes, nor with fewer in 60 seconds."""
+    gpu = SingleDeviceSharding(topology("h100:1x1").devices[0])
+    blocks = jax.ShapeDtypeStruct((639, 2048, 768), jnp.float32, sharding=gpu)
+    experts = jax.ShapeDtypeStruct((639,), jnp.int32, sharding=gpu)
+    sums = jax.jit(lambda x, expert: expert_blocks._sum_of_blocks(x, expert, 128))
+    assert sums.lower(blocks, experts).compile(dict(WITHOUT_GPU)).memory_analysis().temp_size_in_bytes < 2**20

@@ -76,6 +76,7 @@ def test_read_times_keeps_the_last_of_repeated_steps(tmp_path):
     assert [(rows[0].step, rows[0].seconds) for rows in read_times(tmp_path)] == [(4, 3), (8, 2)]
 
 
+@pytest.mark.heavy
 def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     path = runs.write_config(tmp_path)
     slow: Path = path.with_name("slow.py")
