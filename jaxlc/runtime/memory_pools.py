@@ -27,6 +27,7 @@ _HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_HOST_GIB = 64
 STAGING_BYTES = 16 * 2**30  # staging pool of a process: the largest arrays are a few GiB; assumed
 _MARGIN = 1.05  # factor of the estimated need, for alignment
+_LARGEST_FRACTION = 0.95  # NCCL, cuBLAS, cuDNN and CUDA graphs need the rest; assumed
 _BATCHES_GIB = 1  # for staging buffers of batches and metrics
 _GRADIENT_BYTES = _PARAMETER_BYTES = 4
 _MOMENTS_BYTES = 8
@@ -229,17 +230,21 @@ def out_of_memory(
             f"out of pinned host memory: {problem} the pool of {pool_gib} GiB per GPU; use"
             f" --config.runtime.pinned_host_gib={enough_gib} (`jaxlc plan` prints the need of a step), or offload less"
         )
-    fraction = next((environment[name] for name in unified_memory.FRACTIONS if environment.get(name)), "")
+    own = f"{config.memory_fraction:g}"
+    variable = next((name for name in unified_memory.FRACTIONS if environment.get(name)), "")
+    fraction = environment.get(variable, "")
+    setting = "--config.runtime.memory_fraction" if fraction in ("", own) else variable  # the user's variable wins
     if is_outside:
         return (
             f"out of GPU memory outside of JAX's pool, which takes {fraction or 'a part'} of each GPU's memory; lower"
-            f" --config.runtime.memory_fraction, now {config.memory_fraction:g}, for NCCL, cuBLAS, cuDNN, CUDA graphs"
+            f" {setting}, now {fraction or own}, for NCCL, cuBLAS, cuDNN, CUDA graphs"
         )
     size = f" of {gib(stats['bytes_limit'])} GiB" if "bytes_limit" in stats else ""
     in_use = f", of which {gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
     share = f" ({fraction} of each GPU's memory)" if fraction else ""
+    is_largest = float(fraction or own) >= _LARGEST_FRACTION
+    larger = "" if is_largest else f"raise {setting}, to {_LARGEST_FRACTION} at most, or "
     return (
-        f"out of GPU memory: {problem} JAX's pool{size}{share}{in_use}; raise"
-        " --config.runtime.memory_fraction, to 0.95 at most, or use less memory: `jaxlc plan --advise` searches for"
-        " settings that fit"
+        f"out of GPU memory: {problem} JAX's pool{size}{share}{in_use}; {larger}use less memory: `jaxlc plan --advise`"
+        " searches for settings that fit"
     )

@@ -47,9 +47,16 @@ def test_plan_of_large_models_and_long_rings(preset, topology, mesh):
     assert result.ring.hops == result.ring.hidden + result.ring.exposed > 0
 
 
-@pytest.mark.parametrize("baseline, max_gib, max_seconds", list(zip(
-    memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
-)))  # fmt: skip
+_BASELINES = zip(memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True)
+
+
+@pytest.mark.parametrize(
+    "baseline, max_gib, max_seconds",
+    [
+        pytest.param(*case, marks=pytest.mark.full if index in (1, 2, 3) else [])
+        for index, case in enumerate(_BASELINES)
+    ],
+)
 def test_plan_baseline_cases_need_less_memory(baseline, max_gib, max_seconds):
     """The last of our cases for each baseline; arguments and temporaries, as the baselines are measured."""
     case = baseline.ours[-1]

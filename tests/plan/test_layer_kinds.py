@@ -28,7 +28,7 @@ def step_with(**memory) -> TrainStep:
     return build_step(config, make_mesh(topology(f"h100:1x{RANKS}"), config.mesh))
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_sliding_layers_in_tiles_compute_and_send_only_their_window():
     """A call has a sub-chunk's keys, the window before it and the received tokens, which are sent once a pass."""
     step = step_with(tile_tokens=512, remat="full")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import mmap
+import re
 from pathlib import Path
 
 import jax
@@ -134,13 +135,44 @@ def test_pinned_host_bytes_without_host_memory_are_0():
         (
             "INTERNAL: Failed call to cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
             {},
+            dict(XLA_CLIENT_MEM_FRACTION="0.9"),
+            "outside of JAX's pool, which takes 0.9 of each GPU's memory; lower --config.runtime.memory_fraction, now",
+        ),
+        (
+            "INTERNAL: Failed call to cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+            {},
             dict(XLA_CLIENT_MEM_FRACTION="0.95"),
-            "outside of JAX's pool, which takes 0.95 of each GPU's memory; lower --config.runtime.memory_fraction",
+            "of each GPU's memory; lower XLA_CLIENT_MEM_FRACTION, now 0.95, for NCCL",
         ),
     ],
 )
 def test_out_of_memory_names_pool_need_and_setting(message, stats, environment, words):
     assert words in out_of_memory(message, RuntimeConfig(), stats, environment)
+
+
+@pytest.mark.parametrize(
+    ("message", "environment"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", {}),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", dict(XLA_CLIENT_MEM_FRACTION="0.5")),
+        (f"RESOURCE_EXHAUSTED: Out of host memory trying to allocate 282.00GiB. {LIMIT}", {}),
+    ],
+)
+def test_advice_to_enlarge_a_pool_enlarges_it_until_none_is_left(message, environment):
+    """Applies what the error of the run before advises, as a user does."""
+    before, _ = prepared(100 * GIB, environment=environment)
+    problem = out_of_memory(message, RuntimeConfig(), {}, before)
+    if "pinned" in problem:
+        setting, size_gib = re.search(r"--config\.runtime\.(\w+)=(\d+)", problem).groups()
+        after, _ = prepared(100 * GIB, environment=environment, **{setting: float(size_gib)})
+        assert int(after[LIMIT]) == int(before[LIMIT]) + 282
+        return
+    setting, largest = re.search(r"raise (?:--config\.runtime\.)?(\w+), to ([\d.]+) at most", problem).groups()
+    config = {} if environment else {setting: float(largest)}
+    after, _ = prepared(100 * GIB, environment=dict(environment, **{setting: largest}) if environment else {}, **config)
+    assert after["XLA_CLIENT_MEM_FRACTION"] == largest
+    problem = out_of_memory(message, RuntimeConfig(**config), {}, after)
+    assert "raise" not in problem and "`jaxlc plan --advise`" in problem
 
 
 @pytest.mark.jax_version

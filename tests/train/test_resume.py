@@ -166,7 +166,11 @@ def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, None)], ids=["sigterm", "ctrl_c"]
+    "signals",
+    [
+        pytest.param((signal.SIGTERM, signal.SIGTERM), id="sigterm", marks=pytest.mark.full),
+        pytest.param((signal.SIGINT, None), id="ctrl_c"),
+    ],
 )
 def test_run_of_two_processes_stopped_by_signal_saves(config, tmp_path, signals):
     """Ctrl-C in one process stops both after the same step; the other one exits as after SIGTERM."""
