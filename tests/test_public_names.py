@@ -110,6 +110,7 @@ PLAN = {
         *(
             "recomputed_share",
             "recurrence_seconds",
+            "experts_overhead_seconds",
             "seconds_by_kind",
             "seconds_by_resource",
             "step_seconds",

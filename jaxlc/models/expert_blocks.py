@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-_MAX_BLOCK_ROWS = 512
+from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 
 
 class Assignments(NamedTuple):
@@ -36,12 +35,6 @@ class Assignments(NamedTuple):
         return len(self.token_S) // len(self.expert_n)
 
 
-def block_rows(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads."""
-    mean = num_rows / num_experts
-    return int(min(_MAX_BLOCK_ROWS, 2 ** max(0, int(np.log2(max(1.0, mean / 4))))))
-
-
 def assign(chosen_Tk: jax.Array, num_experts: int) -> Assignments:
     """Sorts the assignments by expert.
 
@@ -50,8 +43,7 @@ def assign(chosen_Tk: jax.Array, num_experts: int) -> Assignments:
     """
     num_tokens, num_chosen = chosen_Tk.shape
     num_rows = num_tokens * num_chosen
-    rows = block_rows(num_rows, num_experts)
-    num_blocks = (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
+    rows, blocks = block_rows(num_rows, num_experts), num_blocks(num_rows, num_experts)
     flat = chosen_Tk.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     expert = flat[order]
@@ -60,10 +52,10 @@ def assign(chosen_Tk: jax.Array, num_experts: int) -> Assignments:
     first_block_E, first_row_E = jnp.cumsum(blocks_E) - blocks_E, jnp.cumsum(sizes_E) - sizes_E
     slot = first_block_E[expert] * rows + jnp.arange(num_rows) - first_row_E[expert]
     unique = dict(unique_indices=True, mode="promise_in_bounds")
-    expert_n = jnp.searchsorted(jnp.cumsum(blocks_E), jnp.arange(num_blocks), side="right")
+    expert_n = jnp.searchsorted(jnp.cumsum(blocks_E), jnp.arange(blocks), side="right")
     return Assignments(
         slot_Tk=jnp.zeros(num_rows, jnp.int32).at[order].set(slot.astype(jnp.int32), **unique).reshape(chosen_Tk.shape),
-        token_S=jnp.full(num_blocks * rows, num_tokens, jnp.int32)
+        token_S=jnp.full(blocks * rows, num_tokens, jnp.int32)
         .at[slot]
         .set((order // num_chosen).astype(jnp.int32), **unique),
         expert_n=jnp.minimum(expert_n, num_experts - 1).astype(jnp.int32),

@@ -188,6 +188,9 @@ def _time(predicted: Prediction) -> Iterator[str]:
     if predicted.recurrence_seconds:
         share = two_digits(100 * predicted.recurrence_seconds / predicted.step_seconds)
         yield _text_row("recurrence", f"{share}%, kernels of gated_delta_net layers between their projections")
+    if predicted.experts_overhead_seconds:
+        share = two_digits(100 * predicted.experts_overhead_seconds / predicted.step_seconds)
+        yield _text_row("experts", f"{share}%, routing, sorting, copies of weights, padding; beyond the routed rows")
     yield from _text_rows("by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds))
     yield from _text_rows("by resource", percent_text(predicted.seconds_by_resource, predicted.step_seconds))
     total = two_digits(100 * predicted.overhead_share)

@@ -176,9 +176,7 @@ def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
         return float(call.sizes.num_keys)
     num_queries = _local_tokens(config)
     if config.memory.tile_tokens:  # a sub-chunk of one sequence
-        train, mesh = config.train, config.mesh
-        sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
-        num_queries = config.memory.tile_tokens * num_head_ranks(config) / (2 * sequences)
+        num_queries = config.memory.tile_tokens * num_head_ranks(config) / (2 * num_sequences(config))
     head_share = _head_share(config)
     shape = shape_of(call, config.model, head_share)
     return _all_pairs(call, shape) / (shape.num_heads * head_share * num_queries)
@@ -186,9 +184,13 @@ def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
 
 def _head_share(config: Config) -> float:
     """The share of the query heads that a device has in a kernel call, times the sequences of a microbatch."""
+    return num_sequences(config) / (config.mesh.tensor * num_head_ranks(config))
+
+
+def num_sequences(config: Config) -> float:
+    """Sequences of a microbatch of which a rank has a part."""
     train, mesh = config.train, config.mesh
-    sequences = train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
-    return sequences / (mesh.tensor * num_head_ranks(config))
+    return train.global_batch_size / (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
 
 
 def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:

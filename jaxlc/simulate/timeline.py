@@ -24,12 +24,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxlc.config import Config
 from jaxlc.core.flops import matmul_flops
-from jaxlc.core.scopes import RECURRENCE
+from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
+from jaxlc.core.scopes import EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.simulate.interval import Interval, time_interval
-from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.time_model import TimeModel, num_sequences
 from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
@@ -64,6 +66,9 @@ class Prediction:
     overhead_seconds: dict[str, float]
     # Kernels of gated_delta_net layers between their projections, products included; a part of overhead_seconds.
     recurrence_seconds: float = 0.0
+    # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting, copies of weights
+    # for each block, and products of padding; a part of overhead_seconds. Waiting for gathers of weights is not in it.
+    experts_overhead_seconds: float = 0.0
     step_seconds_interval: tuple[float, float]  # in which the step is expected in 80% of cases, lowest first
 
     @property
@@ -118,6 +123,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         seconds_by_kind=dict(by_kind.most_common()),
         transfer_seconds_by_resource=dict(simulator.transfer_seconds.most_common()),
         recurrence_seconds=sum(simulator.other_seconds[scope] for scope in RECURRENCE),
+        experts_overhead_seconds=_experts_overhead(simulator, model),
         overhead_seconds=dict(_overhead(simulator, model).most_common()),
         step_seconds_interval=(low * simulator.now, high * simulator.now),
     )
@@ -130,12 +136,29 @@ def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
     )
     for scope, seconds in simulator.other_seconds.items():
         overhead[f"{scope} kernels" if scope else "kernels without a scope"] += seconds
-    if simulator.product_seconds:
+    if simulator.product_flops:
         config = model.config
         own_flops = matmul_flops(config.model, config.tokens_per_step) / model.gpus.num_gpus
         recomputed = max(0, 1 - own_flops / simulator.product_flops)
-        overhead["recomputed matrix products"] = simulator.product_seconds * recomputed
+        overhead["recomputed matrix products"] = simulator.product_seconds.total() * recomputed
     return overhead
+
+
+def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
+    """`Prediction.experts_overhead_seconds`."""
+    product_seconds, other_seconds = simulator.product_seconds, simulator.other_seconds
+    if not product_seconds[EXPERTS]:
+        return 0.0
+    experts, num_rows = model.config.model.num_experts, _num_routed_rows(model.config)
+    used = num_rows / (num_blocks(num_rows, experts) * block_rows(num_rows, experts))
+    all_seconds = sum(product_seconds[scope] + other_seconds[scope] for scope in MIXTURE)
+    return all_seconds - used * product_seconds[EXPERTS]
+
+
+def _num_routed_rows(config: Config) -> int:
+    """Rows that one call of the experts of a rank routes."""
+    num_tokens = config.memory.tile_tokens or num_sequences(config) * config.data.seq_len / config.mesh.context
+    return round(num_tokens) * config.model.experts_per_token
 
 
 def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:
@@ -158,7 +181,8 @@ class Simulator:
         self.timed_ops = timed_ops
         self.now = 0.0
         self.flops = 0.0  # attention and matrix products
-        self.product_flops = self.product_seconds = 0.0  # matrix products outside of the recurrence
+        self.product_flops = 0.0  # matrix products outside of the recurrence
+        self.product_seconds: Counter[str] = Counter()  # of the same products, by scope
         self.other_seconds: Counter[str] = Counter()  # other kernels, those of the recurrence included, by scope
         self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
         self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
@@ -201,7 +225,7 @@ class Simulator:
         self.flops += kernel.flops
         if kernel.kind == PRODUCTS and kernel.scope not in RECURRENCE:
             self.product_flops += kernel.flops
-            self.product_seconds += kernel.seconds
+            self.product_seconds[kernel.scope] += kernel.seconds
         elif kernel.kind in (PRODUCTS, OTHER_KERNELS):
             self.other_seconds[kernel.scope] += kernel.seconds
         self._advance(seconds)
@@ -230,8 +254,7 @@ class Simulator:
         self._advance(times * single_run.now)
         self.flops += times * single_run.flops
         self.product_flops += times * single_run.product_flops
-        self.product_seconds += times * single_run.product_seconds
-        for name in ("seconds", "other_seconds", "transfer_seconds", "num_transfers", "num_exposed"):
+        for name in ("seconds", "product_seconds", "other_seconds", "transfer_seconds", "num_transfers", "num_exposed"):
             totals = getattr(self, name)
             for key, value in getattr(single_run, name).items():
                 totals[key] += times * value

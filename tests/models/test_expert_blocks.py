@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxlc.core.mixers.expert_feed_forward import block_rows
 from jaxlc.models import expert_blocks
 from jaxlc.models.activations import gated
-from jaxlc.models.expert_blocks import ExpertWeights, assign, block_rows, expert_outputs
+from jaxlc.models.expert_blocks import ExpertWeights, assign, expert_outputs
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 T, D, F, E = 48, 6, 5, 8

@@ -80,9 +80,12 @@ def copy(name: str = "m") -> str:
     return f"%{name} = f32[{COPIED}]{{0}} slice(%c), slice={{[0:{COPIED}]}}"
 
 
-def predicted(*lines: str, more: str = "", gpus: str = "h100:1x2", roofline: Roofline = IDEAL) -> Prediction:
+def predicted(
+    *lines: str, more: str = "", gpus: str = "h100:1x2", roofline: Roofline = IDEAL, **settings
+) -> Prediction:
     config = defaults()
     config.model.num_heads, config.data.seq_len = 32, 4096  # those of ATTENTION
+    config.update_from_flattened_dict(settings)
     analyzed = analyze(program(*INPUTS, *lines, END, more=more))
     return predict(analyzed, TimeModel(topology(gpus), load(config), roofline))
 
@@ -120,6 +123,23 @@ def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
     }
     attention = estimate.seconds_by_kind["attention"]
     assert estimate.overhead_share == approx(1 - (attention + 2 * DOT) / estimate.step_seconds)
+
+
+def test_overhead_of_experts_excludes_products_of_routed_rows():
+    """4,096 tokens with 2 of 8 experts: 8,192 rows in blocks of 256, and 7 more blocks for padding; 39 in all."""
+
+    def of_scope(line: str, scope: str) -> str:
+        return f'{line}, metadata={{op_name="jit(step)/while/body/mlp/{scope}/dot"}}'
+
+    lines = (
+        *(of_scope(dot(f"k{i}"), scopes.EXPERTS) for i in range(3)),
+        *(of_scope(copy(scope), scope) for scope in (scopes.EXPERTS, scopes.ROUTER)),
+        of_scope(dot("r"), scopes.ROUTER),
+    )
+    experts = {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_dim": 64}
+    estimate = predicted(*lines, dot(), copy(), **experts)
+    assert estimate.experts_overhead_seconds == approx(2 * COPY + DOT + 7 / 39 * 3 * DOT)
+    assert predicted(dot(), copy()).experts_overhead_seconds == 0
 
 
 def test_short_transfer_is_hidden_by_kernels():

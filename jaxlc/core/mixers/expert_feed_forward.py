@@ -2,7 +2,12 @@
 the computation.
 
 Families store experts in two ways: a tensor for each expert, or one for all. Both are tables of names.
+
+The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m rows are needed,
+whatever the routing.
 """
+
+import math
 
 from jaxlc.core.mixers.layer_shape import LayerShape, Matrix, MixerTensor
 
@@ -24,6 +29,20 @@ STACKED_TENSORS = (
     MixerTensor("expert_down", "mlp.experts.down_proj", None),
     MixerTensor("down_bias", "mlp.experts.down_proj_bias", None),
 )
+
+_MAX_BLOCK_ROWS = 512
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads."""
+    mean = num_rows / num_experts
+    return min(_MAX_BLOCK_ROWS, 2 ** max(0, int(math.log2(max(1.0, mean / 4)))))
+
+
+def num_blocks(num_rows: int, num_experts: int) -> int:
+    """Blocks that are enough for every routing of `num_rows` rows."""
+    rows = block_rows(num_rows, num_experts)
+    return (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
 
 
 def matrices(layer: LayerShape) -> dict[str, Matrix]:
