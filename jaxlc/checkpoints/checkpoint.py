@@ -8,6 +8,8 @@ DIRECTORY/STEP.unreadable/  a checkpoint that failed validation; it is never rea
 """
 
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +127,7 @@ class Checkpoints:
             preservation_policy=policy_of(keep, keep_steps, keep_every, self._best),
             cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
             lightweight_initialize=True,  # does not read old checkpoints, which may be damaged
+            async_options=ocp.AsyncOptions(barrier_sync_fn=_barrier_of_savers()),
         )
         # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
         # needs and which keeps its size. `StandardSave` writes the same files, but lacks this option.
@@ -247,6 +250,23 @@ class Checkpoints:
             )
         multihost_utils.sync_global_devices("damaged checkpoints set aside")
         self._manager.reload()
+
+
+def _barrier_of_savers() -> Callable[..., None]:
+    """Orbax's barrier, except that a background thread whose save has failed does not wait at it.
+
+    The other processes wait for its part of the checkpoint, so nobody would see the error before the barrier's timeout
+    of 20 minutes: not even this process, which waits for the thread.
+    """
+    wait = ocp.multihost.get_barrier_sync_fn()
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and threading.current_thread() is not threading.main_thread():
+            raise error
+        wait(key=key, timeout_ms=timeout_ms)
+
+    return barrier
 
 
 def _read_arrays(

@@ -91,7 +91,7 @@ def run_main(
     base: Base | None = None,
     interrupted: str = "interrupted",
 ) -> int:
-    """Parses `argv`, runs `main`, and returns the exit status: 2 after a UserError, 130 after Ctrl-C.
+    """Parses `argv`, runs `main`, and returns the exit status: that of a UserError, 130 after Ctrl-C.
 
     The error, or the message of the interrupt, is printed as one line on stderr.
 
@@ -107,7 +107,7 @@ def run_main(
             return main(parse(argv, flags=flags, base=base))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_status
     except KeyboardInterrupt as interrupt:
         return interrupts.end(interrupt)
     except BrokenPipeError:  # the reader of the output ended, as in `jaxlc plan --help | head`

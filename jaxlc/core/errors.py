@@ -7,8 +7,16 @@ class UserError(ValueError):
     """Invalid user input: a config, a path or an environment.
 
     The message names the invalid value and how to fix it. Commands print it in one line, without a traceback, and
-    exit with status 2. In Python it is an ordinary ValueError.
+    exit with `exit_status`. In Python it is an ordinary ValueError.
     """
+
+    exit_status = 2
+
+
+class DiskFullError(UserError):
+    """A disk is full, or a quota exceeded. The input is valid, so commands exit with 1, as after a fault."""
+
+    exit_status = 1
 
 
 def reason_of(error: BaseException) -> str:

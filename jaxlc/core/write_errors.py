@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import DiskFullError, UserError, reason_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: a limit of the shell or of the file system
 
@@ -50,7 +50,7 @@ def full_disk_reason(error: BaseException | None) -> str | None:
 
 @contextmanager
 def full_disk_explained(directory: Path, kept: Callable[[], str]) -> Iterator[None]:
-    """Raises an error that a full disk has caused as a UserError with one sentence.
+    """Raises an error that a full disk has caused as a DiskFullError with one sentence.
 
     Args:
       directory: to which the block writes; an error that names its file is about the directory of that file.
@@ -63,4 +63,5 @@ def full_disk_explained(directory: Path, kept: Callable[[], str]) -> Iterator[No
         if reason is None or isinstance(error, UserError):
             raise
         name = getattr(error, "filename", None)
-        raise UserError(f"cannot write to {Path(name).parent if name else directory} ({reason}): {kept()}") from error
+        place = Path(name).parent if name else directory
+        raise DiskFullError(f"cannot write to {place} ({reason}): {kept()}") from error

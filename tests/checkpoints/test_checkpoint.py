@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -226,6 +228,33 @@ def test_save_keeps_every_nth_and_the_best_of_each_stage(tmp_path):
             checkpoints.save(step, dict(x=jnp.ones(8)), meta)
         checkpoints.close()
     assert checkpoints.steps() == [2, 3, 5, 6, 8]
+
+
+def test_failed_save_does_not_wait_for_other_processes(tmp_path, monkeypatch):
+    """The others wait for its part of the checkpoint. Orbax calls the barrier again after an error."""
+    waited, raised = [], []
+
+    def save(error: Exception | None) -> None:
+        try:
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                barrier(key="end", timeout_ms=1000)
+        except OSError as caught:
+            raised.append(caught)
+
+    monkeypatch.setattr(ocp.multihost, "get_barrier_sync_fn", lambda: lambda **kwargs: waited.append(kwargs))
+    manager = Checkpoints(tmp_path, keep=1, warn=pytest.fail)._manager
+    barrier = manager._options.async_options.barrier_sync_fn
+    for error in (None, full := OSError(28, "No space left on device")):
+        thread = threading.Thread(target=save, args=(error,))
+        thread.start()
+        thread.join()
+    assert raised == [full] and len(waited) == 1
+    save(OSError())  # in the main thread, such as a save after an interrupt
+    assert len(waited) == 2
+    manager.close()
 
 
 def test_incomplete_checkpoints_are_ignored_and_removed(run_with, tmp_path):

@@ -24,7 +24,7 @@ def _write(tmp_path, error: Exception) -> str:
 )
 def test_full_disk_becomes_one_sentence(error, tmp_path):
     message = _write(tmp_path, error)
-    assert message.startswith(f"UserError: cannot write to {tmp_path} (") and message.endswith("): step 4 is kept")
+    assert message.startswith(f"DiskFullError: cannot write to {tmp_path} (") and message.endswith("): step 4 is kept")
 
 
 def test_full_disk_of_another_file_names_its_directory(tmp_path):
