@@ -48,7 +48,8 @@ def fp8_flops(program: AnalyzedProgram) -> float:
     [
         (dict(), set(WEIGHTS)),
         (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
-        (dict(bf16_layers=(0,)), set(WEIGHTS)),  # the layer is chosen at run time, so every branch counts
+        # The layer is chosen at run time, so every branch counts.
+        pytest.param(dict(bf16_layers=(0,)), set(WEIGHTS), marks=pytest.mark.full),
     ],
     ids=["current", "delayed", "one layer in bf16"],
 )

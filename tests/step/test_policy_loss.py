@@ -95,7 +95,9 @@ def separate_rows(loss: str, kinds: str = ""):
         ("grpo", "", dict(context=8), {}),
         pytest.param("dapo", "lora", dict(context=4), dict(strategy="all_gather"), marks=pytest.mark.full),
         ("grpo", "tiles", dict(context=2), {}),
-        ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+        pytest.param(
+            "dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), marks=pytest.mark.full
+        ),
         pytest.param("", "tiles", dict(context=2), dict(strategy="ulysses"), marks=pytest.mark.full),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
         pytest.param("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses"), marks=pytest.mark.full),

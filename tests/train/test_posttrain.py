@@ -204,7 +204,8 @@ def test_signal_to_one_of_two_processes_that_wait_for_rollouts_stops_both(rollou
     assert "stopped after step 1" in outputs[0] and (tmp_path / "checkpoints/1").is_dir()
 
 
-@pytest.mark.parametrize("kept", ["rollouts of step 3", pytest.param("none", marks=pytest.mark.full)])
+@pytest.mark.full  # the heavy tests of killed runs resume too
+@pytest.mark.parametrize("kept", ["rollouts of step 3", "none"])
 def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path, kept):
     """A kill after step 2, before or after the rollouts of step 3 were written."""
     settings = rollouts["settings"] | dict(train__steps=2)
@@ -228,6 +229,7 @@ def test_rollouts_of_another_program_train_the_same(rollouts, tmp_path):
     assert "no rollouts of step 5 after" in message
 
 
+@pytest.mark.full  # a heavy test has two processes
 def test_signal_while_training_waits_for_rollouts_saves_a_checkpoint(rollouts, tmp_path):
     settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
     settings |= dict(rollouts__source="files", train__checkpoint_every_steps=0)

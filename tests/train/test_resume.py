@@ -125,7 +125,8 @@ def _assert_same_losses(got: list[dict], expected: list[dict], tolerance: float)
     [
         dict(mesh__fsdp=2, mesh__context=4, mesh__tensor=1),
         dict(mesh__context=3, mesh__tensor=2, runtime__simulated_devices=6, data__seq_len=132),
-        dict(attention__document_sharding=False),  # the tokens of a sequence in another order
+        # The tokens of a sequence in another order.
+        pytest.param(dict(attention__document_sharding=False), marks=pytest.mark.full),
     ],
     ids=["fsdp", "other_length", "zigzag"],
 )
@@ -140,7 +141,7 @@ def test_run_resumed_on_another_mesh_has_equal_losses(config, uninterrupted, hal
         _assert_same_losses(runs.rows(workdir), uninterrupted, 1e-5)
 
 
-@pytest.mark.heavy
+@pytest.mark.full
 def test_run_resumed_by_two_processes_has_equal_losses(config, uninterrupted, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     primary, other = runs.start_pair(config, workdir)
