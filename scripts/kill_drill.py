@@ -125,7 +125,7 @@ def drill(
 
 def differences(expected: Path, actual: Path, step: int) -> list[str]:
     """The differences of two work directories: metrics without timings, and arrays of the checkpoint of `step`."""
-    import numpy as np
+    from jaxlc.checkpoints.stored_checkpoints import arrays_of
 
     problems = []
     rows, other_rows = _rows(expected), _rows(actual)
@@ -134,12 +134,12 @@ def differences(expected: Path, actual: Path, step: int) -> list[str]:
         problems.append(f"metrics differ: {len(rows)} and {len(other_rows)} rows, first difference {wrong[:1]}")
     if _rollouts(expected) != _rollouts(actual):
         problems.append("the files of rollouts differ")
-    arrays, other_arrays = (checkpoint_arrays(workdir / "checkpoints" / str(step)) for workdir in (expected, actual))
+    arrays, other_arrays = (dict(arrays_of(run / "checkpoints" / str(step))) for run in (expected, actual))
     if arrays.keys() != other_arrays.keys():
         problems.append("the checkpoints have different arrays")
     else:
         for name, array in arrays.items():
-            if np.asarray(array).tobytes() != np.asarray(other_arrays[name]).tobytes():
+            if array.tobytes() != other_arrays[name].tobytes():
                 problems.append(f"array {name} differs")
     return problems
 
@@ -251,19 +251,6 @@ def _last_step(workdir: Path) -> int:
 def _rows(workdir: Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [{name: value for name, value in json.loads(line).items() if not is_timing(name)} for line in lines]
-
-
-def checkpoint_arrays(checkpoint: Path) -> dict:
-    """The arrays of a checkpoint by name, numpy."""
-    import jax
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    handler = ocp.PyTreeCheckpointHandler()
-    tree = handler.metadata(checkpoint / "state").tree
-    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    state = handler.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=restore_args))
-    return {jax.tree_util.keystr(path): array for path, array in jax.tree.leaves_with_path(state)}
 
 
 def main() -> int:

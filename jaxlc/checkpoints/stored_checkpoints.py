@@ -83,7 +83,7 @@ def _problem_of(path: Path) -> str | None:
         read_valid_meta(path)
         checksums, shapes = read_checksums_and_shapes(path)
         summaries = {}
-        for name, array in _arrays(path / "state"):
+        for name, array in arrays_of(path):
             if array.shape != shapes[name]:
                 return f"array {name} has shape {array.shape}, and {shapes[name]} in its metadata"
             summaries[name] = stored_summary(array)
@@ -96,8 +96,9 @@ def _problem_of(path: Path) -> str | None:
     return nonfinite_param(summaries)
 
 
-def _arrays(state: Path) -> Iterator[tuple[str, np.ndarray]]:
-    handler = ocp.PyTreeCheckpointHandler()
+def arrays_of(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The names and values of all arrays, one at a time."""
+    handler, state = ocp.PyTreeCheckpointHandler(), checkpoint / "state"
     tree = handler.metadata(epath.Path(state)).tree
     treedef = jax.tree.structure(tree)
     for number, (name, _) in enumerate(named_leaves(tree)):

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from jaxlc.checkpoints.checkpoint_files import read_meta
+from jaxlc.checkpoints.stored_checkpoints import arrays_of
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.score_rows import read_scores
@@ -13,7 +14,6 @@ from jaxlc.generation.generator import Generator
 from jaxlc.train import loop
 from jaxlc.train.actions import TrainingStopped
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
-from scripts import kill_drill
 from tests.train import runs
 
 _EVALS = dict(
@@ -87,7 +87,7 @@ def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path
 
     losses = [[row["loss"] for row in runs.rows(run) if "loss" in row] for run in (plain, scored)]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
-    arrays = [kill_drill.checkpoint_arrays(run / "checkpoints" / "3") for run in (plain, scored)]
+    arrays = [dict(arrays_of(run / "checkpoints" / "3")) for run in (plain, scored)]
     assert all((arrays[0][name] == arrays[1][name]).all() for name in arrays[0]) and len(arrays[0]) == len(arrays[1])
 
     names = ("passkey@512", "loss@512", "loss_last_256@512", "context_gain_64@512")

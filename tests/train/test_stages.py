@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxlc.checkpoints.stored_checkpoints import arrays_of
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop
@@ -72,9 +73,9 @@ def test_metrics_of_run_name_the_stage(undisturbed):
 
 def test_reset_of_optimizer_restarts_its_count(undisturbed):
     """The schedule of the second stage is its own: the learning rates of both warm-ups are equal."""
-    arrays = kill_drill.checkpoint_arrays(undisturbed / "checkpoints" / "7")
-    counts = {name: int(array) for name, array in arrays.items() if name.endswith("['count']")}
-    assert set(counts.values()) == {3} and int(arrays["['step']"]) == 7
+    arrays = dict(arrays_of(undisturbed / "checkpoints" / "7"))
+    counts = {name: int(array) for name, array in arrays.items() if name.endswith("/count")}
+    assert set(counts.values()) == {3} and int(arrays["step"]) == 7
     rates = [row["learning_rate"] for row in runs.rows(undisturbed) if "loss" in row]
     assert rates[:3] == rates[4:]
 
