@@ -7,20 +7,27 @@ from tests import environment
 from tests.train.runs import ROOT
 
 
+@pytest.fixture(scope="module")
+def drill(tmp_path_factory):
+    """The directory of the drill, and a run without a fault."""
+    out = tmp_path_factory.mktemp("faults") / "drill"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.of_user(PYTHONPATH=str(ROOT)).items():
+            patch.setenv(name, value)
+        fault_drill.prepare(out)
+        yield out, fault_drill.run_undisturbed(out, 2)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("victim", "line"),
+    ("fault", "victim", "line"),
     [
-        (0, "error: process 0 of 2 does not answer; "),
-        pytest.param(1, "error: process 1 of 2 on ", marks=pytest.mark.full),
+        ("stop", 0, "error: process 0 of 2 does not answer; "),  # the coordinator
+        pytest.param("stop", 1, "error: process 1 of 2 on ", marks=pytest.mark.full),
+        pytest.param("disk", 0, "error: process 0 of 2 on ", marks=pytest.mark.full),
     ],
 )
-def test_run_with_a_stopped_process_ends_and_resumes(tmp_path, monkeypatch, victim, line):
-    """Process 0 is the coordinator: the other one must end without it."""
-    for name, value in environment.of_user(PYTHONPATH=str(ROOT)).items():
-        monkeypatch.setenv(name, value)
-    out = tmp_path / "drill"
-    fault_drill.prepare(out)
-    undisturbed = fault_drill.run_undisturbed(out, 2)
-    row = fault_drill.disturb(out, "stop", victim, 2, undisturbed)
+def test_run_with_a_fault_of_one_process_ends_and_resumes(drill, fault, victim, line):
+    out, undisturbed = drill
+    row = fault_drill.disturb(out, fault, victim, 2, undisturbed)
     assert row.is_expected and row.last_line.startswith(line), row
