@@ -32,7 +32,8 @@ def write_errors_explained(place: Path | str, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write to {place} ({reason_of(error)}): {advice}") from error
+        kind = UserError if full_disk_reason(error) is None else DiskFullError
+        raise kind(f"cannot write to {place} ({reason_of(error)}): {advice}") from error
 
 
 def full_disk_reason(error: BaseException | None) -> str | None:
