@@ -166,11 +166,11 @@ def test_command_that_cannot_write_prints_one_line(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(jaxlc, "load", load)
     (tmp_path / "file").touch()
-    for out, words in (
-        ("file", r"\(File exists\): use a different directory, with --out"),
-        ("new", "predictions are kept"),
+    for out, status, words in (
+        ("file", 2, r"\(File exists\): use a different directory, with --out"),
+        ("new", 1, "predictions are kept"),
     ):
-        assert main(["eval", str(tmp_path), "--lengths=1K", f"--out={tmp_path / out}"]) == 2
+        assert main(["eval", str(tmp_path), "--lengths=1K", f"--out={tmp_path / out}"]) == status
         assert re.fullmatch(f"error: cannot write to {tmp_path / out} .*{words}.*\n", capsys.readouterr().err)
 
 
