@@ -70,7 +70,7 @@ def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int
     high = np.arange(0, max_tokens, LOW_TOKENS)
     low_angles, high_angles = (np.outer(positions, radians) for positions in (low, high))
     tables = (factor * np.cos(high_angles), factor * np.sin(high_angles), np.cos(low_angles), np.sin(low_angles))
-    return RopeTables(*(table.astype(np.float32) for table in tables))
+    return RopeTables(*(table.astype(jnp.float32) for table in tables))
 
 
 def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:

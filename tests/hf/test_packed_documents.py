@@ -1,8 +1,7 @@
 """Packed sequences against `transformers`, document by document, for all ways to split them.
 
-gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers; the feed-forward is
-dense. Qwen 3.5: two layers of Gated DeltaNet and a full one. Olmo Hybrid: a layer with attention between
-two of Gated DeltaNet.
+gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers, experts. Qwen 3.5:
+two layers of Gated DeltaNet and a full one. Olmo Hybrid: a layer with attention between two of Gated DeltaNet.
 """
 
 import dataclasses
@@ -35,12 +34,6 @@ MODELS = {
 }
 
 
-def packed_tokens(model: str) -> np.ndarray:
-    """Olmo Hybrid has other tokens: with seed 0 the gradient of A_log nearly cancels, and that of transformers in
-    float32 differs by 2e-4 from its own in float64; with seed 1 by less than 1e-5."""
-    return tokens_of(sum(DOCUMENTS), seed=1 if model == "olmo_hybrid" else 0)
-
-
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
@@ -53,7 +46,7 @@ def references(directories, tmp_path_factory):
     jobs = {
         (name, index): dict(job="gradients", directory=str(directory), tokens=tokens.tolist())
         for name, directory in directories.items()
-        for index, tokens in enumerate(np.split(packed_tokens(name), np.cumsum(DOCUMENTS)[:-1], axis=1))
+        for index, tokens in enumerate(np.split(tokens_of(sum(DOCUMENTS)), np.cumsum(DOCUMENTS)[:-1], axis=1))
     }
     results = run_jobs(tmp_path_factory.mktemp("references"), jobs)
     weights = (np.array(DOCUMENTS) - 1) / (sum(DOCUMENTS) - len(DOCUMENTS))  # a document of n tokens has n - 1 losses
@@ -84,7 +77,7 @@ def references(directories, tmp_path_factory):
             "sliding",
             dict(context=4),
             dict(strategy="hybrid", ulysses_degree=2),
-            dict(tile_tokens=24, parameters="host"),
+            dict(tile_tokens=24, optimizer="host"),
         ),
         ("delta_net", dict(context=2, tensor=2), dict(), dict(offload=("residual",))),
         ("delta_net", dict(context=4), dict(strategy="all_gather"), dict(remat="full", layers_per_remat_group=3)),
@@ -102,7 +95,7 @@ def test_packed_documents_equal_transformers(model, mesh, attention, memory, dir
     assert step.config.model.attention_sinks == (model not in ("delta_net", "olmo_hybrid"))
     assert step.config.model.sliding_rope_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)
-    logits, gradients = evaluate(step, params, packed_tokens(model), documents=DOCUMENTS)
+    logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)
     errors = {"logits": relative_error(logits, expected["logits"])}
     for name, gradient in by_names_in_files(step, gradients).items():
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])

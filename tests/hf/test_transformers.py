@@ -5,6 +5,8 @@ One process of transformers computes all references, and a second one opens expo
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -42,6 +44,8 @@ pytestmark = needs_transformers
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
+# Hybrids with the epsilon of released models, which amplifies rounding errors: see `HYBRID_NORM_EPSILON`.
+FLOAT64_CASES, RELEASED_EPSILON, FLOAT64_PARITY = ("qwen3_5_hybrid", "olmo_hybrid"), 1e-6, 1e-11
 TRAINED_CASES = ("qwen2", "qwen3_5_hybrid", "gemma3", "olmo3", "olmo_hybrid")
 
 
@@ -57,13 +61,23 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def references(models, tmp_path_factory):
+def float64_models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("float64_models")
+    changes = dict(dtype=np.float32, rms_norm_eps=RELEASED_EPSILON)
+    return {case: write_model(root / case, case, **changes) for case in FLOAT64_CASES}
+
+
+@pytest.fixture(scope="module")
+def references(models, float64_models, tmp_path_factory):
     jobs = {}
     for case, directory in models.items():
         for span, (num_tokens, first_position) in SPANS.items():
             if span != "far" or case in FAR_CASES:
                 arguments = dict(tokens=tokens_of(num_tokens).tolist(), first_position=first_position)
                 jobs[case, span] = dict(job="gradients", directory=str(directory), float64=span == "far", **arguments)
+    for case, directory in float64_models.items():
+        tokens = tokens_of(SPANS["long"][0]).tolist()
+        jobs[case, "float64"] = dict(job="gradients", directory=str(directory), tokens=tokens, float64=True)
     for case in TRAINED_CASES:
         arguments = dict(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         batches = [tokens.tolist() for tokens in training_tokens()]
@@ -85,6 +99,24 @@ def test_logits_and_gradients_equal_transformers(case, span, mesh, models, refer
     expected = references[case, span]
     assert expected["logits"].std() >= 1
     assert_small(errors_of(step, params, expected, num_tokens, first_position), f"{case}, {span}, {mesh}")
+
+
+def test_logits_and_gradients_of_hybrids_equal_transformers_in_float64(float64_models, references, tmp_path):
+    """So their differences in float32 are rounding errors."""
+    cases = []
+    for case, directory in float64_models.items():
+        expected = tmp_path / f"{case}.npz"
+        np.savez(expected, **references[case, "float64"])
+        described = dict(directory=str(directory), num_tokens=SPANS["long"][0], expected=str(expected))
+        cases += [described | dict(mesh=mesh) for mesh in MESHES.values()]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "tests.hf.float64_parity", tmp_path / "cases.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(cases)
+    for case, line in zip(cases, lines):
+        assert float(line.split()[0]) <= FLOAT64_PARITY, (case["directory"], case["mesh"], line)
 
 
 def _without(names, params):
