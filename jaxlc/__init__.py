@@ -241,6 +241,7 @@ def export(
 ) -> "Path":
     """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
 
+    Models whose layers no supported family has are written with model_type "jaxlc", which jaxlc alone opens.
     The directory has safetensors files, config.json, generation_config.json, and the tokenizer files of the model that
     the run started from. Parameters are restored and written one at a time. Call it in one process only. Adapters of
     LoRA are merged into the weights, unless `adapters` is true.
@@ -254,7 +255,7 @@ def export(
       adapters: write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of `peft`.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
-      jaxlc.core.errors.Unsupported: the model has no equivalent in transformers.
+      jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the model.
     """
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig

@@ -12,6 +12,8 @@ from typing import ClassVar, Literal
 
 import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.models.own_format import is_own_format
+from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.ranges import Above0
 
 
@@ -36,6 +38,8 @@ def _export(command: ParsedCommand[Flags]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
     target = jaxlc.export(**vars(command.flags))
     print(f"wrote {target}")
+    if not command.flags.adapters and is_own_format(read_json(target / CONFIG_FILE)):
+        print("model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)")
     return 0
 
 

@@ -1,11 +1,13 @@
 """From a Hugging Face directory through a run and back."""
 
+import dataclasses
 import errno
 import json
 import os
 import re
 import shutil
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 import jaxlc
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import load
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
@@ -20,6 +23,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.tokens import chat
 from jaxlc.exporting import main
 from jaxlc.hf.write import TensorWriter
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors, write_tokenizer
 from tests.train.runs import save_step_0, write_untrained_run
 
@@ -270,11 +275,38 @@ def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
     assert {name: getattr(config.model, name) for name in shape} == shape
 
 
-def test_export_of_layers_of_no_family_raises(tmp_path):
-    model = dict(num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, query_scale_dim=64)
-    save_step_0(ConfigDict({"model": model, "data": {"seq_len": 64}}), tmp_path / "run")
-    with pytest.raises(UserError, match="no model_type of transformers has the layers .* query_scale_dim=64"):
-        jaxlc.export(tmp_path / "run", tmp_path / "out")
+@pytest.mark.parametrize(
+    "changes", [dict(query_scale_dim=64), dict(num_experts=4, experts_per_token=2, expert_ffn_dim=8, expert_bias=True)]
+)
+def test_layers_of_no_family_are_exported_with_their_settings(changes, tmp_path, capsys):
+    model = dict(num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, attention_sinks=True, **changes)
+    config = save_step_0(ConfigDict({"model": model, "data": {"seq_len": 64}}), tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=fp32"]) == 0
+    assert "no family of transformers has its layers; jaxlc reads it" in capsys.readouterr().out
+    loaded = load(ConfigDict({"model": dict(init_from=str(tmp_path / "out")), "data": {"seq_len": 64}}))
+    model = dataclasses.replace(loaded.model, init_from="", preset=config.model.preset)
+    assert model == config.model
+    params = load_pretrained(build_step(loaded, make_mesh(loaded.mesh, jax.devices()[:1])))[0]
+    saved = jaxlc.load(tmp_path / "run").params
+    jax.tree.map(np.testing.assert_array_equal, params, saved)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (dict(model_type="jaxlc"), "config.json has no object 'model'"),
+        (
+            dict(model_type="jaxlc", model=dict(num_layer=2)),
+            "unknown setting model.num_layer: it is of",
+        ),
+        (dict(model_type="jaxlc", model=dict(num_layers="two")), "invalid value 'two' for .*model.num_layers"),
+        (dict(model_type="jaxlc", model=dict(num_layers=2)), "config.json has no setting model.vocab_size"),
+    ],
+)
+def test_invalid_own_settings_raise(content, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        load(ConfigDict({"model": dict(init_from=str(tmp_path))}))
 
 
 def test_training_with_a_tokenizer_of_another_model_raises(tmp_path):

@@ -59,25 +59,26 @@ def test_greedy_tokens_are_those_of_a_forward_pass(workdir):
     np.testing.assert_array_equal(generation.tokens, logits[len(prompt) - 1 :].argmax(-1))
 
 
-def test_errors_of_export_and_init_from_name_ways_that_work(config_path, tmp_path):
+def test_export_and_run_are_models_to_start_from(config_path, tmp_path):
     config = read_config(str(config_path))
     runs.save_step_0(config, tmp_path / "run")
-    with pytest.raises(UserError, match=r"config.model.kinds.*jaxlc.load\(WORKDIR\).params.*config.model.init_from"):
-        jaxlc.export(tmp_path / "run", tmp_path / "out")
     params = flatten_dict(jaxlc.load(tmp_path / "run").params, sep="/")
     assert params["layers/wide/attention/wk"].shape == (1, 32, 4, 12)
     assert params["layers/sliding/attention/wk"].shape == (1, 32, 2, 8)
-    config.model.init_from = str(tmp_path / "run")
-    assert load(config).model.of_kind("wide").ffn_dim == 96
-    config.model.kinds.wide.ffn_dim = 64
-    advice = "--config.model.kinds.wide.ffn_dim=96"
-    with pytest.raises(UserError, match=f"=64 contradicts .*, which has 96: remove that setting, or use {advice}"):
-        load(config)
-    config.model.kinds.wide.ffn_dim = 96
-    loaded = load(config)
-    step = build_step(loaded, make_mesh(loaded.mesh))
-    weights = flatten_dict(load_pretrained(step)[0], sep="/")
-    np.testing.assert_array_equal(weights["layers/wide/attention/wk"], params["layers/wide/attention/wk"])
-    without_kinds = dataclasses.replace(loaded, model=dataclasses.replace(loaded.model, kinds=()))
-    with pytest.raises(UserError, match="kinds.wide.num_kv_heads=0 contradicts .*, which has 4"):
-        load_pretrained(build_step(without_kinds, step.mesh))
+    exported = jaxlc.export(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    for source in (tmp_path / "run", exported):
+        config.model.init_from = str(source)
+        config.model.kinds.wide.ffn_dim = 64
+        advice = "--config.model.kinds.wide.ffn_dim=96"
+        with pytest.raises(UserError, match=f"=64 contradicts .*, which has 96: remove that setting, or use {advice}"):
+            load(config)
+        config.model.kinds.wide.ffn_dim = 96
+        loaded = load(config)
+        assert loaded.model.of_kind("wide").ffn_dim == 96
+        step = build_step(loaded, make_mesh(loaded.mesh))
+        weights = flatten_dict(load_pretrained(step)[0], sep="/")
+        for path, values in params.items():
+            np.testing.assert_array_equal(weights[path], values, path)
+        without_kinds = dataclasses.replace(loaded, model=dataclasses.replace(loaded.model, kinds=()))
+        with pytest.raises(UserError, match="kinds.wide.num_kv_heads=0 contradicts .*, which has 4"):
+            load_pretrained(build_step(without_kinds, step.mesh))

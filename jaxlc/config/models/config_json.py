@@ -11,6 +11,13 @@ from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
 from jaxlc.config.models.json_types import check_types
 from jaxlc.config.models.layer_groups import repeating_group
 from jaxlc.config.models.model_schema import DELTA_SETTINGS, ModelConfig
+from jaxlc.config.models.own_format import (
+    MODEL_TYPE,
+    family_of_own_format,
+    is_own_format,
+    own_fields,
+    own_settings,
+)
 from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.suggestions import suggestion
@@ -77,6 +84,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
       Unsupported: the decoder does not compute this model; the message names the field.
     """
     check_types(config, where)
+    if is_own_format(config):
+        return own_settings(config, where)
     family = _family_of(config, where)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
@@ -115,25 +124,12 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
-    """The family to export `model` as: that of the config.json it comes from, or one with the same layers.
-
-    Raises:
-      Unsupported: no family has such layers.
-    """
-    if config is not None:
+    """The family to export `model` as: that of the config.json it comes from, or the first one with the same layers.
+    If there is none, the names of `own_format`."""
+    if config is not None and not is_own_format(config):
         return FAMILIES[config["model_type"]]
-    family = next((family for family in FAMILIES.values() if family.fits(model)), None)
-    if family is None and model.kinds:
-        raise Unsupported(
-            "unsupported: no supported model_type has layers of these different sizes (config.model.kinds); use"
-            " jaxlc.load(WORKDIR).params for the weights, or the run as config.model.init_from"
-        )
-    if family is None:
-        settings = ", ".join(
-            f"{name}={getattr(model, name)}" for name in ("layer_kinds", "query_scale_dim", *COMMON_SETTINGS)
-        )
-        raise Unsupported(f"unsupported: no model_type of transformers has the layers of this model: {settings}")
-    return family
+    own = family_of_own_format(model)
+    return own if config is not None else next((family for family in FAMILIES.values() if family.fits(model)), own)
 
 
 def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str) -> dict[str, Any]:
@@ -152,6 +148,9 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     longest = max_position_embeddings(model, seq_len, (base or {}).get("max_position_embeddings") or 0)
     dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
     changed = {"max_position_embeddings": longest, dtype_field: dtype}
+    if family.model_type == MODEL_TYPE:
+        tokens: Mapping[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+        return {**(base or tokens), **own_fields(model), **changed}
     if base is None:
         first: dict[str, Any] = dict(architectures=[family.architecture], model_type=family.model_type)
         # Of the tokenizer; the defaults of transformers are those of a published model.
@@ -179,9 +178,8 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise Unsupported(
-            f"unsupported: {where} has model_type {model_type!r}{_reason(config)}; supported are {', '.join(FAMILIES)}"
-        )
+        names = ", ".join([*FAMILIES, MODEL_TYPE])
+        raise Unsupported(f"unsupported: {where} has model_type {model_type!r}{_reason(config)}; supported are {names}")
     family = FAMILIES[model_type]
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:

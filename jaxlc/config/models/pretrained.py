@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from jaxlc.config.differences import setting_text
 from jaxlc.config.models import hub
 from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig
+from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.models.own_format import stored_settings
 from jaxlc.config.models.rope_settings import with_scaling
-from jaxlc.config.values import defaults_of, flattened, typed
+from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 
@@ -23,7 +23,6 @@ TEXT_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
 COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
-_NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +40,7 @@ class Pretrained:
           UserError: the description of the model cannot be read, or is unsupported.
         """
         if self.is_run:
-            stored, hints = self.run_config()["model"], typing.get_type_hints(ModelConfig)
-            return {
-                name: value if isinstance(value, dict) else typed(f"model.{name}", value, hints[name])
-                for name, value in stored.items()
-                if name not in _NO_SETTINGS
-            }
+            return stored_settings(self.run_config()["model"], str(self.directory))
         return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
 
     def data_settings(self) -> dict[str, str]:
