@@ -13,6 +13,7 @@ from jaxlc.config import PrecisionConfig, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.step.mixed_precision import is_retried
 from tests.step.synthetic import (
+    MIXED_KINDS,
     gradients_and_loss,
     make_batch,
     natural_rows,
@@ -28,17 +29,21 @@ MESH = dict(context=2, tensor=2, fsdp=2)
 
 
 @functools.cache
-def _in_float32():
-    """(parameters, gradients, cross entropy) on one device."""
-    step = small_step(small_config())
+def _in_float32(kinds: bool = False):
+    """(parameters, gradients, cross entropy) on one device, of a model with layers of one size or of several."""
+    step = small_step(small_config(model=_model(kinds)))
     params = step.init().params
     return params, *jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
 
 
-def _gradients(mesh, **sections):
+def _model(kinds: bool) -> dict:
+    return MIXED_KINDS | dict(layer_kinds=("sliding", "wide")) if kinds else {}
+
+
+def _gradients(mesh, kinds=False, **sections):
     """Gradients of the same parameters in another precision; also checks the loss."""
-    params, _, loss = _in_float32()
-    step = small_step(small_config(mesh=mesh, **sections))
+    params, _, loss = _in_float32(kinds)
+    step = small_step(small_config(mesh=mesh, model=_model(kinds), **sections))
     got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
     np.testing.assert_allclose(got_loss, loss, rtol=1e-2)
     return jax.tree.map(without_padding, got, params)
@@ -91,13 +96,14 @@ def test_bfloat16_ring_without_document_mask_runs_on_cpu():
     assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize(("mesh", "memory"), [
-    pytest.param({}, {}, marks=pytest.mark.full), (MESH, {}), (dict(context=2), dict(tile_tokens=24)),
+@pytest.mark.parametrize(("mesh", "memory", "kinds"), [
+    pytest.param({}, {}, False, marks=pytest.mark.full), (MESH, {}, False),
+    (dict(context=2), dict(tile_tokens=24), False), pytest.param(MESH, {}, True, marks=pytest.mark.full),
 ], ids=str)  # fmt: skip
 @pytest.mark.heavy
-def test_fp8_gradients_are_close_to_float32(mesh, memory):
-    got = _gradients(mesh, precision=dict(compute="fp8"), memory=memory)
-    errors = jax.tree.map(_norm_error, got, _in_float32()[1])
+def test_fp8_gradients_are_close_to_float32(mesh, memory, kinds):
+    got = _gradients(mesh, kinds, precision=dict(compute="fp8"), memory=memory)
+    errors = jax.tree.map(_norm_error, got, _in_float32(kinds)[1])
     assert BFLOAT16_GRADIENT < max(jax.tree.leaves(errors)) <= FP8_GRADIENT, errors
 
 
