@@ -4,21 +4,23 @@
 
 Trains a small model on CPU. The victim of each fault is process 0, and then the last process. Prints one row per fault:
 the seconds until all processes that are not stopped have ended, their statuses, whether the run, started again, ends
-with the same metrics and weights, bitwise, and the last line of another process than the victim. The exit status is 1
-if a row is not as expected.
+with the same metrics and weights, bitwise, and the last lines of the other processes than the victim, each once. The
+exit status is 1 if a row is not as expected.
 """
 
 import argparse
+import contextlib
 import datetime
 import os
 import platform
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +36,21 @@ FAULTS = {
     # If process 0 ends first, JAX aborts the victim, whose Python code does not run.
     "gil": ("a thread holds the interpreter lock", (*_HUNG, -signal.SIGABRT)),
     "directory": ("the directory of checkpoints becomes a file", (1,)),
-    # Its writes fail at 32 KiB, as with `ulimit -f`, so the metrics and logs still fit.
+    # Its writes fail at 16 KiB, as with `ulimit -f`, so the metrics and logs still fit.
     "disk": ("writes no more checkpoints", (1,)),
     "compile": ("compiles 45 s longer", (0,)),
+    # Each process has a network namespace of its own, as if on a machine of its own.
+    "network": ("its network interface is down", _HUNG),
 }
 DEADLINE_SECONDS = 15
+_BRIDGE, _SUBNET, _INTERFACE = "jaxlc-drill", "10.213.77", "eth0"
 _STEPS, _FAULT_STEP, _TIMEOUT_SECONDS = 24, 7, 300
 _CONFIG = """
 import ctypes
 import os
 import resource
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -73,7 +79,9 @@ def _disturb():
     if FAULT == "gil":
         ctypes.PyDLL(None).sleep(1000)
     if FAULT == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
+    if FAULT == "network":
+        subprocess.run(["ip", "link", "set", "{interface}", "down"], check=True)
     if FAULT == "directory":
         checkpoints = Path(os.environ["DRILL_WORKDIR"]) / "checkpoints"
         checkpoints.rename(checkpoints.with_name("moved"))
@@ -123,7 +131,7 @@ def get_config(variant):
     config.data.seq_len = 64
     config.data.eval_fraction = 0.3
     config.train.update(steps={steps}, eval_every_steps=12, checkpoint_every_steps=4)
-    config.runtime.update(watchdog_factor=2.0, watchdog_floor_seconds={deadline})
+    config.runtime.update(watchdog_factor=2.0, watchdog_floor_seconds={deadline}, heartbeat_seconds=10)
     return config
 """
 
@@ -135,7 +143,7 @@ class Row(NamedTuple):
     victim: int
     seconds: float  # from the fault to the end of the last process
     statuses: tuple[int, ...]  # of the processes that ended
-    last_line: str  # of another process than the victim
+    last_lines: tuple[str, ...]  # of the other processes than the victim, without repetitions
     is_resumed_identical: bool
 
     @property
@@ -150,7 +158,12 @@ def prepare(out: Path) -> None:
     for i in range(16):
         (out / "corpus" / f"{i}.txt").write_text(" ".join(f"{word} {(i * word) % 17}" for word in range(20 + 11 * i)))
     text = _CONFIG
-    for name, value in (("{fault_step}", _FAULT_STEP), ("{steps}", _STEPS), ("{deadline}", DEADLINE_SECONDS)):
+    for name, value in (
+        ("{fault_step}", _FAULT_STEP),
+        ("{steps}", _STEPS),
+        ("{deadline}", DEADLINE_SECONDS),
+        ("{interface}", _INTERFACE),
+    ):
         text = text.replace(name, str(value))
     (out / "config.py").write_text(text)
 
@@ -168,42 +181,91 @@ def disturb(out: Path, fault: str, victim: int, num_processes: int, undisturbed:
     workdir, marker = out / f"{fault}-{victim}", out / "disturbed"
     marker.unlink(missing_ok=True)
     variables = dict(DRILL_FAULT=fault, DRILL_VICTIM=str(victim))
-    processes = _start(out, workdir, num_processes, **variables)
-    try:
+    with contextlib.ExitStack() as stack:
+        if fault == "network":
+            stack.enter_context(hosts(num_processes))
+        processes = _start(out, workdir, num_processes, has_hosts=fault == "network", **variables)
+        stack.callback(_kill, processes)
         if fault != "compile":
             _wait_for(marker, processes)
         start = time.monotonic()
         others = [process for i, process in enumerate(processes) if i != victim or fault != "stop"]
         statuses = tuple(process.wait(_TIMEOUT_SECONDS) for process in others)
         seconds = time.monotonic() - start
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    last_line = (out / f"{workdir.name}-{0 if victim else 1}.log").read_text().splitlines()[-1]
+    logs = [out / f"{workdir.name}-{i}.log" for i in range(num_processes) if i != victim]
+    last_lines = tuple(dict.fromkeys(log.read_text().splitlines()[-1] for log in logs))
     if fault == "directory":
         (workdir / "checkpoints").unlink(missing_ok=True)
         (workdir / "moved").rename(workdir / "checkpoints")
-    statuses_again = [process.wait(_TIMEOUT_SECONDS) for process in _start(out, workdir, num_processes)]
+    statuses_again = [process.wait(_TIMEOUT_SECONDS) for process in _start(out, workdir, num_processes, logs="again")]
     is_identical = not any(statuses_again) and not differences(undisturbed, workdir, _STEPS)
-    return Row(fault, victim, seconds, statuses, last_line, is_identical)
+    return Row(fault, victim, seconds, statuses, last_lines, is_identical)
 
 
-def _start(out: Path, workdir: Path, num_processes: int, **variables: str) -> list[subprocess.Popen]:
+@contextlib.contextmanager
+def hosts(num_processes: int) -> Iterator[None]:
+    """A network namespace for each process, connected by a bridge; needs root and `ip` of iproute2.
+
+    In it the name of this machine is the address of the namespace, which Gloo looks up.
+
+    Raises:
+      PermissionError: namespaces are not permitted here, or there is no `ip`.
+    """
+
+    def ip(command: str) -> None:
+        subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+    names = [f"{_BRIDGE}-{i}" for i in range(num_processes)]
+    files = [Path("/etc/netns") / name / "hosts" for name in names]
+    with contextlib.ExitStack() as stack:
+        try:
+            ip(f"link add {_BRIDGE} type bridge")
+            stack.callback(ip, f"link del {_BRIDGE}")
+            ip(f"link set {_BRIDGE} up")
+            for i, (name, file) in enumerate(zip(names, files)):
+                ip(f"netns add {name}")
+                stack.callback(ip, f"netns del {name}")
+                ip(f"link add jaxlc{i} type veth peer name {_INTERFACE} netns {name}")
+                stack.callback(ip, f"link del jaxlc{i}")  # at once; with its namespace it would be later
+                ip(f"link set jaxlc{i} master {_BRIDGE} up")
+                ip(f"-n {name} addr add {_SUBNET}.{i + 1}/24 dev {_INTERFACE}")
+                ip(f"-n {name} link set {_INTERFACE} up")
+                ip(f"-n {name} link set lo up")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                stack.callback(shutil.rmtree, file.parent)
+                file.write_text(f"127.0.0.1 localhost\n{_SUBNET}.{i + 1} {socket.gethostname()}\n")
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = (getattr(error, "stderr", "") or str(error)).strip()
+            raise PermissionError(f"no network namespaces: {reason}") from None
+        yield
+
+
+def _start(
+    out: Path, workdir: Path, num_processes: int, *, logs: str = "", has_hosts: bool = False, **variables: str
+) -> list[subprocess.Popen]:
+    """Starts the processes of a run; with `has_hosts` in the namespaces of `hosts`."""
     command = [sys.executable, "-m", "jaxlc.train", f"--config={out / 'config.py'}", f"--workdir={workdir}"]
     environment = {
         **os.environ,
         "JAX_NUM_PROCESSES": str(num_processes),
         "DRILL_WORKDIR": str(workdir),
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
+        "JAX_COORDINATOR_ADDRESS": f"{f'{_SUBNET}.1' if has_hosts else '127.0.0.1'}:{_free_port()}",
         **variables,
     }
     processes = []
     for i in range(num_processes):
-        with (out / f"{workdir.name}-{i}.log").open("w") as log:
+        with (out / f"{workdir.name}{logs}-{i}.log").open("w") as log:
             environment["JAX_PROCESS_ID"] = str(i)
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            place = ["ip", "netns", "exec", f"{_BRIDGE}-{i}"] if has_hosts else []
+            output = dict(stdout=log, stderr=subprocess.STDOUT)
+            processes.append(subprocess.Popen([*place, *command], env=environment, **output))
     return processes
+
+
+def _kill(processes: Sequence[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def _wait_for(marker: Path, processes: Sequence[subprocess.Popen]) -> None:
@@ -238,19 +300,23 @@ def main() -> int:
     print(f"JAX {jax.__version__}; deadline {DEADLINE_SECONDS} s", flush=True)
     prepare(out)
     undisturbed = run_undisturbed(out, flags.processes)
-    print(
-        "| fault | victim | seconds | statuses | resumed identical | last line |\n| --- | --- | --- | --- | --- | --- |"
-    )
+    print("| fault | victim | seconds | statuses | resumed identical | last lines |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
     are_expected = []
     for fault in flags.faults.split(","):
         for victim in (0, last):
-            row = disturb(out, fault, victim, flags.processes, undisturbed)
+            try:
+                row = disturb(out, fault, victim, flags.processes, undisturbed)
+            except PermissionError as error:
+                print(f"| {fault} | {victim} | | | | skipped: {error} |", flush=True)
+                continue
             are_expected.append(row.is_expected)
             statuses = ", ".join(map(str, row.statuses))
             identical = "yes" if row.is_resumed_identical else "no"
             note = "" if row.is_expected else " NOT EXPECTED"
-            line = row.last_line.replace(str(out), "OUT").replace(socket.gethostname(), "HOST")
-            print(f"| {fault} | {victim} | {row.seconds:.0f} | {statuses}{note} | {identical} | `{line}` |", flush=True)
+            lines = "<br>".join(f"`{line}`" for line in row.last_lines)
+            lines = lines.replace(str(out), "OUT").replace(socket.gethostname(), "HOST")
+            print(f"| {fault} | {victim} | {row.seconds:.0f} | {statuses}{note} | {identical} | {lines} |", flush=True)
     return 0 if all(are_expected) else 1
 
 

@@ -6,6 +6,7 @@ every process keeps a connection to process 0, which the operating system closes
 
 import atexit
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -29,6 +30,9 @@ PEER_LOST_STATUS = 75
 _BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
 _COLLECTIVE_SECONDS = 5.0  # by which a link may report the loss of a process later than a collective fails
 _KEEPALIVE_PROBES = 3
+_ENDS = {"failed", "lost", "unreachable"}  # messages after which this process ends; the last is of this process
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+_RESTART = "run the same command again"
 _HINT_SECONDS = 5.0  # a file system may fail with the other machine
 
 
@@ -87,7 +91,7 @@ class Link:
             while selector.get_map():
                 for key, _ in selector.select():
                     messages = _receive(key.data)
-                    if messages is None or any(message.keys() & {"failed", "lost"} for message in messages):
+                    if messages is None or any(message.keys() & _ENDS for message in messages):
                         self._lose(key.data, messages or [])
                         return
                     if any("bye" in message for message in messages):
@@ -98,7 +102,9 @@ class Link:
         status, seconds = PEER_LOST_STATUS, _BROADCAST_SECONDS
         text = f"{name} ended unexpectedly"
         for message in messages:
-            if "lost" in message:  # from process 0
+            if "unreachable" in message:
+                text = f"the network does not reach {name} ({message['unreachable']})"
+            elif "lost" in message:  # from process 0
                 text, status = message["lost"], message["status"]
             elif "failed" in message:
                 text, status, seconds = f"{name} failed: {message['failed']}", 1, _FAILURE_SECONDS
@@ -170,9 +176,10 @@ def end_run(text: str, status: int = PEER_LOST_STATUS, *, announces: bool = Fals
     if announces and (link := _link) is not None:
         call_within(_BROADCAST_SECONDS, lambda: link.close(lost=text))
         time.sleep(_BROADCAST_SECONDS)
-    hint = call_within(_HINT_SECONDS, _restart_hint) or "start all processes again"
+    if _RESTART not in text:  # the errors of a full disk and of a lost directory say it themselves
+        text += f"; {call_within(_HINT_SECONDS, _restart_hint) or 'start all processes again'}"
     with contextlib.suppress(OSError, ValueError):
-        print(f"error: {text}; {hint}", file=sys.stderr, flush=True)
+        print(f"error: {text}", file=sys.stderr, flush=True)
     end_process(status)
 
 
@@ -193,8 +200,9 @@ def _text_of(error: BaseException) -> str:
 def _receive(connection: Connection) -> list[Message] | None:
     try:
         return connection.receive()
-    except (OSError, ValueError):
-        return None
+    except (OSError, ValueError) as error:
+        is_unreachable = isinstance(error, OSError) and error.errno in _UNREACHABLE
+        return [{"unreachable": os.strerror(error.errno)}] if is_unreachable else None
 
 
 def _keep_alive(connected: socket.socket, heartbeat_seconds: float) -> None:

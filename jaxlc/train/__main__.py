@@ -29,7 +29,9 @@ def main(command: ParsedCommand) -> int:
 def _run(command: ParsedCommand) -> int:
     stages = command.stages
     pinned_bytes = max(pooled_host_bytes(stage.config) for stage in stages)
-    runtime.start(stages[0].config.runtime, pinned_host_bytes=pinned_bytes)  # before jax is imported
+    settings = stages[0].config.runtime
+    # Before jax is imported. The first start decides whether JAX's heartbeat is off.
+    runtime.start(settings, pinned_host_bytes=pinned_bytes, is_watched=settings.watchdog_factor > 0)
     from jaxlc.train import loop
     from jaxlc.train.reports.step_reports import TrainingStopped
 

@@ -36,7 +36,8 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     start_lines,
 )
-from jaxlc.train.reports.config_copy import keep_config, read_manifest, stored_settings
+from jaxlc.train.reports.config_copy import keep_config, keep_plan, read_manifest, stored_settings
+from jaxlc.train.reports.manifest import plan_summary
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.start_report import step_lines
@@ -137,7 +138,7 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     if jax.process_index() == 0 and (line := keep_config(outputs.workdir, stages)) is not None:
         outputs.progress.log(line)
     steps = {stage.name: stage.step for stage in stages}
-    compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(steps[name], outputs.progress))
+    compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(name, steps[name], outputs))
 
     def next_position() -> Position:
         """The position of the latest valid checkpoint, or of step 0."""
@@ -224,13 +225,17 @@ def _make_progress() -> Progress:
     return Progress(peak_flops_per_second=peak, is_primary=jax.process_index() == 0)
 
 
-def _compile(step: TrainStep, progress: Progress) -> jax.stages.Compiled:
-    """The compiled step; its attention kernel, its transport and its use of host memory are checked."""
+def _compile(stage: str, step: TrainStep, outputs: Outputs) -> jax.stages.Compiled:
+    """The compiled step; its attention kernel, its transport and its use of host memory are checked. What the compiled
+    program needs is kept in the manifest."""
+    progress = outputs.progress
     if (line := check_kernels(step)) is not None:
         progress.log(line)
     with watchdog.phase("compilation", repeats=False), progress.compiling("the training step"):
         compiled = step.compile()
     for line in verify_compiled_step(step, compiled):
         progress.log(line)
+    if jax.process_index() == 0:
+        keep_plan(outputs.workdir, stage, plan_summary(step, compiled))
     wait_for_processes("step compiled")
     return compiled

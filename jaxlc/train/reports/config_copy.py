@@ -46,6 +46,19 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     return f"settings changed since the last start: {shown}; the earlier ones are in {kept.name}"
 
 
+def keep_plan(workdir: Path, stage: str, plan: dict[str, Any]) -> None:
+    """Adds what is known of the compiled step of a stage to the manifest in `workdir`.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    path = workdir / CONFIG_COPY
+    text, manifest = split_text(path.read_text(errors="replace"))
+    manifest["plan"] = {**manifest.get("plan", {}), stage: plan}
+    with replacing(path) as out:
+        out.write(joined_text(text, manifest).encode())
+
+
 def read_manifest(workdir: Path) -> dict[str, Any]:
     """The manifest of the last start; empty for runs of earlier versions."""
     path = workdir / CONFIG_COPY

@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from jaxlc.core.axes import mesh_text
 from jaxlc.core.time_limit import call_within
+from jaxlc.step.step import TrainStep
 
 _MARKER = "\n\n# The last start of the run; not settings.\nMANIFEST = "
 _PACKAGES = ("jaxlc", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -38,6 +40,32 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
         devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         num_processes=jax.process_count(),
     )
+
+
+def plan_summary(step: TrainStep, compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What is known of a compiled step before it runs: sequence length, mesh, attention, FLOPs, and its memory on each
+    device and in host memory, in bytes."""
+    stats, config = compiled.memory_analysis(), step.config
+    summary: dict[str, Any] = dict(seq_len=config.data.seq_len, mesh=mesh_text(step.mesh.shape))
+    if step.model is None:
+        summary |= dict(
+            attention=f"{config.attention.strategy}, {step.kernel_choice}", flops_per_step=config.flops_per_step
+        )
+    if stats is not None:  # some backends have none
+        summary |= dict(
+            device_bytes=_needed(stats, ""),
+            temporary_bytes=stats.temp_size_in_bytes,
+            host_bytes=_needed(stats, "host_"),
+        )
+    return summary
+
+
+def _needed(stats: Any, memory: str) -> int:
+    """Bytes of arguments, results that are not written over arguments, and temporaries."""
+    argument, output, alias, temp = (
+        getattr(stats, f"{memory}{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")
+    )
+    return argument + output - alias + temp
 
 
 def split_text(text: str) -> tuple[str, dict[str, Any]]:
