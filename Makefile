@@ -43,7 +43,7 @@ test-transformers: $(READY) .venv-transformers/.ready  ## compare with transform
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
 	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py \
 	  tests/hf/test_chat_templates.py tests/hf/test_lora.py tests/hf/test_generation.py tests/hf/test_prompts.py \
-	  tests/hf/test_packed_documents.py tests/hf/test_trl_losses.py $(ARGS)
+	  tests/hf/test_packed_documents.py tests/hf/test_experts.py tests/hf/test_trl_losses.py $(ARGS)
 	.venv-transformers/bin/python -m pytest --durations=15 tests/hf/test_harness.py $(ARGS)
 
 test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)
@@ -72,6 +72,7 @@ lock: $(READY)  ## update the pinned versions with uv
 	printf '%s\n' 'jax==0.10.1; python_version < "3.12"' 'jax==0.12.0.1; python_version >= "3.12"' > $(VENV)/jax.txt
 	$(UV_COMPILE) --extra dev --upgrade --output-file requirements.lock
 	$(UV_COMPILE) --extra plan --no-deps | grep '^jax-cuda' > requirements-plan.lock
+	$(UV_COMPILE) --constraint requirements.lock --extra cuda12 | grep -E '^(jax-cuda|nvidia-)' > requirements-cuda12.lock
 	$(VENV)/bin/uv pip compile --group docs $(UV_OPTIONS) --upgrade --output-file requirements-docs.lock
 
 clean:  ## remove environments, caches and build outputs; keeps runs/

@@ -1,29 +1,32 @@
-"""Trains one config in several precisions, from the same weights on the same data, and compares the losses.
+"""Trains one config in several variants on the same data, and compares the losses.
 
     python -m benchmarks.loss_curves --config=configs/quickstart.py --config.train.steps=300 --out=runs/precision
+    python -m benchmarks.loss_curves --config=configs/quickstart.py --experts --out=runs/experts
 
-Prints a table; writes precision.jsonl, precision.png and one workdir per precision. The same command resumes an
-interrupted comparison.
+Precisions start from the same weights. With --experts, the dense model of the config is compared with 8 experts of half
+the width, of which each token uses 2: as many active parameters, with and without a balance loss. Prints a table;
+writes curves.jsonl, curves.png and one workdir per variant. The same command resumes an interrupted comparison.
 """
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from jaxlc import runtime
-from jaxlc.config import with_settings
+from jaxlc.config import Config, with_settings
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.search.measure import environment_info
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 
-# Name -> settings of config.precision. Each run is compared with the first one in this order.
-PRECISIONS: Mapping[str, dict] = MappingProxyType(
+# Name -> settings of config.precision. Each run is compared with the first one.
+PRECISIONS: Mapping[str, dict[str, str]] = MappingProxyType(
     {
         "bf16": dict(compute="bf16"),
         "fp8": dict(compute="fp8"),
@@ -32,13 +35,16 @@ PRECISIONS: Mapping[str, dict] = MappingProxyType(
         "fp32": dict(compute="fp32"),
     }
 )
+_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
+_BALANCE_LOSS = 1e-2  # its coefficient; Fedus et al. 2021 (arXiv:2101.03961), section 2.2
 _WINDOW_STEPS = 20  # of the running means, and of the mean loss at the end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(ConfigFlags):
     precisions: tuple[str, ...] = tuple(PRECISIONS)  # precisions to compare
-    out: str = "runs/precision"  # output directory
+    experts: bool = False  # compare a dense model with experts instead
+    out: str = "runs/curves"  # output directory
 
 
 def main(command: ParsedCommand[Flags]) -> int:
@@ -46,49 +52,58 @@ def main(command: ParsedCommand[Flags]) -> int:
     runtime.start(command.config.runtime)
     from jaxlc import train
 
-    out = Path(command.flags.out)
-    configs = {
-        name: with_settings(command.config, {"train.log_every_steps": 1} | settings_of(name))
-        for name in command.flags.precisions
-    }
-    for name, config in configs.items():
+    out, flags = Path(command.flags.out), command.flags
+    variants = expert_settings(command.config) if flags.experts else precision_settings(flags.precisions)
+    for name, settings in variants.items():
         print(f"\n{name}", flush=True)
-        result = train.run(config, out / name)
+        result = train.run(with_settings(command.config, {"train.log_every_steps": 1} | settings), out / name)
         if result.exit_status:
             return result.exit_status
-    print(compare(out))
-    print(f"{out / 'precision.jsonl'}, {out / 'precision.png'}")
+    print(compare(out, list(variants)))
+    print(f"{out / 'curves.jsonl'}, {out / 'curves.png'}")
     return 0
 
 
-def settings_of(name: str) -> dict[str, str]:
-    """The settings of a precision by key, for `config.with_settings`.
+def precision_settings(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The settings of each precision by key, for `config.with_settings`.
 
     Raises:
       UserError: an unknown precision.
     """
-    if name not in PRECISIONS:
-        raise UserError(f"invalid {name!r} for --precisions: expected {', '.join(PRECISIONS)}")
-    return {f"precision.{setting}": value for setting, value in PRECISIONS[name].items()}
+    for name in names:
+        if name not in PRECISIONS:
+            raise UserError(f"invalid {name!r} for --precisions: expected {', '.join(PRECISIONS)}")
+    return {name: {f"precision.{setting}": x for setting, x in PRECISIONS[name].items()} for name in names}
 
 
-def compare(out: Path) -> str:
-    """Reads the metrics of each run in `out`; writes precision.jsonl and precision.png; returns a Markdown table."""
-    curves = {name: _losses(out / name / METRICS_FILE) for name in PRECISIONS if (out / name / METRICS_FILE).exists()}
+def expert_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings of the dense model and of experts with as many active parameters, besides the router."""
+    experts = {
+        "model.num_experts": _EXPERTS,
+        "model.experts_per_token": _EXPERTS_PER_TOKEN,
+        "model.expert_ffn_dim": config.model.ffn_dim // _EXPERTS_PER_TOKEN,
+        "model.renormalize_router": True,
+    }
+    return {"dense": {}, "experts": experts | {"train.balance_loss": _BALANCE_LOSS}, "experts-unbalanced": experts}
+
+
+def compare(out: Path, names: Sequence[str]) -> str:
+    """Reads the metrics of each run in `out`; writes curves.jsonl and curves.png; returns a Markdown table."""
+    curves = {name: _losses(out / name / METRICS_FILE) for name in names}
     num_steps = min(len(losses) for losses in curves.values())
     reference, *_ = curves.values()
     rows = [_row(name, losses[:num_steps], reference[:num_steps]) for name, losses in curves.items()]
-    with (out / "precision.jsonl").open("w") as file:
+    with (out / "curves.jsonl").open("w") as file:
         file.writelines(json.dumps(row | environment_info()) + "\n" for row in rows)
-    _plot({name: losses[:num_steps] for name, losses in curves.items()}, out / "precision.png")
-    base = rows[0]["precision"]
+    _plot({name: losses[:num_steps] for name, losses in curves.items()}, out / "curves.png")
+    base = rows[0]["variant"]
     return "\n".join(
         [
             f"| {num_steps} steps | loss, mean of the last {_WINDOW_STEPS} | over {base} | largest difference of a"
             f" running mean of {_WINDOW_STEPS} | of one step |",
             "| --- | ---: | ---: | ---: | ---: |",
             *(
-                f"| {row['precision']} | {row['last_loss']:.4f} | {row['over_reference']:+.2%}"
+                f"| {row['variant']} | {row['last_loss']:.4f} | {row['over_reference']:+.2%}"
                 f" | {row['largest_difference_of_means']:.2%} | {row['largest_difference']:.2%} |"
                 for row in rows
             ),
@@ -104,7 +119,7 @@ def _losses(path: Path) -> np.ndarray:
 def _row(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
     last, reference_last = losses[-_WINDOW_STEPS:].mean(), reference[-_WINDOW_STEPS:].mean()
     return dict(
-        precision=name,
+        variant=name,
         steps=len(losses),
         last_loss=last,
         over_reference=last / reference_last - 1,

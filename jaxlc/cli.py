@@ -18,6 +18,7 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("jaxlc.train", "train a model; resumes from the latest valid checkpoint in --workdir"),
     "plan": Verb("jaxlc.plan", "compile the training step ahead of time, without a GPU: memory, overlap, step time"),
+    "preflight": Verb("jaxlc.preflight", "check the machines of a run before it starts: versions, memory, disk, links"),
     "recommend": Verb("jaxlc.recommend", "search mesh, strategy and memory settings, and write a config file"),
     "sweep": Verb("jaxlc.sweep", "plan or measure many meshes and rank them"),
     "data": Verb("jaxlc.data", "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)"),

@@ -45,6 +45,9 @@ class Flags(NodeFlags):
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
+    # times for packed sequences with these documents, as those of jaxlc plan: corpus, mix, or lengths such as
+    # 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
+    document_lengths: str = ""
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M
     search_minutes: Above0[float] = 8.0  # time limit of the search
     workers: From1[int] | None = None  # number of concurrent compilations; default: as many as cores and memory allow
@@ -64,6 +67,7 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     topology = target_topology(flags.topology, stages[0].config)
     check_path(path)
     start_on_cpu()
+    from jaxlc.plan.packing_estimates import read_documents
     from jaxlc.search.recommendation import recommend
     from jaxlc.search.recommendation_page import page
     from jaxlc.simulate.roofline import from_file
@@ -75,6 +79,8 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     points = Path("runs") / f"recommend_{Path(command.workdir if source else model).name}"
     results: list[Recommendation] = []
     for stage in stages:
+        if flags.document_lengths:
+            read_documents(stage.config, flags.document_lengths)  # raises an error
         # The devices raise an error here, rather than for every candidate, if the compiler is not installed.
         log(f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}")
         result = recommend(
@@ -119,6 +125,7 @@ def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile
             log=lambda line: None,
             host_memory_gib=flags.host_memory_gib,
             devices_per_process=flags.devices_per_process,
+            document_lengths=flags.document_lengths or None,
         )
         for candidate, row in zip(candidates, rows, strict=True):
             name = f"{candidate.gpus} {space.name_of(candidate.config)}"

@@ -33,8 +33,7 @@ FAULTS = {
     "exception": ("an exception", (1,)),
     "absent": ("does not enter the collectives of a step", _HUNG),
     "data": ("its data source blocks", _HUNG),
-    # If process 0 ends first, JAX aborts the victim, whose Python code does not run.
-    "gil": ("a thread holds the interpreter lock", (*_HUNG, -signal.SIGABRT)),
+    "gil": ("a thread holds the interpreter lock", _HUNG),
     "directory": ("the directory of checkpoints becomes a file", (1,)),
     # Its writes fail at 16 KiB, as with `ulimit -f`, so the metrics and logs still fit.
     "disk": ("writes no more checkpoints", (1,)),
@@ -131,6 +130,8 @@ def get_config(variant):
     config.data.seq_len = 64
     config.data.eval_fraction = 0.3
     config.train.update(steps={steps}, eval_every_steps=12, checkpoint_every_steps=4)
+    if {is_local}:
+        config.train.update(local_checkpoints=str(OUT / "local"), local_checkpoint_every_steps=3)
     config.runtime.update(watchdog_factor=2.0, watchdog_floor_seconds={deadline}, heartbeat_seconds=10)
     return config
 """
@@ -152,8 +153,8 @@ class Row(NamedTuple):
         return in_time and set(self.statuses) <= set(FAULTS[self.fault][1]) and self.is_resumed_identical
 
 
-def prepare(out: Path) -> None:
-    """Writes the config and the corpus to `out`."""
+def prepare(out: Path, *, is_local: bool = False) -> None:
+    """Writes the config and the corpus to `out`; with `is_local` for runs with local checkpoints."""
     (out / "corpus").mkdir(parents=True)
     for i in range(16):
         (out / "corpus" / f"{i}.txt").write_text(" ".join(f"{word} {(i * word) % 17}" for word in range(20 + 11 * i)))
@@ -163,6 +164,7 @@ def prepare(out: Path) -> None:
         ("{steps}", _STEPS),
         ("{deadline}", DEADLINE_SECONDS),
         ("{interface}", _INTERFACE),
+        ("{is_local}", is_local),
     ):
         text = text.replace(name, str(value))
     (out / "config.py").write_text(text)
@@ -291,6 +293,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; default: all")
+    parser.add_argument("--local", action="store_true", help="saves a local checkpoint every 3 steps as well")
     parser.add_argument("--out", type=Path, default=Path("runs/fault_drill"), help="a new directory")
     flags = parser.parse_args()
     out, last = flags.out.absolute(), flags.processes - 1
@@ -298,7 +301,7 @@ def main() -> int:
 
     print(f"{datetime.date.today()}: {flags.processes} processes, Python {platform.python_version()},", end=" ")
     print(f"JAX {jax.__version__}; deadline {DEADLINE_SECONDS} s", flush=True)
-    prepare(out)
+    prepare(out, is_local=flags.local)
     undisturbed = run_undisturbed(out, flags.processes)
     print("| fault | victim | seconds | statuses | resumed identical | last lines |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)

@@ -29,7 +29,7 @@ def main(paths: list[Path]) -> None:
             shutil.copytree(path.parent, directory)
             client = nbclient.NotebookClient(
                 notebook,
-                timeout=300,
+                timeout=900,  # of a cell
                 record_timing=False,
                 coalesce_streams=True,
                 resources={"metadata": {"path": str(directory)}},

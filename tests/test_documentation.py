@@ -156,7 +156,8 @@ def test_commands_parse(where, command):
         makefile = (ROOT / "Makefile").read_text()
         assert [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)] == []
     elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
-        program = ROOT.joinpath(*words[2].split(".")).with_suffix(".py").read_text()
+        path = ROOT.joinpath(*words[2].split("."))
+        program = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         names = [flag.removeprefix("--").partition("=")[0] for flag in words[3:] if not flag.startswith("--config")]
         assert [name for name in names if not re.search(rf"\b{name}\b", program)] == []
     elif arguments := jaxlc_arguments(shlex.join(words)):

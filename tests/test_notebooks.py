@@ -58,6 +58,15 @@ SHORTER = {
         "eval_sequences=8": "eval_sequences=2",
         "range(60)": "range(6)",
     },
+    "grpo": {
+        "steps=500": "steps=3",
+        "eval_sequences = 8": "eval_sequences = 2",
+        "LENGTHS = (120, 480)": "LENGTHS = (96,)",
+        "NUM_HELD_OUT = 96": "NUM_HELD_OUT = 2",
+        "config.mesh = dict(data=1, context=2)": "config.mesh = dict(data=2, context=1)",
+        "prompts_per_step=16, answers_per_prompt=8": "prompts_per_step=2, answers_per_prompt=2",
+        "steps=40, global_batch_size=16": "steps=2, global_batch_size=2",
+    },
     "long_context_chat": {
         "range(400)": "range(100)",
         "eval_sequences=8": "eval_sequences=2",

@@ -4,6 +4,8 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import types
+import typing
 from pathlib import Path
 
 import jax
@@ -60,7 +62,7 @@ CLASSES = {  # name -> attributes
     "jaxlc.train.LanguageModel": "loss",
     "jaxlc.train.Model": "",
     "jaxlc.train.Result": "baselines config evaluate evaluation exit_status history loss_by_position_figure loss_figure"
-    " mesh model params paths step tokenizer workdir",
+    " mesh model params paths reward_figure step tokenizer workdir",
     "jaxlc.train.RunInfo": "",
     "jaxlc.train.StopTraining": "",
     "jaxlc.train.TrainStep": "",
@@ -72,12 +74,13 @@ MODULES = [
     "exporting",
     "generation",
     "plan",
+    "preflight",
     "profile",
     "recommend",
     "sweep",
     "train",
 ]  # `python -m jaxlc.X`
-COMMANDS = ["data", "eval", "export", "generate", "plan", "profile", "recommend", "sweep", "train"]
+COMMANDS = ["data", "eval", "export", "generate", "plan", "preflight", "profile", "recommend", "sweep", "train"]
 CONFIGS = [
     *("quickstart", "64k", "128k", "256k", "1m", "1m_1gpu", "8m_8gpu", "32m_32gpu", "retrieval"),
     *("extend_512k", "extend_1m", "lora_1m_1gpu", "olmo3_64k", "sft_128k"),
@@ -195,10 +198,22 @@ def test_keys_of_plan_json_are_read_and_written():
     values["memory"]["device_capacity_bytes"] = 1
     values["predicted"]["step_seconds_interval"] = [1, 2]
     values["packing"] = dict.fromkeys(PACKING, 0) | {"estimates": [dict.fromkeys(PACKING_ESTIMATES, 0)]}
-    written = json.loads(json.dumps(Plan.from_json(values).to_json()))
+    written = json.loads(json.dumps(Plan.from_json(typed(Plan, values)).to_json()))
     assert missing(values, written) == []
     assert not set(PLAN_DERIVED) - set(written["memory"])
     assert missing({"memory": {"renamed": 0}}, written) == ["memory.renamed"]
+
+
+def typed(hint, value):
+    """`value` with numbers as the types of the fields that they are for."""
+    hint = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+    if isinstance(value, list) and typing.get_origin(hint) is tuple:
+        return [typed(typing.get_args(hint)[0], item) for item in value]
+    if isinstance(value, dict) and isinstance(hint, type) and (hints := typing.get_type_hints(hint)):
+        return {name: typed(hints.get(name), item) for name, item in value.items()}
+    if typing.get_origin(hint) is dict and not isinstance(value, dict):
+        return {}
+    return hint(value) if hint in (str, bool) else value
 
 
 def missing(expected, found, path: str = "") -> list[str]:

@@ -28,7 +28,7 @@ LAYERS = dict(
     train=7,
     exporting=8, generation=8, runs=8,
     plan=9, evals=9, logprobs=9, posttrain=9,
-    profile=10, search=10,
+    preflight=10, profile=10, search=10,
     sweep=11, recommend=11,
     cli=12,
 )  # fmt: skip

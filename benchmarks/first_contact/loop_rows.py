@@ -18,8 +18,9 @@ from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import step_config
 from jaxlc import runtime
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.reading import RestoreTarget
 from jaxlc.config import to_dict
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import bytes_per_device

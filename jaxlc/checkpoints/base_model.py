@@ -8,10 +8,10 @@ import hashlib
 import json
 from pathlib import Path
 
-from jaxlc.checkpoints.checkpoint import restore_params
 from jaxlc.checkpoints.checkpoint_files import BASE
 from jaxlc.checkpoints.checksums import checksums_of
 from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.reading import restore_params
 from jaxlc.core.errors import UserError
 from jaxlc.models import freezing
 from jaxlc.step.state import TrainState

@@ -23,7 +23,9 @@ from jax.experimental import multihost_utils
 
 from jaxlc.checkpoints.checksums import named_leaves, shapes_of
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import read_json_file
 from jaxlc.core.write_errors import full_disk_reason
+from jaxlc.runtime.barrier import wait_for_processes
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
 # In the names of directories that are no checkpoints: incomplete ones of Orbax, and ones that a run could not read.
@@ -94,6 +96,7 @@ def on_every_process(read: Callable):
             problem = first_words(error)
         if problem is not None:  # only then, because it takes a second in a process with many objects
             collect_abandoned_reads()
+    wait_for_processes("checkpoint read")  # the times to read parts of it differ
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
     if failed.any() and problem is None:
         problem = f"process {failed.argmax()} could not read its part"
@@ -173,7 +176,9 @@ def read_valid_meta(directory: Path) -> dict:
       ValueError: it is not JSON, or has the wrong digest.
       OSError: the file cannot be read.
     """
-    meta = json.loads((directory / "meta" / "metadata").read_text())
+    meta = read_json_file(directory / "meta" / "metadata")
+    if not isinstance(meta, dict):
+        raise ValueError("meta is no JSON object")
     if meta.pop(DIGEST, None) != digest_of(meta):
         raise ValueError("meta has the wrong checksum")
     return meta
@@ -186,7 +191,7 @@ def digest_of(meta: dict) -> str:
 
 def read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Name -> checksum, and name -> shape, of all arrays of one checkpoint."""
-    checksums = json.loads((directory / "checksums" / "metadata").read_text())
+    checksums = read_json_file(directory / "checksums" / "metadata")
     shapes = shapes_of(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
     assert checksums.keys() == shapes.keys()
     return checksums, shapes

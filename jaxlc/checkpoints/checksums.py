@@ -1,11 +1,13 @@
 """Names, shapes and checksums of the arrays of a checkpoint, and whether they are finite."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlc.runtime.barrier import Program
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
 
@@ -17,6 +19,33 @@ def shapes_of(tree) -> dict[str, tuple[int, ...]]:
 
 def _is_key(x) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def keys_as_words(tree):
+    """The tree with the words of PRNG keys in their place; of arrays or their shapes."""
+
+    def words_of(x):
+        if not _is_key(x):
+            return x
+        if isinstance(x, jax.Array):
+            return jax.random.key_data(x)
+        words = jax.eval_shape(jax.random.key_data, x)
+        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=x.sharding)
+
+    return jax.tree.map(words_of, tree)
+
+
+def words_as_keys(tree, like):
+    """The tree that `keys_as_words` has changed, with the PRNG keys of `like`."""
+
+    def key_of(words, x):
+        if not _is_key(x):
+            return words
+        key = jax.random.wrap_key_data(words)
+        assert key.dtype == x.dtype  # both are keys of JAX's default implementation
+        return key
+
+    return jax.tree.map(key_of, tree, like)
 
 
 def named_leaves(tree) -> list[tuple[str, jax.Array]]:
@@ -62,6 +91,7 @@ def nonfinite_param(summaries: dict[str, Summary]) -> str | None:
     return next((f"array {name} has NaN or infinite values" for name in names), None)
 
 
+@functools.partial(Program, "checksums")
 @jax.jit
 def _words(arrays: list[jax.Array]) -> jax.Array:
     """Checksum, and 1 if it is finite, of each array: uint32 [arrays, 2].

@@ -5,7 +5,6 @@ generation_config.json, config.json and the eos_token of tokenizer_config.json.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxlc.config.models.pretrained import (
     TEXT_FILES,
     TOKENIZER_FILE,
     Pretrained,
+    copy_file,
     eos_token_ids,
     read_json,
 )
@@ -61,7 +61,7 @@ def _copy(config: Config, source: Pretrained | None, target: Path) -> None:
     for name in TEXT_FILES:
         origin = base if name == GENERATION_FILE else directory
         if origin is not None and (origin / name).is_file():
-            shutil.copyfile(origin / name, target / name)
+            copy_file(origin, name, target)
     if _read(target / GENERATION_FILE) == {}:  # turns off the fallback of transformers to config.json
         (target / GENERATION_FILE).unlink(missing_ok=True)
 

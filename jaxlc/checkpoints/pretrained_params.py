@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 
-from jaxlc.checkpoints.checkpoint import restore_params
 from jaxlc.checkpoints.checkpoint_files import stored_dtypes
+from jaxlc.checkpoints.reading import restore_params
 from jaxlc.config.frozen import to_dict
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.paths import displayed
 from jaxlc.hf.load import left_out, load_params, open_files
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
@@ -51,7 +52,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
     if pretrained.is_run:
         _check_is_whole(pretrained)
         params = _restored_as(pretrained.directory.absolute(), abstract, config.model.vocab_size)
-        line = f"weights    of the checkpoint {pretrained.directory.absolute()}"
+        line = f"weights    of the checkpoint {displayed(pretrained.directory.absolute())}"
     else:
         family = family_of(pretrained.config_json(), config.model)
         params, num_bytes = load_params(
@@ -63,7 +64,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
             progress=progress,
         )
         line = f"weights    {pretrained.directory}, {num_bytes:,} bytes read by this process"
-        line += left_out(pretrained.directory, family)
+        line += left_out(pretrained.directory, family, config.model)
     if adapter_names:
         params = freezing.join(params, step.init_params(adapter_names))
     return params, line

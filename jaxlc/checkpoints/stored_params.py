@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxlc.checkpoints.checkpoint import restore_params
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, stored_dtypes
+from jaxlc.checkpoints.reading import restore_params
 from jaxlc.config import Config
 from jaxlc.hf.load import paths_of
 from jaxlc.models import decoder, freezing

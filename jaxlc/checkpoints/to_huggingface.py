@@ -110,18 +110,17 @@ def _write_weights(
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
-    with TensorWriter(target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes) as files:
+    float32_names = {name for layout in layouts.values() if layout.tensor.is_float32 for name in layout.names}
+    with TensorWriter(
+        target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes, float32_names=float32_names
+    ) as files:
         paths = list(abstract)
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
-                for layer, (name, weight) in enumerate(zip(layout.names, layout.arrays(array), strict=True)):
-                    merged = weight if adapter is None else adapter.merged(weight, layer)
-                    stored = layout.to_stored(merged)
-                    if layout.tensor.interleaved is None:
-                        files.write(name, stored, layout.first_row)
-                    else:
-                        files.write_columns(name, stored, layout.tensor.interleaved)
+                for index, (place, weight) in enumerate(zip(layout.places, layout.arrays(array), strict=True)):
+                    merged = weight if adapter is None else adapter.merged(weight, index)
+                    files.write(layout.name_at(place), layout.to_stored(merged), layout.region_at(place))
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:

@@ -21,7 +21,11 @@ class PosttrainConfig:
     kl: float = 0.0  # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
     # the reference model of dpo and kl. record: its log-probabilities are in the field reference_log_probs of the
     # records. base: the model without the adapters of LoRA, which takes one more forward pass, but no other weights.
-    reference: Literal["record", "base"] = "record"
+    # model: that of reference_model, whose weights are in pinned host memory; one more forward pass.
+    reference: Literal["record", "base", "model"] = "record"
+    # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
+    # settings. Empty: model.init_from.
+    reference_model: str = ""
     # policy losses: the old log-probabilities. policy: from the training forward, so that all ratios are 1. record:
     # from the field old_log_probs of the records.
     old_log_probs: Literal["policy", "record"] = "policy"
@@ -37,6 +41,11 @@ class PosttrainConfig:
     def uses_reference(self) -> bool:
         """Whether the loss needs the log-probabilities of a reference model."""
         return self.loss == "dpo" or bool(self.loss and self.kl)
+
+    @property
+    def uses_reference_model(self) -> bool:
+        """Whether the loss needs the weights of a reference model of its own."""
+        return self.uses_reference and self.reference == "model"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,6 +164,10 @@ class MemoryConfig:
     offload: tuple[str, ...] = ()  # tensors to save in pinned host memory instead of the device, same names as save
     parameters: Literal["device", "host"] = "device"  # memory of float32 parameters and gradients; host: pinned memory
     optimizer: Literal["device", "host"] = "device"  # memory of the optimizer moments; host: pinned memory
+    # number of neighboring devices that form a node, on a mesh of several nodes: once per step each node gathers a copy
+    # of the weights in the compute dtype, from which its layers gather, and gradients cross nodes once per step. 0: no
+    # copy; layers gather from all devices.
+    node_copy_devices: int = 0
     # tokens per device that a layer processes at once; attention still uses all keys and values. A multiple of
     # 2 x mesh.tensor that divides data.seq_len / mesh.context. 0: all tokens at once.
     tile_tokens: int = 0
@@ -252,6 +256,9 @@ class TrainConfig:
     # the products of the balance loss. layers: of sums over all layers, as in transformers. layer: of each layer, as in
     # Megatron-LM; the loss is their mean.
     balance_loss_over: Literal["layers", "layer"] = "layers"
+    # sigmoid router: what a step adds to the bias of an expert with fewer assignments than the mean, and subtracts from
+    # that of one with more (DeepSeek V3, arXiv:2412.19437, section 2.1.2; 0.001 there); 0: biases do not change.
+    balance_bias_rate: float = 0.0
     router_z_loss: float = 0.0  # coefficient of the mean of log(Z)^2, Z the normalizer of the router; 0: none
     # what happens at a NaN or infinite loss or gradient. stop: the run ends. skip: the update is skipped.
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -263,6 +270,11 @@ class TrainConfig:
     # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It needs an evaluation
     # at the step of each checkpoint.
     keep_best_checkpoints: int = 0
+    # directory on a disk of each machine, or in its memory as /dev/shm/jaxlc, for local checkpoints with a period of
+    # their own: every process writes its own parts of the arrays there. A run resumes from the latest one that all
+    # processes have, on the same mesh, unless there is a later one in the workdir. "": none.
+    local_checkpoints: str = ""
+    local_checkpoint_every_steps: int = 0  # steps between local checkpoints
     # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
     # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True

@@ -12,7 +12,7 @@ _MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
 _RUN_SETTINGS = (
     "data.tokenizer", "data.end_token",
     "train.seed", "train.keep_checkpoints", "train.keep_every_steps", "train.keep_best_checkpoints",
-    "train.wandb_project",
+    "train.local_checkpoints", "train.wandb_project",
 )  # fmt: skip
 FROM_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
 

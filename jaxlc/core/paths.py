@@ -25,6 +25,26 @@ def local_path(value: str | Path) -> Path:
     return Path(os.path.expanduser(value))  # unlike Path.expanduser, it does not raise for an unknown user
 
 
+def file_inside(directory: Path, name: object) -> Path:
+    """The file `name` of a directory that others may have written, such as a downloaded model.
+
+    A symbolic link may lead to another file of the directory, or, in the cache of the hub, of the same model.
+
+    Raises:
+      ValueError: the name has other parts than a file name, or the file is a link to a file elsewhere.
+    """
+    if not isinstance(name, str) or name in ("", "..") or "\0" in name or Path(name).name != name:
+        raise ValueError(f"{str(name)[:100]!r} is not the name of a file")
+    path, root = directory / name, directory.resolve()
+    if root.parent.name == "snapshots":  # MODEL/snapshots/REVISION has links to MODEL/blobs
+        root = root.parent.parent
+    if path.is_symlink() and not path.resolve().is_relative_to(root):
+        raise ValueError(
+            f"{name} is a symbolic link to {path.resolve()}, outside of {directory}; copy the file instead"
+        )
+    return path
+
+
 def displayed(path: Path) -> Path:
     """An absolute path relative to the working directory, if it is below it; other paths unchanged."""
     directory = Path.cwd()

@@ -44,6 +44,8 @@ LOSS = "loss"  # final norm, output head and cross entropy
 LOGITS = "logits"  # inside LOSS: logits of a chunk of tokens, and their gradient
 HEAD_GRADIENT = "head_gradient"  # inside LOSS: gradient of the output head, summed over chunks and ranks
 ACCUMULATE_GRADIENTS = "accumulate_gradients"  # sum of gradients over microbatches
+GATHER_NODE_COPY = "gather_node_copy"  # of weights, across nodes, once per step
+SUM_OVER_NODES = "sum_over_nodes"  # of the gradients of this copy, once per step
 GRADIENT_NORM = "gradient_norm"  # global norm of the gradients
 OPTIMIZER = "optimizer"  # optimizer update
 

@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import parse_json
 from jaxlc.core.progress_lines import progress_lines
 from jaxlc.evals.example import Example
 from jaxlc.evals.scoring import Score, cleaned, score_of
@@ -127,7 +128,7 @@ def _text_on_all_processes(path: Path) -> str:
 
 def _parsed(line: str) -> dict | None:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
 

@@ -9,6 +9,8 @@ from typing import Literal
 
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.counts import count_text
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import read_json_lines
 from jaxlc.core.text_table import aligned
 
 SCORES_FILE = "scores.jsonl"
@@ -49,12 +51,19 @@ class ScoreRow:
 
 
 def read_scores(directory: Path) -> list[ScoreRow]:
-    """The scores in the directory of a checkpoint; none if it has no file."""
+    """The scores in the directory of a checkpoint; none if it has no file.
+
+    Raises:
+      UserError: the file is damaged.
+    """
     path = directory / SCORES_FILE
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for row in rows:
-        row["standard_error"] = math.nan if row["standard_error"] is None else row["standard_error"]
-    return [ScoreRow(**row) for row in rows]
+    rows = read_json_lines(path) if path.exists() else []
+    try:
+        for row in rows:
+            row["standard_error"] = math.nan if row["standard_error"] is None else row["standard_error"]
+        return [ScoreRow(**row) for row in rows]
+    except (TypeError, KeyError) as error:
+        raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
 
 
 def comparison(scores: Mapping[str, Sequence[ScoreRow]]) -> list[str]:

@@ -18,6 +18,7 @@ from jaxlc.generation.sampling import Sampling, choose_tokens
 from jaxlc.generation.text_stream import TextStream
 from jaxlc.models import decoder
 from jaxlc.models.rope import TablesOfKinds, depends_on_length, stacked_tables
+from jaxlc.runtime.barrier import Program
 from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.step import TrainStep
 
@@ -52,7 +53,7 @@ class Generator:
         self._rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
         dtype = compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
         self.cached_step = CachedStep(config=self.config, mesh=self.mesh, compute_dtype=dtype, cache_dtype=dtype)
-        self._steps: dict[CacheLayout, jax.stages.Wrapped] = {}
+        self._steps: dict[CacheLayout, Program] = {}
         self.set_params(params)
 
     def set_params(self, params: dict | None) -> None:
@@ -117,10 +118,10 @@ class Generator:
             raise UserError(f"invalid token id in a prompt: expected integers from 0 to {vocab_size - 1}")
         return ids.astype(np.int32)
 
-    def step(self, layout: CacheLayout) -> jax.stages.Wrapped:
+    def step(self, layout: CacheLayout) -> Program:
         """The compiled `CachedDecoder` of this cache layout; the cache is updated in place."""
         if layout not in self._steps:
-            self._steps[layout] = self.cached_step.jitted(layout)
+            self._steps[layout] = Program("generation", self.cached_step.jitted(layout))
         return self._steps[layout]
 
     def tables(self, layout: CacheLayout, prompts: Sequence[np.ndarray]) -> TablesOfKinds | None:

@@ -69,7 +69,7 @@ def open_files(
       Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
-    files.tensors = _of_language_model(files.tensors, family)
+    files.tensors = _of_language_model(files.tensors, family, model)
     if family.quantization:
         files.tensors = mxfp4.joined(files.tensors)
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model)
@@ -77,10 +77,10 @@ def open_files(
     return files, layouts
 
 
-def left_out(directory: Path, family: Family) -> str:
+def left_out(directory: Path, family: Family, model: ModelConfig) -> str:
     """The tensors in `directory` that `load_params` does not read, for the start report: "" or "; left out: ..."."""
     names = TensorFiles(directory).tensors
-    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.other_prefixes}
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.prefixes_left_out(model)}
     texts = [f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count]
     return f"; left out: {', '.join(texts)}" if texts else ""
 
@@ -109,8 +109,9 @@ def layouts_of(
 
 
 def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:
-    """The layout of a parameter with the dimensions [layers, ...]; [layers, experts, ...] with a tensor per expert."""
-    if "{expert}" in tensor.name:
+    """The layout of a parameter with the dimensions [layers, ...]; [layers, experts, ...] with a tensor, or a part of
+    one, per expert."""
+    if "{expert}" in tensor.name or tensor.is_stacked:
         return Layout(tensor=tensor, shape=shape[2:], layers=layers, num_experts=shape[1])
     return Layout(tensor=tensor, shape=shape[1:], layers=layers)
 
@@ -138,11 +139,11 @@ def _num_bytes(param: jax.ShapeDtypeStruct) -> int:
     return math.prod(param.shape) * param.dtype.itemsize
 
 
-def _of_language_model(tensors: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _of_language_model(tensors: Mapping[str, Any], family: Family, model: ModelConfig) -> dict[str, Any]:
     """The tensors of the language model, with the names that they have in a model without images."""
-    renamed = {}
+    renamed, left_out = {}, family.prefixes_left_out(model)
     for name, tensor in tensors.items():
-        if not name.startswith(family.other_prefixes):
+        if not name.startswith(left_out):
             prefix = next((prefix for prefix in family.multimodal_prefixes if name.startswith(prefix)), "")
             renamed[family.multimodal_prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return renamed
@@ -196,7 +197,7 @@ def read_shard(files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, 
     slices = [slice(min(start, size), min(stop, size)) for (start, stop, _), size in zip(within, layout.shape)]
     target = tuple(slice(0, piece.stop - piece.start) for piece in slices)
     for place in np.ndindex(shard.shape[:num_stacked]):
-        name = layout.name_at(tuple(start + i for start, i in zip(first, place)))
-        part = files.read(name, *layout.stored_slices(slices))
+        stored_place = tuple(start + i for start, i in zip(first, place))
+        part = files.read(layout.name_at(stored_place), *layout.stored_slices(slices, stored_place))
         shard[place][target] = layout.from_stored(part, slices)
     return shard

@@ -4,7 +4,7 @@ Format (https://github.com/huggingface/safetensors): 8 bytes with the length of 
 dtype, shape and byte range of each tensor, and the data, little-endian and row-major.
 """
 
-import json
+import itertools
 import math
 import mmap
 import struct
@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import parse_json, read_json_file
+from jaxlc.core.paths import file_inside
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
@@ -113,17 +115,20 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
     index_path = directory / INDEX_FILE
     if not index_path.is_file():
         if (directory / SINGLE_FILE).is_file():
-            return {directory / SINGLE_FILE: set()}
+            try:
+                return {file_inside(directory, SINGLE_FILE): set()}
+            except ValueError as error:
+                raise UserError(f"cannot read {directory / SINGLE_FILE}: {error}") from None
         others = sorted(path.name for path in directory.glob("*.bin"))
         hint = f"; {others[0]} is a PyTorch file: convert it with save_pretrained of transformers" if others else ""
         raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     try:
-        file_of: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        file_of: dict[str, str] = read_json_file(index_path)["weight_map"]
+        files: dict[Path, set[str]] = {}
+        for name, file in file_of.items():
+            files.setdefault(file_inside(directory, file), set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read {index_path} ({reason_of(error)}); download it again") from error
-    files: dict[Path, set[str]] = {}
-    for name, file in file_of.items():
-        files.setdefault(directory / file, set()).add(name)
     missing = sorted(path.name for path in files if not path.is_file())
     if missing:
         raise UserError(
@@ -146,20 +151,25 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             data_start = _LENGTH.size + header_bytes
             if header_bytes > _MAX_HEADER_BYTES or data_start > num_bytes:
                 raise ValueError(f"its header has {header_bytes} bytes and the file {num_bytes}")
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(header_bytes))
             header.pop("__metadata__", None)
-            tensors, ends = {}, [data_start]
+            tensors, spans = {}, [(data_start, data_start)]
             for name, entry in header.items():
                 start, end = entry["data_offsets"]
+                if not all(type(number) is int and number >= 0 for number in (start, end, *entry["shape"])):
+                    raise ValueError(f"{name} has the offsets {start}, {end} and the shape {entry['shape']}")
                 tensors[name] = StoredTensor(
                     path=path, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset_bytes=data_start + start
                 )
                 dtype = _STORED_DTYPES.get(entry["dtype"])
                 if dtype is not None and end - start != math.prod(entry["shape"]) * dtype.itemsize:
                     raise ValueError(f"{name} has {end - start} bytes and the shape {entry['shape']}")
-                ends.append(data_start + end)
+                spans.append((data_start + start, data_start + end))
+            spans.sort()
+            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+                raise ValueError("tensors overlap")
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a valid safetensors file ({reason_of(error)}); download it again") from error
-    if max(ends) > num_bytes:
-        raise UserError(f"{path} is truncated: it has {num_bytes:,} of {max(ends):,} bytes; download it again")
+    if spans[-1][1] > num_bytes:
+        raise UserError(f"{path} is truncated: it has {num_bytes:,} of {spans[-1][1]:,} bytes; download it again")
     return tensors

@@ -18,7 +18,15 @@ Where XLA merges instructions it merges their names too: "prefix/(path:path:path
 import re
 from typing import Literal
 
-from jaxlc.core.scopes import CORE_ATTENTION, MORE_DOCUMENTS, RING_STEP, SCOPES, SHARED_PREFIX, SLIDING_WINDOW
+from jaxlc.core.scopes import (
+    CORE_ATTENTION,
+    MORE_DOCUMENTS,
+    RECURRENCE,
+    RING_STEP,
+    SCOPES,
+    SHARED_PREFIX,
+    SLIDING_WINDOW,
+)
 
 Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
@@ -54,6 +62,12 @@ def is_in_attention(op_name: str) -> bool:
     weights.
     """
     return all(CORE_ATTENTION in components(path) for path in _paths(op_name))
+
+
+def is_in_token_mixing(op_name: str) -> bool:
+    """As `is_in_attention`, or to the recurrence of linear attention, convolutions included."""
+    mixing = {CORE_ATTENTION, *RECURRENCE}
+    return all(mixing & set(components(path)) for path in _paths(op_name))
 
 
 def has_window(op_name: str) -> bool:

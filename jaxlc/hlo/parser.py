@@ -11,13 +11,14 @@ A computation precedes its callers. In a scheduled module, instructions are list
 A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory space; a tuple lists several.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
+
+from jaxlc.core.foreign_files import parse_json
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory; 0 is device memory
 
@@ -107,8 +108,8 @@ class Instruction:
     def backend_config(self) -> dict[str, Any]:
         """The GPU compiler's annotations; empty if there are none, or if they are not JSON."""
         try:
-            return json.loads(self.attributes.get("backend_config", "{}"))
-        except json.JSONDecodeError:
+            return parse_json(self.attributes.get("backend_config", "{}"))
+        except ValueError:
             return {}
 
 

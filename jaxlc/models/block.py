@@ -5,6 +5,8 @@ initial value. The abstract tree, shardings, byte counts and the sharding table 
 bf16 if they are frozen; a layer computes in the dtype of its input.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -58,7 +60,8 @@ class Block(nnx.Module):
 
     def project(self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array:
         """einsum(subscripts, x, weight), plus the output of the adapter."""
-        out = self.matmul(name, subscripts, x, in_use(weight, shard, x.dtype))
+        multiply = functools.partial(self.matmul, name, subscripts)
+        out = shard.product(multiply, x, in_use(weight, shard, x.dtype), weight.dims)
         return out if self.lora is None else self.lora.add(name, subscripts, out, x, shard=shard)
 
 

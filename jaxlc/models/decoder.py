@@ -92,11 +92,11 @@ class Decoder(nnx.Module):
         return x_BTD
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
-        """The output head, sharded over tensor along V."""
+        """The output head, sharded over tensor along V; of the copy of a node with a first dimension of nodes."""
         stored = self.embedding if self.head is None else self.head
         with jax.named_scope(scopes.GATHER_WEIGHTS):
             weight = shard.head(stored[...], stored.dims, compute_dtype)
-        return weight.T if self.head is None else weight
+        return jnp.swapaxes(weight, -1, -2) if self.head is None else weight
 
 
 def init(model: ModelConfig, vocab_size_padded: int, key: jax.Array, lora: LoraConfig | None = None) -> dict:
@@ -161,7 +161,7 @@ def apply(
     shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
     joined = join(params.trainable, params.frozen)
     joined = {name: part if name in LAYER_STACKS else shard.fetched(part) for name, part in joined.items()}
-    vocab_size_padded = joined["embedding"].shape[0]
+    vocab_size_padded = joined["embedding"].shape[-2]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)
     decoder = nnx.merge(graph_def, joined, params.histories or {}, _bf16_flags(model, state, fp8))
     output = decoder(tokens_BT, positions_BT, model.layer_kinds, context, lambda path, _: path in frozen_in_layer)

@@ -11,6 +11,7 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.chunks import over_chunks
 from jaxlc.sharding.rules import Sharder
 
+_DIMS = ("vocab", "model")
 _VOCAB_SPLIT = PartitionSpec(TENSOR, None)
 _LOOKUP_CHUNK_TOKENS = 8192  # per device: 128 MiB of float32 gradients at D = 4096
 
@@ -41,7 +42,7 @@ def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype)
         x_tD, _ = over_chunks(look_up_chunk, x_tD, len(tokens_t), _own_chunk_tokens(shard))
         return x_tD.reshape(*tokens_bt.shape, -1)
 
-    table_VD = shard.weight(embedding_VD, ("vocab", "model"), dtype)
+    table_VD = shard.of_node(shard.weight(embedding_VD, _DIMS, dtype), _DIMS)
     tokens, residual = _token_specs(tokens_BT)
     specs = dict(in_specs=(_VOCAB_SPLIT, tokens), out_specs=residual, check_vma=False)
     return jax.shard_map(local, mesh=shard.mesh, **specs)(table_VD, tokens_BT)
@@ -53,7 +54,12 @@ def _lookup_forward(embedding_VD, tokens_BT, shard, dtype):
 
 def _lookup_backward(shard, _dtype, residuals, dx_BTD):
     embedding_VD, tokens_BT = residuals
-    num_rows = len(embedding_VD) // shard.mesh.shape[TENSOR]
+    num_rows = embedding_VD.shape[-2] // shard.mesh.shape[TENSOR]
+    is_copy = embedding_VD.ndim > len(_DIMS)
+    mesh, sum_axes, specs, out_spec = shard.mesh, (*BATCH_AXES, CONTEXT), _token_specs(tokens_BT), _VOCAB_SPLIT
+    if is_copy:  # each node sums over its own tokens
+        mesh, sum_axes, specs = shard.nodes.mesh, shard.nodes.inner, tuple(map(shard.nodes.spec, specs))
+        out_spec = PartitionSpec(shard.nodes.outer, *_VOCAB_SPLIT)
 
     @jax.named_scope(scopes.EMBEDDING)
     def local(tokens_bt, dx_btD):
@@ -67,10 +73,11 @@ def _lookup_backward(shard, _dtype, residuals, dx_BTD):
 
         gradient_vD = jnp.zeros((num_rows, dx_tD.shape[-1]), jnp.float32)
         gradient_vD, _ = over_chunks(add_chunk, gradient_vD, len(tokens_t), _own_chunk_tokens(shard))
-        return jax.lax.psum(gradient_vD, (*BATCH_AXES, CONTEXT))
+        gradient_vD = jax.lax.psum(gradient_vD, sum_axes)
+        return gradient_vD[None] if is_copy else gradient_vD
 
-    specs = dict(in_specs=_token_specs(tokens_BT), out_specs=_VOCAB_SPLIT, check_vma=False)
-    return jax.shard_map(local, mesh=shard.mesh, **specs)(tokens_BT, dx_BTD), None
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
+    return split(tokens_BT, dx_BTD), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -22,7 +22,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.models.experts import CHOICE
+from jaxlc.models.blocks.experts import CHOICE
 from jaxlc.models.layers import DecoderLayer, LayerOutput
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch, schedule_after
@@ -59,7 +59,8 @@ def run_layer(
     ranges: Any,
     prefetch: Prefetch | None = None,
     *,
-    attention: TileAttention,
+    layer_type: type["TiledLayer"],
+    attention: Any,
     saves_attention: bool,
     shard: Sharder,
     tables: RopeTables | None,
@@ -70,19 +71,24 @@ def run_layer(
     attention_lse.
 
     Args:
-      ranges: the mask as key ranges, of `attention.prepare`; None: each sequence is one document.
+      ranges: of `attention.prepare`: the mask as key ranges, None if each sequence is one document; or segments.
+      layer_type, attention: how the layer computes: `AttentionLayer` and a `TileAttention`, or those of `delta_tiles`.
       saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
       The output with x_nBtD, and the prefetched weights (None without `prefetch`).
     """
     x_nBtD = checkpoint_name(x_nBtD, "residual")
-    weights = jax.tree.map(
-        lambda param: param if is_vector(param.dims) else param.replace(in_use(param, shard, x_nBtD.dtype)),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
-    )
-    layer = _TiledLayer(
+
+    def weight(param: nnx.Variable) -> nnx.Variable:
+        if is_vector(param.dims):
+            return param
+        # As `delta_net` does, convolutions are in float32.
+        dtype = jnp.float32 if "taps" in param.dims else x_nBtD.dtype
+        return param.replace(in_use(param, shard, dtype))
+
+    weights = jax.tree.map(weight, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    layer = layer_type(
         layer_def=layer_def,
         shard=dataclasses.replace(shard, weights_are_gathered=True),
         tables=tables,
@@ -99,30 +105,51 @@ def run_layer(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TiledLayer:
-    """The forward and backward rules of a layer; see `run_layer` for the fields."""
+class TiledLayer:
+    """A layer of which subclasses define the forward and backward rules; see `run_layer` for the fields."""
 
     layer_def: nnx.GraphDef  # definition of a DecoderLayer
     shard: Sharder
     tables: RopeTables | None
-    attention: TileAttention
+    attention: Any
     saves_attention: bool
 
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
+    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch) -> tuple:
         """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the backward pass."""
+        raise NotImplementedError
+
+    def backward(self, residuals, gradients) -> tuple:
+        """The gradients of the operands of `forward`."""
+        raise NotImplementedError
+
+    def layer(self, weights) -> DecoderLayer:
+        return nnx.merge(self.layer_def, *weights)
+
+    def after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk=None):
+        """(output, chosen_Btk or None)"""
+        operands = x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk
+        return self.layer(weights).after_attention(*operands, shard=self.shard)
+
+
+class AttentionLayer(TiledLayer):
+    """A layer with attention."""
+
+    attention: TileAttention
+
+    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
         attention = self.attention
         kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 
         def run_tile(x_nBtD, operands):
             tile, positions_Bt = operands
-            x_BtD = _at(x_nBtD, tile)
+            x_BtD = at(x_nBtD, tile)
             q_BtNH, gate_BtNH, sinks_N = self._queries(weights, x_BtD, positions_Bt)
             results = attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
-            (y_BtD, sums), chosen_Btk = self._after_attention(weights, x_BtD, results[0], gate_BtNH, positions_Bt)
-            return _put(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums, chosen_Btk)
+            (y_BtD, sums), chosen_Btk = self.after_attention(weights, x_BtD, results[0], gate_BtNH, positions_Bt)
+            return put_at(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums, chosen_Btk)
 
         def run_tiles(x_nBtD):
-            return lax.scan(run_tile, x_nBtD, (_tiles(x_nBtD), positions_nBt))
+            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), positions_nBt))
 
         (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
         if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
@@ -149,14 +176,14 @@ class _TiledLayer:
             )
             results = saved or attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
             _, rest_vjp = jax.vjp(
-                lambda w, *x: self._after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
+                lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
                 *(trainable, x_BtD, results[0], gate_BtNH),
             )
-            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(LayerOutput(_at(dx_nBtD, tile), dsums))
+            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
             dq_BtNH, dkv, dsinks_N = attention.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
             dweights_queries, dx_queries = queries_vjp((dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N))
-            dweights = _add(_add(dweights, dweights_rest), dweights_queries)
-            return (_put(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
+            dweights = add(add(dweights, dweights_rest), dweights_queries)
+            return (put_at(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
 
         def keys_values_backward(carry, operands):
             dx_nBtD, dweights = carry
@@ -166,9 +193,9 @@ class _TiledLayer:
             )
             dk_dv = jax.tree.map(lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v)
             dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
-            return (_put(dx_nBtD, _at(dx_nBtD, tile) + dx_BtD, tile), _add(dweights, dweights_tile)), None
+            return (put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile), add(dweights, dweights_tile)), None
 
-        tiles = _tiles(x_nBtD)
+        tiles = tile_indices(x_nBtD)
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
         carry, _ = lax.scan(tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved, chosen_nBtk))
@@ -195,42 +222,34 @@ class _TiledLayer:
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
         # The zeros depend on x, so that they are not allocated before it.
         x_nBtD, zero = lax.optimization_barrier((x_nBtD, jnp.zeros((), empty.dtype)))
-        kv, _ = lax.scan(put, empty + zero, (_tiles(x_nBtD), x_nBtD, positions_nBt))
+        kv, _ = lax.scan(put, empty + zero, (tile_indices(x_nBtD), x_nBtD, positions_nBt))
         return attention.exchange(kv, ranges)
 
-    def _layer(self, weights) -> DecoderLayer:
-        return nnx.merge(self.layer_def, *weights)
-
     def _tile_keys_values(self, weights, x_BtD, positions_Bt):
-        layer = self._layer(weights)
+        layer = self.layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
         return layer.attention.keys_values(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
 
     def _queries(self, weights, x_BtD, positions_Bt):
         """(q_BtNH, gate_BtNH or None, sinks_N or None)"""
-        layer = self._layer(weights)
+        layer = self.layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
         queries = layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
         return *queries, layer.attention.sinks_N
 
-    def _after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk=None):
-        """(output, chosen_Btk or None)"""
-        operands = x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk
-        return self._layer(weights).after_attention(*operands, shard=self.shard)
 
-
-def _tiles(x_nBtD: jax.Array) -> jax.Array:
+def tile_indices(x_nBtD: jax.Array) -> jax.Array:
     return jnp.arange(len(x_nBtD), dtype=jnp.int32)
 
 
-def _at(x_nBtD: jax.Array, tile: jax.Array) -> jax.Array:
+def at(x_nBtD: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x_nBtD, tile, keepdims=False)
 
 
-def _put(x_nBtD: jax.Array, x_BtD: jax.Array, tile: jax.Array) -> jax.Array:
+def put_at(x_nBtD: jax.Array, x_BtD: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x_nBtD, x_BtD, tile, 0)
 
 
-def _add(total, more):
+def add(total, more):
     """Adds gradients, in the dtype of `total`."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)

@@ -14,11 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
-from jaxlc.models.activations import gated
-from jaxlc.models.attention_block import Attention
-from jaxlc.models.block import Block, matrix, residual_depth_scale
-from jaxlc.models.delta_net import GatedDeltaNet
-from jaxlc.models.experts import Experts, FeedForwardOutput
+from jaxlc.models.blocks.attention_block import Attention
+from jaxlc.models.blocks.delta_net import GatedDeltaNet
+from jaxlc.models.blocks.experts import Experts
+from jaxlc.models.blocks.mlp import MLP
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.norms import RMSNorm
@@ -28,31 +27,6 @@ from jaxlc.sharding.rules import Sharder
 
 # The block of each mixer (`core/mixers`).
 BLOCKS: Mapping[str, type[Attention | GatedDeltaNet]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet}
-
-
-class MLP(Block):
-    """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times w_down."""
-
-    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
-        super().__init__(model, keys, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
-        D, F = model.model_dim, model.ffn_dim
-        self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F)
-        self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)
-        self.w_down = matrix(keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
-        self.activation = model.activation
-
-    @jax.named_scope(scopes.MLP)
-    def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
-    ) -> FeedForwardOutput:
-        """`x_BTD` is the input of the block, gathered over tensor; the other arguments are those of experts."""
-        del positions_BT, chosen_BTk
-        gate_BTF = shard.ffn(self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard))
-        up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
-        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
-        hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
-        down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
-        return FeedForwardOutput(shard.residual(down_BTD), {})
 
 
 # The block of each entry of `core.mixers.FEED_FORWARDS`.

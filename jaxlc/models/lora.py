@@ -14,6 +14,7 @@ Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dime
 fsdp and context; in a matrix without it, R is.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 
 import jax
@@ -49,11 +50,13 @@ class Adapter(nnx.Module):
         operands, _, out_dims = subscripts.partition("->")
         x_dims, _, w_dims = operands.partition(",")
         token_dims = x_dims[:2]
-        x_BTR = product(f"{x_dims},{x_dims[2:]}R->{token_dims}R", x, in_use(self.a, shard, x.dtype))
+        to_rank = functools.partial(product, f"{x_dims},{x_dims[2:]}R->{token_dims}R")
+        x_BTR = shard.product(to_rank, x, in_use(self.a, shard, x.dtype), self.a.dims)
         if "model" in self.b.dims:  # the sum over tensor, scattered along the sequence as the output
             x_BTR = shard.residual(x_BTR)
         x_BTR = (self.scale * x_BTR.astype(jnp.float32)).astype(x.dtype)
-        return product(f"{token_dims}R,R{w_dims[len(x_dims) - 2 :]}->{out_dims}", x_BTR, in_use(self.b, shard, x.dtype))
+        from_rank = functools.partial(product, f"{token_dims}R,R{w_dims[len(x_dims) - 2 :]}->{out_dims}")
+        return shard.product(from_rank, x_BTR, in_use(self.b, shard, x.dtype), self.b.dims)
 
 
 def _rank_name(names: Collection[str]) -> str:

@@ -11,13 +11,19 @@ from jaxlc.config.models.context_length import context_warning
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.generation.rollout_memory import rollout_memory
+from jaxlc.plan.compiled_program import compile_log_probs
+from jaxlc.plan.memory import evaluation_peak_bytes
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents
+from jaxlc.plan.record import ReferencePass
 from jaxlc.plan.result import Plan
 from jaxlc.plan.step_program import StepProgram
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
+from jaxlc.simulate.timeline import predict
 from jaxlc.simulate.topology import Topology, make_mesh
+from jaxlc.step import verify_compiled
 from jaxlc.step.layer_kernels import layer_kernels
+from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep, build_step
 
 
@@ -54,9 +60,23 @@ def plan_step(
         plan = dataclasses.replace(plan, evaluation_peak_bytes=program.evaluation_peak_bytes)
     if (rollouts := rollout_memory(step, documents.longest_trace if documents else 0)) is not None:
         plan = dataclasses.replace(plan, rollouts=rollouts)
+    if step.reference is not None:
+        plan = dataclasses.replace(plan, reference=_reference_pass(program))
     if documents:
         plan = dataclasses.replace(plan, packing=estimate_packing(documents, program))
     return plan
+
+
+def _reference_pass(program: StepProgram) -> ReferencePass:
+    """Compiles the reference model of the step. Raises UserError as `plan_step`."""
+    reference = program.step.reference
+    compiled = compile_log_probs(reference)
+    verify_compiled.check_host_copies(compiled.program)
+    return ReferencePass(
+        seconds=predict(compiled.program, program.model).step_seconds,
+        peak_bytes=evaluation_peak_bytes(program.step, program.memory, compiled),
+        host_bytes=bytes_per_device(reference.abstract_state.params),
+    )
 
 
 def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:

@@ -53,6 +53,11 @@ def compile_evaluation(step: TrainStep) -> CompiledProgram:
     return _compile_part(step, step.lower_evaluation, place_params, step.compile_evaluation)
 
 
+def compile_log_probs(step: TrainStep) -> CompiledProgram:
+    """The log-probabilities of a batch, `TrainStep.jitted_log_probs`. Raises UserError as `compile_step`."""
+    return _compile_part(step, step.lower_log_probs, place_params, step.compile_log_probs)
+
+
 def _compile_part(step: TrainStep, lower: Callable, place: Callable, compile_lowered: Callable) -> CompiledProgram:
     def compiled(options: dict) -> Compiled:
         lowered = lower()

@@ -69,7 +69,7 @@ class Memory:
     scheduler_limit_bytes: int  # XLA's scheduler's limit for temporaries and symmetric arrays
     host_parameters_bytes: int  # pinned host memory per GPU
     host_optimizer_bytes: int  # pinned host memory per GPU
-    host_bytes_per_device: int  # pinned host memory of the step, including its temporaries
+    host_bytes_per_device: int  # pinned host memory of the step, including its temporaries, and of the reference
     host_bytes_per_node: int  # pinned host memory of the step, of all GPUs of a node
     staging_bytes_per_node: int  # while a checkpoint is written
     host_capacity_per_node_bytes: int  # typical for the GPUs, or --host_memory_gib
@@ -175,6 +175,8 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
     stats, program, dump = compiled.compiled.memory_analysis(), compiled.program, compiled.dump
     host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
+    if step.reference is not None:
+        host_bytes += bytes_per_device(step.reference.abstract_state.params)
     heap = step.config.runtime.nvshmem_heap_bytes or DEFAULT_NVSHMEM_HEAP_BYTES
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     host_bytes_per_node = host_bytes * gpus_per_node

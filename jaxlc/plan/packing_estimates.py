@@ -77,7 +77,8 @@ def read_documents(config: Config, source: str) -> Documents:
     Args:
       source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in documents of an
         eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64", in which
-        "tree:131072+8x8192" is a prefix that 8 documents continue.
+        "tree:131072+8x8192" is a prefix that 8 documents continue. Without attention.shared_prefixes, these are 8
+        documents of 139,264 tokens, which may take several sequences.
     Raises:
       UserError: none of these, the documents do not fit a sequence, or the corpus cannot be read.
     """
@@ -95,18 +96,36 @@ def read_documents(config: Config, source: str) -> Documents:
         return Documents(source, [train.document_lengths(i) for i in range(min(train.num_sequences, num_sequences))])
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
-        raise UserError(f"the tree in {source} needs --config.attention.shared_prefixes=True")
-    if any(prefixes) and config.memory.tile_tokens:
-        raise UserError(
-            f"unsupported: an estimate of the tree in {source} with config.memory.tile_tokens="
-            f"{config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or lengths without a tree"
-        )
+        return Documents(source, _separate_rows(source, lengths, prefixes, seq_len))
     if sum(lengths) > seq_len:
         raise UserError(
             f"the document lengths {source} have {sum(lengths):,} tokens in total: expected at most"
             f" config.data.seq_len={seq_len}"
         )
     return Documents(source, [np.array(lengths)], tuple(prefixes))
+
+
+def _separate_rows(source: str, lengths: Sequence[int], prefixes: Sequence[int], seq_len: int) -> list[np.ndarray]:
+    """Sequences in which each branch repeats its prefix; a document is in the first sequence that has room.
+
+    Raises:
+      UserError: a document is longer than a sequence.
+    """
+    sequences: list[list[int]] = []
+    for number, (length, prefix) in enumerate(zip(lengths, prefixes), start=1):
+        if number in prefixes:
+            continue
+        row = length + (lengths[prefix - 1] if prefix else 0)
+        if row > seq_len:
+            raise UserError(
+                f"the document lengths {source} have a document of {row:,} tokens, with its prefix: expected at most"
+                f" config.data.seq_len={seq_len}"
+            )
+        fitting = next((sequence for sequence in sequences if sum(sequence) + row <= seq_len), None)
+        if fitting is None:
+            sequences.append(fitting := [])
+        fitting.append(row)
+    return [np.array(sequence) for sequence in sequences]
 
 
 def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:

@@ -1,7 +1,6 @@
 """The values of a plan as plain data, and their JSON with stable keys."""
 
 import dataclasses
-import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Self
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import read_json_file
 from jaxlc.generation.rollout_memory import RolloutMemory
 from jaxlc.hlo.thunks import Launches
 from jaxlc.plan.memory import Memory
@@ -39,6 +39,15 @@ class Change:
     fits: bool  # device and host memory
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """The forward pass of the reference model of posttrain.reference=model, before each step."""
+
+    seconds: float  # estimated; not in predicted.step_seconds
+    peak_bytes: int  # on the device, with the training state
+    host_bytes: int  # its weights in pinned host memory, in memory.host_bytes_per_device too
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord:
     """A training step compiled ahead of time. Bytes are per GPU, counts per optimizer step."""
@@ -63,9 +72,8 @@ class PlanRecord:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
     evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
-    rollouts: RolloutMemory | None = (
-        None  # config.rollouts.source=model: beside the training state; None: it is not set
-    )
+    rollouts: RolloutMemory | None = None  # beside the training state; None: config.rollouts.source is not "model"
+    reference: ReferencePass | None = None  # None: the loss needs no weights of a reference model
     packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 
     @property
@@ -99,17 +107,19 @@ class PlanRecord:
         Raises:
           UserError: the file cannot be read, or is not a plan.
         """
-        values, name = (source, "the values") if isinstance(source, Mapping) else (_read(Path(source)), str(source))
+        values, name = (
+            (source, "the values") if isinstance(source, Mapping) else (read_plan_file(Path(source)), str(source))
+        )
         try:
             return _construct(cls, values)
         except (AttributeError, TypeError) as error:
             raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_plan_file(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        values = read_json_file(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"cannot read the plan {path}: {error}") from error
     if not isinstance(values, Mapping):
         raise UserError(f"invalid plan: {path} contains no JSON object; write it again with --json")
@@ -121,7 +131,7 @@ def _construct(hint: Any, value: Any) -> Any:
 
     Raises:
       TypeError: a dataclass or NamedTuple lacks a field.
-      AttributeError, TypeError: a value is no object or list, where the type needs one.
+      AttributeError, TypeError: a value has another type.
     """
     if value is not None and isinstance(hint, UnionType):  # T | None
         hint = typing.get_args(hint)[0]
@@ -129,4 +139,9 @@ def _construct(hint: Any, value: Any) -> Any:
         return tuple(_construct(typing.get_args(hint)[0], item) for item in value)
     if isinstance(hint, type) and (hints := typing.get_type_hints(hint)):
         return hint(**{name: _construct(hints[name], item) for name, item in value.items() if name in hints})
+    if typing.get_origin(hint) is dict:
+        return {name: _construct(typing.get_args(hint)[1], item) for name, item in value.items()}
+    expected = {int: int, float: (int, float), str: str, bool: bool}.get(hint)
+    if expected and (not isinstance(value, expected) or isinstance(value, bool) is not (hint is bool)):
+        raise TypeError(f"{value!r:.40} is no {hint.__name__}")
     return value

@@ -25,7 +25,7 @@ def page(plan: PlanRecord, advise_command: str) -> str:
     """
     sections = (
         _head(plan),
-        [*_memory(plan.memory), *_evaluation(plan), *_rollouts(plan)],
+        [*_memory(plan.memory), *_evaluation(plan), *_reference(plan), *_rollouts(plan)],
         _collectives(plan),
         _ring(plan),
         _kernels(plan),
@@ -113,6 +113,14 @@ def _memory(memory: Memory) -> Iterator[str]:
 def _evaluation(plan: PlanRecord) -> Iterator[str]:
     if plan.evaluation_peak_bytes is not None:
         yield _row("peak of an evaluation", plan.evaluation_peak_bytes, "with the training state")
+
+
+def _reference(plan: PlanRecord) -> Iterator[str]:
+    if (reference := plan.reference) is None:
+        return
+    seconds = estimate_text(reference.seconds, plan.predicted.interval)
+    yield _row("peak of the reference", reference.peak_bytes, f"with the training state; {seconds} before each step")
+    yield _row("  weights", reference.host_bytes, "in pinned host memory")
 
 
 def _rollouts(plan: PlanRecord) -> Iterator[str]:

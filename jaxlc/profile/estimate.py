@@ -1,7 +1,7 @@
 """The estimate that a trace is compared with: of the compiled step that was traced, or of a stored plan."""
 
 import gzip
-import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from jaxlc.config import from_dict
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import read_json_file
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate import timeline
@@ -18,6 +19,7 @@ from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, topology
 from jaxlc.train.step_profiler import PROGRAM_FILE, RUN_FILE
 
+_MAX_PROGRAM_BYTES = 1 << 30  # uncompressed
 _PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the program
 _GPUS_PER_DOMAIN = {"gb200": 64}  # assumed, as are 8 of all others
 
@@ -46,11 +48,21 @@ def read_run(trace: Path) -> TracedRun:
         program, about = directory / PROGRAM_FILE, directory / RUN_FILE
         if program.exists() and about.exists():
             try:
-                text = gzip.decompress(program.read_bytes()).decode()
-                return TracedRun(program=analyze(text), about=json.loads(about.read_text()))
-            except (OSError, EOFError, ValueError) as error:
+                with gzip.open(program) as file:
+                    text = file.read(_MAX_PROGRAM_BYTES + 1)
+                if len(text) > _MAX_PROGRAM_BYTES:
+                    raise ValueError(f"the program has more than {_MAX_PROGRAM_BYTES:,} bytes")
+                return TracedRun(program=analyze(text.decode()), about=_checked(read_json_file(about)))
+            except (OSError, EOFError, ValueError, zlib.error) as error:
                 raise UserError(f"cannot read {program} and {about.name}: {error}; trace the steps again") from error
     return TracedRun()
+
+
+def _checked(about: Any) -> dict[str, Any]:
+    types = dict(config=dict, num_devices=int, device_kind=str)
+    if not isinstance(about, dict) or not all(isinstance(about.get(name), kind) for name, kind in types.items()):
+        raise ValueError(f"expected a JSON object with {', '.join(types)}")
+    return about
 
 
 def predict(run: TracedRun, *, plan: str, topology_name: str, constants: str) -> Estimate | None:

@@ -1,5 +1,5 @@
 """Configures the environment, then starts JAX. Importing this package does not import JAX."""
 
-from jaxlc.runtime.start import import_jax, start
+from jaxlc.runtime.start import import_jax, start, start_training
 
-__all__ = ["import_jax", "start"]
+__all__ = ["import_jax", "start", "start_training"]

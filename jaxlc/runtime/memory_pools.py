@@ -90,9 +90,10 @@ def pooled_host_bytes(config: Config) -> int:
 
 
 def pinned_host_bytes(config: Config) -> int:
-    """Pinned host memory per GPU that a training step needs, estimated; 0 if config.memory uses none.
+    """Pinned host memory per GPU that a training step needs, estimated; 0 if the config uses none.
 
-    It is the sum of the training state with memory.optimizer and memory.parameters "host", and of temporary buffers:
+    It is the sum of the training state with memory.optimizer and memory.parameters "host", of the weights of
+    posttrain.reference="model", and of temporary buffers:
     gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is written.
     `jaxlc plan` compares it with the compiled step.
     """
@@ -102,15 +103,18 @@ def pinned_host_bytes(config: Config) -> int:
 def _state_and_temporary_bytes(config: Config) -> tuple[int, int]:
     """The two parts of `pinned_host_bytes`."""
     memory, mesh = config.memory, config.mesh
+    num_shards = mesh.fsdp * mesh.context * mesh.tensor
+    reference_bytes = 0
+    if config.posttrain.uses_reference_model:
+        reference_bytes = _PARAMETER_BYTES * math.ceil(num_params(config.model) / num_shards)
     if not memory.offload and "host" not in (memory.parameters, memory.optimizer):
-        return 0, 0
+        return reference_bytes, 0
     per_parameter = dict(state=0, gradients=0, on_gpu=0)
     per_parameter["state" if memory.parameters == "host" else "on_gpu"] += _PARAMETER_BYTES
     per_parameter["state" if memory.optimizer == "host" else "on_gpu"] += _MOMENTS_BYTES
     if memory.parameters == "host":  # the sum over microbatches, and those of the current one
         num_sums = 2 if config.train.gradient_accumulation_steps > 1 else 1
         per_parameter["gradients"] = num_sums * _GRADIENT_BYTES
-    num_shards = mesh.fsdp * mesh.context * mesh.tensor
     num_frozen = num_frozen_params(config.model, config.lora, config.train)
     num_trained = num_params(config.model) - num_frozen + num_adapter_params(config.model, config.lora)
     state, gradients, on_gpu = (math.ceil(num_trained / num_shards) * num_bytes for num_bytes in per_parameter.values())
@@ -119,7 +123,7 @@ def _state_and_temporary_bytes(config: Config) -> tuple[int, int]:
         state += frozen_bytes
     elif config.train.checkpoint_frozen:
         on_gpu += frozen_bytes
-    return state, max(gradients + _offloaded_bytes(config), on_gpu)
+    return state + reference_bytes, max(gradients + _offloaded_bytes(config), on_gpu)
 
 
 def _offloaded_bytes(config: Config) -> int:

@@ -6,7 +6,6 @@ every process keeps a connection to process 0, which the operating system closes
 
 import atexit
 import contextlib
-import errno
 import os
 import selectors
 import socket
@@ -30,10 +29,9 @@ PEER_LOST_STATUS = 75
 _BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
 _COLLECTIVE_SECONDS = 5.0  # by which a link may report the loss of a process later than a collective fails
 _KEEPALIVE_PROBES = 3
-_ENDS = {"failed", "lost", "unreachable"}  # messages after which this process ends; the last is of this process
-_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 _RESTART = "run the same command again"
 _HINT_SECONDS = 5.0  # a file system may fail with the other machine
+_LAST_SECONDS = 22.0  # how long process 0 waits for the others: until the timer of `watchdog` has ended one that hangs
 
 
 class Link:
@@ -84,6 +82,13 @@ class Link:
         """Waits for the thread to notice that another process has ended; returns after `seconds` if none has."""
         self._thread.join(seconds)
 
+    def wait_for_others(self, seconds: float) -> None:
+        """On process 0, waits until the others have ended. When it ends, JAX aborts those whose Python code does not
+        run, before their timer writes their stacks."""
+        end = time.monotonic() + seconds
+        for connection in self._connections if self._me.process_id == 0 else ():
+            connection.wait_for_end(end - time.monotonic())
+
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             for connection in self._connections:
@@ -91,7 +96,7 @@ class Link:
             while selector.get_map():
                 for key, _ in selector.select():
                     messages = _receive(key.data)
-                    if messages is None or any(message.keys() & _ENDS for message in messages):
+                    if messages is None or any(message.keys() & {"failed", "lost"} for message in messages):
                         self._lose(key.data, messages or [])
                         return
                     if any("bye" in message for message in messages):
@@ -101,10 +106,10 @@ class Link:
         name = connection.member.name if connection.member else "another process"
         status, seconds = PEER_LOST_STATUS, _BROADCAST_SECONDS
         text = f"{name} ended unexpectedly"
+        if connection.unreachable:
+            text = f"the network does not reach {name} ({connection.unreachable})"
         for message in messages:
-            if "unreachable" in message:
-                text = f"the network does not reach {name} ({message['unreachable']})"
-            elif "lost" in message:  # from process 0
+            if "lost" in message:  # from process 0
                 text, status = message["lost"], message["status"]
             elif "failed" in message:
                 text, status, seconds = f"{name} failed: {message['failed']}", 1, _FAILURE_SECONDS
@@ -118,6 +123,7 @@ class Link:
 
 
 _link: Link | None = None
+_ending = threading.Lock()  # held by the thread that ends the process
 _restart_hint: Callable[[], str] = lambda: "start all processes again"
 
 
@@ -157,6 +163,7 @@ def report_failure(error: BaseException) -> None:
 
     if isinstance(error, jax.errors.JaxRuntimeError):
         _link.wait_for_loss(_COLLECTIVE_SECONDS)
+    _wait_for_end()
     _link.close(failure=_text_of(error))
 
 
@@ -168,23 +175,35 @@ def exit_process(status: int) -> NoReturn:
 
 
 def end_run(text: str, status: int = PEER_LOST_STATUS, *, announces: bool = False) -> NoReturn:
-    """Prints why this process ends, and ends it, in a few seconds also if a file system or another process hangs.
+    """Prints why this process ends, and ends it, in a few seconds also if a file system or another process hangs;
+    process 0 ends after the others, or after `_LAST_SECONDS`.
 
     Args:
       announces: the other processes print `text` and end as well.
     """
-    if announces and (link := _link) is not None:
+    _ending.acquire()
+    start, link = time.monotonic(), _link
+    if announces and link is not None:
         call_within(_BROADCAST_SECONDS, lambda: link.close(lost=text))
         time.sleep(_BROADCAST_SECONDS)
     if _RESTART not in text:  # the errors of a full disk and of a lost directory say it themselves
         text += f"; {call_within(_HINT_SECONDS, _restart_hint) or 'start all processes again'}"
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {text}", file=sys.stderr, flush=True)
+    if link is not None and status == PEER_LOST_STATUS:
+        link.wait_for_others(start + _LAST_SECONDS - time.monotonic())
     end_process(status)
+
+
+def _wait_for_end() -> None:
+    """Does not return if another thread ends this process, whose collectives then fail."""
+    if _ending.locked():
+        _ending.acquire()
 
 
 def _at_exit() -> None:
     assert _link is not None
+    _wait_for_end()
     if getattr(sys, "last_value", None) is None:
         _link.close()
     else:  # an exception that nothing caught
@@ -200,9 +219,8 @@ def _text_of(error: BaseException) -> str:
 def _receive(connection: Connection) -> list[Message] | None:
     try:
         return connection.receive()
-    except (OSError, ValueError) as error:
-        is_unreachable = isinstance(error, OSError) and error.errno in _UNREACHABLE
-        return [{"unreachable": os.strerror(error.errno)}] if is_unreachable else None
+    except (OSError, ValueError):
+        return None
 
 
 def _keep_alive(connected: socket.socket, heartbeat_seconds: float) -> None:

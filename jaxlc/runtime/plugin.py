@@ -11,7 +11,7 @@ Version = tuple[int, ...]
 def check_plugin() -> None:
     """Raises UserError if the versions of the GPU plugin and jaxlib differ, because XLA's features depend on both."""
     jaxlib = importlib.metadata.version("jaxlib")
-    package, version = _plugin() or ("", jaxlib)
+    package, version = installed_plugin() or ("", jaxlib)
     if version != jaxlib:
         pjrt = package.replace("plugin", "pjrt")
         raise UserError(
@@ -22,11 +22,11 @@ def check_plugin() -> None:
 
 def xla_version() -> Version:
     """The version of the GPU plugin; without one, the version of jaxlib, which a plugin must equal."""
-    _, version = _plugin() or ("", importlib.metadata.version("jaxlib"))
+    _, version = installed_plugin() or ("", importlib.metadata.version("jaxlib"))
     return tuple(int(number) for number in re.match(r"\d+(?:\.\d+)*", version)[0].split("."))
 
 
-def _plugin() -> tuple[str, str] | None:
+def installed_plugin() -> tuple[str, str] | None:
     """The package and version of the installed GPU plugin, in the order in which JAX searches for it."""
     for package in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:

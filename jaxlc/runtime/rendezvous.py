@@ -8,6 +8,7 @@ connections stay open: `jaxlc.runtime.peers` watches them.
 import contextlib
 import errno
 import ipaddress
+import resource
 import selectors
 import socket
 import time
@@ -25,6 +26,7 @@ _WELCOME_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
 _GRACE_SECONDS = 10.0  # after the timeout, for the error of process 0, which names the missing processes
 _PORT_IN_USE_SECONDS = 5.0  # how long an earlier run on the same port may take to end
+_OTHER_OPEN_FILES = 1024  # libraries, checkpoints, data
 _ADVICE = "start all processes, or set a longer config.runtime.start_timeout_seconds"
 
 
@@ -67,6 +69,7 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
     Raises:
       UserError: the port is in use, a process is missing after the timeout, or processes contradict each other.
     """
+    _allow_open_files(me.num_processes)
     clock, arrived = _Clock(config.start_timeout_seconds), dict[int, Connection]()
     with _listen(config.coordinator_address) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -88,6 +91,25 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
     for connection in arrived.values():
         connection.send(go=True)
     return list(arrived.values())
+
+
+def _allow_open_files(num_processes: int) -> None:
+    """Raises the limit of open files of process 0, which is 1,024 on many systems: each process of the run has a
+    connection to `peers` and one to JAX's coordination service.
+
+    Raises:
+      UserError: the system does not allow as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * num_processes + _OTHER_OPEN_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"process 0 of {num_processes} needs {needed:,} open files, and `ulimit -Hn` on {socket.gethostname()} is"
+            f" {hard:,}: raise this limit, or start one process per machine"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _admit(connection: Connection, me: Member, arrived: dict[int, Connection]) -> bool:
@@ -216,15 +238,42 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
             connection.socket.settimeout(clock.seconds_to_timeout + _GRACE_SECONDS)
 
 
+def bind_address(address: str) -> str:
+    """Where process 0 listens, IP:PORT: the interface that has the coordinator's address.
+
+    All interfaces, [::]:PORT, if no interface of this machine has that address, as behind a service of Kubernetes, or
+    if /etc/hosts gives the name of this machine a loopback address, which the other machines do not use.
+
+    Args:
+      address: HOST:PORT of the coordinator.
+    """
+    host, _, port = address.rpartition(":")
+    for ip in _addresses(host, int(port)):
+        is_usable = not ip.is_loopback or host.strip("[]") in ("localhost", str(ip))
+        if is_usable and _is_local(str(ip)):
+            return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+    return f"[::]:{port}"
+
+
+def _addresses(host: str, port: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses of a host; empty if it does not resolve."""
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return sorted({ipaddress.ip_address(info[4][0]) for info in infos}, key=str)
+
+
 def _listen(address: str) -> socket.socket:
-    """A socket that accepts connections on all addresses of this machine, as JAX's coordination service does."""
-    port = int(address.rpartition(":")[2])
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    """A socket that accepts connections where JAX's coordination service will do so."""
+    host, _, port_text = bind_address(address).rpartition(":")
+    host, port = "" if host == "[::]" else host.strip("[]"), int(port_text)
+    is_dual = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     deadline_seconds = time.monotonic() + _PORT_IN_USE_SECONDS
     while True:
         try:
-            return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+            return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise UserError(f"cannot listen at port {port} for {address}: {reason_of(error)}") from error
@@ -254,11 +303,9 @@ def _connection_problem(error: OSError) -> str:
 def _note(address: str, *, is_process_0: bool) -> str:
     """A possible problem with the coordinator's address on this machine, after a semicolon; "": none."""
     host, _, port = address.rpartition(":")
-    try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+    ips = _addresses(host, int(port))
+    if not ips:
         return f"; {host} does not resolve on {socket.gethostname()}" if is_process_0 else ""
-    ips = sorted({ipaddress.ip_address(info[4][0]) for info in infos}, key=str)
     if all(ip.is_loopback for ip in ips):
         return (
             f"; {host} is the loopback address {ips[0]} on {socket.gethostname()}, which only processes on the same"

@@ -5,14 +5,23 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxlc._jax_internals import backends_are_initialized
-from jaxlc.config import RuntimeConfig
+from jaxlc.config import Config, RuntimeConfig
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import compilation_cache, launcher, memory_pools, peers, stderr, transport, unified_memory
+from jaxlc.runtime import (
+    compilation_cache,
+    launcher,
+    memory_pools,
+    peers,
+    rendezvous,
+    stderr,
+    transport,
+    unified_memory,
+)
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -54,6 +63,7 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
                 num_processes=config.num_processes,
                 process_id=config.process_id,
                 cluster_detection_method="deactivate",  # see launcher.py
+                coordinator_bind_address=rendezvous.bind_address(config.coordinator_address),
                 initialization_timeout=config.start_timeout_seconds,
                 heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS if is_watched else config.heartbeat_seconds,
             )
@@ -61,6 +71,19 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
         platform = jax.devices()[0].platform
     compilation_cache.configure(config, platform)
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
+
+
+def start_training(configs: Sequence[Config], *, is_preflight: bool = False) -> None:
+    """Starts JAX for a training run, as `start`.
+
+    Args:
+      configs: of the stages of the run.
+      is_preflight: the run is only checked, without a watchdog.
+    """
+    first = configs[0].runtime
+    pinned_host_bytes = max(map(memory_pools.pooled_host_bytes, configs))
+    is_watched = first.watchdog_factor > 0 and not is_preflight
+    start(first, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
 
 
 def import_jax() -> None:

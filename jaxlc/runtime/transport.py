@@ -133,7 +133,7 @@ def environment_of(devices: Sequence) -> TransportEnvironment:
         devices_per_process=max(num_devices.values()),
         xla_version=xla_version(),
         nccl_version=nccl_version() if are_attached else _FIRST_NCCL_WITH_PUT,
-        has_nvshmem=not are_attached or _find_library("nvshmem", _NVSHMEM) is not None,
+        has_nvshmem=not are_attached or find_library("nvshmem", _NVSHMEM) is not None,
         is_nvshmem_started=not are_attached or users_options(os.environ).get(NVSHMEM_OPTION) in ("true", "1"),
     )
 
@@ -144,7 +144,7 @@ def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
     A compile option would not be enough: XLA selects the allocator of communication buffers when it opens the device,
     and reads XLA_FLAGS for it. The user's settings take precedence.
     """
-    library = _find_library("nvshmem", _NVSHMEM)
+    library = find_library("nvshmem", _NVSHMEM)
     transport_environment = TransportEnvironment(
         num_processes=config.num_processes,
         devices_per_process=_num_visible_gpus(environment),
@@ -167,7 +167,7 @@ def prepare(config: RuntimeConfig, environment: dict[str, str]) -> None:
 
 def nccl_version() -> Version | None:
     """The version of the NCCL library that XLA loads; None if it is not installed."""
-    path = _find_library("nccl", _NCCL)
+    path = find_library("nccl", _NCCL)
     if path is None:
         return None
     code = ctypes.c_int()
@@ -175,7 +175,7 @@ def nccl_version() -> Version | None:
     return code.value // 10_000, code.value // 100 % 100, code.value % 100  # NCCL 2.9 and newer
 
 
-def _find_library(package: str, name: str) -> str | None:
+def find_library(package: str, name: str) -> str | None:
     """The library in NVIDIA's pip package `nvidia.<package>`, else in the loader's search path; None if in neither."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec(f"nvidia.{package}")
     for directory in spec.submodule_search_locations if spec else ():

@@ -79,16 +79,22 @@ def fraction_for(machine: Machine) -> float:
 
 def find_machine() -> Machine:
     """Describes this machine from nvidia-smi and /sys. Does not start JAX."""
-    query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-    lines = ()
-    if shutil.which(query[0]):
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # it hangs if a GPU has failed
-            result = subprocess.run(query, capture_output=True, text=True, timeout=60)
-            lines = result.stdout.splitlines() if result.returncode == 0 else ()
-    kinds, mebibytes = zip(*(line.rsplit(", ", 1) for line in lines)) if lines else ((), ())
+    rows = query_gpus("name", "memory.total")
+    kinds, mebibytes = zip(*rows) if rows else ((), ())
     is_known = bool(mebibytes) and all(size.isdigit() for size in mebibytes)
     smallest = min(map(int, mebibytes)) * 2**20 if is_known else 0
     return Machine(tuple(kinds), smallest, host_memory_bytes(Path("/sys/devices/system/node")))
+
+
+def query_gpus(*fields: str) -> list[list[str]]:
+    """The fields of nvidia-smi of each GPU, memory in MiB; empty if it is not installed, fails or hangs."""
+    query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    if shutil.which(query[0]):
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # it hangs if a GPU has failed
+            result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+            if result.returncode == 0:
+                return [line.split(", ") for line in result.stdout.splitlines()]
+    return []
 
 
 def host_memory_bytes(nodes: Path) -> int:

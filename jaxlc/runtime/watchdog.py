@@ -39,7 +39,7 @@ STEP = "step"
 _LEAST_DURATIONS, _KEPT_DURATIONS = 5, 50
 _TICK_SECONDS = 1.0
 _REPORT_SECONDS = 5.0  # limit of the time to write the report
-_ALARM_SECONDS = 25.0  # after the deadline
+_ALARM_SECONDS = 20.0  # after the deadline
 _STOPPED_SECONDS = 10.0  # a tick that is so late shows that this process was stopped, for example by Ctrl-Z
 _MAX_NAMED = 4  # processes in the last line
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
@@ -255,11 +255,17 @@ def phase(name: str, *, repeats: bool = True) -> Iterator[None]:
       repeats: False: every duration is normal, so there is no deadline.
     """
     watched = contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name, repeats=repeats)
+    with _timed(name), watched:
+        yield
+
+
+@contextlib.contextmanager
+def _timed(name: str) -> Iterator[None]:
+    """Adds the time of the block to `phase_seconds`."""
     start = time.monotonic()
     _nested_seconds.append(0.0)
     try:
-        with watched:
-            yield
+        yield
     finally:
         seconds = time.monotonic() - start
         _phase_seconds[name] += seconds - _nested_seconds.pop()
@@ -294,6 +300,8 @@ def dispatched(step: int) -> None:
         _watchdog.dispatched(step)
 
 
-def fetching(step: int) -> contextlib.AbstractContextManager[None]:
-    """The program waits for the results of the steps up to `step`."""
-    return contextlib.nullcontext() if _watchdog is None else _watchdog.fetching(step)
+@contextlib.contextmanager
+def fetching(step: int) -> Iterator[None]:
+    """The program waits for the results of the steps up to `step`: the phase `DEVICES`."""
+    with _timed(DEVICES), contextlib.nullcontext() if _watchdog is None else _watchdog.fetching(step):
+        yield

@@ -133,8 +133,13 @@ class Layout:
         group = memory.layers_per_remat_group
         saved = {"residual"} if group > 1 else _saved(memory)
         activations = activation_bytes(config, saved - {*memory.offload}, config.model.num_layers // group)
+        copies = 0.0
+        if memory.node_copy_devices:  # in two bytes each; with several microbatches also a float32 sum of gradients
+            gradient_bytes = 2 if config.train.gradient_accumulation_steps == 1 else 6
+            copies = 2 * (self.num_trained + self.num_frozen) + gradient_bytes * self.num_trained
+            copies /= memory.node_copy_devices
         # Without remat also what is between the named tensors: norms, activation functions.
-        return state / self.num_shards + activations * (2 if memory.remat == "none" else 1)
+        return state / self.num_shards + copies + activations * (2 if memory.remat == "none" else 1)
 
     def _working_bytes(self, config: Config) -> float:
         """Values and gradients of the layers that are computed, the gathered output head with its gradient, logits."""

@@ -1,7 +1,6 @@
 """The results of a search, best first: a table in terminals and notebooks, CSV, and plots."""
 
 import csv
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxlc.core import extras, html
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import read_json_lines
 from jaxlc.core.text_table import aligned
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.ranking import NUM_MESHES, mesh_of, name_of
@@ -161,14 +161,18 @@ class Ranking:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of `path`; none if it does not exist. Removes a truncated last line from the file."""
+    """The rows of `path`; none if it does not exist. Removes a truncated last line from the file.
+
+    Raises:
+      UserError: another line is not a JSON object.
+    """
     if not path.exists():
         return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        path.write_text(complete)
-    return [json.loads(line) for line in complete.splitlines()]
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    if complete != content:
+        path.write_bytes(complete)
+    return read_json_lines(path)
 
 
 def row_text(row: Row) -> str:

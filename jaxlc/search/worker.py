@@ -46,17 +46,23 @@ def estimate(config: Config, constants: str = "", devices_per_process: int = 1, 
 
 
 def row_of(result: "Plan", config: Config) -> Row:
-    """The columns of a compiled step; `worker_processes` adds its status."""
+    """The columns of a compiled step, for its documents if the plan has them; `worker_processes` adds its status."""
     from jaxlc.plan.memory import USABLE_HOST_SHARE
 
     predicted, memory, ring = result.predicted, result.memory, result.ring
     low, high = predicted.step_seconds_interval
     largest = (f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3])
     by_resource = predicted.seconds_by_resource.items()
+    times, relative = {name: getattr(predicted, name) for name in _TIMES}, 1.0
+    if result.packing is not None:
+        documents = result.packing.estimates[-1]  # the mean, or the only one
+        relative = documents.step_seconds / predicted.step_seconds
+        times |= dict(step_seconds=documents.step_seconds, mfu_causal=documents.mfu_documents)
+        times["tokens_per_second_per_device"] = documents.tokens_per_second_per_device
     return dict(
-        **{name: getattr(predicted, name) for name in _TIMES},
-        step_seconds_low=low,
-        step_seconds_high=high,
+        **times,
+        step_seconds_low=low * relative,
+        step_seconds_high=high * relative,
         time_by_resource=", ".join(f"{name} {seconds / predicted.step_seconds:.2g}" for name, seconds in by_resource),
         **{name: getattr(memory, name) for name in _MEMORY},
         device_compiled_bytes=memory.device_arguments_bytes + memory.device_temp_bytes + memory.symmetric_used_bytes,

@@ -3,10 +3,13 @@
 Parameters have two shardings. For storage they are also sharded over fsdp and context, whose ranks use the same weights
 (ZeRO-3, Rajbhandari et al. 2020). For compute a layer gathers its weights, which then remain sharded over tensor only
 (Shoeybi et al. 2019). A dimension is sharded over the subset of its axes with the largest product that divides it.
+With config.memory.node_copy_devices there is a third one, of the copy of a node (`nodes`).
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, WEIGHT_AXES
+from jaxlc.sharding.nodes import Nodes, storage_order
 
 Axes = tuple[str, ...]
 
@@ -64,8 +68,27 @@ def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
 
 
 def storage_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads", "head_dim")."""
-    return _fit([storage_axes(name, rules) for name in dims], shape, mesh)
+    """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads", "head_dim").
+
+    `mesh` may be that of `Nodes`.
+    """
+    return _fit([storage_order(storage_axes(name, rules), mesh) for name in dims], shape, mesh)
+
+
+def copy_spec(dims: Axes, shape: tuple[int, ...], nodes: Nodes, rules: ShardingRules = RULES) -> PartitionSpec:
+    """The sharding of a parameter in the copy of one node: that of storage without the axes over nodes."""
+    stored = storage_spec(dims, shape, nodes.mesh, rules)
+    return PartitionSpec(*(tuple(a for a in axes_of(entry) if a not in nodes.outer) or None for entry in stored))
+
+
+def is_copied(dims: Axes, rules: ShardingRules = RULES) -> bool:
+    """Whether the copy of a node has this parameter: a matrix that fsdp and context shard."""
+    return not is_vector(dims) and any(set(storage_axes(name, rules)) & set(WEIGHT_AXES) for name in dims)
+
+
+def axes_of(entry) -> Axes:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def compute_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
@@ -94,6 +117,7 @@ class Sharder:
 
     mesh: Mesh
     rules: ShardingRules = RULES
+    nodes: Nodes | None = None  # parameters are stored on the mesh of these nodes; weights may be their copies
     weights_are_gathered: bool = False  # `weight` has already been applied to all weights
     weights_on_host: bool = False  # parameters and their gradients are stored in host memory
     reduces_in_float32: bool = False  # gradients of layer weights are summed over ranks in float32
@@ -105,15 +129,17 @@ class Sharder:
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
         """Casts a stored parameter to `dtype` and then gathers it for compute: the all-gather moves `dtype`.
 
+        Of the copy of a node, the result keeps the dimension of nodes; `product` and `by_rank` accept it, and `of_node`
+        removes it.
+
         The first constraint has no effect in the forward pass. In the backward pass it shards the gradient immediately,
         so that the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it,
         XLA moved the cast after the gather when it recomputed a layer, and gathered float32.
         """
         if self.weights_are_gathered:
             return stored
-        stored = self._constrain(stored, storage_spec(dims, stored.shape, self.mesh, self.rules))
-        cast = jax.lax.optimization_barrier(stored.astype(dtype))
-        return self._constrain(cast, compute_spec(dims, stored.shape, self.mesh, self.rules))
+        stored = self._stored(stored, dims)
+        return self._in_use(jax.lax.optimization_barrier(stored.astype(dtype)), dims)
 
     def layer_weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
         """As `weight`, for a matrix product of a layer; its values in float32 if gradients are reduced in float32.
@@ -123,15 +149,13 @@ class Sharder:
         """
         if self.weights_are_gathered or not self.reduces_in_float32 or dtype == stored.dtype:
             return self.weight(stored, dims, dtype)
-        storage = storage_spec(dims, stored.shape, self.mesh, self.rules)
-        compute = compute_spec(dims, stored.shape, self.mesh, self.rules)
 
         @jax.custom_vjp
         def rounded(stored):
             return self.weight(stored, dims, dtype).astype(stored.dtype)
 
         def backward(_, gradient):
-            return (self._constrain(self._constrain(gradient, compute), storage),)
+            return (self._stored(self._in_use(gradient, dims), dims),)
 
         rounded.defvjp(lambda stored: (rounded(stored), None), backward)
         return rounded(stored)
@@ -142,7 +166,6 @@ class Sharder:
         The backward of `weight` would gather it first: its constraint to the sharding for compute applies to the
         gradient too.
         """
-        storage = storage_spec(dims, stored.shape, self.mesh, self.rules)
 
         @jax.custom_vjp
         def gathered(stored):
@@ -150,11 +173,77 @@ class Sharder:
 
         def backward(_, gradient):
             # Without the barrier, XLA held a second copy of the float32 gradient where weights are in host memory.
-            gradient = jax.lax.optimization_barrier(self._constrain(gradient, storage))
+            gradient = jax.lax.optimization_barrier(self._stored(gradient, dims))
             return (gradient.astype(stored.dtype),)
 
         gathered.defvjp(lambda stored: (gathered(stored), None), backward)
         return gathered(stored)
+
+    def product(self, function: Callable, x: jax.Array, w: jax.Array, dims: Axes) -> jax.Array:
+        """`function(x, w)`, linear in w: contracts the last dimensions of x [B, T, ...] with the first of w.
+
+        Where `w` is of the copy of a node, its gradient is the sum over the tokens of the node.
+
+        Args:
+          w: a result of `weight`; dims: the names of its dimensions.
+        """
+        if not self._is_copy(w, dims):
+            return function(x, w)
+        nodes, features = self.nodes, tuple(compute_spec(dims, w.shape[1:], self.mesh, self.rules))
+        tokens = tuple(_fit(self.rules.gathered[:2], x.shape[:2], self.mesh))
+        x_spec = PartitionSpec(*tokens, *features[: x.ndim - 2])
+        out_spec = PartitionSpec(*tokens, *features[x.ndim - 2 :])
+        w_spec = PartitionSpec(nodes.outer, *features)
+
+        def gradient(x, w, dout):
+            (dw,) = jax.vjp(functools.partial(function, x), w[0])[1](dout)
+            return jax.lax.psum(dw, nodes.inner)[None]
+
+        @jax.custom_vjp
+        def run(x, w):
+            return function(x, self.of_node(w, dims))
+
+        def backward(operands, dout):
+            x, w = operands
+            dout = self._constrain(dout, out_spec)
+            (dx,) = jax.vjp(lambda x: function(x, self.of_node(w, dims)), x)[1](dout)
+            in_specs = nodes.spec(x_spec), w_spec, nodes.spec(out_spec)
+            split = jax.shard_map(gradient, mesh=nodes.mesh, in_specs=in_specs, out_specs=w_spec, check_vma=False)
+            return dx, split(x, w, dout)
+
+        run.defvjp(lambda *operands: (run(*operands), operands), backward)
+        return run(x, w)
+
+    def of_node(self, w: jax.Array, dims: Axes) -> jax.Array:
+        """A result of `weight` without the dimension of nodes, if it has one: each rank has the weights of its node."""
+        if not self._is_copy(w, dims):
+            return w
+        spec = compute_spec(dims, w.shape[1:], self.mesh, self.rules)
+        in_specs = PartitionSpec(self.nodes.outer, *spec)
+        split = jax.shard_map(
+            operator.itemgetter(0), mesh=self.nodes.mesh, in_specs=in_specs, out_specs=spec, check_vma=False
+        )
+        return self._constrain(split(w), spec)
+
+    def _is_copy(self, w: jax.Array, dims: Axes) -> bool:
+        return w.ndim == len(dims) + 1
+
+    def _stored(self, w: jax.Array, dims: Axes) -> jax.Array:
+        """A parameter, or one of the copy of a node, in its sharding for storage."""
+        if self.nodes is None:
+            return self._constrain(w, storage_spec(dims, w.shape, self.mesh, self.rules))
+        if self._is_copy(w, dims):
+            spec = PartitionSpec(self.nodes.outer, *copy_spec(dims, w.shape[1:], self.nodes, self.rules))
+        else:
+            spec = storage_spec(dims, w.shape, self.nodes.mesh, self.rules)
+        return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
+
+    def _in_use(self, w: jax.Array, dims: Axes) -> jax.Array:
+        """A parameter, or one of the copy of a node, in its sharding for compute."""
+        if not self._is_copy(w, dims):
+            return self._constrain(w, compute_spec(dims, w.shape, self.mesh, self.rules))
+        spec = PartitionSpec(self.nodes.outer, *compute_spec(dims, w.shape[1:], self.mesh, self.rules))
+        return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
 
     def residual(self, x_BTD: jax.Array) -> jax.Array:
         return self._activation(x_BTD, self.rules.residual)
@@ -178,25 +267,35 @@ class Sharder:
 
         Args:
           tokens: tree of arrays [B, T, ...] that are `gathered`.
-          weights: tree of arrays that `weight` returned; dims: the same tree of their dimensions.
+          weights: tree of arrays that `weight` returned; dims: the same tree of their dimensions. Gradients of the copy
+            of a node are sums over the tokens of the node.
         """
         first = jax.tree.leaves(tokens)[0]
         rows, sequence = _fit(self.rules.gathered[:2], first.shape[:2], self.mesh)
         _, residual = _fit(self.rules.residual[:2], first.shape[:2], self.mesh)
         leaves, tree = jax.tree.flatten(weights)
         dims = tree.flatten_up_to(dims)
-        specs = tree.unflatten([compute_spec(d, w.shape, self.mesh, self.rules) for d, w in zip(dims, leaves)])
+        is_copy = tree.unflatten([self._is_copy(w, d) for w, d in zip(leaves, dims)])
+        mesh, translated = self.mesh, lambda spec: spec
+        if self.nodes is not None:
+            mesh, translated = self.nodes.mesh, self.nodes.spec
+
+        def weight_spec(w: jax.Array, dims: Axes) -> PartitionSpec:
+            shape = w.shape[-len(dims) :]
+            outer = (self.nodes.outer,) if self._is_copy(w, dims) else ()
+            return PartitionSpec(*outer, *compute_spec(dims, shape, self.mesh, self.rules))
 
         def local(tokens, weights):
-            out = function(tokens, weights)
+            out = function(tokens, jax.tree.map(lambda w, is_copy: w[0] if is_copy else w, weights, is_copy))
             if self.mesh.shape[TENSOR] == 1:
                 return out
             return jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
 
         tokens_spec, out_spec = PartitionSpec(rows, sequence), PartitionSpec(rows, residual)
         # check_vma: the gradients of tokens are partial sums over tensor, of weights over the other axes.
-        split = jax.shard_map(local, mesh=self.mesh, in_specs=(tokens_spec, specs), out_specs=out_spec, check_vma=False)
-        return split(tokens, weights)
+        specs = tree.unflatten(list(map(weight_spec, leaves, dims)))
+        in_specs, out_specs = (translated(tokens_spec), specs), translated(out_spec)
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(tokens, weights)
 
     def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:
         return self._constrain(x, _fit(dim_axes, x.shape, self.mesh))

@@ -11,7 +11,8 @@ from jaxlc.core import html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.counts import count_text
 from jaxlc.core.text_table import aligned
-from jaxlc.sharding.rules import storage_axes, storage_spec
+from jaxlc.sharding.nodes import storage_order
+from jaxlc.sharding.rules import axes_of, storage_axes, storage_spec
 
 _HEADINGS = ("parameter", "shape", "dtype", "sharded over", "bytes/device", "")
 _ALIGN = "llllrl"
@@ -95,29 +96,24 @@ def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
     return ShardingTable(rows=tuple(rows), num_devices=mesh.size)
 
 
-def _axes(entry) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _num_shards(axes: tuple[str, ...], mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the local shard of a device."""
-    return tuple(size // _num_shards(_axes(entry), mesh) for size, entry in zip(shape, spec))
+    return tuple(size // _num_shards(axes_of(entry), mesh) for size, entry in zip(shape, spec))
 
 
 def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:
-    sharded = [f"{name}:{'+'.join(_axes(entry))}" for name, entry in zip(names, spec) if entry is not None]
+    sharded = [f"{name}:{'+'.join(axes_of(entry))}" for name, entry in zip(names, spec) if entry is not None]
     return " ".join(sharded) or "-"
 
 
 def _unsharded(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Iterator[str]:
     """Yields a reason for each dimension that is not sharded over all axes of its rule."""
     for name, size, entry in zip(names, shape, spec):
-        rule_axes = tuple(axis for axis in storage_axes(name) if mesh.shape[axis] > 1)
-        if _axes(entry) != rule_axes:
+        rule_axes = tuple(axis for axis in storage_order(storage_axes(name), mesh) if mesh.shape[axis] > 1)
+        if axes_of(entry) != rule_axes:
             product = mesh_text({axis: mesh.shape[axis] for axis in rule_axes})
             yield f"! {name}={size} is not divisible by {product}"

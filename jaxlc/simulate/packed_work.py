@@ -35,8 +35,13 @@ class AttentionWork(NamedTuple):
 
     def total(self, num_ring_steps: int) -> float:
         """Pairs of full layers in all ring steps."""
-        own, ring_step = self.own_pairs + self.prefix_own_pairs, self.ring_step_pairs + self.prefix_ring_step_pairs
-        return own + (num_ring_steps - 1) * ring_step
+        return self.total_of(num_ring_steps, is_over_prefix=False) + self.total_of(num_ring_steps, is_over_prefix=True)
+
+    def total_of(self, num_ring_steps: int, *, is_over_prefix: bool) -> float:
+        """Those of branches and prefixes, or those of other pairs."""
+        if is_over_prefix:
+            return self.prefix_own_pairs + (num_ring_steps - 1) * self.prefix_ring_step_pairs
+        return self.own_pairs + (num_ring_steps - 1) * self.ring_step_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +97,13 @@ def sequence_work(
     pieces = _pieces(segment_ids_T, order_T, shards, tile_T)
     prefix_of = np.array([0, *(prefixes or [0] * len(lengths))])
     pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
-    work = np.stack([by_ring_step(pairs_of_tile) for pairs_of_tile in pairs])  # [tiles, ring steps, ranks]
-    prefix_work = by_ring_step(_prefix_pairs_by_rank(pieces, prefix_of, shards))[None]
+    prefix_pairs = _prefix_pairs_by_rank(pieces, prefix_of, shards, tile_T.max() + 1)
+    work, prefix_work = (np.stack([by_ring_step(of_tile) for of_tile in x]) for x in (pairs, prefix_pairs))
     if config.attention.strategy == "all_gather":
         work, prefix_work = (x.sum(axis=1, keepdims=True) for x in (work, prefix_work))
     slowest_ranks = (work + prefix_work).argmax(axis=2)[..., None]
     slowest, slowest_prefix = (
-        np.take_along_axis(np.broadcast_to(x, work.shape), slowest_ranks, axis=2).sum((0, 2)).astype(float)
-        for x in (work, prefix_work)
+        np.take_along_axis(x, slowest_ranks, axis=2).sum((0, 2)).astype(float) for x in (work, prefix_work)
     )
     calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents)).max(axis=1).astype(float)
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
@@ -190,12 +194,12 @@ def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarra
     return pairs
 
 
-def _prefix_pairs_by_rank(pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int) -> np.ndarray:
-    """int64 [query ranks, key ranks]: pairs of a query in a branch and a key in its prefix."""
-    tokens = np.zeros((num_ranks, len(prefix_of)), np.int64)
-    np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
-    keys = np.where(prefix_of > 0, tokens[:, prefix_of], 0)
-    return tokens @ keys.T
+def _prefix_pairs_by_rank(pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int, num_tiles: int) -> np.ndarray:
+    """int64 [tiles, query ranks, key ranks]: pairs of a query in a branch in a tile and a key in its prefix."""
+    queries = np.zeros((num_tiles, num_ranks, len(prefix_of)), np.int64)
+    np.add.at(queries, (pieces.tile, pieces.rank, pieces.document), pieces.num_tokens)
+    keys = np.where(prefix_of > 0, queries.sum(axis=0)[:, prefix_of], 0)
+    return queries @ keys.T
 
 
 def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int, few_documents: bool) -> np.ndarray:

@@ -8,14 +8,14 @@ replace each of them.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxlc.core import hardware
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import MAX_JSON_BYTES, parse_json, read_limited
 from jaxlc.core.hardware import Device, Efficiency
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.simulate import efficiency, interval
@@ -137,20 +137,21 @@ def from_file(path: str) -> Roofline:
     if not path:
         return Roofline()
     try:
-        return read(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"cannot read the constants file: {error}") from error
+        text = read_limited(Path(path), MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the constants file {path}: {reason_of(error)}") from error
+    return read(text)
 
 
-def read(text: str) -> Roofline:
+def read(text: str | bytes) -> Roofline:
     """Constants from JSON such as {"matmul_share": 0.7, "attention_share": {"cudnn": [0.62, 0.5]}}, else the defaults.
 
     Raises:
       UserError: the text is not JSON, a key is unknown, or a value is not a number in its range.
     """
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise UserError(f"the constants file is not valid JSON: {error}") from error
     known = [field.name for field in dataclasses.fields(Roofline)]
     if not isinstance(values, dict) or not values.keys() <= set(known):

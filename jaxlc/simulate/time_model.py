@@ -143,7 +143,8 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
         return min(1.0, work.window_pairs / (_local_tokens(config) * _num_window_keys(call, config)))
     if config.memory.tile_tokens:
         steps = num_ring_steps(config)
-        return (1.0 if config.attention.document_mask else 0.5) * work.total(steps) / whole.total(steps)
+        pairs = work.total_of(steps, is_over_prefix=call.is_over_prefix)
+        return (1.0 if config.attention.document_mask else 0.5) * pairs / whole.total(steps)
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
     if call.is_over_prefix:
         pairs = work.prefix_ring_step_pairs if call.is_ring_step else work.prefix_own_pairs

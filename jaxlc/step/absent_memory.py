@@ -22,9 +22,10 @@ def place_state(step: TrainStep, lowered: Lowered) -> None:
 
 
 def place_params(step: TrainStep, lowered: Lowered) -> None:
-    """As `place_state`, for the lowered evaluation of `step`."""
-    others = [None] * len(jax.tree.leaves(step.abstract_evaluation_batch))
-    place_in_memory(lowered, _kinds(step.memory_spaces.params) + others, [None])
+    """As `place_state`, for the lowered evaluation of `step`, or its log-probabilities."""
+    kinds = _kinds(step.memory_spaces.params)
+    others = [None] * (lowered.in_tree.num_leaves - len(kinds))
+    place_in_memory(lowered, kinds + others, [None])
 
 
 def _kinds(spaces) -> list[str | None]:

@@ -32,7 +32,8 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
         return (gradients, jax.tree.map(jnp.maximum, amax, part_totals[1])), cross_entropy
 
     if not is_on_host(params):
-        zeros = jax.tree.map(jnp.zeros_like, (params, histories))
+        # float32 also of the copies of nodes, which may have the compute dtype.
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (params, histories))
         totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
         return jax.tree.map(lambda x: x.sum(0), cross_entropy), *totals
     # No zeros, which would be allocated on the device: the sum starts with the gradients of the first microbatch.

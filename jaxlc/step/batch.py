@@ -63,7 +63,10 @@ def abstract_batch(config: Config, mesh: Mesh) -> Batch:
         train.global_batch_size // train.gradient_accumulation_steps,
         num_tokens,
     )
-    return _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC))
+    batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC))
+    if config.posttrain.uses_reference_model:
+        batch = batch._replace(reference_log_probs=batch.loss_weights)  # added to the data by `train.reference_model`
+    return batch
 
 
 def abstract_sequences(config: Config, mesh: Mesh) -> Batch:

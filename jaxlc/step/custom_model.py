@@ -13,7 +13,7 @@ from jaxlc.core.axes import TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch
-from jaxlc.step.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
+from jaxlc.step.losses.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
 
 NATURAL, ZIGZAG = "natural", "zigzag"
 
@@ -177,6 +177,11 @@ def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_opti
         raise Unsupported(
             "config.precision.compute='fp8' is unsupported with a custom model: it selects matrix products of the"
             " decoder of config.model; use 'bf16' or 'fp32'"
+        )
+    if has_model and memory.node_copy_devices:
+        raise Unsupported(
+            f"config.memory.node_copy_devices={memory.node_copy_devices} is unsupported with a custom model, which"
+            " gathers weights itself; use 0"
         )
     if (has_model or has_loss) and config.posttrain.loss:
         raise Unsupported(

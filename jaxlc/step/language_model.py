@@ -18,9 +18,10 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models.rope import TablesOfKinds, tables_of_kinds
+from jaxlc.runtime.barrier import Program
 from jaxlc.sharding.layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
-from jaxlc.step.loss_chunk import loss_chunk_tokens
+from jaxlc.step.losses.loss_chunk import loss_chunk_tokens
 from jaxlc.step.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # in host memory, for one call
@@ -173,7 +174,7 @@ class LanguageModel:
         def logits(features_BTX, head_DV, index_n):
             return self._projected(features_BTX[:, index_n], head_DV)
 
-        return jax.jit(logits, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        return Program("logits", jax.jit(logits, out_shardings=NamedSharding(self.mesh, PartitionSpec())))
 
     @functools.cached_property
     def _scores(self):
@@ -184,7 +185,7 @@ class LanguageModel:
             entropy_Bn = -(jnp.exp(log_probs_BnV) * log_probs_BnV).sum(-1)
             return TokenScores(chosen_Bn, logits_BnV.argmax(-1) == candidates_Bn, entropy_Bn)
 
-        return jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        return Program("scores", jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec())))
 
     def _projected(self, features_BnX: jax.Array, head_DV: jax.Array | None) -> jax.Array:
         """The logits, float32 [B, n, V]."""
@@ -197,9 +198,13 @@ class LanguageModel:
     def _functions(self, num_tokens: int) -> "_Functions":
         step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh))
         everywhere, options = NamedSharding(self.mesh, PartitionSpec()), step.compiler_options
+        objective = step.objective
         return _Functions(
-            features=jax.jit(step.objective.features, compiler_options=options),
-            token_losses=jax.jit(step.objective.token_losses, out_shardings=everywhere, compiler_options=options),
+            features=Program("features", jax.jit(objective.features, compiler_options=options)),
+            token_losses=Program(
+                "token losses",
+                jax.jit(objective.token_losses, out_shardings=everywhere, compiler_options=options),
+            ),
         )
 
     def _padded(self, tokens: Tokens) -> _Padded:
@@ -233,8 +238,8 @@ class LanguageModel:
 class _Functions(NamedTuple):
     """The compiled functions of one padded length."""
 
-    features: jax.stages.Wrapped
-    token_losses: jax.stages.Wrapped
+    features: Program
+    token_losses: Program
 
 
 def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:

@@ -15,26 +15,34 @@ from jax.sharding import Mesh
 
 from jaxlc import attention
 from jaxlc.attention.delta_rule.sharded_delta_net import ShardedDeltaNet
+from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.attention.strategies.sharded_attention import ShardedAttention
 from jaxlc.attention.tiles.query_tiles import TiledAttention
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
+from jaxlc.models.blocks.delta_tiles import DeltaNetLayer
 from jaxlc.models.frozen_names import frozen_names
 from jaxlc.models.layer_stack import LayerContext, RunLayer
+from jaxlc.models.layer_tiles import AttentionLayer
 from jaxlc.models.lora import is_adapter
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
+from jaxlc.sharding.nodes import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, is_vector
 from jaxlc.step import mixed_precision, sequence_order
 from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch, sequence_positions
-from jaxlc.step.expert_balance import expert_sums, weighted_loss
-from jaxlc.step.loss import LossSpec, TokenLoss, loss_sums, token_losses
-from jaxlc.step.policy_loss import PolicySums, policy_sums
+from jaxlc.step.losses.expert_balance import expert_sums, weighted_loss
+from jaxlc.step.losses.loss import LossSpec, TokenLoss, loss_sums, token_losses
+from jaxlc.step.losses.policy_loss import PolicyLoss, PolicySums, policy_sums
+from jaxlc.step.node_copies import NodeCopies
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
+
+# What mixes the tokens of a layer, on whole sequences or by tiles.
+Mixing = ShardedAttention | TiledAttention | ShardedDeltaNet | TiledDeltaNet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +52,17 @@ class Objective:
     config: Config
     mesh: Mesh
     token_loss: TokenLoss | None = None
+    policy_loss: PolicyLoss | None = None
 
     @cached_property
     def dims(self):
         """The parameter tree with a tuple of dimension names per leaf."""
         return decoder.dims_of(self.config.model, self.config.lora)
+
+    @cached_property
+    def nodes(self) -> Nodes | None:
+        """The nodes that gather a copy of the parameters once per step; None: layers gather from all ranks."""
+        return nodes_of(self.mesh, self.config.memory.node_copy_devices)
 
     @cached_property
     def frozen(self) -> frozenset[str]:
@@ -75,6 +89,10 @@ class Objective:
           its gradients with respect to the trainable part of `params`, with z-loss and the losses of experts; the next
           histories; `ExpertSums`, None without experts.
         """
+        copies = None
+        if self.nodes is not None:
+            copies = NodeCopies(self.nodes, self._compute_dtype, self.config.precision.reduce)
+            params = copies.gathered(params, self.dims)
         trainable, frozen = freezing.split(params, self.frozen)
         trainable_dims, _ = freezing.split(self.dims, self.frozen)
         # Sums are divided by this number, and the losses of experts are means over the microbatches.
@@ -93,8 +111,10 @@ class Objective:
                 total += per_microbatch * weighted_loss(experts, self.config.train)
             return total, (sums.cross_entropy if policy is None else policy, experts)
 
-        (sums, experts), *others = accumulate(objective, trainable, batch, trainable_dims, histories)
-        return sums, *others, experts
+        (sums, experts), gradients, histories = accumulate(objective, trainable, batch, trainable_dims, histories)
+        if copies is not None:
+            gradients = copies.summed(gradients, trainable_dims)
+        return sums, gradients, histories, experts
 
     def _with_reference(self, params, part: Batch) -> Batch:
         """The microbatch with the log-probabilities of the base model, without adapters, if posttrain uses them."""
@@ -104,14 +124,14 @@ class Objective:
         adapters = {name for name in freezing.names_of(self.dims) if is_adapter(name)}
         base_params, _ = freezing.split(lax.stop_gradient(params), adapters)
         base = dataclasses.replace(self, config=dataclasses.replace(self.config, lora=LoraConfig()))
-        return part._replace(reference_log_probs=-base.token_losses(base_params, part, spec=self._training_loss_spec))
+        return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
     def _policy_weights(self, hidden_and_head, targets: jax.Array, part: Batch) -> tuple[jax.Array, PolicySums]:
         """The weights of cross entropy whose gradient is that of posttrain.loss, and the sums of the loss."""
         losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec)
 
         def loss(log_probs_BT):
-            sums = policy_sums(log_probs_BT, part, self.config.posttrain)
+            sums = policy_sums(log_probs_BT, part, self.config.posttrain, self.policy_loss)
             return sums.loss, sums
 
         gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))
@@ -130,6 +150,10 @@ class Objective:
         losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), spec or self._loss_spec)
         return self._in_sequences(losses)
 
+    def log_probs(self, params, batch: Batch) -> jax.Array:
+        """Log-probability of each target at posttrain.temperature, float32 [sequences, tokens]. Not differentiable."""
+        return -self.token_losses(params, batch, spec=self._training_loss_spec)
+
     def features(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> tuple[jax.Array, jax.Array]:
         """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V padded].
 
@@ -141,7 +165,8 @@ class Objective:
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
-        return LossSpec.from_config(self.config, self.mesh, self.token_loss, self.config.model.norm_epsilon)
+        epsilon = self.config.model.norm_epsilon
+        return LossSpec.from_config(self.config, self.mesh, self.token_loss, epsilon, self.nodes)
 
     @property
     def _training_loss_spec(self) -> LossSpec:
@@ -163,7 +188,7 @@ class Objective:
         else:  # a sequence is one document: its mask is implicit
             positions = sequence_positions(batch.positions.shape, self.mesh)
             ranges = {
-                kind: split.prepare(positions, None) if isinstance(split, TiledAttention) else None
+                kind: split.prepare(positions, None) if isinstance(split, (TiledAttention, TiledDeltaNet)) else None
                 for kind, split in attentions.items()
             }
         if self.config.model.num_experts:
@@ -188,8 +213,12 @@ class Objective:
         )
 
     def _sharder(self, params) -> Sharder:
-        reduces_in_float32 = self.config.precision.reduce == "fp32"
-        return Sharder(self.mesh, weights_on_host=is_on_host(params), reduces_in_float32=reduces_in_float32)
+        return Sharder(
+            self.mesh,
+            nodes=self.nodes,
+            weights_on_host=is_on_host(params),
+            reduces_in_float32=self.config.precision.reduce == "fp32",
+        )
 
     @property
     def _compute_dtype(self):
@@ -221,10 +250,12 @@ class Objective:
         model = self.config.model.of_kind(kind)
         return jax.ShapeDtypeStruct((*shape, model.num_heads, model.head_dim), self._compute_dtype)
 
-    def _attention(self, kind: str) -> ShardedAttention | TiledAttention | ShardedDeltaNet:
+    def _attention(self, kind: str) -> Mixing:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
         if model.of_kind(kind).mixer == "gated_delta_net":
+            if self._num_tiles:
+                return TiledDeltaNet(self.mesh, self._num_tiles, model.delta_conv_taps)
             return ShardedDeltaNet(self.mesh)
         window = model.window_of(kind)
         if self._num_tiles:
@@ -242,13 +273,12 @@ class Objective:
             shared_prefixes=settings.shared_prefixes,
         )
 
-    def _run_layer(
-        self, attend: ShardedAttention | TiledAttention | ShardedDeltaNet, tables: RopeTables | None
-    ) -> RunLayer:
+    def _run_layer(self, attend: Mixing, tables: RopeTables | None) -> RunLayer:
         """A decoder layer with its attention and RoPE bound."""
-        if isinstance(attend, TiledAttention):
+        if isinstance(attend, (TiledAttention, TiledDeltaNet)):
             return functools.partial(
                 layer_tiles.run_layer,
+                layer_type=AttentionLayer if isinstance(attend, TiledAttention) else DeltaNetLayer,
                 attention=attend,
                 saves_attention=saves_attention(self._memory),
                 tables=tables,

@@ -1,5 +1,6 @@
 """The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Set
@@ -11,19 +12,21 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
-from jaxlc.config import Config
+from jaxlc.config import Config, LoraConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import freezing
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
+from jaxlc.sharding.nodes import nodes_of
 from jaxlc.sharding.table import ShardingTable, sharding_table
 from jaxlc.step import mixed_precision, sequence_order
-from jaxlc.step.batch import Batch, abstract_batch, abstract_sequences
+from jaxlc.step.batch import BATCH_SPEC, Batch, abstract_batch, abstract_sequences
 from jaxlc.step.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.step.layer_kernels import by_kind, layer_kernels
-from jaxlc.step.loss import TokenLoss
+from jaxlc.step.losses.loss import TokenLoss
+from jaxlc.step.losses.policy_loss import PolicyLoss
 from jaxlc.step.objective import Objective
 from jaxlc.step.optimizer import StepOptimizer, learning_rate_schedule
 from jaxlc.step.sequence_order import SequenceOrder
@@ -48,6 +51,7 @@ def build_step(
     *,
     model: Model | None = None,
     loss: TokenLoss | None = None,
+    policy_loss: PolicyLoss | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> "TrainStep":
     """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be absent.
@@ -56,6 +60,8 @@ def build_step(
       model: a model to train instead of the decoder of config.model; see `custom_model.Model`.
       loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
+      policy_loss: a loss of the log-probabilities of answers instead of the formula of config.posttrain.loss; see
+        `policy_loss.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
       UserError: the devices do not support config.precision, or a setting does not support the custom model, loss or
@@ -65,7 +71,11 @@ def build_step(
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)
-    return TrainStep(config=config, mesh=mesh, model=model, token_loss=loss, custom_optimizer=optimizer)
+    if policy_loss is not None and not config.posttrain.loss:
+        raise UserError("policy_loss has no effect without config.posttrain.loss; set it to grpo, dapo, dr_grpo or dpo")
+    return TrainStep(
+        config=config, mesh=mesh, model=model, token_loss=loss, policy_loss=policy_loss, custom_optimizer=optimizer
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +84,17 @@ class TrainStep:
 
     config: Config
     mesh: Mesh
-    model: Model | None = None  # the next three: see `build_step`
+    model: Model | None = None  # the next four: see `build_step`
     token_loss: TokenLoss | None = None
+    policy_loss: PolicyLoss | None = None
     custom_optimizer: optax.GradientTransformation | None = None
 
     @cached_property
     def objective(self) -> Objective | CustomObjective:
         options = dict(config=self.config, mesh=self.mesh, token_loss=self.token_loss)
-        return Objective(**options) if self.model is None else CustomObjective(model=self.model, **options)
+        if self.model is not None:
+            return CustomObjective(model=self.model, **options)
+        return Objective(**options, policy_loss=self.policy_loss)
 
     @property
     def dims(self):
@@ -96,13 +109,20 @@ class TrainStep:
     @cached_property
     def abstract_state(self) -> TrainState:
         return abstract_state(
-            self.config, self.mesh, self.objective.init_params, self._optimizer, self.dims, self.frozen
+            self.config, self.storage_mesh, self.objective.init_params, self._optimizer, self.dims, self.frozen
         )
 
     @property
     def sharding_table(self) -> ShardingTable:
         """The shape, sharding and bytes per device of each parameter, to print or to display in a notebook."""
-        return sharding_table(self.abstract_state.params, self.dims, self.mesh)
+        return sharding_table(self.abstract_state.params, self.dims, self.storage_mesh)
+
+    @property
+    def storage_mesh(self) -> Mesh:
+        """The mesh of the shardings of the state: with config.memory.node_copy_devices, the same devices with fsdp and
+        context split into axes over nodes and within a node."""
+        nodes = nodes_of(self.mesh, self.config.memory.node_copy_devices)
+        return self.mesh if nodes is None else nodes.mesh
 
     @cached_property
     def memory_spaces(self) -> TrainState:
@@ -184,6 +204,54 @@ class TrainStep:
           lowered: the result of `lower_evaluation`, if the caller changed it.
         """
         return self._compile(lowered or self.lower_evaluation(), extra_options)
+
+    @cached_property
+    def reference(self) -> "TrainStep | None":
+        """The model of posttrain.reference_model, with its weights in host memory; None: the loss needs none.
+
+        It is never trained: only its parameters and `jitted_log_probs` are used.
+
+        Raises:
+          Unsupported: a custom model.
+        """
+        config = self.config
+        if not config.posttrain.uses_reference_model:
+            return None
+        if self.model is not None:
+            raise Unsupported("unsupported: config.posttrain.reference='model' with a custom model")
+        init_from = config.posttrain.reference_model or config.model.init_from
+        reference_config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, init_from=init_from),
+            memory=dataclasses.replace(config.memory, parameters="host", optimizer="device", remat="full"),
+            train=dataclasses.replace(config.train, trainable=(), frozen=()),
+            lora=LoraConfig(),
+        )
+        return dataclasses.replace(self, config=reference_config)
+
+    @cached_property
+    def jitted_log_probs(self):
+        """(params, batch) -> the log-probability of each target, float32, with the shape and sharding of the batch."""
+
+        def log_probs(params, batch: Batch) -> jax.Array:
+            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)  # only types: see `StepFunction`
+            return jax.lax.map(lambda part: self.objective.log_probs(params, part), batch)
+
+        return jax.jit(log_probs, out_shardings=NamedSharding(self.mesh, BATCH_SPEC))
+
+    def lower_log_probs(self) -> jax.stages.Lowered:
+        """Lowers `jitted_log_probs` for the batch of a step."""
+        return self.jitted_log_probs.lower(
+            self.abstract_state.params, self.abstract_batch._replace(reference_log_probs=None)
+        )
+
+    def compile_log_probs(
+        self,
+        extra_options: dict[str, bool | int | str] | None = None,
+        lowered: jax.stages.Lowered | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles `jitted_log_probs`; as `compile_evaluation`."""
+        return self._compile(lowered or self.lower_log_probs(), extra_options)
 
     def _compile(self, lowered: jax.stages.Lowered, extra_options) -> jax.stages.Compiled:
         with compilation_cache.for_step(self.mesh.devices.flat):

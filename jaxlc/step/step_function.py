@@ -11,10 +11,10 @@ from jaxlc.models import freezing
 from jaxlc.step import mixed_precision, update
 from jaxlc.step.batch import Batch, attention_pairs
 from jaxlc.step.custom_model import CustomObjective
-from jaxlc.step.expert_balance import ExpertMetrics, expert_metrics
+from jaxlc.step.losses.expert_balance import ExpertMetrics, expert_metrics, with_balanced_biases
+from jaxlc.step.losses.policy_loss import PolicySums, denominator, means
 from jaxlc.step.objective import Objective
 from jaxlc.step.optimizer import StepOptimizer
-from jaxlc.step.policy_loss import PolicySums, denominator, means
 from jaxlc.step.state import TrainState, to_memory_kind
 
 
@@ -78,6 +78,9 @@ class StepFunction:
             grad_norm=grad_norm,
             is_finite=is_finite,
         )
+        if experts is not None and self.config.train.balance_bias_rate:
+            model, train = self.config.model, self.config.train
+            trainable = with_balanced_biases(trainable, experts.counts_LE, is_finite, model, train)
         metrics = StepMetrics(
             loss=loss,
             grad_norm=grad_norm,

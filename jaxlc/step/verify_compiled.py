@@ -1,4 +1,5 @@
-"""Checks the compiled step against the config: the transport of attention's collectives, and host memory."""
+"""Checks the compiled step against the config: the transport of attention's collectives, host memory, and what crosses
+nodes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,19 +8,23 @@ import jax
 
 from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
+from jaxlc.core import scopes
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
 from jaxlc.hlo.attention_collectives import AttentionCollective
+from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_arguments
-from jaxlc.hlo.op_names import PASSES
+from jaxlc.hlo.op_names import PASSES, components, is_in_token_mixing
 from jaxlc.runtime.transport import TransportSelection
-from jaxlc.sharding.rules import is_vector
+from jaxlc.sharding.rules import is_copied, is_vector
 from jaxlc.step import mixed_precision
 from jaxlc.step.state import HOST
 from jaxlc.step.step import TrainStep
 
 _TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
+_NODE_SCOPES = (scopes.GATHER_NODE_COPY, scopes.SUM_OVER_NODES)
+_SCALARS_BYTES = 2**16  # of sums of losses and of counts of experts
 _HOP = "collective-permute"  # the only collective of attention to which a transport applies
 
 
@@ -93,14 +98,19 @@ def check_kernels(step: TrainStep) -> str | None:
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
-    """Returns lines that describe the compiled `step`; none on CPU, and none for a custom model.
+    """Returns lines that describe the compiled `step`; on CPU only that of the copies of nodes, and none for a custom
+    model.
 
     Raises:
-      UserError: as `check` and `check_memory`.
+      UserError: as `check`, `check_memory` and `check_node_copies`.
     """
-    if step.transport is None or step.model is not None:
+    has_copies = bool(step.config.memory.node_copy_devices)
+    if step.model is not None or (step.transport is None and not has_copies):
         return []
     program = analyze(compiled.as_text())
+    copies = [check_node_copies(step, program)] if has_copies else []
+    if step.transport is None:
+        return copies
     check_memory(step, program)
     attention_collectives = program.attention_collectives
     model = step.config.model
@@ -110,7 +120,7 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
         num_layers=sum(model.of_kind(kind).mixer == "attention" for kind in model.kinds_of_layers),
         num_sliding=sum(model.window_of(kind) is not None for kind in model.kinds_of_layers),
     )
-    return lines + check(step, attention_collectives)
+    return lines + copies + check(step, attention_collectives)
 
 
 def verify_evaluation(step: TrainStep, compiled: jax.stages.Compiled) -> None:
@@ -204,6 +214,51 @@ def check_host_copies(program: AnalyzedProgram) -> None:
             f"{len(kernels)} of {len(copies)} host copies in loops of the compiled step are kernels instead of copies"
             f" by the copy engines: {names}; use another JAX version or keep these arrays on the device (config.memory)"
         )
+
+
+def check_node_copies(step: TrainStep, program: AnalyzedProgram) -> str:
+    """Checks that weights and their gradients cross nodes once per step, and returns a line with the bytes.
+
+    Attention exchanges more between nodes, and parameters without a copy have gradients of kilobytes.
+
+    Raises:
+      UserError: the compiled step sends more than that between nodes in a loop.
+    """
+    node_devices, abstract = step.config.memory.node_copy_devices, step.abstract_state.params
+    without_copy = jax.tree.map(lambda x, dims: 0 if is_copied(dims) else x.size, abstract, step.dims)
+    # float32; an all-reduce sends twice.
+    most_bytes = 2 * 4 * sum(jax.tree.leaves(without_copy)) + _SCALARS_BYTES
+    for collective in repeated_between_nodes(program, node_devices):
+        if collective.sent_bytes > most_bytes:
+            name = collective.transfer.start.op_name or collective.transfer.start.name
+            raise UserError(
+                f"config.memory.node_copy_devices={node_devices}, but the compiled step sends"
+                f" {collective.sent_bytes:,} bytes between nodes {collective.times} times by the"
+                f" {collective.kind} {name}: this compiler does not support it; use 0"
+            )
+    sent_bytes = dict.fromkeys(_NODE_SCOPES, 0)
+    for collective in program.collectives:
+        for scope in _NODE_SCOPES:
+            if scope in components(collective.transfer.start.op_name):
+                sent_bytes[scope] += collective.times * collective.sent_bytes
+    gathered, summed = (f"{num_bytes / 2**30:.3g} GiB" for num_bytes in sent_bytes.values())
+    return (
+        f"weights of nodes of {node_devices} devices: each device sends {gathered} to gather them, and {summed} of"
+        " gradients, once per step"
+    )
+
+
+def repeated_between_nodes(program: AnalyzedProgram, node_devices: int) -> list[Collective]:
+    """The collectives between nodes that run more than once per step, without those of attention, and without the
+    gathers of router logits that XLA adds on CPU, where it does not partition top_k."""
+    return [
+        collective
+        for collective in program.collectives
+        if collective.times > 1
+        and any(len({member // node_devices for member in group}) > 1 for group in collective.groups)
+        and not is_in_token_mixing(collective.transfer.start.op_name)
+        and not (collective.kind == "all-gather" and "top_k" in components(collective.transfer.start.op_name))
+    ]
 
 
 def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:

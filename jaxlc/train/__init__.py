@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from jaxlc.config import Config
     from jaxlc.step.custom_model import Model
     from jaxlc.step.language_model import LanguageModel
-    from jaxlc.step.loss import TokenLoss
+    from jaxlc.step.losses.loss import TokenLoss
+    from jaxlc.step.losses.policy_loss import PolicyLoss
     from jaxlc.step.step import TrainStep, build_step
     from jaxlc.train.actions import TrainingStopped
     from jaxlc.train.callbacks import Callback, RunInfo, StopTraining
@@ -57,6 +58,7 @@ def run(
     *,
     model: "Model | None" = None,
     loss: "TokenLoss | None" = None,
+    policy_loss: "PolicyLoss | None" = None,
     optimizer: "optax.GradientTransformation | None" = None,
     batches: Iterable[Mapping] | None = None,
     eval_batches: Iterable[Mapping] | None = None,
@@ -74,6 +76,9 @@ def run(
         `jaxlc.train.Model`.
       loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
+      policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs, batch) -> sum of the
+        losses`, float32, differentiable. log_probs are those of the targets, float32 [sequences, tokens]; arrays of
+        batch, such as advantages and loss_weights, have that shape. The sum is divided as posttrain.loss does.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule included.
       batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
         seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",
@@ -98,6 +103,7 @@ def run(
         workdir,
         model=model,
         loss=loss,
+        policy_loss=policy_loss,
         optimizer=optimizer,
         batches=batches,
         eval_batches=eval_batches,

@@ -10,7 +10,6 @@ from pathlib import Path
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.runtime import peers
-from jaxlc.runtime.memory_pools import pooled_host_bytes
 
 
 def main(command: ParsedCommand) -> int:
@@ -28,10 +27,7 @@ def main(command: ParsedCommand) -> int:
 
 def _run(command: ParsedCommand) -> int:
     stages = command.stages
-    pinned_bytes = max(pooled_host_bytes(stage.config) for stage in stages)
-    settings = stages[0].config.runtime
-    # Before jax is imported. The first start decides whether JAX's heartbeat is off.
-    runtime.start(settings, pinned_host_bytes=pinned_bytes, is_watched=settings.watchdog_factor > 0)
+    runtime.start_training([stage.config for stage in stages])  # before jax is imported
     from jaxlc.train import loop
     from jaxlc.train.reports.step_reports import TrainingStopped
 

@@ -15,16 +15,19 @@ from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
 from jaxlc.core import extras, hardware
 from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
+from jaxlc.core.write_errors import make_writable
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.memory_pools import explained, pooled_host_bytes
+from jaxlc.runtime.barrier import wait_for_processes
+from jaxlc.runtime.memory_pools import explained
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
-from jaxlc.step.loss import TokenLoss
+from jaxlc.step.losses.loss import TokenLoss
+from jaxlc.step.losses.policy_loss import PolicyLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
-from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
@@ -36,7 +39,14 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     start_lines,
 )
-from jaxlc.train.reports.config_copy import keep_config, keep_plan, read_manifest, stored_settings
+from jaxlc.train.reference_model import Reference, reference_lines
+from jaxlc.train.reports.config_copy import (
+    keep_config,
+    keep_plan,
+    read_manifest,
+    run_id_everywhere,
+    stored_settings,
+)
 from jaxlc.train.reports.manifest import plan_summary
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, Progress
@@ -58,6 +68,7 @@ def run(
     config_path: str = "",
     model: Model | None = None,
     loss: TokenLoss | None = None,
+    policy_loss: PolicyLoss | None = None,
     optimizer: optax.GradientTransformation | None = None,
     batches: Batches | None = None,
     eval_batches: Batches | None = None,
@@ -76,11 +87,11 @@ def run(
     callbacks = Callbacks(callbacks)
     with explained(first.runtime), _make_progress() as progress, open_workdir(workdir, progress.log) as path:
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
-        build = functools.partial(build_step, model=model, loss=loss, optimizer=optimizer)
+        build = functools.partial(build_step, model=model, loss=loss, policy_loss=policy_loss, optimizer=optimizer)
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
         check_same_state(stages, steps)
         check_weights(steps[0], path)
-        lines = [step_lines(stage.config, step) for stage, step in zip(stages, steps)]
+        lines = [[*step_lines(stage.config, step), *reference_lines(step)] for stage, step in zip(stages, steps)]
 
         # Data. Errors in it come before anything is printed.
         data = [open_data(stage, progress, batches, eval_batches, path) for stage in stages]
@@ -88,20 +99,8 @@ def run(
             PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
         ]
         progress.log("\n".join(start_lines(prepared, lines)))
-        checkpoints = Checkpoints(
-            path / CHECKPOINTS_DIRECTORY,
-            keep=first.train.keep_checkpoints,
-            keep_steps=[stage.end_step for stage in stages[:-1]],
-            keep_every=first.train.keep_every_steps,
-            keep_best=first.train.keep_best_checkpoints,
-            warn=progress.log,
-            finite_params=model is None,
-        )
-        stragglers = Stragglers(first.runtime, path, progress.log)
-        outputs = Outputs(
-            workdir=path, progress=progress, checkpoints=checkpoints, callbacks=callbacks, stragglers=stragglers
-        )
-        with watchdog.watching(first.runtime, path), contextlib.closing(stragglers):
+        outputs = _open_outputs(prepared, path, progress, callbacks)
+        with watchdog.watching(first.runtime, path), contextlib.closing(outputs.stragglers):
             result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
@@ -115,10 +114,7 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
     Raises:
       UserError: JAX cannot start, or a stage does not fit the devices or the data.
     """
-    runtime_config = stages[0].config.runtime
-    pinned_host_bytes = max(pooled_host_bytes(stage.config) for stage in stages)
-    is_watched = runtime_config.watchdog_factor > 0
-    runtime.start(runtime_config, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
+    runtime.start_training([stage.config for stage in stages])
     for stage in stages:
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
         if not has_batches:
@@ -131,12 +127,39 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
         )
 
 
+def _open_outputs(stages: Sequence[PreparedStage], workdir: Path, progress: Progress, callbacks: Callbacks) -> Outputs:
+    """Opens what a run writes to its workdir, and the directories of checkpoints.
+
+    Raises:
+      UserError: metrics.jsonl of an earlier start cannot be read, or a directory is not writable.
+    """
+    first = stages[0].config
+    progress.log_to(workdir / LOG_FILE)
+    read_rows(workdir / METRICS_FILE)  # raises before anything is compiled
+    if jax.process_index() == 0 and (line := keep_config(workdir, stages)) is not None:
+        progress.log(line)
+    local = None
+    if first.train.local_checkpoints:
+        local = local_path(first.train.local_checkpoints) / run_id_everywhere(workdir)
+        make_writable(local, "use a different --config.train.local_checkpoints")
+    checkpoints = Checkpoints(
+        workdir / CHECKPOINTS_DIRECTORY,
+        keep=first.train.keep_checkpoints,
+        keep_steps=[stage.end_step for stage in stages[:-1]],
+        keep_every=first.train.keep_every_steps,
+        keep_best=first.train.keep_best_checkpoints,
+        warn=progress.log,
+        finite_params=stages[0].step.model is None,
+        local_directory=local,
+    )
+    stragglers = Stragglers(first.runtime, workdir, progress.log)
+    return Outputs(
+        workdir=workdir, progress=progress, checkpoints=checkpoints, callbacks=callbacks, stragglers=stragglers
+    )
+
+
 def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
-    outputs.progress.log_to(outputs.workdir / LOG_FILE)
-    read_rows(outputs.workdir / METRICS_FILE)  # raises before anything is compiled
-    if jax.process_index() == 0 and (line := keep_config(outputs.workdir, stages)) is not None:
-        outputs.progress.log(line)
     steps = {stage.name: stage.step for stage in stages}
     compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(name, steps[name], outputs))
 
@@ -146,7 +169,9 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         latest_step = max(outputs.checkpoints.steps(), default=0)
         if latest_step < stages[-1].end_step:
             compiled(stage_after(stages, latest_step).name)
-        return first_position(stages, outputs)
+        position = first_position(stages, outputs)
+        wait_for_processes("state ready")  # the times to read weights differ, too
+        return position
 
     position, stop = next_position(), Stop.DONE
     metrics = _open_metrics(stages[0].config, outputs, position.step or None)
@@ -180,7 +205,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
     actions, position = run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
-    reports = StepReports(run, start.step)
+    reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
     num_steps = stage.end_step - start.step
     has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
@@ -192,7 +217,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
         batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
         for step, (arrays, is_last) in enumerate(batches, start.step + 1):
             watchdog.dispatched(step)
-            state, metrics = profiled_step(step, position.state, Batch(**arrays))
+            state, metrics = profiled_step(step, position.state, with_reference(Batch(**arrays)))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
             stop = guard.stop()

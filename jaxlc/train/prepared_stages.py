@@ -14,9 +14,10 @@ from pathlib import Path
 import jax
 
 from jaxlc.checkpoints.base_model import with_base, without_frozen
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
+from jaxlc.checkpoints.reading import RestoreTarget
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.models.context_length import context_warning

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -33,12 +34,13 @@ class StageRun(Outputs):
         """In their order: a checkpoint stores the evaluation and the scores of its step."""
         config = self.stage.config
         with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
-        measures = config.runtime.straggler_every_steps
+        measures, has_local = config.runtime.straggler_every_steps, config.train.local_checkpoints != ""
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True),
             Action(config.evals.every_steps, self.score, at_start=True),
             Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
+            *([Action(config.train.local_checkpoint_every_steps, self.save_locally)] if has_local else []),
             *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
             *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
@@ -102,13 +104,29 @@ class StageRun(Outputs):
         Raises:
           TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the other processes.
         """
-        stage, evaluation = self.stage, position.evaluation
         if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
             raise TrainingStopped(
                 f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then"
                 " run the same command again to resume"
             )
-        meta = dict(
+        with watchdog.phase("checkpoint"), self.timings.saving():
+            meta = self._meta(position, self.stage.config.train.checkpoint_every_steps)
+            self.checkpoints.save(position.step, checkpoint_part(self.stage.step, position.state), meta)
+        self.callbacks("on_checkpoint", position.step, directory / str(position.step))
+        return position
+
+    def save_locally(self, position: Position) -> Position:
+        """Saves a local checkpoint, unless the step has one in the workdir."""
+        with watchdog.phase("checkpoint"), self.timings.saving():
+            meta = self._meta(position, self.stage.config.train.local_checkpoint_every_steps)
+            part = checkpoint_part(self.stage.step, position.state)
+            self.checkpoints.save(position.step, part, meta, is_local=True)
+        return position
+
+    def _meta(self, position: Position, every: int) -> dict[str, Any]:
+        """The meta of a checkpoint, which is saved every `every` steps."""
+        stage, evaluation = self.stage, position.evaluation
+        return dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
             corpus=stage.data.fingerprint,
@@ -117,18 +135,13 @@ class StageRun(Outputs):
             eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
             scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
             **base_meta(stage.step, position.state.params),
-            **self._rollouts_meta(position.step),
+            **self._rollouts_meta(position.step, every),
         )
-        with watchdog.phase("checkpoint"), self.timings.saving():
-            self.checkpoints.save(position.step, checkpoint_part(stage.step, position.state), meta)
-        self.callbacks("on_checkpoint", position.step, directory / str(position.step))
-        return position
 
-    def _rollouts_meta(self, step: int) -> dict[str, dict[str, str]]:
+    def _rollouts_meta(self, step: int, every: int) -> dict[str, dict[str, str]]:
         """The digests of the files of rollouts that the steps since the periodic checkpoint before used."""
         if not self.stage.config.rollouts.source:
             return {}
-        every = self.stage.config.train.checkpoint_every_steps
         before = (step - 1) // every * every if every else 0
         return {ROLLOUTS: self.stage.data.train.digests(range(before + 1, step + 1))}
 
@@ -149,7 +162,7 @@ class StageRun(Outputs):
                 self.progress.log(
                     write_report(self.workdir, end.step, num_tokens, evaluation, baselines, data.waiting.share)
                 )
-        self.checkpoints.close()
+        self.checkpoints.close(is_done=stop is Stop.DONE)
         self.metrics.close()
         return Result(
             step=end.step,

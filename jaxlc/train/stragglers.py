@@ -7,6 +7,7 @@ coordinator. Process 0 reads them at the next measurement, when all of them are 
 """
 
 import json
+import math
 import socket
 import statistics
 import time
@@ -20,12 +21,15 @@ import numpy as np
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import parse_json
 from jaxlc.core.time_limit import call_within
 from jaxlc.runtime import watchdog
+from jaxlc.runtime.phase_board import DEVICES
 from jaxlc.train.actions import is_period
 
 TIMES_FILE = "process_times.jsonl"  # in the workdir
-PRODUCT, COPY = "product", "copy"
+PRODUCT, COPY, UPLOAD = "product", "copy", "upload"
 # The phases of a process that do not contain waiting for other processes.
 _PHASES = ("data", "callback", "export")
 # Events of Orbax, for the part of this process: name -> the time until a step can continue, and the time to write.
@@ -34,12 +38,20 @@ _CHECKPOINT_EVENTS = {
     "/jax/orbax/write/blocking_d2h_duration_secs": _COPIED,
     "/jax/orbax/write/background_ts_duration_secs": _WRITTEN,
 }
+# Not DEVICES, in which the others wait for the slowest process. Not _WRITTEN: files are written in the background, so
+# parts of one checkpoint can fall into two measurements.
+_COMPARED = (*_PHASES, _COPIED, PRODUCT, COPY)
 _PREFIX = "jaxlc/times/"
 _SECONDS = 5.0  # limit of a call to the coordinator, which may hang
 _MAX_SHARE = 1e-3  # of the time, for the measurements of devices
 _REPEATS = 3
+_MAX_ROWS = 2**17  # that `read_times` returns; 0.2 GB
+_DIGITS = 6  # after the decimal point of published seconds: the file has a row per process
+NUM_PRODUCTS = 16  # one after the other, in one measurement
 # Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of the time.
 _LEAST_CPU_SECONDS, _LEAST_DEVICE_SECONDS, _LEAST_SHARE = 0.05, 2e-4, 0.02
+# Side and dtype of the square matrices. 8 MB on a GPU; 0.27 TFLOP take about 0.4 ms on an H100 (estimated).
+_CPU_OPERAND, _GPU_OPERAND = (128, jnp.dtype(jnp.float32)), (2048, jnp.dtype(jnp.bfloat16))
 
 
 class Times(NamedTuple):
@@ -113,13 +125,16 @@ class Stragglers:
         start = time.monotonic()
         devices: dict[str, list[float]] = {}
         if start - self._last_probe >= self._probe_seconds / _MAX_SHARE:
-            devices = _device_times(jax.local_devices())
+            devices = device_times(jax.local_devices())
             self._probe_seconds, self._last_probe = time.monotonic() - start, time.monotonic()
-        totals = dict.fromkeys(_PHASES, 0.0) | watchdog.phase_seconds() | self._checkpoint_seconds
-        phases = {name: totals[name] - self._phases_before.get(name, 0.0) for name in (*_PHASES, _COPIED, _WRITTEN)}
+        totals = dict.fromkeys((*_PHASES, DEVICES), 0.0) | watchdog.phase_seconds() | self._checkpoint_seconds
+        names = (*_PHASES, DEVICES, _COPIED, _WRITTEN)
+        phases = {name: totals[name] - self._phases_before.get(name, 0.0) for name in names}
         seconds = start - self._last
         self._phases_before, self._last = totals, time.monotonic()
-        return Times(jax.process_index(), self._host, step, seconds, devices, phases)
+        devices = {name: [round(time, _DIGITS) for time in times] for name, times in devices.items()}
+        phases = {name: round(time, _DIGITS) for name, time in phases.items()}
+        return Times(jax.process_index(), self._host, step, round(seconds, _DIGITS), devices, phases)
 
     def _publish(self, times: Times) -> None:
         # Two keys in turn: a process writes one again after the devices of all have run more steps, and process 0
@@ -142,19 +157,20 @@ class Stragglers:
             rows = [_without_wait(row, rows[0]) for row in rows]
         with self._path.open("a") as out:
             out.write(json.dumps([row._asdict() for row in rows]) + "\n")
-        least = _LEAST_CPU_SECONDS if jax.default_backend() == "cpu" else _LEAST_DEVICE_SECONDS
-        return slow_ones(rows, self._factor, least)
+        return slow_ones(rows, self._factor, least_device_seconds(jax.default_backend()))
 
 
-def slow_ones(rows: list[Times], factor: float, least_device_seconds: float) -> list[Slow]:
+def slow_ones(
+    rows: list[Times], factor: float, least_device_seconds: float, causes: Iterable[str] = _COMPARED
+) -> list[Slow]:
     """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median.
 
     Args:
       least_device_seconds: smaller differences between devices do not count.
+      causes: the kinds of time.
     """
     found = []
-    # Not _WRITTEN: files are written in the background, so parts of one checkpoint can fall into two measurements.
-    for cause in (*_PHASES, _COPIED, PRODUCT, COPY):
+    for cause in causes:
         times = list(times_of(rows, cause))
         if len(times) < 2:
             continue
@@ -174,10 +190,26 @@ def _without_wait(row: Times, first: Times) -> Times:
 
 
 def read_times(workdir: Path) -> list[list[Times]]:
-    """The measurements of a run, in the order of their steps; of steps that were repeated, the last one."""
+    """The measurements of a run, in the order of their steps; of steps that were repeated, the last one.
+
+    Of more than _MAX_ROWS times of processes, every n-th measurement: those of a long run of 1,024 processes would take
+    several GB.
+
+    Raises:
+      UserError: the file is damaged.
+    """
     path = workdir / TIMES_FILE
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    rows = [[Times(**row) for row in json.loads(line)] for line in lines]
+    if not path.exists():
+        return []
+    with path.open(errors="replace") as file:
+        num_rows = sum(line.count('"process_id"') for line in file)
+    period = -(-num_rows // _MAX_ROWS)
+    with path.open(errors="replace") as file:
+        lines = [line for count, line in enumerate(file) if line.endswith("\n") and count % max(1, period) == 0]
+    try:
+        rows = [[Times(**row) for row in parse_json(line)] for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
     by_step = {of_step[0].step: of_step for of_step in rows if of_step}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -185,11 +217,11 @@ def read_times(workdir: Path) -> list[list[Times]]:
 def times_of(rows: Iterable[Times], cause: str) -> Iterator[tuple[Times, int | None, float]]:
     """(process, its device or None, seconds) of each process, or of each device for PRODUCT and COPY."""
     for row in rows:
-        if cause in (PRODUCT, COPY):
+        if cause in row.phases:
+            yield row, None, row.phases[cause]
+        else:
             for device, seconds in enumerate(row.devices.get(cause, [])):
                 yield row, device, seconds
-        else:
-            yield row, None, row.phases[cause]
 
 
 def _line(slow: Slow) -> str:
@@ -202,28 +234,46 @@ def _line(slow: Slow) -> str:
     return f"step {times.step}: {name} is slow: {took}, and {slow.median_seconds:.2f} s in the median of all processes"
 
 
+def least_device_seconds(platform: str) -> float:
+    """Smaller differences between the times of devices are noise."""
+    return _LEAST_CPU_SECONDS if platform == "cpu" else _LEAST_DEVICE_SECONDS
+
+
+def operand(platform: str) -> tuple[int, np.dtype]:
+    """Side and dtype of the square matrices that `device_times` multiplies and copies."""
+    return _CPU_OPERAND if platform == "cpu" else _GPU_OPERAND
+
+
 @jax.jit
 def _products(x: jax.Array) -> jax.Array:
     """Products of square matrices, one after the other: [n, n]."""
-    return jax.lax.fori_loop(0, 16, lambda _, y: (y @ x) * (1.0 / x.shape[0]), x)
+    return jax.lax.fori_loop(0, NUM_PRODUCTS, lambda _, y: (y @ x) * (1.0 / x.shape[0]), x)
 
 
-def _device_times(devices: Iterable[jax.Device]) -> dict[str, list[float]]:
-    """The least time of a few products and copies on each device, one device after the other."""
-    times: dict[str, list[float]] = {PRODUCT: [], COPY: []}
+def device_times(devices: Iterable[jax.Device], *, with_upload: bool = False) -> dict[str, list[float]]:
+    """The least time of a few products and copies to the host on each device, one device after the other, in seconds.
+
+    Args:
+      with_upload: also copies from the host, UPLOAD.
+    """
+    times: dict[str, list[float]] = {PRODUCT: [], COPY: []} | ({UPLOAD: []} if with_upload else {})
     for device in devices:
-        # 8 MB in bfloat16 on a GPU; 0.27 TFLOP take about 0.4 ms on an H100 (estimated)
-        size, dtype = (128, jnp.float32) if device.platform == "cpu" else (2048, jnp.bfloat16)
-        operand = jax.device_put(np.ones((size, size), dtype), device)
-        jax.block_until_ready(_products(operand))  # compiles
-        products, copies = [], []
+        size, dtype = operand(device.platform)
+        on_host = np.ones((size, size), dtype)
+        on_device = jax.device_put(on_host, device)
+        jax.block_until_ready(_products(on_device))  # compiles
+        best = dict.fromkeys(times, math.inf)
         for _ in range(_REPEATS):
             start = time.perf_counter()
-            result = jax.block_until_ready(_products(operand))
+            result = jax.block_until_ready(_products(on_device))
             middle = time.perf_counter()
             jax.device_get(result)
-            products.append(middle - start)
-            copies.append(time.perf_counter() - middle)
-        times[PRODUCT].append(min(products))
-        times[COPY].append(min(copies))
+            seconds = {PRODUCT: middle - start, COPY: time.perf_counter() - middle}
+            if with_upload:
+                start = time.perf_counter()
+                jax.block_until_ready(jax.device_put(on_host, device))
+                seconds[UPLOAD] = time.perf_counter() - start
+            best = {name: min(best[name], seconds[name]) for name in best}
+        for name in best:
+            times[name].append(best[name])
     return times

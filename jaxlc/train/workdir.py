@@ -13,7 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.lock import LockHeld, locked
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import full_disk_explained, make_writable, write_errors_explained
-from jaxlc.train.barrier import wait_for_processes
+from jaxlc.runtime.barrier import wait_for_processes
 from jaxlc.train.reports.metrics import METRICS_FILE
 
 # A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
@@ -48,10 +48,13 @@ def prepare_workdir(workdir: str | Path) -> Path:
     """Creates `workdir` if it does not exist, checks that it is writable, and returns its absolute path.
 
     Raises:
-      UserError: it is not writable.
+      UserError: it is not writable, or a file in it is a symbolic link.
     """
     path, advice = local_path(workdir).absolute(), "use a different --workdir"
     make_writable(path, advice)
+    links = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir())
+    if links:  # of a workdir that somebody else has written: the run would write to a file elsewhere
+        raise UserError(f"{path / links[0]} is a symbolic link, so a run would write elsewhere: remove it, or {advice}")
     with write_errors_explained(path, advice):
         (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
         (path / METRICS_FILE).open("a").close()

@@ -10,14 +10,18 @@ import pytest
 
 import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
-from jaxlc.attention.delta_rule import sharded_rule
+from jaxlc.attention.delta_rule import sharded_rule, tiled_delta_net
 from jaxlc.attention.delta_rule.chunk_rule import unit_lower_inverse
+from jaxlc.attention.delta_rule.sharded_delta_net import Documents, ShardedDeltaNet
+from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
+from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.core.errors import Unsupported, UserError
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 LENGTHS = 5, 190, 61, 1, 1, 130, 100, 24  # borders inside chunks and between ranks; the last document is padding
 SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
 FLOAT64_PARITY = 1e-12
+NAMES = "out", "q", "k", "v", "g", "beta"
 
 
 def mesh_of(context=1, tensor=1):
@@ -49,6 +53,12 @@ def operands(dtype, num_tokens=512, key_heads=2, heads=4, key_dim=8, value_dim=6
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     g = -jax.nn.softplus(normal(keys[3], (1, num_tokens, heads))) * 0.3
     return q, k, normal(keys[2], (1, num_tokens, heads, value_dim)), g, jax.nn.sigmoid(normal(keys[4], g.shape))
+
+
+def filters(dtype, num_taps=4):
+    """Of q, k and v, with the sizes of `operands`."""
+    shapes = (num_taps, 2, 8), (num_taps, 2, 8), (num_taps, 4, 6)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(jax.random.split(jax.random.key(1), 3), shapes)]
 
 
 def values_and_gradients(function, arrays):
@@ -92,8 +102,107 @@ def test_gated_delta_rule_equals_a_loop_over_tokens(monkeypatch, mesh, token_ord
             return out[:, natural_order(order)]
 
         actual = values_and_gradients(ours, operands(dtype))
-        for name, a, b in zip(("out", "q", "k", "v", "g", "beta"), actual, expected(dtype, is_packed), strict=True):
+        for name, a, b in zip(NAMES, actual, expected(dtype, is_packed), strict=True):
             bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+            assert max_relative_error(a, b) < bound, name
+
+
+@pytest.mark.parametrize(
+    "mesh, tiles, dtype",
+    [
+        (dict(context=4), 4, "float64"),
+        pytest.param(dict(context=1), 4, "float64", marks=pytest.mark.full),
+        pytest.param(dict(context=2, tensor=2), 2, "float32", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
+    """The mixer, convolutions included; pieces are shorter than some documents, and of several groups."""
+    monkeypatch.setattr(tiled_delta_net, "_TOKENS_AT_ONCE", 64)
+    with jax.enable_x64(dtype == "float64"):
+        mesh = mesh_of(**mesh)
+        context = mesh.shape["context"]
+        segments = jnp.asarray(SEGMENTS[:, zigzag_order(512, context)])
+        arrays = (*operands(dtype), *filters(dtype))
+
+        def whole(*arrays):
+            return ShardedDeltaNet(mesh)(*arrays, ranges=Documents(segments, None))
+
+        def in_tiles(*arrays):
+            *tokens, filter_q, filter_k, filter_v = arrays
+            net = TiledDeltaNet(mesh, tiles, num_taps=4)
+            by_tile = [tiles_of(x, context, tiles) for x in tokens]
+            before = []
+            for x in by_tile[:3]:
+                x = x.reshape(*x.shape[:3], -1)
+                before.append(net.tokens_before(x))
+            before = tuple(net.before_tiles(b.reshape(*b.shape[:2], *x.shape[3:])) for b, x in zip(before, by_tile[:3]))
+            ranges = net.prepare(segments, segments)
+            filters = filter_q, filter_k, filter_v
+            maps = jax.lax.map(lambda tile: net.maps((*tile[0], *filters), *tile[1:]), (by_tile, before, ranges))
+            states = net.states(maps)
+            out = jax.lax.map(
+                lambda tile: net.outputs((*tile[0], *filters), *tile[1:]), (by_tile, before, states, ranges)
+            )
+            return layout_of(out, context)
+
+        actual, exact = (values_and_gradients(function, arrays) for function in (in_tiles, whole))
+        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
+            bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+            assert max_relative_error(a, b) < bound, name
+
+
+@pytest.mark.parametrize(
+    "context, dtype",
+    [
+        (4, "float64"),
+        pytest.param(1, "float64", marks=pytest.mark.full),
+        pytest.param(4, "float32", marks=pytest.mark.full),
+    ],
+)
+def test_branches_equal_separate_rows(context, dtype):
+    """Two trees, prefixes shorter and longer than a chunk, branches that start in one chunk and on other ranks."""
+    trees = [(150, (70, 1, 2, 60)), (2, (9, 3)), (1, (3,)), (90, ())]  # tokens of the prefix and of its branches
+    segments, prefixes, rows, at, number = [], [], [], 0, 0
+    for length, branches in trees:
+        number += 1
+        prefix, first = number, np.arange(at, at + length)
+        segments += [prefix] * length
+        prefixes += [0] * length
+        at += length
+        rows += [] if branches else [(first, 0)]
+        for branch in branches:
+            number += 1
+            segments += [number] * branch
+            prefixes += [prefix] * branch
+            rows.append((np.concatenate([first, np.arange(at, at + branch)]), length))
+            at += branch
+    num_tokens = 512
+    segments, prefixes = (np.pad(x, (0, num_tokens - at))[None].astype(np.int32) for x in (segments, prefixes))
+    with jax.enable_x64(dtype == "float64"):
+        order = zigzag_order(num_tokens, context)
+        arrays = (*operands(dtype), *filters(dtype))
+        mesh = mesh_of(context=context)
+
+        def tree(*arrays):
+            *tokens, filter_q, filter_k, filter_v = arrays
+            documents = Documents(jnp.asarray(segments[:, order]), jnp.asarray(prefixes[:, order]))
+            tokens = [x[:, order] for x in tokens]
+            out = ShardedDeltaNet(mesh)(*tokens, filter_q, filter_k, filter_v, ranges=documents)
+            return out[:, natural_order(order)]
+
+        def separate(*arrays):
+            *tokens, filter_q, filter_k, filter_v = arrays
+            out = jnp.zeros_like(arrays[2])
+            for row, num_prefix in rows:
+                part = ShardedDeltaNet(mesh_of())(*(x[:, row] for x in tokens), filter_q, filter_k, filter_v)
+                start = 0 if num_prefix and segments[0, row[num_prefix]] == segments[0, row[0]] + 1 else num_prefix
+                out = out.at[:, row[start:]].set(part[:, start:])
+            return out
+
+        actual, exact = (values_and_gradients(function, arrays) for function in (tree, separate))
+        bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
             assert max_relative_error(a, b) < bound, name
 
 

@@ -13,11 +13,12 @@ from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.packed_operands import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.sinks import join
+from jaxlc.attention.tiles.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig
 from jaxlc.sharding.document_layout import document_order
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from tests.attention import cudnn_stand_in
-from tests.attention.cases import split_mesh
+from tests.attention.cases import split_mesh, tiled_results
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 # (length, number of the document whose tokens come before it; 0: none). Two trees, two plain documents, padding.
@@ -147,6 +148,32 @@ def test_trees_in_sliding_windows_match_dense_mask(window, strategy, outer, inne
     context, degree = outer * inner, dict(ulysses_degree=inner) if strategy == "hybrid" else {}
     actual = results(zigzag_order(TOKENS, context), context, window=window, strategy=strategy, **degree)
     assert_matches(actual, expected(window, False))
+
+
+@pytest.mark.parametrize(
+    "window, strategy, outer, inner, tiles",
+    [
+        (4, "ring", 1, 1, 4),  # on one rank, the keys of a prefix are anywhere before
+        (25, "ring", 4, 1, 2),
+        (60, "ring", 2, 1, 4),  # longer than all documents
+        (14, "hybrid", 2, 2, 2),
+        pytest.param(2, "ring", 2, 1, 2, marks=pytest.mark.full),
+        pytest.param(50, "ulysses", 1, 2, 4, marks=pytest.mark.full),
+        pytest.param(1, "ring", 2, 1, 2, marks=pytest.mark.full),
+        pytest.param(8, "ring", 8, 1, 2, marks=pytest.mark.full),
+        pytest.param(None, "ring", 2, 1, 2, marks=pytest.mark.full),
+    ],
+)
+def test_trees_in_sliding_windows_of_tiles_match_dense_mask(window, strategy, outer, inner, tiles):
+    """Of the branches in a sub-chunk, the prefix ends before it, or is in it, or both for two trees."""
+    order_T, sinks_N = zigzag_order(TOKENS, outer * inner), inputs()[-1]
+    config = AttentionConfig(kernel="blockwise", key_block_tokens=8, strategy=strategy, ulysses_degree=inner)
+    mesh = split_mesh(context=outer * inner)
+    tiled = make_tiled(config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=True)
+    positions, segments, prefixes = (jnp.asarray(x[order_T])[None] for x in sequence().values())
+    ranges = jax.jit(tiled.prepare)(positions, segments, None, prefixes)
+    *actual, dsinks_1N = tiled_results(tiled, order_T, ranges, inputs()[:4], sinks_N)
+    assert_matches((*actual, dsinks_1N[0]), expected(window, True))
 
 
 def test_dense_mask_equals_separate_rows():

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.loss_curves import compare, settings_of
+from benchmarks.loss_curves import compare, expert_settings, precision_settings
+from jaxlc.config import load, read_config, with_settings
 from jaxlc.core.errors import UserError
+from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
 from jaxlc.train.reports.metrics import METRICS_FILE
 from tests.helpers import record_figures
 
@@ -24,20 +26,28 @@ def test_compare_reports_differences_of_steps_and_means(tmp_path, monkeypatch):
     losses = reference * np.r_[np.full(10, 1.0), 1.1, np.full(29, 1.0), np.full(20, 1.01)]
     write_losses(tmp_path / "bf16", reference)
     write_losses(tmp_path / "fp8", losses)
-    table = compare(tmp_path)
+    table = compare(tmp_path, ["bf16", "fp8"])
     assert "| fp8 | 2.0200 | +1.00% | 1.00% | 10.00% |" in table
-    bf16, fp8 = (json.loads(line) for line in (tmp_path / "precision.jsonl").read_text().splitlines())
+    bf16, fp8 = (json.loads(line) for line in (tmp_path / "curves.jsonl").read_text().splitlines())
     assert (bf16["largest_difference_of_means"], fp8["steps"]) == (0, 60)
     losses_axes, difference_axes = figures[0].axes
     assert [line.get_label() for line in losses_axes.lines] == ["bf16", "fp8"]
     fp8 = difference_axes.lines[1]
     assert list(fp8.get_xdata()) == list(range(20, 61)) and fp8.get_ydata()[-1] == pytest.approx(1.0)
     assert losses_axes.get_ylabel() == "nats per token" and difference_axes.get_ylabel() == "over bf16, %"
-    assert (tmp_path / "precision.png").exists()
+    assert (tmp_path / "curves.png").exists()
     write_losses(tmp_path / "fp16", reference[:15])  # fewer steps than the window: the mean is over all steps
-    assert "| fp8 | 2.0133 | +0.67% | 0.67% | 10.00% |" in compare(tmp_path)
+    assert "| fp8 | 2.0133 | +0.67% | 0.67% | 10.00% |" in compare(tmp_path, ["bf16", "fp8", "fp16"])
 
 
-def test_settings_of_unknown_precision_raises_user_error():
+def test_unknown_precision_raises_user_error():
     with pytest.raises(UserError, match="invalid 'fp4' for --precisions: expected bf16, fp8"):
-        settings_of("fp4")
+        precision_settings(["fp4"])
+
+
+def test_experts_have_as_many_active_parameters_as_the_dense_model():
+    config = load(read_config("quickstart"))
+    dense, *experts = (with_settings(config, settings).model for settings in expert_settings(config).values())
+    routers = dense.num_layers * dense.model_dim * experts[0].num_experts
+    for model in experts:
+        assert num_active_matmul_params(model) == num_matmul_params(dense) + routers

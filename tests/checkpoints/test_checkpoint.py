@@ -19,7 +19,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.checkpoints import checkpoint_files
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget, restore_params
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.reading import RestoreTarget, restore_params
 from jaxlc.core.errors import UserError
 from jaxlc.train.workdir import prepare_workdir
 from tests import helpers
@@ -245,7 +246,7 @@ def test_failed_save_does_not_wait_for_other_processes(tmp_path, monkeypatch):
             raised.append(caught)
 
     monkeypatch.setattr(ocp.multihost, "get_barrier_sync_fn", lambda: lambda **kwargs: waited.append(kwargs))
-    manager = Checkpoints(tmp_path, keep=1, warn=pytest.fail)._manager
+    manager = Checkpoints(tmp_path, keep=1, warn=pytest.fail)._shared._manager
     barrier = manager._options.async_options.barrier_sync_fn
     for error in (None, full := OSError(28, "No space left on device")):
         thread = threading.Thread(target=save, args=(error,))
@@ -419,7 +420,8 @@ def start(code: str, *arguments: str, devices: int) -> subprocess.Popen:
 SAVE_FOREVER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.reading import RestoreTarget
 checkpoints = Checkpoints(sys.argv[1], keep=2, warn=print)
 for step in itertools.count(1):
     state = dict(big=jnp.full((256, 1024), step, jnp.float32), step=jnp.int32(step))
@@ -460,7 +462,8 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=proc
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.experimental import multihost_utils
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.reading import RestoreTarget
 
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 sharding = NamedSharding(mesh, PartitionSpec("fsdp"))

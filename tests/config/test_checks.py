@@ -21,6 +21,8 @@ LONGROPE = dict(
     rope_scaling_long_factors=(2.0,) * 16,
 )
 TILES = dict(tile_tokens=512)
+NODES_OF_2 = dict(node_copy_devices=2)
+REFERENCE = dict(loss="grpo", kl=0.1, reference="model", reference_model="x")
 NUMBERS = [(section, name) for section, part in SECTIONS.items() for name in ranges_of(part)]
 
 
@@ -123,7 +125,14 @@ DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
         (dict(memory=dict(tile_tokens=1000)), "does not divide the 4096 tokens of a device"),
         (dict(memory=TILES, attention=dict(strategy="ulysses"), mesh=dict(context=4)), "over 4 Ulysses ranks"),
         (dict(memory=dict(save=("query",), offload=("query",))), "both name 'query'"),
+        (dict(memory=NODES_OF_2, mesh=dict(context=2)), "has no effect, since the mesh is one node"),
+        (dict(memory=dict(node_copy_devices=3), mesh=dict(context=4)), "is not a node of the mesh data=1 x fsdp=1 x"),
+        (dict(memory=NODES_OF_2, mesh=dict(context=4, tensor=4)), "it must be mesh.tensor times a divisor of"),
+        (dict(memory=dict(NODES_OF_2, parameters="host"), mesh=dict(context=4)), "copied to the device layer by"),
+        (dict(memory=NODES_OF_2, mesh=dict(context=4), precision=FP8), "whose products are scaled over all ranks"),
         (dict(train=dict(keep_every_steps=5)), "use --config.train.checkpoint_every_steps=5"),
+        (dict(train=dict(local_checkpoints="/dev/shm/jaxlc")), "set both or none"),
+        (dict(train=dict(local_checkpoint_every_steps=2)), "set both or none"),
         (dict(train=dict(keep_best_checkpoints=1, checkpoint_every_steps=4)), "use --config.train.eval_every_steps=4"),
         (dict(memory=dict(remat="none", save=("query",))), "remat='none' saves all activations"),
         (dict(memory=dict(remat="none", parameters="host", optimizer="host")), "would keep the copied weights"),
@@ -147,9 +156,18 @@ DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
             "has no effect in gated_delta_net",
         ),
         (dict(model=DELTA_NET, mesh=dict(tensor=4)), "delta_key_heads=2 is not divisible by config.mesh.tensor=4"),
-        (dict(model=DELTA_NET, memory=TILES), "unsupported: config.memory.tile_tokens=512 with gated_delta_net"),
+        (dict(model=DELTA_NET | dict(delta_conv_taps=300), memory=TILES), "is shorter than 598, which the convo"),
         (dict(model=DELTA_NET, memory=dict(parameters="host")), "memory.parameters='host' with gated_delta_net"),
-        (dict(model=DELTA_NET, attention=dict(shared_prefixes=True)), "shared_prefixes=True with gated_delta_net"),
+        (
+            dict(model=DELTA_NET, attention=dict(shared_prefixes=True), memory=TILES),
+            "shared_prefixes=True with gated_delta_net layers and config.memory.tile_tokens=512",
+        ),
+        (dict(posttrain=dict(loss="grpo", kl=0.1, reference="model")), "set config.posttrain.reference_model or"),
+        (
+            dict(posttrain=dict(loss="grpo", reference="model", reference_model="x")),
+            "reference_model='x' has no effect",
+        ),
+        (dict(model=DELTA_NET, posttrain=REFERENCE), "reference='model' with gated_delta_net layers"),
     ],
 )
 def test_check_contradiction_between_sections_raises(sections, words):

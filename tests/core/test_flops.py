@@ -21,6 +21,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
     "qwen3.5-9b": 8_953_803_264,  # of Qwen3_5ForCausalLM in transformers 5.23: the published weights also have vision
+    "qwen3.5-35b-a3b": 34_660_610_688,  # of Qwen3_5MoeForCausalLM in transformers 5.23
     "olmo-hybrid-7b": 7_430_870_688,  # of OlmoHybridForCausalLM in transformers 5.23
     "mistral-7b": 7_248_023_552,
     "gemma3-12b": 11_766_034_176,

@@ -202,10 +202,6 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
         (dict(posttrain=dict(loss="dr_grpo")), "set config.posttrain.max_answer_tokens"),
         (dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)), "shared_prefixes=True"),
         (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
-        (
-            dict(memory=dict(tile_tokens=8), model=dict(layer_kinds=("sliding", "full"), window=4)),
-            "unsupported: config.attention.shared_prefixes=True with sliding layers and config.memory.tile",
-        ),
     ],
     ids=str,
 )

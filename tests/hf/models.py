@@ -43,6 +43,7 @@ POST_NORMS = {"post_attention_layernorm": "attention_post_norm", "post_feedforwa
 # Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their rounding errors, by up
 # to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
+CHOICE_BIAS = "e_score_correction_bias"  # in float32 in all files, and no parameter in transformers
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -67,6 +68,8 @@ def _config(model_type: str, architecture: str, **fields) -> dict:
     """In the form of transformers 4, unless `fields` has the RoPE of transformers 5."""
     dtype = "dtype" if "rope_parameters" in fields else "torch_dtype"
     config = SMALL | {"model_type": model_type, "architectures": [architecture], dtype: "bfloat16"} | fields
+    if config["intermediate_size"] is None:
+        del config["intermediate_size"]  # a family without dense layers
     if config["head_dim"] is None and model_type != "llama":
         del config["head_dim"]  # other families do not have the field, or not with null
     return config
@@ -197,6 +200,56 @@ CASES: dict[str, Case] = {
         has_gate=True,
         group_layers=3,
     ),
+    "qwen3_5_moe": Case(
+        config=_config(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=70000.0, partial_rotary_factor=0.25),
+            attention_bias=False,
+            layer_types=[LINEAR, FULL, LINEAR],
+            rms_norm_eps=HYBRID_NORM_EPSILON,
+            intermediate_size=None,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+        ),
+        qk_norm="head",
+        has_gate=True,
+        group_layers=2,
+    ),
+    "glm4_moe": Case(
+        config=_config(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=30000.0, partial_rotary_factor=0.5),
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            n_group=4,
+            topk_group=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.5,
+            num_nextn_predict_layers=1,
+        ),
+        biases="qkv",
+        qk_norm="head",
+        group_layers=3,
+        dense_layers=(0,),
+    ),
     "gpt_oss": Case(
         config=_config(
             "gpt_oss",
@@ -314,7 +367,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     """Random tensors with the names and shapes of transformers."""
     rng = np.random.default_rng(0)
     config = CASES[case].config
-    D, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    D, F, V = config["hidden_size"], config.get("intermediate_size", 0), config["vocab_size"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
     H = config.get("head_dim") or D // N
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
@@ -342,15 +395,18 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         own_shapes = _with_delta_net(layer_shapes, CASES[case]) if is_linear else layer_shapes
         if "num_local_experts" in config:
             own_shapes = _with_stacked_experts(own_shapes, config)
-        if "num_experts" in config and layer not in CASES[case].dense_layers:
+        if {"num_experts", "n_routed_experts"} & config.keys() and layer not in CASES[case].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     center = (
-        -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text") else 0
+        -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text") else 0
     )  # the factor of a norm is 1 + its weight
     centered = {name for name in shapes if "norm" in name and "linear_attn" not in name}
     return {
-        name: (_draw(rng, name, shape) + center * (name in centered)).astype(dtype) for name, shape in shapes.items()
+        name: (_draw(rng, name, shape) + center * (name in centered)).astype(
+            np.float32 if name.endswith(CHOICE_BIAS) else dtype
+        )
+        for name, shape in shapes.items()
     }
 
 
@@ -388,9 +444,19 @@ def renamed(name: str, case: Case) -> str:
 
 def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer with a tensor for each expert in place of the dense feed-forward block."""
-    D, F, E = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    D, F = config["hidden_size"], config["moe_intermediate_size"]
+    E = config.get("num_experts") or config["n_routed_experts"]
     shapes = {"mlp.gate.weight": (E, D)}
-    for expert in range(E):
+    if "shared_expert_intermediate_size" in config:
+        S = config["shared_expert_intermediate_size"]
+        shapes |= {"mlp.experts.gate_up_proj": (E, 2 * F, D), "mlp.experts.down_proj": (E, D, F)}
+        shapes |= {f"mlp.shared_expert.{name}_proj.weight": (S, D) for name in ("gate", "up")}
+        shapes |= {"mlp.shared_expert.down_proj.weight": (D, S), "mlp.shared_expert_gate.weight": (1, D)}
+    if "n_shared_experts" in config:
+        S = config["n_shared_experts"] * F
+        shapes |= {f"mlp.shared_experts.{name}_proj.weight": (S, D) for name in ("gate", "up")}
+        shapes |= {"mlp.shared_experts.down_proj.weight": (D, S), "mlp.gate.e_score_correction_bias": (E,)}
+    for expert in () if "mlp.experts.down_proj" in shapes else range(E):
         shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
     return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
@@ -411,6 +477,8 @@ def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name.endswith(CHOICE_BIAS):
+        return rng.standard_normal(shape) / 5  # it is added to sigmoids
     if name.endswith(("bias", ".sinks")):
         return rng.standard_normal(shape)
     if len(shape) == 3 and ".experts." in name:

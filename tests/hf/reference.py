@@ -58,7 +58,8 @@ def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     result = {}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".experts.")
-        if not stem or f"{stem}.router.weight" in arrays:  # gpt-oss has tensors for all experts
+        if not stem or not {f"{stem}.router.weight", f"{stem}.shared_expert_gate.weight"}.isdisjoint(arrays):
+            # gpt-oss and Qwen 3.5 have tensors for all experts.
             result[name] = array
             continue
         for expert, x in enumerate(array):

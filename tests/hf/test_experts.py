@@ -97,7 +97,7 @@ def _batch(step, tokens: np.ndarray) -> Batch:
 
 
 @needs_transformers
-@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
 def test_balance_loss_and_its_gradients_equal_transformers(case, tmp_path):
     directory, tokens = write_model(tmp_path / "model", case, dtype=np.float32), tokens_of(32)
     job = dict(job="balance_gradients", directory=str(directory), tokens=tokens.tolist(), coefficient=0.5)

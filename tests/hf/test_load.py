@@ -84,11 +84,19 @@ def expected_params(name, tensors=None):
     if "num_local_experts" in config:
         conversions = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
         conversions |= STACKED_EXPERTS
+    if "shared_expert_intermediate_size" in config:
+        conversions = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        conversions |= shared_expert_conversions(config["moe_intermediate_size"])
     kinds = [DENSE if layer in case.dense_layers else kind for layer, kind in enumerate(kinds)]
     by_kind = {FULL: conversions}
     if DENSE in kinds:
         others = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
         by_kind = {FULL: others | expert_conversions(config), DENSE: conversions}
+    if "n_shared_experts" in config:
+        by_kind[FULL] |= {
+            f"mlp/shared/w_{x}": (f"mlp.shared_experts.{x}_proj.weight", np.transpose) for x in ("gate", "up", "down")
+        }
+        by_kind[FULL]["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
     if LINEAR in kinds:
         others = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
         others |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.delta_norms.items()}
@@ -121,9 +129,24 @@ def expert_conversions(config):
 
     conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
     for x in ("gate", "up", "down"):
-        names = [f"mlp.experts.{expert}.{x}_proj.weight" for expert in range(config["num_experts"])]
+        names = [
+            f"mlp.experts.{expert}.{x}_proj.weight"
+            for expert in range(config.get("num_experts") or config["n_routed_experts"])
+        ]
         conversions[f"mlp/expert_{x}"] = names, stacked
     return conversions
+
+
+def shared_expert_conversions(width):
+    """As `expert_conversions`, of Qwen 3.5: tensors for all experts, and a shared one."""
+    shared = {f"mlp/shared/w_{x}": (f"mlp.shared_expert.{x}_proj.weight", np.transpose) for x in ("gate", "up", "down")}
+    return shared | {
+        "mlp/shared_gate": ("mlp.shared_expert_gate.weight", np.transpose),
+        "mlp/router": ("mlp.gate.weight", np.transpose),
+        "mlp/expert_gate": ("mlp.experts.gate_up_proj", lambda x: x[:, :width].swapaxes(1, 2)),
+        "mlp/expert_up": ("mlp.experts.gate_up_proj", lambda x: x[:, width:].swapaxes(1, 2)),
+        "mlp/expert_down": ("mlp.experts.down_proj", lambda x: x.swapaxes(1, 2)),
+    }
 
 
 STACKED_EXPERTS = {
@@ -199,6 +222,7 @@ def test_load_on_a_mesh_equals_the_files(case, tmp_path):
         ("gemma3", "Gemma3ForConditionalGeneration", "model.language_model.", "vision_tower."),
         ("qwen3_5_hybrid", "Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
         ("qwen3_5_hybrid", "Qwen3_5ForConditionalGeneration", "model.language_model.", "mtp."),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "model.visual."),
     ],
 )
 def test_load_of_a_model_with_images_reads_its_language_model(case, architecture, prefix, other, tmp_path):
@@ -369,6 +393,7 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "gemma3_text pattern": (dict(sliding_window=8, sliding_window_pattern=3), ("sliding", "sliding", "full"), 8),
     "olmo3": (dict(), (*["sliding"] * 3, "full"), 4096),
     "qwen3_5_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
+    "qwen3_5_moe_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_text interval": (dict(full_attention_interval=2), ("gated_delta_net", "full"), 0),
     "smollm3": (dict(), (*["full"] * 3, "nope"), 0),
     "olmo_hybrid": (dict(), (*["gated_delta_net"] * 3, "full"), 0),

@@ -1,7 +1,8 @@
 """Packed sequences against `transformers`, document by document, for all ways to split them.
 
 gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers, experts. Qwen 3.5:
-two layers of Gated DeltaNet and a full one. Olmo Hybrid: a layer with attention between two of Gated DeltaNet.
+two layers of Gated DeltaNet and a full one; or experts with a shared one, between two layers of Gated DeltaNet. Olmo
+Hybrid: a layer with attention between two of Gated DeltaNet.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ MODELS = {
     "full": dict(case="gpt_oss", layer_types=[FULL] * 3),
     "delta_net": dict(case="qwen3_5_hybrid"),
     "olmo_hybrid": dict(case="olmo_hybrid"),
+    "shared_expert": dict(case="qwen3_5_moe"),
 }
 
 
@@ -84,6 +86,8 @@ def references(directories, tmp_path_factory):
         ("delta_net", dict(context=8), dict(), dict()),
         ("olmo_hybrid", dict(context=2, tensor=2), dict(), dict()),
         ("olmo_hybrid", dict(context=4), dict(strategy="ulysses"), dict(remat="full")),
+        ("shared_expert", dict(context=4, tensor=2), dict(), dict(remat="full", save=("mlp_gate",))),
+        ("shared_expert", dict(context=8), dict(strategy="all_gather"), dict()),
     ],
     ids=str,
 )
@@ -92,7 +96,7 @@ def test_packed_documents_equal_transformers(model, mesh, attention, memory, dir
     settings = dict(attention=attention, memory=memory)
     replaced = {name: dataclasses.replace(getattr(step.config, name), **values) for name, values in settings.items()}
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
-    assert step.config.model.attention_sinks == (model not in ("delta_net", "olmo_hybrid"))
+    assert step.config.model.attention_sinks == (model in ("sliding", "full"))
     assert step.config.model.sliding_rope_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)
     logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)

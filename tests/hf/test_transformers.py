@@ -173,6 +173,17 @@ PARTS = {
     "negative eigenvalues": ("olmo_hybrid", dict(delta_negative_eigenvalues=False), lambda params: params),
     "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
     "output bias": ("llama_tied", dict(attention_out_bias=False), lambda params: _without(("bo",), params)),
+    "bias of the choice": (
+        "glm4_moe",
+        dict(router_choice_bias=False),
+        lambda params: _without(("choice_bias",), params),
+    ),
+    "groups of experts": ("glm4_moe", dict(router_groups_per_token=4), lambda params: params),
+    "gate of the shared expert": (
+        "qwen3_5_moe",
+        dict(shared_expert_gate=False),
+        lambda params: _without(("shared_gate",), params),
+    ),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
     "scaled RoPE of sliding layers": ("gpt_oss", dict(sliding_rope_scaling=False), lambda params: params),
 }

@@ -1,5 +1,6 @@
 """The scripts and manifests of launch/; tests/runtime/test_start.py runs the Slurm script."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,70 @@ def test_slurm_script_restarts_only_after_interruptions(tmp_path):
     assert all("scontrol requeue 7" in run(status) for status in (75, 134, 137, 142, 143))
     assert not any("scontrol" in run(status) for status in (0, 1, 2))
     assert "scontrol" not in run(75, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "verbs"),
+    [
+        ("jaxlc train --name=train", 0, ["preflight --name=train", "train --name=train"]),
+        ("jaxlc train", 2, ["preflight", "train"]),
+        ("python -m jaxlc.train", 0, ["-m jaxlc.preflight", "-m jaxlc.train"]),
+        ("my_program", 0, [""]),
+    ],
+)
+def test_slurm_script_starts_training_after_preflight(tmp_path, command, status, verbs):
+    """`status` is that of preflight."""
+    (tmp_path / "srun").write_text(
+        f'#!/bin/bash\nshift 3\necho "$*" >> {tmp_path}/starts\n[[ "$*" != *preflight* ]] || exit {status}\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+
+    def run(**variables: str) -> list[str]:
+        (tmp_path / "starts").unlink(missing_ok=True)
+        environment = dict(PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7", **variables)
+        script = ["bash", LAUNCH / "slurm" / "train.sbatch", *command.split()]
+        done = subprocess.run(script, capture_output=True, text=True, env=environment)
+        assert done.returncode == (0 if variables else status), done.stderr
+        return (tmp_path / "starts").read_text().splitlines()
+
+    assert run() == (verbs[:1] if status else verbs)
+    assert run(SKIP_PREFLIGHT="1") == verbs[-1:]
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize(("status", "verbs"), [(0, ["preflight", "train"]), (2, ["preflight"])])
+def test_manifests_start_training_after_preflight(tmp_path, name, status, verbs):
+    """The command of the container, with a program `jaxlc` that ends with `status`."""
+    *_, manifest = yaml.safe_load_all((LAUNCH / "k8s" / name).read_text())
+    job = manifest if name == "job.yaml" else manifest["spec"]["replicatedJobs"][0]["template"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "jaxlc").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/starts\nexit {status}\n')
+    (tmp_path / "jaxlc").chmod(0o755)
+    environment = dict(PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert subprocess.run([*container["command"], *container["args"]], env=environment).returncode == status
+    starts = (tmp_path / "starts").read_text().splitlines()
+    assert starts == [" ".join([verb, *container["args"]]) for verb in verbs]
+
+
+def test_dockerfile_passes_hadolint():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    if not hadolint.exists():
+        pytest.skip("needs hadolint: pip install -e '.[dev]', on Linux and x86-64")
+    done = subprocess.run([hadolint, LAUNCH / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockerfile_installs_locked_requirements():
+    """It copies files that exist, and its locks pin one version per Python, without an address of an index."""
+    text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
+    copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
+    assert copied and all((LAUNCH.parent / path).exists() for path in copied)
+    locks = re.findall(r"--constraint=(\S+)", text)
+    assert set(locks) == {"requirements.lock", "requirements-cuda12.lock"} <= set(copied)
+    lines = (LAUNCH.parent / "requirements-cuda12.lock").read_text().splitlines()
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+( ; .*)?", line) for line in lines)
+    planned = (LAUNCH.parent / "requirements-plan.lock").read_text()
+    assert {line.partition(" ;")[0] for line in planned.splitlines()} <= {line.partition(" ;")[0] for line in lines}
 
 
 def test_manifests_agree_with_the_launcher(monkeypatch):

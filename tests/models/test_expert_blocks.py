@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxlc.core.mixers.expert_feed_forward import block_rows
-from jaxlc.models import expert_blocks
 from jaxlc.models.activations import gated
-from jaxlc.models.expert_blocks import ExpertWeights, assign, expert_outputs
+from jaxlc.models.blocks import expert_blocks
+from jaxlc.models.blocks.expert_blocks import ExpertWeights, assign, expert_outputs
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 T, D, F, E = 48, 6, 5, 8

@@ -98,6 +98,7 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
             to_tiles(x_BTD),
             to_tiles(positions_BT),
             None,
+            layer_type=layer_tiles.AttentionLayer,
             attention=_TileAttention(T // num_tiles, model.num_kv_heads),
             saves_attention=saves_attention,
             shard=shard,

@@ -14,6 +14,7 @@ from jaxlc.data import open_corpus
 from jaxlc.plan import Plan
 from jaxlc.plan.packing_estimates import mix_of_lengths, read_documents
 from jaxlc.plan.report import page
+from jaxlc.search.worker import row_of
 from tests.plan.gpus import small_config
 
 
@@ -63,6 +64,27 @@ def test_mfu_of_packed_sequences_counts_pairs_of_documents(result):
     assert mean.pairs_share == pytest.approx(mean_pairs / document_pairs(model, [4096]))
 
 
+@pytest.mark.gpu_compiler
+def test_row_of_a_search_has_the_times_of_the_documents(result):
+    row, mean = row_of(result, load(packed_config())), result.packing.estimates[-1]
+    assert row["step_seconds"] == mean.step_seconds < result.predicted.step_seconds
+    assert row["mfu_causal"] == mean.mfu_documents
+    without = row_of(dataclasses.replace(result, packing=None), load(packed_config()))
+    ratios = [row[name] / without[name] for name in ("step_seconds", "step_seconds_low", "step_seconds_high")]
+    np.testing.assert_allclose(ratios, ratios[0])
+
+
+@pytest.mark.gpu_compiler
+def test_ring_step_has_two_packed_calls_without_synchronization(result):
+    calls = 2 * 2 * 2  # one per layer, microbatch and ring step
+    passes = ("forward", "recomputation", "backward")
+    assert all(result.kernels[f"cudnn_packed attention {name}"] == 2 * calls for name in passes)
+    own_blocks = len(passes) * calls // 2  # their loop takes further documents: the host waits once if there are none
+    assert result.launches.host_synchronizations == own_blocks
+    # 1,282; with tables of documents in each ring step instead of once per step, 1,719.
+    assert result.launches.gpu_operations < 1500
+
+
 def test_mix_has_60_percent_in_long_documents():
     rng = np.random.default_rng(0)
     for _ in range(10):
@@ -102,12 +124,18 @@ def test_read_documents_with_invalid_lengths_raises(source, words):
 
 def test_tree_is_a_prefix_and_its_branches():
     config = packed_config()
-    with pytest.raises(UserError, match="needs --config.attention.shared_prefixes=True"):
-        read_documents(load(config), "tree:1024+2x512")
     config.attention.shared_prefixes = True
     documents = read_documents(load(config), "100,tree:1024+2x512,tree:64+1x8")
     assert documents.sequences[0].tolist() == [100, 1024, 512, 512, 64, 8]
     assert documents.prefixes == (0, 0, 2, 2, 0, 5)
+
+
+def test_tree_without_sharing_is_separate_rows():
+    documents = read_documents(load(packed_config()), "100,tree:1500+3x500,tree:64+1x8")
+    assert [x.tolist() for x in documents.sequences] == [[100, 2000, 72], [2000, 2000]]
+    assert not any(documents.prefixes) and documents.longest_trace == 2000
+    with pytest.raises(UserError, match="a document of 4,100 tokens, with its prefix"):
+        read_documents(load(packed_config()), "tree:4000+2x100")
 
 
 def test_read_documents_without_document_mask_raises():

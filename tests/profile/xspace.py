@@ -16,7 +16,16 @@ class Event(NamedTuple):
 
 def profile_data(events_by_plane: dict[str, Sequence[Event]]) -> ProfileData:
     """The events by plane, as JAX reads them from a file."""
-    return ProfileData.from_text_proto("\n".join(_plane(*item) for item in events_by_plane.items()))
+    return ProfileData.from_text_proto(_text(events_by_plane))
+
+
+def profile_bytes(events_by_plane: dict[str, Sequence[Event]]) -> bytes:
+    """The content of a file with these events."""
+    return ProfileData.text_proto_to_serialized_xspace(_text(events_by_plane))
+
+
+def _text(events_by_plane: dict[str, Sequence[Event]]) -> str:
+    return "\n".join(_plane(*item) for item in events_by_plane.items())
 
 
 def _plane(name: str, events: Sequence[Event]) -> str:

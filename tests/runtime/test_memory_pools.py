@@ -115,6 +115,18 @@ def test_pinned_host_bytes_without_host_memory_are_0():
     assert 0 < offloaded < pinned_host_bytes(load(config))
 
 
+def test_pinned_host_bytes_count_the_reference_model():
+    config = defaults()
+    config.attention.shared_prefixes = True
+    config.posttrain.update(loss="dpo", reference="model", reference_model="unused")
+    weights = 4 * num_params(load(config).model)
+    assert pinned_host_bytes(load(config)) == weights <= pooled_host_bytes(load(config))
+    config.memory.optimizer = "host"
+    with_optimizer = pinned_host_bytes(load(config))
+    config.posttrain.update(reference="record", reference_model="")
+    assert with_optimizer - pinned_host_bytes(load(config)) == weights
+
+
 @pytest.mark.parametrize(
     "message, stats, environment, words",
     [

@@ -1,7 +1,9 @@
 """The start of a run of several processes, here of threads: what is missing or wrong is printed, and ends all."""
 
 import contextlib
+import errno
 import json
+import os
 import re
 import socket
 import threading
@@ -150,6 +152,15 @@ def test_other_connections_are_ignored():
     assert first.result()[0].member == Member(1, 2, "host1", "0.1") and other.result()
 
 
+def test_bind_address_is_the_interface_of_the_coordinator(monkeypatch):
+    assert rendezvous.bind_address("127.0.0.1:5") == "127.0.0.1:5"
+    assert rendezvous.bind_address("localhost:5") in ("127.0.0.1:5", "[::1]:5")
+    assert rendezvous.bind_address("203.0.113.1:5") == rendezvous.bind_address("does-not-exist.invalid:5") == "[::]:5"
+    infos = [(0, 0, 0, "", ("127.0.1.1", 5))]  # as Debian's /etc/hosts has it for the name of the machine
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: infos)
+    assert rendezvous.bind_address("node0:5") == "[::]:5"
+
+
 def test_note_of_an_address_of_another_machine():
     assert "203.0.113.1 is not an address of" in rendezvous._note("203.0.113.1:1", is_process_0=True)
     assert rendezvous._note("203.0.113.1:1", is_process_0=False) == ""
@@ -182,6 +193,37 @@ def test_link_reports_the_error_of_a_failed_process(links):
     wait_until(lambda: links[0][2] == links[1][2] == [("process 2 of 3 on host2 failed: UserError: no space left", 1)])
 
 
+def test_link_reports_a_machine_that_the_network_does_not_reach(links, monkeypatch):
+    class Unreachable:
+        def recv(self, num_bytes: int) -> bytes:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+        def shutdown(self, how: int) -> None:
+            """Called by the fixture."""
+
+    def receive(self):
+        self.socket = Unreachable()
+        return Connection.receive(self)
+
+    monkeypatch.setattr(peers, "_receive", receive)
+    links[1][1].socket.shutdown(socket.SHUT_RDWR)  # wakes the thread of process 0
+    text = f"the network does not reach process 1 of 3 on host1 ({os.strerror(errno.EHOSTUNREACH)})"
+    wait_until(lambda: links[0][2] == [(text, peers.PEER_LOST_STATUS)])
+
+
+def test_process_0_waits_until_the_others_have_ended(links):
+    first = links[0][0]
+    first.wait_for_others(0.01)  # both are there
+    links[1][0].wait_for_others(600.0)  # not process 0
+    waiting = threading.Thread(target=first.wait_for_others, args=(600.0,), daemon=True)
+    waiting.start()
+    links[1][1].socket.shutdown(socket.SHUT_RDWR)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    links[2][1].socket.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: not waiting.is_alive())
+
+
 def test_link_of_processes_that_end_normally_is_silent(links):
     for link, connection, _ in reversed(links):
         link.close()
@@ -189,3 +231,21 @@ def test_link_of_processes_that_end_normally_is_silent(links):
             connection.socket.shutdown(socket.SHUT_RDWR)
     wait_until(lambda: not any(thread.name == "jaxlc-peers" for thread in threading.enumerate()))
     assert [losses for _, _, losses in links] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised_to"), [(1024, 2**20, 3072), (65_536, 65_536, None), (-1, -1, None), (1024, -1, 3072)]
+)
+def test_limit_of_open_files_is_raised_for_many_processes(monkeypatch, soft, hard, raised_to):
+    """With 1,024 processes and a limit of 1,024 files, `accept` failed; -1 is no limit."""
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(rendezvous.resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(rendezvous.resource, "setrlimit", lambda what, limit: limits.append(limit))
+    rendezvous._allow_open_files(1024)
+    assert limits == ([(raised_to, hard)] if raised_to else [])
+
+
+def test_low_limit_of_open_files_is_named(monkeypatch):
+    monkeypatch.setattr(rendezvous.resource, "getrlimit", lambda what: (1024, 2048))
+    with pytest.raises(UserError, match=r"process 0 of 1024 needs 3,072 open files, and `ulimit -Hn` on .* is 2,048"):
+        rendezvous._allow_open_files(1024)

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxlc
 from jaxlc import runtime
-from jaxlc.config import RuntimeConfig
+from jaxlc.config import RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import launcher
 from tests.helpers import TIMEOUT_SECONDS
@@ -73,6 +74,23 @@ def test_environment_users_xla_flags_come_last():
     environment = environment_for(RuntimeConfig(simulated_devices=8), XLA_FLAGS=flag)
     assert environment["XLA_FLAGS"].endswith(" " + flag)
     assert environment_for(RuntimeConfig(), XLA_FLAGS=flag)["XLA_FLAGS"] == flag
+
+
+def test_training_with_a_watchdog_starts_without_the_heartbeat_of_jax(monkeypatch):
+    seconds: list[int] = []
+    for module, name in (
+        (start, "backends_are_initialized"), (start, "_set_environment"), (start, "_check_started"),
+        (start.peers, "connect"), (start.compilation_cache, "configure"), (jax.distributed, "is_initialized"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *_, **options: seconds.append(options["heartbeat_timeout_seconds"])
+    )
+    config = defaults()
+    config.runtime.update(num_processes=2, coordinator_address="localhost:1", process_id=0, heartbeat_seconds=10)
+    for config.runtime.watchdog_factor in (10.0, 0.0):
+        runtime.start_training([load(config)])
+    assert seconds == [start._NO_HEARTBEAT_SECONDS, 10]
 
 
 def test_environment_second_call_changes_nothing():

@@ -105,6 +105,16 @@ def test_first_durations_have_the_deadline_of_the_user(make, clock):
         assert (dog._current.phase, seconds_left(dog, clock)) == ("evaluation", 7199.0)
 
 
+def test_waiting_for_devices_is_timed_without_the_phase_around_it(clock):
+    before = watchdog.phase_seconds()
+    with watchdog.phase("evaluation"):
+        clock.seconds += 1.0
+        with watchdog.fetching(3):
+            clock.seconds += 2.0
+    added = {name: watchdog.phase_seconds()[name] - before.get(name, 0.0) for name in ("evaluation", DEVICES)}
+    assert added == {"evaluation": 1.0, DEVICES: 2.0}
+
+
 def test_run_without_a_hang_leaves_no_files(make, tmp_path):
     make().close()
     assert not (tmp_path / "hangs").exists()

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sharding.rules import RULES, Sharder, compute_spec, storage_axes, storage_spec
+from jaxlc.sharding.nodes import nodes_of
+from jaxlc.sharding.rules import RULES, Sharder, compute_spec, copy_spec, storage_axes, storage_spec
 
 
 def _mesh(**axes):
@@ -94,3 +95,20 @@ def test_sharder_weight_is_cast_before_gather():
     text = jax.jit(lambda w: Sharder(mesh).weight(w, dims, jnp.bfloat16)).lower(stored).as_text()
     cast, gather = text.index("stablehlo.convert"), text.rindex("sharding_constraint")
     assert cast < gather
+
+
+@pytest.mark.parametrize(
+    ("axes", "node_devices", "stored", "copied"),
+    [
+        (dict(fsdp=2, context=4), 4, ("context_inner", "fsdp_outer"), "context_inner"),
+        (dict(context=8), 2, ("context_inner", "context_outer"), "context_inner"),
+        (dict(fsdp=4, context=2), 4, ("fsdp_inner", "context_inner", "fsdp_outer"), ("fsdp_inner", "context_inner")),
+    ],
+)
+def test_storage_over_nodes_splits_the_shards_of_the_copy(axes, node_devices, stored, copied):
+    """So the gather across nodes joins consecutive shards, and that within a node joins the results."""
+    nodes = nodes_of(_mesh(**axes), node_devices)
+    dims, shape = ("model", "ffn"), (16, 8)
+    assert storage_spec(dims, shape, nodes.mesh) == P(stored, None)
+    assert copy_spec(dims, shape, nodes) == P(copied, None)
+    assert [device.id for device in nodes.mesh.devices.flat] == list(range(8))

@@ -102,6 +102,29 @@ def test_work_in_tiles_is_that_of_the_slowest_rank_in_each_tile():
     assert result.ring_cost > sequence_work(config_with(), ZIGZAG, LENGTHS).ring_cost
 
 
+def test_work_of_shared_prefixes_in_tiles_equals_dense_count():
+    lengths, prefixes = (1500, 300, 500, 90, 1205, 400), (0, 1, 1, 0, 0, 5)
+    sections = dict(
+        memory=dict(tile_tokens=TOKENS // (2 * CONTEXT), remat="full"), attention=dict(shared_prefixes=True)
+    )
+    work = sequence_work(config_with(**sections), ZIGZAG, lengths, prefixes).work
+    order_T, tiles = zigzag_order(TOKENS, CONTEXT), np.asarray(tiles_of(np.arange(TOKENS)[None], CONTEXT, 2))[:, 0]
+    expected = np.zeros((2, CONTEXT), int)
+    for tile in tiles:
+        own, prefix = (
+            by_step(dense_work(lengths, order_T, CONTEXT, queries=tile, prefixes=x)) for x in (None, prefixes)
+        )
+        slowest = (own + prefix).argmax(axis=1)
+        expected += [x[np.arange(CONTEXT), slowest] for x in (own, prefix)]
+    own, prefix = expected
+    assert (work.own_pairs, work.ring_step_pairs) == (own[0], own[1:].mean())
+    assert (work.prefix_own_pairs, work.prefix_ring_step_pairs) == (prefix[0], prefix[1:].mean())
+    calls = [AttentionKernelCall(None, "pallas", "forward", 1.0, True, Sizes(4, 1024, 1024), is_over_prefix=x)
+             for x in (False, True)]  # fmt: skip
+    fractions = [visible_fraction(call, config_with(**sections), work) for call in calls]
+    np.testing.assert_allclose(np.divide(*fractions), own.sum() / prefix.sum())
+
+
 def test_work_of_document_order_equals_layout():
     result = sequence_work(config_with(), by_document, LENGTHS)
     layout = document_layout(np.array(LENGTHS), TOKENS, CONTEXT)

@@ -25,6 +25,8 @@ CASES = [
     ("dapo", "sliding", dict(context=2), {}),
     ("dpo", "lora", dict(context=2), dict(strategy="all_gather")),
     ("", "tiles", dict(context=2), {}),
+    ("grpo", "recurrent", dict(context=4), {}),
+    ("dapo", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
 ]
 
 

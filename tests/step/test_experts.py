@@ -8,7 +8,8 @@ import pytest
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
-from jaxlc.models.experts import CHOICE
+from jaxlc.models.blocks.experts import CHOICE
+from jaxlc.step.losses.expert_balance import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
 from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
@@ -16,6 +17,9 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
 DENSE_BETWEEN = dict(layer_kinds=("full", "dense"), kinds=dict(dense=dict(feed_forward="dense")), num_layers=3)
 GPT_OSS = dict(router="topk_softmax", renormalize_router=False, expert_bias=True, activation="clamped_swiglu")
+SHARED = dict(shared_ffn_dim=16, shared_expert_gate=True)
+SIGMOID = dict(router="sigmoid", router_choice_bias=True, router_groups=4, router_groups_per_token=2, router_scale=1.5)
+BIASED = DENSE_BETWEEN | SIGMOID | SHARED
 LOSSES = dict(balance_loss=0.5, router_z_loss=0.1)
 
 
@@ -59,13 +63,15 @@ CASES = [
     (dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), GPT_OSS),
     (dict(context=4, data=2), dict(remat="none"), DENSE_BETWEEN),
     (dict(context=4, tensor=2), dict(remat="matmuls"), GPT_OSS),
+    (dict(context=4, tensor=2), dict(remat="attention", tile_tokens=24), SHARED),
+    (dict(context=2, tensor=2), dict(remat="full"), BIASED),
     (dict(fsdp=4), dict(remat="full", tile_tokens=48, layers_per_remat_group=2, optimizer="host"), {}),
 ]
 
 
 @pytest.mark.parametrize(
     ("axes", "memory", "model"),
-    [pytest.param(*case, marks=[] if index in (0, 2) else pytest.mark.full) for index, case in enumerate(CASES)],
+    [pytest.param(*case, marks=[] if index in (0, 2, 6) else pytest.mark.full) for index, case in enumerate(CASES)],
     ids=str,
 )
 def test_layers_of_experts_equal_one_device(axes, memory, model):
@@ -129,6 +135,36 @@ def test_recomputation_does_not_choose_experts_again(memory):
     assert CHOICE and text.count('custom_call_target="TopK"') == num_loops
 
 
+@pytest.mark.parametrize("axes", [pytest.param({}, marks=pytest.mark.full), dict(context=2, tensor=2)], ids=str)
+def test_step_changes_biases_of_the_choice_by_its_loads(axes):
+    """By the rate, up or down; over both microbatches, and not by the optimizer."""
+    model = _Dict(BIASED)
+    step = _step(axes, model=model, balance_bias_rate=0.25, gradient_accumulation_steps=2)
+    state = step.init()._replace(params=put_params(step, _params(model)))
+    first, loads_LE = _biases(_params(model)), _on_one_device(model)[3].counts_LE
+    params = jax.device_get(step.jitted(state, make_batch(step, natural_rows()))[0].params)
+    change = 0.25 * np.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
+    assert (change > 0).any() and (change < 0).any()
+    np.testing.assert_array_equal(_biases(params), first + change.astype(np.float32))
+
+
+def _biases(params):
+    """[layers with experts, E]"""
+    stacks = [params[name]["full"] for name in ("layers", "last_layers")]
+    return np.concatenate([np.asarray(stack["mlp"]["choice_bias"]) for stack in stacks])
+
+
+def test_biases_of_frozen_layers_and_of_skipped_steps_do_not_change():
+    config = small_config(model=EXPERTS | BIASED, train=dict(balance_bias_rate=0.25))
+    loads_LE = jax.numpy.array([[3.0, 1, *[0] * 6], [1, 3, *[0] * 6]])
+    last = {"full": {"mlp": {"choice_bias": jax.numpy.zeros((1, 8))}}}
+    trained = {"layers": {"full": {"mlp": {}}}, "last_layers": last}
+    for is_finite, expected in ((True, [-0.25, -0.25, *[0.25] * 6]), (False, [0] * 8)):
+        after = with_balanced_biases(trained, loads_LE, jax.numpy.array(is_finite), config.model, config.train)
+        assert after["layers"] == {"full": {"mlp": {}}}
+        np.testing.assert_array_equal(after["last_layers"]["full"]["mlp"]["choice_bias"], [expected])
+
+
 def test_experts_per_token_count_as_active_parameters():
     model = small_config(model=EXPERTS).model
     unused = 2 * (8 - 2) * 3 * 32 * 24  # layers, experts, matrices
@@ -154,6 +190,12 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect in a model without experts"),
         (dict(mesh=dict(tensor=4), model=dict(expert_ffn_dim=10)), "expert_ffn_dim=10 is not divisible"),
+        (dict(mesh=dict(tensor=4), model=dict(shared_ffn_dim=10)), "shared_ffn_dim=10 is not divisible"),
+        (dict(model=dict(shared_expert_gate=True)), "no effect without a shared expert"),
+        (dict(model=dict(router_choice_bias=True)), "router_choice_bias=True has no effect"),
+        (dict(model=SIGMOID | dict(router_groups=3)), "router_groups=3 does not divide"),
+        (dict(model=SIGMOID | dict(experts_per_token=5)), "fewer than config.model.experts_per_token=5"),
+        (dict(train=dict(balance_bias_rate=0.1)), "no effect without biases"),
     ],
     ids=str,
 )

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints, RestoreTarget
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.reading import RestoreTarget
 from jaxlc.config import load, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze, parse

@@ -183,12 +183,25 @@ HYBRIDS = [  # the first compiles fast
     ("ulysses", dict(context=2, fsdp=2), dict(num_layers=3), dict(remat="full", layers_per_remat_group=2)),
     ("all_gather", dict(context=2, tensor=2), dict(num_layers=2), dict(remat="matmuls")),
     ("hybrid", dict(context=4, data=2), dict(num_layers=2), dict(remat="none")),
+    ("ring", dict(context=2, tensor=2), _RECURRENT, dict(remat="attention", tile_tokens=24)),
+    (
+        "ulysses",
+        dict(context=2, fsdp=2),
+        dict(num_layers=4),
+        dict(remat="full", tile_tokens=16, layers_per_remat_group=2, offload=("residual",)),
+    ),
+    (
+        "hybrid",
+        dict(context=4, data=2),
+        dict(num_layers=3),
+        dict(remat="full", tile_tokens=12, offload=("residual", "attention_out", "attention_lse")),
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("strategy", "axes", "model", "memory"),
-    [pytest.param(*case, marks=pytest.mark.full if index else []) for index, case in enumerate(HYBRIDS)],
+    [pytest.param(*case, marks=[] if index in (0, 5) else pytest.mark.full) for index, case in enumerate(HYBRIDS)],
     ids=str,
 )
 def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):

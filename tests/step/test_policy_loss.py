@@ -13,10 +13,19 @@ import numpy as np
 import pytest
 
 from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.core.errors import UserError
 from jaxlc.data.traces.packed_traces import PackedTraces
 from jaxlc.data.traces.trace_records import CHOSEN, REJECTED, Trace
 from jaxlc.data.traces.trace_trees import trees_of
-from tests.step.synthetic import gradients_and_loss, make_batch, put_params, small_config, small_step, without_padding
+from tests.step.synthetic import (
+    HYBRID,
+    gradients_and_loss,
+    make_batch,
+    put_params,
+    small_config,
+    small_step,
+    without_padding,
+)
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 GROUPS = {  # number of prompt tokens -> numbers of answer tokens
@@ -52,8 +61,14 @@ KINDS = {
     "": {},
     "sliding": dict(model=dict(layer_kinds=("sliding", "full"), window=6, attention_sinks=True)),
     "lora": dict(lora=dict(rank=2)),
+    "recurrent": dict(model=HYBRID),
     "tiles": dict(memory=dict(tile_tokens=12)),
+    "experts": dict(
+        model=dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, shared_ffn_dim=16),
+        memory=dict(tile_tokens=12),
+    ),
 }
+KINDS["sliding tiles"] = KINDS["sliding"] | KINDS["tiles"]
 
 
 def config_with(loss: str, *, shares=True, **sections):
@@ -84,7 +99,7 @@ def results(config, loss: str, params=None):
 @functools.cache
 def separate_rows(loss: str, kinds: str = ""):
     """Results on one device. For dpo, the answers of a pair continue a prefix that only they have."""
-    sections = KINDS[kinds] if kinds != "tiles" else {}
+    sections = {name: values for name, values in KINDS[kinds].items() if name != "memory"}
     return results(config_with(loss, shares=loss == "dpo", **sections), loss)
 
 
@@ -100,6 +115,9 @@ def separate_rows(loss: str, kinds: str = ""):
         ),
         pytest.param("", "tiles", dict(context=2), dict(strategy="ulysses"), marks=pytest.mark.full),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
+        ("grpo", "recurrent", dict(context=4), {}),
+        pytest.param("dpo", "recurrent", dict(context=2, tensor=2), dict(strategy="ulysses"), marks=pytest.mark.full),
+        ("dapo", "sliding tiles", dict(context=2, tensor=2), {}),
         pytest.param("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses"), marks=pytest.mark.full),
         pytest.param("grpo", "", dict(context=4), dict(document_sharding=False), marks=pytest.mark.full),
         pytest.param("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), marks=pytest.mark.full),
@@ -115,6 +133,20 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
+def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once():
+    """In tiles, on two ranks."""
+    params, gradients, expected = separate_rows("", "experts")
+    step = small_step(config_with("", **KINDS["experts"], mesh=dict(context=2)))
+    batch = make_batch(step, [sequence(step.config, traces(""))])
+    loss, got, _, experts = jax.jit(step.objective.loss_and_grads)(put_params(step, params), batch)
+    np.testing.assert_allclose(loss, expected, rtol=FLOAT32_PARITY)
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    # Inputs: an answer begins with the last token of its prompt, and its own last token is only a target.
+    num_tokens = sum(prompt - 1 + sum(answers) for prompt, answers in GROUPS["policy"].items())
+    np.testing.assert_array_equal(experts.counts_LE.sum(1), [2 * num_tokens] * 2)
+
+
 @pytest.mark.heavy
 def test_shared_prefixes_in_float64_equal_separate_rows():
     """To 1e-13, so the differences of float32 are those of sums in another order."""
@@ -122,7 +154,7 @@ def test_shared_prefixes_in_float64_equal_separate_rows():
         [sys.executable, "-m", "tests.step.float64_parity"], capture_output=True, text=True, check=True
     ).stdout
     errors = [float(word) for line in output.splitlines() for word in line.split()[-2:]]
-    assert len(errors) == 8 and max(errors) <= 1e-13, output
+    assert len(errors) == 12 and max(errors) <= 1e-13, output
 
 
 def test_base_as_reference_equals_recorded_log_probs():
@@ -159,6 +191,27 @@ def test_gradients_are_those_of_the_loss(settings):
         return float(function(jax.tree.map(lambda x, g: x + distance * g, params, gradients), batch)[1].loss)
 
     np.testing.assert_allclose((loss_at(size) - loss_at(-size)) / (2 * size), squares, rtol=0.02)
+
+
+def test_custom_loss_replaces_the_formula():
+    """With ratios of 1, the gradient of dapo is that of the advantages times the log-probabilities."""
+    config = config_with("dapo")
+    config = dataclasses.replace(config, posttrain=PosttrainConfig(loss="dapo"))
+    params, expected, _ = results(config, "dapo")
+
+    def policy_loss(log_probs_BT, batch):
+        return -(batch.loss_weights * batch.advantages * log_probs_BT).sum()
+
+    step = small_step(config, policy_loss=policy_loss)
+    batch = make_batch(step, [sequence(config, traces("dapo"))])
+    gradients, sums = jax.jit(gradients_and_loss(step))(params, batch)
+    errors = jax.tree.map(max_relative_error, gradients, expected)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY and sums.ratio is None and sums.loss != 0
+    with pytest.raises(UserError, match="policy_loss has no effect without config.posttrain.loss"):
+        small_step(dataclasses.replace(config, posttrain=PosttrainConfig()), policy_loss=policy_loss)
+    with pytest.raises(UserError, match="expected the sum of the losses"):
+        step = small_step(config, policy_loss=lambda log_probs_BT, batch: log_probs_BT)
+        jax.eval_shape(gradients_and_loss(step), params, batch)
 
 
 def test_zero_advantages_have_zero_gradients():

@@ -1,5 +1,5 @@
 from jaxlc.config import load_stages, read_config
-from jaxlc.train.reports.config_copy import keep_config
+from jaxlc.train.reports.config_copy import keep_config, keep_plan, read_manifest
 
 
 def test_different_settings_of_an_earlier_start_are_kept(tmp_path):
@@ -18,5 +18,9 @@ def test_different_settings_of_an_earlier_start_are_kept(tmp_path):
     assert read_config(str(path)).train.steps == 400
     path.write_text(path.read_text().replace('"train.steps": 400', '"train.steps": 4e2'))
     assert keep_config(tmp_path, load_stages(config)) is None and len(list(tmp_path.iterdir())) == 3
+    keep_plan(tmp_path, "", dict(seq_len=1024))
+    keep_plan(tmp_path, "long", dict(seq_len=2048))
+    assert read_manifest(tmp_path)["plan"] == {"": dict(seq_len=1024), "long": dict(seq_len=2048)}
+    assert read_config(str(path)).train.steps == 400  # the settings are as before
     path.write_text("damaged(")
     assert "resolved_config-3.py" in keep_config(tmp_path, load_stages(config))

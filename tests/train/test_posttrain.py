@@ -84,6 +84,38 @@ def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
     assert len({row["loss"] for row in whole if "loss" in row}) == 4
 
 
+@pytest.mark.jax_version  # from JAX 0.11 on, the weights are in host memory on CPU, too
+@pytest.mark.parametrize("loss", ["grpo", pytest.param("dpo", marks=pytest.mark.full)])
+def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
+    """The reference has other weights than the policy, whose seed is another."""
+    untrained, source, recorded = scored.parent / "run", tmp_path / "traces.jsonl", tmp_path / "recorded.jsonl"
+    if loss == "dpo":
+        records = [dict(prompt=prompt, chosen=f"{i} yes", rejected="no") for i, prompt in enumerate(PROMPTS)]
+    else:
+        records = [json.loads(line) for line in (scored.parent / "traces.jsonl").read_text().splitlines()]
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert logprobs.main(["jaxlc logprobs", str(untrained), str(source), str(recorded), "--temperature=0.8"]) == 0
+    settings = dict(
+        data__sources="", attention__shared_prefixes=True, train__eval_sequences=1, train__eval_every_steps=0,
+        train__steps=2, train__seed=5, posttrain__loss=loss, posttrain__temperature=0.8,
+    )  # fmt: skip
+    sizes = dict(num_layers=2, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32)
+    settings |= {f"model__{name}": size for name, size in sizes.items()}
+    settings |= dict(posttrain__kl=0.5) if loss == "grpo" else {}
+    config = write_config(tmp_path)
+    train(config, tmp_path / "record", data__traces=recorded, **settings)
+    model = dict(posttrain__reference="model", posttrain__reference_model=untrained)
+    output = train(config, tmp_path / "model", data__traces=source, **settings, **model)
+    assert f"reference  {untrained}, 0.00 GiB per device" in output
+    measured = "kl" if loss == "grpo" else "margin"
+    expected, actual = (
+        [(row["loss"], row["grad_norm"], row[measured]) for row in rows(tmp_path / name) if "loss" in row]
+        for name in ("record", "model")
+    )
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
+    assert len(expected) == 2 and all(abs(row[2]) > 1e-3 for row in expected)
+
+
 REWARD = """
 def reward(prompt, answer, record):
     return len(set(answer)) + record["bonus"]
@@ -254,8 +286,9 @@ def test_signal_while_training_waits_for_rollouts_saves_a_checkpoint(rollouts, t
     assert rows(tmp_path) == rows(rollouts["workdir"])
 
 
-def test_loaded_run_with_rollouts_has_no_evaluation(rollouts):
+def test_loaded_run_with_rollouts_has_rewards_and_no_evaluation(rollouts):
     run = jaxlc.load(rollouts["workdir"])
+    assert run.reward_figure().axes[0].get_ylabel() == "reward" and run.paths["reward_figure"].is_file()
     with pytest.raises(UserError, match="the run made rollouts"):
         run.evaluate()
 

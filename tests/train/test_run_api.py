@@ -129,6 +129,8 @@ def test_result_evaluates_again_with_the_same_loss(result):
 
 def test_result_returns_figures(result):
     assert result.loss_figure().axes and result.loss_by_position_figure().axes
+    with pytest.raises(UserError, match="the run has no rollouts"):
+        result.reward_figure()
 
 
 @pytest.mark.parametrize("name", ["loss_figure", "loss_by_position_figure"])

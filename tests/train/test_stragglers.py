@@ -26,7 +26,7 @@ def slow_phases(name, stream, **options):
     def slow():
         for item in stream:
             if not IS_FIRST:
-                time.sleep(0.3)
+                time.sleep(1.0)
             yield item
     return phases(name, slow(), **options)
 
@@ -41,7 +41,7 @@ ocp.type_handlers.ArrayHandler.serialize = slow_serialize
 
 
 def row(process_id: int, product: float = 0.001, data: float = 0.0, seconds: float = 10.0) -> Times:
-    causes = ("callback", "export", "checkpoint copy", "checkpoint write")
+    causes = ("devices", "callback", "export", "checkpoint copy", "checkpoint write")
     devices = {"product": [0.001, product], "copy": [0.0005, 0.0005]}
     return Times(process_id, f"node{process_id}", 40, seconds, devices, dict.fromkeys(causes, 0.0) | {"data": data})
 
@@ -76,6 +76,14 @@ def test_read_times_keeps_the_last_of_repeated_steps(tmp_path):
     assert [(rows[0].step, rows[0].seconds) for rows in read_times(tmp_path)] == [(4, 3), (8, 2)]
 
 
+def test_read_times_of_many_rows_keeps_some_measurements(tmp_path, monkeypatch):
+    monkeypatch.setattr(stragglers, "_MAX_ROWS", 20)
+    lines = [[row(process_id)._replace(step=step)._asdict() for process_id in range(10)] for step in range(6)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / stragglers.TIMES_FILE).write_text(text + "[{")  # the last line is torn
+    assert [rows[0].step for rows in read_times(tmp_path)] == [0, 3]
+
+
 @pytest.mark.heavy
 def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     path = runs.write_config(tmp_path)
@@ -92,5 +100,5 @@ def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     assert all(row["checkpoint/seconds"] > 0 for row in rows if row["step"] in (5, 9))
     times = read_times(tmp_path / "run")
     assert [rows[0].step for rows in times][:2] == [4, 8] and len(times[0]) == 2
-    assert all(len(process.devices["product"]) == 4 for process in times[0])
+    assert all(len(process.devices["product"]) == 4 and process.phases["devices"] > 0 for process in times[0])
     assert png_size(tmp_path / "run" / "process_times.png")[0] > 800

@@ -14,6 +14,10 @@ beta_i (k_i . k_j) exp(G_i - G_j), and u = (I + A)^-1 (beta v), w = (I + A)^-1 (
 
 So consecutive tokens map the state that enters them affinely: S' = M S + U. Documents are masks: a token reads only
 tokens and states of its own segment. Gates of -inf instead would make differences of G undefined.
+
+Segments (branches) may continue another one, their prefix. Then a second state is passed on, that after the last token
+that is in no branch: a prefix is followed by its branches, so where a branch starts this is the state after its prefix.
+Both are one state [2 K, V]: q, k and w have 2 K columns, and the decay is a matrix [2, 2] of scalars.
 """
 
 from typing import NamedTuple
@@ -35,10 +39,12 @@ class Tokens(NamedTuple):
     beta_BLH: jax.Array
     segments_BL: jax.Array  # int32; outputs of segment 0, padding, are 0
     segment_before_B: jax.Array  # of the token before these; 0: none
+    prefixes_BL: jax.Array | None = None  # the segment that a token's segment continues; 0, or None: it continues none
 
 
 class Affine(NamedTuple):
-    """The map of a state that enters tokens to the state that leaves them: S -> M S + U."""
+    """The map of a state that enters tokens to the state that leaves them: S -> M S + U. With prefixes, K counts the
+    rows of both states."""
 
     M: jax.Array  # [..., K, K]
     U: jax.Array  # [..., K, V]
@@ -54,7 +60,8 @@ class Affine(NamedTuple):
 class _Chunks(NamedTuple):
     """What the recurrence over chunks needs: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied.
 
-    Factors of products have the dtype of the tokens: a step reads them, and converts nothing.
+    With prefixes, K counts the columns of both states. Factors of products have the dtype of the tokens: a step reads
+    them, and converts nothing.
     """
 
     q: jax.Array | None  # [..., C, K], decayed since the start of the chunk; 0 in documents that start in it
@@ -62,7 +69,8 @@ class _Chunks(NamedTuple):
     u: jax.Array  # [..., C, V], float32 or wider, as decay
     w: jax.Array  # [..., C, K]
     scores: jax.Array | None  # [..., C, C]
-    decay: jax.Array  # [...], of the state over the chunk; 0 if a document starts in it
+    # [..., states, states], of the states over the chunk; 0 if a document starts in it
+    decay: jax.Array
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
@@ -93,7 +101,7 @@ def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -
     def step(columns, chunk: _Chunks):  # (M | U) is the recurrence of the state, started from (I | 0)
         new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
         added = product("bhck,bhcm->bhkm", chunk.k, new, dtype)
-        return columns * chunk.decay[..., None, None] + added, None
+        return _decayed(columns, chunk.decay) + added, None
 
     _, num_sequences, num_heads, _, value_dim = chunks.u.shape
     start = identity(num_sequences, num_heads, key_dim, value_dim, chunks.u.dtype)
@@ -111,7 +119,7 @@ def outputs(
     def step(S, chunk: _Chunks):
         new = chunk.u - product("bhck,bhkv->bhcv", chunk.w, S, dtype)
         out = product("bhck,bhkv->bhcv", chunk.q, S, dtype) + product("bhij,bhjv->bhiv", chunk.scores, new, dtype)
-        S = S * chunk.decay[..., None, None] + product("bhck,bhcv->bhkv", chunk.k, new, dtype)
+        S = _decayed(S, chunk.decay) + product("bhck,bhcv->bhkv", chunk.k, new, dtype)
         return S, out.astype(dtype)
 
     S_BHKV, out_NBHCV = lax.scan(step, S_BHKV, chunks)
@@ -149,22 +157,73 @@ def _chunks(tokens: Tokens, scale: float, chunk_tokens: int) -> _Chunks:
     segments = cut(tokens.segments_BL)[:, :, None]  # [N, B, 1, C]
     before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[:, :, None, None]
     q = jnp.where(segments[..., None] == 0, 0, q * scale)
+    prefixes = None if tokens.prefixes_BL is None else cut(tokens.prefixes_BL)[:, :, None]
+    paths = _paths(segments, before, prefixes)
+    if prefixes is not None:  # along the path from the first token of the chunk that a token reads
+        G = _at(heads(tokens.g_BLH.astype(wide))[..., None, :], paths.visible)
 
-    lower = jnp.tri(chunk_tokens, dtype=bool)
-    decay = jnp.exp(jnp.where(lower, G[..., :, None] - G[..., None, :], 0))
-    decay = jnp.where(lower & (segments[..., :, None] == segments[..., None, :]), decay, 0)
+    # Elsewhere the difference may be positive, and its exponential infinite.
+    decay = jnp.exp(jnp.where(paths.visible, G[..., :, None] - G[..., None, :], 0))
+    decay = jnp.where(paths.visible, decay, 0)
     A = jnp.tril(product("...ik,...jk->...ij", k, k, dtype) * decay * beta[..., None], -1)
     inverse = unit_lower_inverse(A)
-    since_start = jnp.where(segments == before, jnp.exp(G), 0)
-    until_end = jnp.where(segments == segments[..., -1:], jnp.exp(G[..., -1:] - G), 0)
+    since_start = [jnp.where(enters, jnp.exp(G), 0) for enters in paths.enters]
+    kept = [[_at(since, last) for since in since_start] for last in paths.last]
+    if prefixes is not None:
+        kept[1][1] = jnp.broadcast_to(1 - paths.last[1].sum(-1).astype(wide), kept[1][1].shape)
+    until_end = [_at(decay.mT, None if last is None else last[..., None, :]) for last in paths.last]
+
+    def columns(x, factors):  # of all states
+        return jnp.concatenate([x * factor[..., None] for factor in factors], axis=-1)
+
     return _Chunks(
-        q=(q * since_start[..., None]).astype(dtype),
-        k=(k * until_end[..., None]).astype(dtype),
+        q=columns(q, since_start).astype(dtype),
+        k=columns(k, until_end).astype(dtype),
         u=product("...ij,...jv->...iv", inverse, v * beta[..., None]),
-        w=product("...ij,...jk->...ik", inverse, k * (beta * since_start)[..., None]).astype(dtype),
+        w=product("...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start])).astype(dtype),
         scores=(product("...ik,...jk->...ij", q, k, dtype) * decay).astype(dtype),
-        decay=since_start[..., -1],
+        decay=jnp.stack([jnp.stack(row, -1) for row in kept], -2),
     )
+
+
+class _Paths(NamedTuple):
+    """Which tokens of a chunk, and which states that enter it, a token reads."""
+
+    visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
+    enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
+    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is, it passes the chunk.
+    # None: the last token.
+    last: list[jax.Array | None]
+
+
+def _paths(segments: jax.Array, before: jax.Array, prefixes: jax.Array | None) -> _Paths:
+    """Arguments are [N, B, 1, C], and [N, B, 1, 1]: the segment of the token before the chunk."""
+    lower = jnp.tri(segments.shape[-1], dtype=bool)
+    visible = lower & (segments[..., :, None] == segments[..., None, :])
+    continues = segments == before
+    if prefixes is None:
+        return _Paths(visible, [continues], [None])
+    of_prefix = lower & (prefixes[..., :, None] == segments[..., None, :]) & (prefixes != 0)[..., None]
+    # A prefix that starts in the chunk is visible; of one that ended or continues from before, the state is read, too.
+    started = of_prefix.any(-1) & (prefixes != before)
+    reads_prefix = (prefixes != 0) & ~continues & ~started
+    in_no_branch = prefixes == 0
+    is_after = jnp.flip(jnp.cumsum(jnp.flip(in_no_branch, -1), -1), -1)  # tokens in no branch from here on
+    return _Paths(visible | of_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)])
+
+
+def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    """The sum of x [..., C] over the tokens that are true; the last entry if `tokens` is None."""
+    return x[..., -1] if tokens is None else jnp.where(tokens, x, 0).sum(-1)
+
+
+def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
+    """The states S [B, H, states x K, V], each as a sum of all states with factors decay [B, H, states, states]."""
+    num_states = decay.shape[-1]
+    if num_states == 1:
+        return S * decay
+    of_states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
+    return sum(decay[..., i, None, None] * of_states[:, :, i][:, :, None] for i in range(num_states)).reshape(S.shape)
 
 
 @jax.custom_vjp

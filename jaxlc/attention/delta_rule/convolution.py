@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxlc.attention.delta_rule.prefix_taps import taps_of_prefixes
 from jaxlc.attention.strategies.fragments import is_first, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -13,6 +14,7 @@ def convolution(
     x_btW: jax.Array,
     weights_PW: jax.Array,
     segments_bt: jax.Array | None,
+    prefixes_bt: jax.Array | None = None,
     *,
     ranks: Ranks,
     num_fragments: int,
@@ -23,6 +25,7 @@ def convolution(
     Each fragment receives the last P - 1 tokens before it, and their segments.
 
     Args:
+      prefixes_bt: of `delta_rule`: the first tokens of a segment also read the last ones of the segment it continues.
       past_bPW: the P - 1 tokens before the sequence, without segments. None: there are none.
     """
     if segments_bt is None:
@@ -40,11 +43,16 @@ def convolution(
     x, segments = (
         [jnp.concatenate(pair, axis=1) for pair in zip(*pairs)] for pairs in ((before, x), (segments_before, segments))
     )
-    return jnp.concatenate([_taps(*pair, weights_PW) for pair in zip(x, segments)], axis=1)
+    of_prefixes = [None] * num_fragments
+    if prefixes_bt is not None:
+        of_prefixes = taps_of_prefixes(x, segments, jnp.split(prefixes_bt, num_fragments, axis=1), weights_PW, ranks)
+    return jnp.concatenate([convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, of_prefixes)], 1)
 
 
-def _taps(x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array) -> jax.Array:
-    """Of tokens after the first P - 1, the sum over the tokens of their segment that the taps reach."""
+def convolved(
+    x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array, added_BLW: jax.Array | None = None
+) -> jax.Array:
+    """Of tokens after the first P - 1, the sum of `added_BLW` and the tokens of their segment that the taps reach."""
     num_taps = len(weights_PW)
     num_tokens = x_BLW.shape[1] - (num_taps - 1)
     own = segments_BL[:, num_taps - 1 :]
@@ -55,4 +63,4 @@ def _taps(x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array) -> ja
         is_own = (segments_BL[:, part] == own)[..., None]
         return jnp.where(is_own, x_BLW[:, part], 0).astype(wide) * weights_PW[i].astype(wide)
 
-    return sum(tap(i) for i in range(num_taps)).astype(x_BLW.dtype)
+    return sum(map(tap, range(num_taps)), 0 if added_BLW is None else added_BLW).astype(x_BLW.dtype)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
+from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Tokens, affine_map, outputs
 from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states
 from jaxlc.attention.strategies.fragments import is_last, predecessors
 from jaxlc.core import scopes
@@ -33,6 +33,7 @@ def delta_rule(
     g_btH: jax.Array,
     beta_btH: jax.Array,
     segments_bt: jax.Array | None,
+    prefixes_bt: jax.Array | None = None,
     *,
     ranks: Ranks,
     num_fragments: int,
@@ -41,17 +42,18 @@ def delta_rule(
     """The outputs [b, t, H, V] in the dtype of q. See `jaxlc.attention.gated_delta_rule`.
 
     Args:
+      prefixes_bt: the segment that a token's segment continues, 0: none. A segment is followed by those that continue
+        it. None: no segment continues another one.
       num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
     """
-    arrays = (q_btGK, k_btGK, v_btHV, g_btH, beta_btH, segments_bt)
+    arrays = (q_btGK, k_btGK, v_btHV, g_btH, beta_btH, segments_bt, prefixes_bt)
     groups = _groups_of_rank(arrays, ranks, num_fragments)
     if len(groups.segments_BL) * ranks.size == 1:
-        states = _first_state(q_btGK, v_btHV)[None]
+        states = _first_state(q_btGK, v_btHV, 1 if prefixes_bt is None else 2)[None]
     else:
         maps = _in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
         of_fragments = [jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps) for i in range(num_fragments)]
-        entering = entering_states([_total(maps) for maps in of_fragments], ranks)
-        states = jnp.concatenate([_states(maps, S) for maps, S in zip(of_fragments, entering)])
+        states = jnp.concatenate(entering_states(of_fragments, ranks))
     out = _in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
     return _in_order(out, q_btGK.shape[1], num_fragments)
 
@@ -72,10 +74,10 @@ def continued_delta_rule(
 
     The ranks have consecutive tokens. Those with g and beta 0 do not change the state. Not differentiable.
     """
-    groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None), ranks, 1)
+    groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None, None), ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
     maps = _in_groups(functools.partial(affine_map, scale=scale), groups)
-    states = _states(maps, continued_states(_total(maps), initial_bHKV, ranks))
+    states = continued_states(maps, initial_bHKV, ranks)
     out, leaving = _in_groups(lambda pair: outputs(*pair, scale=scale), (groups, states))
     state = leaving[-1]
     if ranks.size > 1:
@@ -83,9 +85,9 @@ def continued_delta_rule(
     return _in_order(out, q_btGK.shape[1], 1), state
 
 
-def _first_state(q_btGK: jax.Array, v_btHV: jax.Array) -> jax.Array:
+def _first_state(q_btGK: jax.Array, v_btHV: jax.Array, num_states: int) -> jax.Array:
     num_sequences, _, num_heads, value_dim = v_btHV.shape
-    shape = num_sequences, num_heads, q_btGK.shape[-1], value_dim
+    shape = num_sequences, num_heads, num_states * q_btGK.shape[-1], value_dim
     return jnp.zeros(shape, jnp.promote_types(jnp.float32, q_btGK.dtype))
 
 
@@ -97,18 +99,21 @@ def _in_groups(function: Callable, groups: Any) -> Any:
 
 def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
     """The groups of all fragments of a rank, arrays [fragments x groups, B, tokens, ...], from arrays [b, t, ...]."""
-    *arrays, segments_bt = arrays
+    *arrays, segments_bt, prefixes_bt = arrays
     num_sequences, num_tokens = arrays[0].shape[:2]
     if segments_bt is None:
         segments_bt = jnp.ones((num_sequences, num_tokens), jnp.int32)
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
     group_tokens = math.ceil(fragment_tokens / (num_groups * CHUNK_TOKENS)) * CHUNK_TOKENS
+    tokens = Tokens(*arrays, segments_bt, None, prefixes_bt)
+    parts = jax.tree.map(lambda x: jnp.split(x, num_fragments, axis=1), tokens)
     fragments = [
-        Tokens(*parts, None) for parts in zip(*(jnp.split(x, num_fragments, axis=1) for x in (*arrays, segments_bt)))
+        jax.tree.map(lambda parts, i=i: parts[i], parts, is_leaf=lambda parts: isinstance(parts, list))
+        for i in range(num_fragments)
     ]
     before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
-    groups = [_groups(*pair, num_groups, group_tokens) for pair in zip(fragments, before)]
+    groups = [groups_of(*pair, num_groups, group_tokens) for pair in zip(fragments, before)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 
@@ -120,7 +125,7 @@ def _in_order(out: jax.Array, num_tokens: int, num_fragments: int) -> jax.Array:
     return out[:, :, : num_tokens // num_fragments].reshape(len(out), num_tokens, *out.shape[3:])
 
 
-def _groups(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int) -> Tokens:
+def groups_of(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int) -> Tokens:
     """Arrays [num_groups, B, group_tokens, ...]. Tokens are appended that do not change the state: 0 in all arrays."""
 
     missing = num_groups * group_tokens - tokens.segments_BL.shape[1]
@@ -129,17 +134,7 @@ def _groups(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
         return x.reshape(x.shape[0], num_groups, group_tokens, *x.shape[2:]).swapaxes(0, 1)
 
-    *arrays, segments_BL, _ = tokens
+    *arrays, segments_BL, _, prefixes_BL = tokens
     segments = cut(segments_BL, mode="edge")
-    return Tokens(*map(cut, arrays), segments, jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]]))
-
-
-def _total(maps: Affine) -> Affine:
-    """The map of all groups of a fragment, [groups, B, ...] -> [B, ...]."""
-    first, rest = (jax.tree.map(lambda x, part=part: x[part], maps) for part in (0, slice(1, None)))
-    return lax.scan(lambda total, group: (group.after(total), None), first, rest)[0]
-
-
-def _states(maps: Affine, S: jax.Array) -> jax.Array:
-    """The state that enters each group of a fragment, from the state that enters the first one."""
-    return lax.scan(lambda S, group: (group(S), S), S, maps)[1]
+    before = jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]])
+    return Tokens(*map(cut, arrays), segments, before, None if prefixes_BL is None else cut(prefixes_BL, mode="edge"))

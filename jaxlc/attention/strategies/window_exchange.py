@@ -77,7 +77,7 @@ def num_extended_keys(
     """E, for a rank with `num_tokens` tokens."""
     num_received = sum(room for _, room in _rooms(num_tokens, spec, ranks, shared_prefixes))
     if shared_prefixes:  # of each chunk of zigzag order, the window before it and the one before its first branch
-        return num_tokens + min(num_received, 2 * 2 * (spec.window - 1))
+        return min(num_tokens // chunks + 2 * (2 // chunks) * (spec.window - 1), num_tokens + num_received)
     if chunks == 1:
         return num_tokens + num_received
     return min(num_tokens // 2 + room_per_chunk(num_tokens, ranks.size, spec.window), num_tokens + num_received)

@@ -86,11 +86,8 @@ def make_tiled(
       shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: in that of mirrored
         pieces, a query would not reach all blocks of its prefix.
     Raises:
-      Unsupported: strategy all_gather, key/value heads that do not split over the inner ranks, or shared prefixes with
-        a window.
+      Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
     """
-    if shared_prefixes and window is not None:
-        raise Unsupported("unsupported: shared prefixes in sliding layers with layer tiles; use no tiles")
     if config.strategy == "all_gather":
         raise Unsupported("unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)")
     inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]

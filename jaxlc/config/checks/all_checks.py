@@ -13,6 +13,7 @@ from jaxlc.config.checks.mesh_checks import (
     length_problems,
     mesh_overrides,
     nearest_multiples,
+    node_problems,
     split_problems,
     working_mesh,
 )
@@ -59,6 +60,7 @@ def check(config: Config) -> None:
         advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
         raise UserError(f"{problem}; {advice}")
     raise_first(length_problems(config))
+    raise_first(node_problems(config))
     raise_first(tile_problems(config))
     raise_first(precision_problems(config))
     raise_first(lora_problems(config))

@@ -9,6 +9,12 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     """The settings that keep checkpoints which are not saved, or not evaluated."""
     train = config.train
     saves, evaluations = train.checkpoint_every_steps, train.eval_every_steps
+    if bool(train.local_checkpoints) != bool(train.local_checkpoint_every_steps):
+        yield (
+            f"config.train.local_checkpoints={train.local_checkpoints!r} and"
+            f" config.train.local_checkpoint_every_steps={train.local_checkpoint_every_steps} have an effect only"
+            " together: set both or none"
+        )
     if train.keep_every_steps and (not saves or train.keep_every_steps % saves):
         yield (
             f"config.train.keep_every_steps={train.keep_every_steps} is not a multiple of"

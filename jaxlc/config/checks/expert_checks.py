@@ -6,8 +6,8 @@ from jaxlc.config.frozen import Config
 from jaxlc.config.models.model_schema import DEFAULTS, EXPERT_SETTINGS
 from jaxlc.config.schema import TrainConfig
 
-_MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense feed-forward blocks have them, in three settings
-_TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "router_z_loss")
+_MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense blocks and shared experts have them, in three settings
+_TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "balance_bias_rate", "router_z_loss")
 _OF_ATTENTION = "query,key,value,attention_projected"
 
 
@@ -50,7 +50,13 @@ def _size_problems(config: Config) -> Iterator[str]:
         )
     if model.expert_ffn_dim < 1:
         yield "config.model.num_experts needs --config.model.expert_ffn_dim=F, the width of each expert"
-    if model.renormalize_router and model.router != "softmax":
+    if model.shared_expert_gate and not model.shared_ffn_dim:
+        yield (
+            "config.model.shared_expert_gate=True has no effect without a shared expert; set"
+            " config.model.shared_ffn_dim, or remove it"
+        )
+    yield from _router_problems(config)
+    if model.renormalize_router and model.router == "topk_softmax":
         yield (
             f"config.model.renormalize_router=True has no effect with config.model.router={model.router!r}, whose"
             " weights have the sum 1; remove it"
@@ -70,6 +76,33 @@ def _size_problems(config: Config) -> Iterator[str]:
             )
 
 
+def _router_problems(config: Config) -> Iterator[str]:
+    """Problems of the settings of the sigmoid router."""
+    model = config.model
+    for name in ("router_choice_bias", "router_groups"):
+        if model.router != "sigmoid" and vars(model)[name] != DEFAULTS[name]:
+            yield (
+                f"config.model.{name}={vars(model)[name]} has no effect with config.model.router={model.router!r};"
+                " remove it, or use --config.model.router=sigmoid"
+            )
+    groups, chosen = model.router_groups, model.router_groups_per_token
+    if model.num_experts % groups or (groups > 1 and model.num_experts < 2 * groups):
+        yield (
+            f"config.model.router_groups={groups} does not divide config.model.num_experts={model.num_experts} into"
+            " groups of at least 2"
+        )
+    elif not chosen <= groups or model.experts_per_token > chosen * (model.num_experts // groups):
+        yield (
+            f"config.model.router_groups_per_token={chosen} is more than config.model.router_groups={groups}, or these"
+            f" groups have fewer than config.model.experts_per_token={model.experts_per_token} experts"
+        )
+    if config.train.balance_bias_rate and not model.router_choice_bias:
+        yield (
+            f"config.train.balance_bias_rate={config.train.balance_bias_rate} has no effect without biases; set"
+            " config.model.router_choice_bias, or remove it"
+        )
+
+
 def _unsupported(config: Config) -> Iterator[str]:
     memory, precision, lora = config.memory, config.precision, config.lora
     if memory.parameters == "host":
@@ -78,7 +111,7 @@ def _unsupported(config: Config) -> Iterator[str]:
             " --config.memory.parameters=device"
         )
     named = [name for name in (*memory.save, *memory.offload) if name in _MLP_NAMES]
-    if named and not config.model.has_dense_layers:
+    if named and not config.model.has_dense_layers and not config.model.shared_ffn_dim:
         yield f"config.memory names {named[0]!r}, which layers of experts do not have; remove it"
     if precision.compute == "fp8" and set(precision.fp8_matmuls) & set(_MLP_NAMES):
         yield (

@@ -70,10 +70,11 @@ def delta_net_problems(config: Config) -> Iterator[str]:
             " head serves the same number of value heads; use"
             f" --config.model.delta_value_heads={-(-value_heads // key_heads) * key_heads}"
         )
-    if config.attention.shared_prefixes:
+    if config.attention.shared_prefixes and config.memory.tile_tokens:
         yield (
-            "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers;"
-            " use --config.attention.shared_prefixes=False, which repeats the prefixes"
+            "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers and"
+            f" config.memory.tile_tokens={config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or"
+            " --config.attention.shared_prefixes=False, which repeats the prefixes"
         )
     if config.memory.parameters == "host":
         yield (

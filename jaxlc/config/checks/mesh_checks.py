@@ -100,9 +100,10 @@ def _tensor_problems(config: Config) -> Iterator[str]:
                 f"config.{path}.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
                 f" config.mesh.tensor={tensor}"
             )
-        name = "expert_ffn_dim" if model.num_experts else "ffn_dim"
-        if getattr(model, name) % tensor:
-            yield f"config.{path}.{name}={getattr(model, name)} is not divisible by config.mesh.tensor={tensor}"
+        widths = dict(expert_ffn_dim=model.expert_ffn_dim, shared_ffn_dim=model.shared_ffn_dim)
+        for name, width in (widths if model.num_experts else dict(ffn_dim=model.ffn_dim)).items():
+            if width % tensor:
+                yield f"config.{path}.{name}={width} is not divisible by config.mesh.tensor={tensor}"
 
 
 def _strategy_problems(config: Config) -> Iterator[str]:
@@ -129,6 +130,35 @@ def num_head_ranks(config: Config) -> int:
     """Context ranks over which Ulysses splits the heads; 1 for strategies that split only the sequence."""
     degrees = {"ulysses": config.mesh.context, "hybrid": config.attention.ulysses_degree}
     return degrees.get(config.attention.strategy, 1)
+
+
+def node_problems(config: Config) -> Iterator[str]:
+    """Reasons why the mesh has no nodes of memory.node_copy_devices devices, or they cannot have copies of weights."""
+    mesh, num_devices = config.mesh, config.memory.node_copy_devices
+    setting = f"config.memory.node_copy_devices={num_devices}"
+    if not num_devices:
+        return
+    if num_devices == mesh.num_devices:
+        yield f"{setting} has no effect, since the mesh is one node; use --config.memory.node_copy_devices=0"
+    ranks, rest = divmod(num_devices, mesh.tensor)
+    fsdp_ranks, rest_of_context = divmod(ranks, mesh.context)
+    is_part_of_context = mesh.context % max(1, ranks) == 0
+    if rest or not (is_part_of_context or (rest_of_context == 0 and mesh.fsdp % fsdp_ranks == 0)):
+        yield (
+            f"{setting} is not a node of the mesh {mesh_text(vars(mesh))}: it must be mesh.tensor times a divisor of"
+            " mesh.context, or mesh.tensor x mesh.context times a divisor of mesh.fsdp; use another mesh, or"
+            " --config.memory.node_copy_devices=0"
+        )
+    if config.memory.parameters == "host":
+        yield (
+            f"unsupported: {setting} with memory.parameters='host', whose weights are copied to the device layer by"
+            " layer; use --config.memory.parameters=device"
+        )
+    if config.precision.compute == "fp8":
+        yield (
+            f"unsupported: {setting} with precision.compute='fp8', whose products are scaled over all ranks;"
+            " use --config.precision.compute=bf16"
+        )
 
 
 def length_problems(config: Config) -> Iterator[str]:

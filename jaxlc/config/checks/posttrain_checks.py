@@ -38,19 +38,8 @@ def _without_effect(
 
 
 def _prefix_problems(config: Config) -> Iterator[str]:
-    attention, model = config.attention, config.model
-    if not attention.shared_prefixes:
-        return
-    setting = "config.attention.shared_prefixes=True"
-    if not attention.document_mask:
-        yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
-    is_sliding = any(map(model.window_of, model.layer_kinds))
-    if is_sliding and config.memory.tile_tokens:
-        yield (
-            f"unsupported: {setting} with sliding layers and config.memory.tile_tokens={config.memory.tile_tokens}; use"
-            " --config.memory.tile_tokens=0 with more context ranks, or --config.attention.shared_prefixes=False, which"
-            " repeats the prefixes"
-        )
+    if config.attention.shared_prefixes and not config.attention.document_mask:
+        yield ("config.attention.shared_prefixes=True needs a document mask; use --config.attention.document_mask=True")
 
 
 def _rollout_problems(config: Config) -> Iterator[str]:
@@ -83,7 +72,10 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         if not getattr(rollouts, name):
             yield f"{setting} needs config.rollouts.{name}; set it"
     if posttrain.uses_reference and posttrain.reference == "record":
-        yield f"{setting} has no reference_log_probs; use --config.posttrain.reference=base with LoRA, or set kl to 0"
+        yield (
+            f"{setting} has no reference_log_probs; use --config.posttrain.reference=model, or base with LoRA, or set"
+            " kl to 0"
+        )
 
 
 def _loss_problems(config: Config) -> Iterator[str]:
@@ -101,7 +93,25 @@ def _loss_problems(config: Config) -> Iterator[str]:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=True"
     if posttrain.loss == "dr_grpo" and not posttrain.max_answer_tokens:
         yield f"{setting} divides by a constant length; set config.posttrain.max_answer_tokens"
-    if posttrain.uses_reference and posttrain.reference == "base":
+    yield from _reference_problems(config)
+    if not config.attention.document_mask:
+        yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
+    if config.precision.compute == "fp16":
+        yield f"unsupported: {setting} with config.precision.compute='fp16'; use --config.precision.compute=bf16"
+    if config.train.z_loss:
+        yield f"unsupported: {setting} with config.train.z_loss={config.train.z_loss:g}; use --config.train.z_loss=0"
+
+
+def _reference_problems(config: Config) -> Iterator[str]:
+    posttrain, model = config.posttrain, config.model
+    if posttrain.reference_model and not posttrain.uses_reference_model:
+        yield (
+            f"config.posttrain.reference_model={posttrain.reference_model!r} has no effect without"
+            " config.posttrain.reference='model' and a loss that uses it, dpo or one with kl; set these, or remove it"
+        )
+    if not posttrain.uses_reference:
+        return
+    if posttrain.reference == "base":
         if not config.lora.rank:
             yield (
                 "config.posttrain.reference='base' is the model without adapters, and config.lora.rank is 0; use LoRA,"
@@ -112,9 +122,16 @@ def _loss_problems(config: Config) -> Iterator[str]:
                 f"config.posttrain.reference='base' with config.train.trainable={','.join(config.train.trainable)},"
                 " which changes the base model; use --config.posttrain.reference=record"
             )
-    if not config.attention.document_mask:
-        yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
-    if config.precision.compute == "fp16":
-        yield f"unsupported: {setting} with config.precision.compute='fp16'; use --config.precision.compute=bf16"
-    if config.train.z_loss:
-        yield f"unsupported: {setting} with config.train.z_loss={config.train.z_loss:g}; use --config.train.z_loss=0"
+    if posttrain.reference != "model":
+        return
+    if not (posttrain.reference_model or model.init_from):
+        yield (
+            "config.posttrain.reference='model' needs weights: set config.posttrain.reference_model or"
+            " config.model.init_from"
+        )
+    if model.num_experts or "gated_delta_net" in model.attentions:
+        kind = "experts" if model.num_experts else "gated_delta_net layers"
+        yield (
+            f"unsupported: config.posttrain.reference='model' with {kind}, whose weights cannot be in host memory; use"
+            " --config.posttrain.reference=record"
+        )

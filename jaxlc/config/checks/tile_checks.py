@@ -17,8 +17,6 @@ def tile_problems(config: Config) -> Iterator[str]:
     if not tile_tokens:
         return
     setting = f"config.memory.tile_tokens={tile_tokens}"
-    if "gated_delta_net" in config.model.attentions:
-        yield f"unsupported: {setting} with gated_delta_net layers; use --config.memory.tile_tokens=0"
     if attention.strategy == "all_gather":
         yield (
             f"{setting} is incompatible with config.attention.strategy='all_gather';"
@@ -40,6 +38,13 @@ def tile_problems(config: Config) -> Iterator[str]:
         yield (
             f"{setting} does not divide the {per_device} tokens of a device (data.seq_len / mesh.context), or"
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
+        )
+    shortest = 2 * (config.model.delta_conv_taps - 1)
+    if "gated_delta_net" in config.model.attentions and tile_tokens < shortest:
+        sizes = (size for size in range(pieces, per_device, pieces) if size >= shortest and per_device % size == 0)
+        yield (
+            f"{setting} is shorter than {shortest}, which the convolutions of gated_delta_net layers need to reach only"
+            f" the neighboring parts of tiles; use --config.memory.tile_tokens={next(sizes, 0)}"
         )
     ranks = num_head_ranks(config)
     for path, model in shapes(config.model).items():

@@ -90,7 +90,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
     settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}
-    for name, setting in {**_FIELDS, **family.fields}.items():
+    for name, setting in _settings_of_fields(family).items():
         value = config.get(name, defaults.get(name))
         if value is None:
             value = _derived(name, settings)
@@ -98,7 +98,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
     settings.setdefault("ffn_dim", settings.get("expert_ffn_dim"))  # without dense layers
-    if "attention_bias" in family.fields:  # biases of all four projections
+    settings |= family.read_settings({**defaults, **config})
+    if family.has_one_attention_bias:
         settings["attention_out_bias"] = settings["qkv_bias"]
     kinds = _layer_kinds(config, family, where)
     if "gated_delta_net" not in kinds:
@@ -234,9 +235,16 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The fields of config.json that give the sizes of `model`."""
     values = vars(model) | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
-    fields = {name: values[setting] for name, setting in {**_FIELDS, **family.fields}.items()}
+    fields = {name: values[setting] for name, setting in _settings_of_fields(family).items()}
     has_delta_net = "gated_delta_net" in model.attentions
-    return {name: x for name, x in fields.items() if has_delta_net or family.fields.get(name) not in DELTA_SETTINGS}
+    fields = {name: x for name, x in fields.items() if has_delta_net or family.fields.get(name) not in DELTA_SETTINGS}
+    return fields | family.write_settings(model)
+
+
+def _settings_of_fields(family: Family) -> dict[str, str]:
+    """The fields of config.json that give settings, and these; without the width of dense layers if there are none."""
+    common = {name: x for name, x in _FIELDS.items() if x != "ffn_dim" or family.has_dense_layers}
+    return {**common, **family.fields}
 
 
 def _reason(config: Mapping[str, Any]) -> str:

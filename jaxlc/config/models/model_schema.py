@@ -21,6 +21,8 @@ LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sl
 LATER_SETTINGS += (*DELTA_SETTINGS, *DELTA_VARIATIONS)
 # The settings of layers with experts.
 EXPERT_SETTINGS = ("num_experts", "experts_per_token", "expert_ffn_dim", "router", "renormalize_router", "expert_bias")
+EXPERT_SETTINGS += ("shared_ffn_dim", "shared_expert_gate", "router_choice_bias", "router_groups")
+EXPERT_SETTINGS += ("router_groups_per_token", "router_scale")
 LATER_SETTINGS += (*EXPERT_SETTINGS,)
 
 
@@ -82,12 +84,27 @@ class ModelConfig:
     experts_per_token: int = 0  # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
     expert_ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
     # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
-    # softmax of the logits of the chosen experts only, as in gpt-oss.
-    router: Literal["softmax", "topk_softmax"] = "softmax"
-    # softmax router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in Hugging Face
-    # configs.
+    # softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid: the sigmoid of each logit, as in
+    # DeepSeek V3 and GLM 4.5.
+    router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
+    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
+    # Hugging Face configs.
     renormalize_router: bool = False
+    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
+    # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
+    router_choice_bias: bool = False
+    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
+    # with the largest sums of two scores. "n_group" in Hugging Face configs.
+    router_groups: From1[int] = 1
+    router_groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
+    # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
+    router_scale: Above0[float] = 1.0
     expert_bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
+    # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
+    # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
+    shared_ffn_dim: int = 0
+    # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in Qwen 3.5.
+    shared_expert_gate: bool = False
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
     # 0: head_dim.
@@ -166,8 +183,10 @@ class ModelConfig:
 
     @property
     def used_ffn_dim(self) -> int:
-        """The width of the feed-forward block of a token: of experts, of those that it is routed to."""
-        return self.experts_per_token * self.expert_ffn_dim if self.num_experts else self.ffn_dim
+        """The width of the feed-forward block of a token: of the experts that it is routed to, and the shared one."""
+        if not self.num_experts:
+            return self.ffn_dim
+        return self.experts_per_token * self.expert_ffn_dim + self.shared_ffn_dim
 
     @property
     def has_dense_layers(self) -> bool:

@@ -28,6 +28,7 @@ def is_own_format(config: Mapping[str, Any]) -> bool:
 def family_of_own_format(model: ModelConfig) -> Family:
     """The names of the tensors of `model` in this format."""
     experts = expert_feed_forward.STACKED_TENSORS if model.expert_bias else expert_feed_forward.TENSORS
+    experts = (*experts, *expert_feed_forward.shared_tensors("shared_expert"), expert_feed_forward.CHOICE_BIAS)
     return Family(
         model_type=MODEL_TYPE,
         architecture=_ARCHITECTURE,

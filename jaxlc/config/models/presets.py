@@ -216,6 +216,33 @@ _PRESETS = (
         **FAMILIES["qwen3_5_text"].settings,
     ),
     ModelConfig(
+        # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23, whose
+        # docstring names this model; the base of RoPE is that of THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh.
+        preset="qwen3.5-35b-a3b",
+        vocab_size=248_320,
+        num_layers=40,
+        model_dim=2048,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        ffn_dim=512,  # of dense layers, which it does not have
+        num_experts=256,
+        experts_per_token=8,
+        expert_ffn_dim=512,
+        shared_ffn_dim=512,
+        tie_embeddings=False,
+        norm_epsilon=1e-6,
+        layer_kinds=(*["gated_delta_net"] * 3, "full"),
+        delta_key_heads=16,
+        delta_value_heads=32,
+        delta_key_dim=128,
+        delta_value_dim=128,
+        delta_conv_taps=4,
+        rope_theta=10_000_000.0,
+        rope_fraction=0.25,
+        **FAMILIES["qwen3_5_moe_text"].settings,
+    ),
+    ModelConfig(
         # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without RoPE.
         preset="olmo-hybrid-7b",
         vocab_size=100_352,

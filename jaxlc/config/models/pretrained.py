@@ -1,6 +1,5 @@
 """Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run. Imports no jax."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from jaxlc.config.models.own_format import stored_settings
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
+from jaxlc.core.foreign_files import read_json_file
+from jaxlc.core.paths import file_inside, local_path
 
 CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = "config.json", "tokenizer.json", "generation_config.json"
 # Of the tokenizer, the chat template and generation.
@@ -133,7 +133,21 @@ def copy_description(init_from: str, workdir: Path) -> None:
     target.mkdir(exist_ok=True)
     for name in (*TEXT_FILES, CONFIG_FILE):
         if (original.directory / name).is_file():
-            shutil.copyfile(original.directory / name, target / name)
+            copy_file(original.directory, name, target)
+
+
+def copy_file(directory: Path, name: str, target: Path) -> None:
+    """Copies a file of a model to the directory `target`.
+
+    Raises:
+      UserError: it is a symbolic link to a file outside of the model.
+    """
+    try:
+        source = file_inside(directory, name)
+    except ValueError as error:
+        raise UserError(f"cannot copy {directory / name}: {error}") from None
+    (target / name).unlink(missing_ok=True)  # it may be a link as well
+    shutil.copyfile(source, target / name)
 
 
 def eos_token_ids(directory: Path) -> list[int]:
@@ -173,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
       UserError: it cannot be read.
     """
     try:
-        content = json.loads(path.read_text())
+        content = read_json_file(path)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({error}); use a different model.init_from") from error
     if not isinstance(content, dict):

@@ -1,7 +1,8 @@
-"""A mixture of experts: a router chooses some of E gated feed-forward blocks for each token. `jaxlc.models.experts` has
-the computation.
+"""A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a shared expert computes
+all tokens. `jaxlc.models.blocks.experts` has the computation.
 
-Families store experts in two ways: a tensor for each expert, or one for all. Both are tables of names.
+Families store experts in three ways, which are tables of names: a tensor for each expert; one for all, whose gate and
+up are rows; or where they are columns in turn.
 
 The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m rows are needed,
 whatever the routing.
@@ -18,6 +19,23 @@ TENSORS = (
     MixerTensor("expert_up", "mlp.experts.{expert}.up_proj.weight", 1),
     MixerTensor("expert_down", "mlp.experts.{expert}.down_proj.weight", 1),
 )
+# A tensor for all experts, an nn.Linear of each; its first rows are gate: transformers, models/qwen3_5_moe.
+STACKED_LINEAR_TENSORS = (
+    MixerTensor("router", "mlp.gate.weight", 1),
+    MixerTensor("expert_gate", "mlp.experts.gate_up_proj", 1, is_stacked=True),
+    MixerTensor("expert_up", "mlp.experts.gate_up_proj", 1, is_stacked=True),
+    MixerTensor("expert_down", "mlp.experts.down_proj", 1, is_stacked=True),
+)
+# The bias of the choice, which files have in float32: transformers, models/glm4_moe.
+CHOICE_BIAS = MixerTensor("choice_bias", "mlp.gate.e_score_correction_bias", is_float32=True)
+
+
+def shared_tensors(module: str) -> tuple[MixerTensor, ...]:
+    """The shared expert of this name and its gate: transformers, models/qwen3_5_moe and glm4_moe."""
+    parts = (MixerTensor(f"shared/w_{x}", f"mlp.{module}.{x}_proj.weight", 1) for x in ("gate", "up", "down"))
+    return (*parts, MixerTensor("shared_gate", f"mlp.{module}_gate.weight", 1))
+
+
 # A tensor for all experts, whose columns are those of gate and up in turn: transformers, models/gpt_oss.
 STACKED_TENSORS = (
     MixerTensor("router", "mlp.router.weight", 1),
@@ -46,18 +64,23 @@ def num_blocks(num_rows: int, num_experts: int) -> int:
 
 
 def matrices(layer: LayerShape) -> dict[str, Matrix]:
-    """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]."""
-    model, ffn = dict(model=layer.model_dim), dict(ffn=layer.expert_ffn_dim)
+    """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]; the shared expert, and its
+    gate [D, 1]."""
+    model, ffn, shared = dict(model=layer.model_dim), dict(ffn=layer.expert_ffn_dim), dict(ffn=layer.shared_ffn_dim)
     counts = layer.num_experts, layer.experts_per_token
-    return dict(
+    matrices = dict(
         router=Matrix(model, dict(experts=layer.num_experts)),
         expert_gate=Matrix(model, ffn, *counts),
         expert_up=Matrix(model, ffn, *counts),
         expert_down=Matrix(ffn, model, *counts),
     )
+    if layer.shared_ffn_dim:
+        sizes = {"w_gate": (model, shared), "w_up": (model, shared), "w_down": (shared, model)}
+        matrices |= {f"shared/{name}": Matrix(*dims) for name, dims in sizes.items()}
+    return matrices | (dict(shared_gate=Matrix(model, dict(experts=1))) if layer.shared_expert_gate else {})
 
 
 def num_vector_entries(layer: LayerShape) -> int:
-    """Biases of the router and of the experts."""
+    """Biases of the router, of its choice and of the experts."""
     entries = 1 + 2 * layer.expert_ffn_dim + layer.model_dim
-    return layer.expert_bias * layer.num_experts * entries
+    return layer.num_experts * (layer.router_choice_bias + layer.expert_bias * entries)

@@ -51,6 +51,12 @@ class LayerShape(Protocol):
     def expert_ffn_dim(self) -> int: ...
     @property
     def expert_bias(self) -> bool: ...
+    @property
+    def shared_ffn_dim(self) -> int: ...
+    @property
+    def shared_expert_gate(self) -> bool: ...
+    @property
+    def router_choice_bias(self) -> bool: ...
 
 
 class Matrix(NamedTuple):
@@ -91,3 +97,5 @@ class MixerTensor(NamedTuple):
     num_inputs: int | None = 0  # this and the next as in `jaxlc.config.models.families.Tensor`
     is_convolution: bool = False
     interleaved: int | None = None
+    is_stacked: bool = False
+    is_float32: bool = False

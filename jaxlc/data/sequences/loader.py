@@ -1,7 +1,7 @@
 """Feeds sequences to the devices of all processes as sharded arrays."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -45,16 +45,14 @@ def batches(
     """
     assert global_batch_size % gradient_accumulation_steps == 0, (global_batch_size, gradient_accumulation_steps)
     shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, seq_len)
-    local_indices = sharding.addressable_devices_indices_map(shape).values()
-    local_B = sorted({b for _, slice_B, _ in local_indices for b in range(*slice_B.indices(shape[1]))})
-    spans_T = sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in local_indices})  # (begin, end), layout order
+    local_B, spans_T = local_part(sharding.addressable_devices_indices_map(shape).values(), shape)
     local_sequences = [(a, b) for a in range(gradient_accumulation_steps) for b in local_B]
 
     def local_spans(i: int) -> dict[str, list[np.ndarray]]:
         """The spans of the i-th sequence that this process builds, in layout order."""
         step, (a, b) = i // len(local_sequences), local_sequences[i % len(local_sequences)]
         sequence = sequences[first_sequence + step * global_batch_size + a * shape[1] + b]
-        return _spans_of(sequence, order_of(sequence), spans_T)
+        return spans_of(sequence, order_of(sequence), spans_T)
 
     def global_array(name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]) -> jax.Array:
         def shard(index: tuple[slice, slice, slice]) -> np.ndarray:
@@ -86,7 +84,20 @@ def batches(
                 yield current
 
 
-def _spans_of(
+def local_part(
+    indices: Iterable[tuple[slice, ...]], shape: tuple[int, int, int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Which sequences of a microbatch a process builds, and which spans (begin, end) of each it keeps, layout order.
+
+    Args:
+      indices: of its devices in a batch of `shape` [A, B, S].
+    """
+    local_indices = list(indices)
+    local_B = sorted({b for _, slice_B, _ in local_indices for b in range(*slice_B.indices(shape[1]))})
+    return local_B, sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in local_indices})
+
+
+def spans_of(
     sequence: Mapping[str, np.ndarray], order_T: np.ndarray, spans_T: list[tuple[int, int]]
 ) -> dict[str, list[np.ndarray]]:
     """The spans (begin, end) of each array, in layout order."""

@@ -8,10 +8,10 @@ alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "...
 `tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxlc.core.foreign_files import parse_json
 from jaxlc.data.texts.records import BadRecord, kind_of
 
 ASSISTANT = "assistant"
@@ -181,6 +181,6 @@ def _tools(values: Mapping[str, Any]) -> list[Any] | None:
 def _parsed(text: str) -> Any:
     """The value of JSON; the text itself if it is not JSON."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text

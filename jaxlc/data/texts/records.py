@@ -8,7 +8,7 @@
 
 import gzip
 import io
-import json
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +18,17 @@ import numpy as np
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import parse_json
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
 RECORD_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)
 # The size of such a file is no upper bound of its tokens.
 COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", MEGATRON_SUFFIX)
-_RECORDS_AT_ONCE = 256
+_RECORDS_AT_ONCE, _NESTED_RECORDS_AT_ONCE = 256, 32
+# A file may be much smaller than its records: compressed ones are read in a stream, and each record has these limits.
+MAX_LINE_BYTES = 128 << 20
+_MAX_TOKEN_BYTES = 1 << 30  # of a document of Megatron-LM
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # code in the .idx file -> dtype
 
@@ -96,9 +100,14 @@ def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[Rec
         begin, end, first = span or (0, None, 1)
         if span:
             lines.seek(begin)
-        for number, line in enumerate(lines, start=first):
+        for number in itertools.count(first):
             if end is not None and begin >= end:
                 return
+            line = lines.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise UserError(f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes; split the record")
             begin += len(line)
             if line.strip():
                 yield Record(f"{path}:{number}", number, _json_object(line, f"{path}:{number}"))
@@ -106,8 +115,8 @@ def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[Rec
 
 def _json_object(line: bytes, where: str) -> dict[str, Any] | BadRecord:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        values = parse_json(line)
+    except ValueError as error:
         return BadRecord(f"{where}: invalid JSON ({reason_of(error)}); fix or remove this line")
     if not isinstance(values, dict):
         return BadRecord(f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this line")
@@ -186,26 +195,35 @@ def _batches(path: Path, field: str, others: Sequence[str] | None, field_setting
 
     if path.name.endswith(".parquet"):
         with pyarrow.parquet.ParquetFile(path) as table:
-            columns = _needed_columns(path, field, others, field_setting, table.schema_arrow.names)
-            yield from table.iter_batches(batch_size=_RECORDS_AT_ONCE, columns=columns)
+            schema = table.schema_arrow
+            columns = _needed_columns(path, field, others, field_setting, schema.names)
+        # A text that is stored once and repeated in many rows is not copied: a small file could need much memory.
+        texts = [name for name in columns if pyarrow.types.is_string(schema.field(name).type)]
+        is_nested = any(pyarrow.types.is_nested(schema.field(name).type) for name in columns)
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as table:
+            yield from table.iter_batches(_NESTED_RECORDS_AT_ONCE if is_nested else _RECORDS_AT_ONCE, columns=columns)
         return
     with pyarrow.memory_map(str(path)) as mapped:
-        reader = _arrow_reader(mapped)
-        columns = _needed_columns(path, field, others, field_setting, reader.schema.names)
-        for batch in reader:
+        schema, batches = _arrow_batches(mapped)
+        columns = _needed_columns(path, field, others, field_setting, schema.names)
+        for batch in batches:
+            selected = batch.select(columns)
+            selected.validate(full=True)  # wrong offsets would be read outside of the file
             for begin in range(0, batch.num_rows, _RECORDS_AT_ONCE):
-                yield batch.select(columns).slice(begin, _RECORDS_AT_ONCE)
+                yield selected.slice(begin, _RECORDS_AT_ONCE)
 
 
-def _arrow_reader(mapped: Any) -> Any:
-    """The batches of a file in Arrow's streaming format, which `datasets` writes, or in its file format."""
+def _arrow_batches(mapped: Any) -> tuple[Any, Iterator[Any]]:
+    """The schema and the batches of a file in Arrow's streaming format, which `datasets` writes, or its file format."""
     import pyarrow.ipc
 
     magic = mapped.read(6)
     mapped.seek(0)
     if magic != b"ARROW1":
-        return pyarrow.ipc.open_stream(mapped)
-    return pyarrow.ipc.open_file(mapped).read_all().to_reader()
+        stream = pyarrow.ipc.open_stream(mapped)
+        return stream.schema, iter(stream)
+    file = pyarrow.ipc.open_file(mapped)
+    return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
 def _needed_columns(
@@ -248,9 +266,17 @@ def _megatron_records(path: Path) -> Iterator[Record]:
         offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))
         boundaries = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_boundaries,))
         tokens = np.memmap(path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r")
-    except ValueError as error:  # a file that is shorter than the array, or empty
+    except (ValueError, OverflowError) as error:  # a file that is shorter than the array, or empty
         raise UserError(f"{str(path)!r} or its .bin file is truncated ({reason_of(error)}); copy both again") from error
-    for number, (first, end) in enumerate(zip(boundaries[:-1], boundaries[1:]), start=1):
-        begins = offsets[first:end] // tokens.itemsize
-        parts = [tokens[begin : begin + length] for begin, length in zip(begins, lengths[first:end])]
+    for number in range(1, num_boundaries):
+        first, end = (int(x) for x in boundaries[number - 1 : number + 1])
+        counts, begins = lengths[first:end].astype(np.int64), offsets[first:end] // tokens.itemsize
+        ends = begins + counts
+        is_inside = 0 <= first <= end <= num_sequences and (counts >= 0).all() and (begins >= 0).all()
+        if not is_inside or (ends > len(tokens)).any() or counts.sum() * tokens.itemsize > _MAX_TOKEN_BYTES:
+            raise UserError(
+                f"{path}:{number}: the document is outside of the .bin file, or has more than {_MAX_TOKEN_BYTES:,}"
+                " bytes; copy both files again"
+            )
+        parts = [tokens[begin:stop] for begin, stop in zip(begins, ends)]
         yield Record(f"{path}:{number}", number, {"tokens": np.concatenate(parts) if parts else tokens[:0]})

@@ -12,10 +12,11 @@ Only the answers of the assistant are trained on. Their place in the rendered te
 A token is trained on if it contains a character of an answer. Text is encoded as a whole, with special tokens.
 """
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data.texts.chats import ASSISTANT
 from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.tokens.template_process import RenderError, TemplateError, TemplateProcess
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ ROLES = ("system", "developer", "user", ASSISTANT, "tool")  # that any template 
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, [/INST]
 _END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
+_MAX_SOURCE_CHARACTERS = 1 << 18
 _QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
 # The templates that data.chat_template can name. Tools have the markup of Hermes and Qwen in chatml, and that of Llama
 # 3.1 in llama3, which has one call in an answer.
@@ -108,12 +111,19 @@ class ChatTemplate:
         self.name, self.source = name, source
         self._special_tokens = special_tokens
         self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
+        env = environment(_BEGIN, _END)
         try:
-            env = environment(_BEGIN, _END)
-            self._template = env.from_string(source)
+            if len(source) > _MAX_SOURCE_CHARACTERS:
+                raise ValueError(f"it has more than {_MAX_SOURCE_CHARACTERS:,} characters")
+            env.parse(source)  # not compiled, since the compiler computes constant expressions
             self._has_markers = "generation" in {token for _, _, token in env.lex(source)}
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
             raise UserError(f"{name} is not a valid Jinja template ({reason_of(error)})") from error
+        self._template = env.from_string(source) if source in TEMPLATES.values() else None
+        self._process = TemplateProcess(source, special_tokens, _BEGIN, _END)  # if it is not one of these
+
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
+        return ChatTemplate, (self.source, self._special_tokens, self.name)
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> RenderedChat:
         """Renders a chat.
@@ -124,20 +134,25 @@ class ChatTemplate:
           BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
             answer as nothing.
         """
-        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        try:
+            text = _json_of(messages, tools)
+        except RecursionError as error:
+            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
         if _BEGIN in text or _END in text:
             raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
         for problem in self._problems(messages, tools):
             raise BadRecord(f"{where}: {problem}")
-        marked = self._render(messages, tools, where)
-        parts = re.split(f"[{_BEGIN}{_END}]", marked)
-        if self._has_markers:
-            ends = np.cumsum([len(part) for part in parts]).tolist()
-            spans = list(zip(ends[0::2], ends[1::2]))
-        else:
-            spans = list(self._answers_by_prompts(marked, messages, tools, where))
-        answers = tuple((begin, end) for begin, end in spans if begin < end)
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        prompts = [x for number in numbers for x in ((number, True), (number + 1, False))] * (not self._has_markers)
+        with contextlib.closing(self._render(messages, tools, where, [(len(messages), False), *prompts])) as texts:
+            marked = next(texts)
+            parts = re.split(f"[{_BEGIN}{_END}]", marked)
+            if self._has_markers:
+                ends = np.cumsum([len(part) for part in parts]).tolist()
+                spans = list(zip(ends[0::2], ends[1::2]))
+            else:
+                spans = list(self._answers_by_prompts(marked, zip(numbers, texts, texts), where))
+        answers = tuple((begin, end) for begin, end in spans if begin < end)
         empty = [number for number, (begin, end) in zip(numbers, spans) if begin == end]
         if not answers or (empty and len(spans) == len(numbers)):
             raise BadRecord(f"{where}: {self.name} renders no answer for message {(empty or numbers)[0]}")
@@ -159,7 +174,8 @@ class ChatTemplate:
         """A rendered chat; "" if the template raises an error for it."""
         messages = [dict(role="user", content=_QUESTION), dict(role=ASSISTANT, content=_ANSWER)]
         try:
-            return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, None, "example"))
+            [marked] = self._render(messages, None, "example", [(len(messages), False)])
+            return re.sub(f"[{_BEGIN}{_END}]", "", marked)
         except BadRecord:
             return ""
 
@@ -185,7 +201,7 @@ class ChatTemplate:
         Raises:
           BadRecord: the template raises an error.
         """
-        marked = self._render(messages, None, "prompt", add_generation_prompt=not continues_last)
+        [marked] = self._render(messages, None, "prompt", [(len(messages), not continues_last)])
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
         if continues_last:
             last = messages[-1]["content"]  # which templates may strip
@@ -193,15 +209,15 @@ class ChatTemplate:
         return text
 
     def _answers_by_prompts(
-        self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None, where: str
+        self, text: str, rendered: Iterable[tuple[int, str, str]], where: str
     ) -> Iterator[tuple[int, int]]:
-        """Yields the begin and end of each answer in the rendered text, for a template without markers."""
+        """Yields the begin and end of each answer in the rendered text, for a template without markers.
+
+        Args:
+          rendered: the number of the message, its prompt, and the text up to the end of the message.
+        """
         advice = "use a template with {% generation %} in data.chat_template"
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            prompt = self._render(messages[:number], tools, where, add_generation_prompt=True)
-            through = self._render(messages[: number + 1], tools, where)
+        for number, prompt, through in rendered:
             if not text.startswith(prompt) or not through.startswith(prompt):
                 # The prompt of the template may begin the answer, for instance with an empty reasoning.
                 prompt = _common_start(prompt, through)
@@ -221,20 +237,38 @@ class ChatTemplate:
                 yield len(prompt), end + len(end_of_turn[0])
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, add_generation_prompt: bool = False
-    ) -> str:
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        where: str,
+        renderings: Sequence[tuple[int, bool]],
+    ) -> Generator[str, None, None]:
+        """Yields the texts of several renderings of a chat; see `TemplateProcess.render`.
+
+        Raises:
+          BadRecord: the template raises an error, or needs more time or memory than it may use.
+          UserError: the template does not compile.
+        """
         import jinja2
 
+        from jaxlc.data.tokens.chat_environment import render
+
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            if self._template is None:
+                yield from self._process.render(_json_of(messages, tools), renderings)
+                return
+            for number, has_prompt in renderings:
+                yield render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
+        except RenderError as error:
+            raise BadRecord(f"{where}: {self.name} {error}") from None
+        except TemplateError as error:
+            raise UserError(f"{self.name} is not a valid Jinja template: it {error}") from None
+
+
+def _json_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    return json.dumps([messages, tools], ensure_ascii=False, default=str)
 
 
 def _common_start(a: str, b: str) -> str:
@@ -264,7 +298,8 @@ def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str
         return ChatTemplate(read_template(path, advice), special_tokens, str(path))
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((item["template"] for item in template if item.get("name") == "default"), None)
+        named = (item for item in template if isinstance(item, dict) and item.get("name") == "default")
+        template = next((item.get("template") for item in named), None)
     if not isinstance(template, str):
         raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")

@@ -1,7 +1,16 @@
-"""The Jinja environment of chat templates: settings, functions and the tag `generation` of published templates."""
+"""The Jinja environment of chat templates: settings, functions and the tag `generation` of published templates.
 
+As a program it renders a template for `template_process`. It imports nothing else of jaxlc, to start soon.
+"""
+
+import contextlib
+import functools
 import json
 import re
+import resource
+import signal
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jinja2
@@ -60,3 +69,79 @@ def _raise(message: str) -> None:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def render(
+    template: jinja2.Template,
+    messages: list[Any],
+    tools: list[Any] | None,
+    add_generation_prompt: bool,
+    **variables: Any,
+) -> str:
+    """The text of a chat. Any exception may be raised, since the template may contain any expression."""
+    return template.render(
+        messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **variables
+    )
+
+
+def _serve() -> None:
+    """Answers the questions of `template_process.TemplateProcess`, one per line."""
+    lines = sys.stdin.buffer
+    first = json.loads(lines.readline())
+    _limit_memory(first["max_data_bytes"])
+    answer = functools.partial(_answer, max_error_bytes=first["max_error_bytes"])
+    try:
+        with _limited_cpu(first["cpu_seconds"]):
+            template = environment(first["begin"], first["end"]).from_string(first["source"])
+    except Exception as error:
+        answer(error)
+        return
+    answer("")
+    for line in lines:
+        question = json.loads(line)
+        messages, tools = question["chat"]
+        with _limited_cpu(question["cpu_seconds"]):
+            for number, has_prompt in question["renderings"]:
+                try:
+                    text = render(template, messages[:number], tools, has_prompt, **first["variables"])
+                    if len(text) > first["max_text_characters"]:
+                        raise ValueError(f"the text has more than {first['max_text_characters']:,} characters")
+                except Exception as error:
+                    answer(error)
+                    break  # the parent does not read further answers
+                answer(text)
+                del text  # before the next one needs memory
+
+
+def _limit_memory(num_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    with contextlib.suppress(ValueError, OSError):  # not supported by every system
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, soft))
+
+
+@contextlib.contextmanager
+def _limited_cpu(seconds: float) -> Iterator[None]:
+    """SIGPROF, whose default action ends the process also within a function in C, after this CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _answer(answer: str | Exception, max_error_bytes: int) -> None:
+    """Writes a line, "text" or "error" and its size in bytes, and the bytes."""
+    if isinstance(answer, str):
+        content = answer.encode(errors="surrogatepass")
+    else:
+        reason = " ".join(str(answer)[:max_error_bytes].split()) or type(answer).__name__
+        content = reason.encode(errors="replace")[:max_error_bytes]
+    kind = "error" if isinstance(answer, Exception) else "text"
+    sys.stdout.buffer.write(f"{kind} {len(content)}\n".encode())
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxlc.core.atomic_files import replacing
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import read_arrays
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.tokenized_pieces import Counts, Piece, TokenizedPiece
@@ -115,10 +117,10 @@ def save_part(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def read_part(path: Path, is_chats: bool) -> Iterator[TokenizedPiece]:
     """Yields the documents of a part, one piece each."""
-    with np.load(path) as arrays:
-        ids, lengths, counts, answers = (arrays[name] for name in ("ids", "lengths", "counts", "answers"))
-        names = arrays["names"].tobytes().decode(errors="surrogateescape").split(_SEPARATOR)
-        num_answers = arrays["num_answers"]
+    arrays = _arrays(path)
+    ids, lengths, counts, answers = (arrays[name] for name in ("ids", "lengths", "counts", "answers"))
+    names = arrays["names"].tobytes().decode(errors="surrogateescape").split(_SEPARATOR)
+    num_answers = arrays["num_answers"]
     at, answers_at = 0, 0
     for number, length in enumerate(lengths.tolist()):
         spans = answers[answers_at : answers_at + num_answers[number]] if is_chats else None
@@ -129,8 +131,23 @@ def read_part(path: Path, is_chats: bool) -> Iterator[TokenizedPiece]:
 
 def bad_records_of_part(path: Path) -> list[BadRecord]:
     """The errors of the records of a part that were skipped."""
-    with np.load(path) as arrays:
-        return [BadRecord(line) for line in arrays["bad_records"].tobytes().decode().split("\n")[:-1]]
+    lines = _arrays(path)["bad_records"].tobytes().decode(errors="replace").split("\n")[:-1]
+    return [BadRecord(line) for line in lines]
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        arrays = read_arrays(path)
+        ids, lengths, answers, num_answers = (arrays[x] for x in ("ids", "lengths", "answers", "num_answers"))
+        num_names = arrays["names"].tobytes().count(_SEPARATOR.encode()) + 1
+        shapes = {lengths.shape, num_answers.shape, arrays["counts"].shape[:1], (num_names if len(lengths) else 0,)}
+        is_valid = len(shapes) == 1 and (lengths >= 0).all() and (num_answers >= 0).all()
+        is_valid &= "bad_records" in arrays
+        if not is_valid or lengths.sum() != len(ids) or num_answers.sum() != len(answers):
+            raise ValueError("its arrays do not fit each other")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
+    return arrays
 
 
 def write_manifest(path: Path, parts: Sequence[Part], **values: Any) -> None:

@@ -28,6 +28,7 @@ import numpy as np
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import read_arrays
 from jaxlc.core.lock import locked
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import write_errors_explained
@@ -167,17 +168,18 @@ def _cache_key(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer
 def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
     """Returns the store in these files, or None if they are missing or damaged."""
     try:
-        with np.load(paths.index) as index:
-            offsets, split_hashes, fingerprint = index["offsets"], index["split_hashes"], str(index["fingerprint"])
-            num_documents, num_characters = index["invalid_utf8_counts"].tolist()
-            invalid_utf8 = InvalidUtf8(num_documents, num_characters, str(index["first_invalid_utf8"]))
-            answers = index.get("answers")
-            num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
-            first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
-        tokens = np.load(paths.tokens, mmap_mode="r")
-    except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, BadZipFile, TokenError...
+        index = read_arrays(paths.index)
+        offsets, split_hashes, fingerprint = index["offsets"], index["split_hashes"], str(index["fingerprint"])
+        num_documents, num_characters = index["invalid_utf8_counts"].tolist()
+        invalid_utf8 = InvalidUtf8(num_documents, num_characters, str(index["first_invalid_utf8"]))
+        answers = index.get("answers")
+        num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
+        first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
+        tokens = np.load(paths.tokens, mmap_mode="r", allow_pickle=False)
+        is_valid = _is_valid(tokens, offsets, split_hashes, answers)
+    except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, TokenError...
         return None
-    if len(tokens) != offsets[-1] or len(offsets) != len(split_hashes) + 1:
+    if not is_valid:
         return None
     stride = -(-len(split_hashes) // _SAMPLED_DOCUMENTS)
     last_tokens = tokens[offsets[:0:-stride] - 1]
@@ -194,6 +196,18 @@ def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
         first_bad_record=first_bad_record,
         bad_records_file=paths.bad_records if paths.bad_records.exists() else None,
     )
+
+
+def _is_valid(tokens: np.ndarray, offsets: np.ndarray, split_hashes: np.ndarray, answers: np.ndarray | None) -> bool:
+    """Whether the arrays have the dtypes and shapes of a store, and all documents and answers are in its tokens."""
+    is_valid = tokens.ndim == 1 and tokens.dtype.kind == "u"
+    is_valid &= offsets.dtype == np.int64 and offsets.shape == (len(split_hashes) + 1,) and len(split_hashes) > 0
+    is_valid &= split_hashes.dtype == np.float64 and split_hashes.ndim == 1
+    is_valid = is_valid and offsets[0] == 0 and offsets[-1] == len(tokens) and bool((np.diff(offsets) > 0).all())
+    if answers is None or not is_valid:
+        return is_valid
+    is_valid = answers.dtype == np.int64 and answers.ndim == 2 and answers.shape[1] == 2
+    return is_valid and bool((answers >= 0).all() and (answers <= len(tokens)).all())
 
 
 def _delete_leftovers(directory: Path, key: str) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from jaxlc.config.models.pretrained import TOKENIZER_FILE
 from jaxlc.config.values import invalid_value
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import MAX_JSON_BYTES, parse_json, read_json_file, read_limited
 from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import nearest_name
 from jaxlc.data.tokens.text_pieces import safe_cuts, text_pieces
@@ -28,6 +28,7 @@ _END_OF_DOCUMENT = (
     "[EOS]",
     "<|eos|>",
 )
+_MAX_VOCAB_SIZE = 1 << 22
 _END_OF_BYTES = b"<end of document>"  # the text of token 256 of ByteTokenizer
 _EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, or a hub id ORGANIZATION/NAME'
 
@@ -142,7 +143,9 @@ class HuggingFaceTokenizer:
         self.name = name
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # IDs may have gaps
-        self._cuts = safe_cuts(json.loads(self._tokenizer.to_str()))
+        if self.vocab_size > _MAX_VOCAB_SIZE:  # the package would list the gaps
+            raise UserError(f"data.tokenizer {name!r} has the token ID {self.vocab_size - 1}; {_EXPECTED}")
+        self._cuts = safe_cuts(parse_json(self._tokenizer.to_str()))
         self.no_pieces_reason = "" if self._cuts else "is not known to give the same tokens for text in pieces"
         usual = self._usual_end_token(path)
         self.end_of_document_id = self._end_token_id(end_token or usual)
@@ -230,8 +233,8 @@ def tokenizer_file(name: str) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return read_limited(path, MAX_JSON_BYTES)
+    except (OSError, ValueError) as error:
         advice = _EXPECTED
         if (path.parent / "tokenizer.model").is_file():
             advice = "convert its tokenizer.model: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
@@ -246,7 +249,7 @@ def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "tokenizer_config.json"
     try:
-        content = json.loads(path.read_bytes()) if path.exists() else {}
+        content = read_json_file(path) if path.exists() else {}
         problem = "" if isinstance(content, dict) else "it is no JSON object"
     except (OSError, ValueError) as error:
         content, problem = {}, reason_of(error)

@@ -129,7 +129,8 @@ def _fitting(traces: Iterator[Trace], config: Config, warnings: list[str]) -> It
 
 def _check_log_probs(traces: Sequence[Trace], config: Config) -> None:
     advice = dict(
-        reference_log_probs="set --config.posttrain.reference=base with LoRA, or add them with `jaxlc logprobs`",
+        reference_log_probs="set --config.posttrain.reference=model, or base with LoRA, or add them with `jaxlc"
+        " logprobs`",
         old_log_probs="set --config.posttrain.old_log_probs=policy, or add them with `jaxlc logprobs`",
     )
     if config.posttrain.old_log_probs != "record":

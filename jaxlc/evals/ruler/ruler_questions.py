@@ -1,10 +1,10 @@
 """RULER's question answering over documents, with a data set of the user: SQuAD or HotpotQA."""
 
-import json
 import random
 from typing import Any, NamedTuple
 
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.foreign_files import read_json_file
 from jaxlc.core.paths import local_path
 from jaxlc.evals.example import Example
 
@@ -75,7 +75,7 @@ def read_hotpotqa(path: str) -> Questions:
 
 def _read(path: str, parse) -> Questions:
     try:
-        questions = parse(json.loads(local_path(path).read_bytes()))
+        questions = parse(read_json_file(local_path(path)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read questions from {path} ({reason_of(error)})") from error
     if not questions.questions:

@@ -15,11 +15,11 @@ from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.counts import count_text
 from jaxlc.core.progress_lines import Update, no_progress
 from jaxlc.data.sequences.loader import Sequences, batches
+from jaxlc.runtime.barrier import wait_for_processes
 from jaxlc.sharding.layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.step import TrainStep
 from jaxlc.step.verify_compiled import verify_evaluation
-from jaxlc.train.barrier import wait_for_processes
 from jaxlc.train.evaluation.context_gain import OFFSETS, PIECE_TOKENS, ContextGain, Pieces, context_gain, scored
 from jaxlc.train.evaluation.document_sums import DocumentSums, concatenate, position_edges, sum_documents
 

@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from jaxlc.config import Stage, read_config
 from jaxlc.config.config_text import config_text
 from jaxlc.config.setting_paths import converted
@@ -15,6 +19,7 @@ from jaxlc.train.reports.manifest import joined_text, make_manifest, split_text
 
 CONFIG_COPY = "resolved_config.py"
 _MAX_NAMES = 8  # changed settings in one line
+_RUN_ID_BYTES = 12
 
 
 def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
@@ -63,6 +68,13 @@ def read_manifest(workdir: Path) -> dict[str, Any]:
     """The manifest of the last start; empty for runs of earlier versions."""
     path = workdir / CONFIG_COPY
     return split_text(path.read_text(errors="replace"))[1] if path.exists() else {}
+
+
+def run_id_everywhere(workdir: Path) -> str:
+    """The identifier of the run on all processes, as process 0 has written it."""
+    text = read_manifest(workdir)["run_id"] if jax.process_index() == 0 else ""
+    codes = np.frombuffer(text.encode().ljust(_RUN_ID_BYTES)[:_RUN_ID_BYTES], np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(codes))).decode().strip()
 
 
 def stored_settings(workdir: Path) -> dict[str, Any]:

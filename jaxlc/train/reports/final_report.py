@@ -8,13 +8,14 @@ from jaxlc.core.counts import count_text
 from jaxlc.core.paths import displayed
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.reports.config_copy import CONFIG_COPY
+from jaxlc.train.reports.expert_loads import read_loads
 from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, flops_text
 from jaxlc.train.stragglers import read_times
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
-REWARD_PLOT, TIMES_PLOT = "reward.png", "process_times.png"
+REWARD_PLOT, TIMES_PLOT, EXPERTS_PLOT = "reward.png", "process_times.png", "experts.png"
 
 
 def write_report(
@@ -85,7 +86,7 @@ def write_plots(
     """
     if not extras.is_installed("matplotlib"):
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
-    from jaxlc.train.reports import loss_plots, times_plot  # imported here: matplotlib is slow
+    from jaxlc.train.reports import expert_plot, loss_plots, times_plot  # imported here: matplotlib is slow
 
     figures = {LOSS_PLOT: loss_plots.loss_figure(rows, baselines), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
     if any("rollouts/reward" in row for row in rows):
@@ -94,6 +95,8 @@ def write_plots(
         figures[LOSS_BY_POSITION_PLOT] = loss_plots.loss_by_position_figure(evaluation)
     if (measurements := read_times(workdir)) and (figure := times_plot.times_figure(measurements)) is not None:
         figures[TIMES_PLOT] = figure
+    if loads := read_loads(workdir):
+        figures[EXPERTS_PLOT] = expert_plot.experts_figure(loads)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
     return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]

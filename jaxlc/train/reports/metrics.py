@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 from jaxlc.core import extras
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import parse_json
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -165,7 +166,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _parse(line: str, where: str) -> Row:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         row["step"] + 0
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{where} is not a metrics row ({line[:40]!r}): remove that line") from error

@@ -112,7 +112,10 @@ def _checkpoints_line(train: TrainConfig) -> str:
     number = train.keep_best_checkpoints
     best = f", the best {number} (train.keep_best_checkpoints)" if number else ""
     latest = f"the latest {train.keep_checkpoints} (train.keep_checkpoints)"
-    return f"saves      {period}at the end; keeps {latest}{every}{best}"
+    local = ""
+    if train.local_checkpoints:
+        local = f"; every {count_text(train.local_checkpoint_every_steps, 'step')} in {train.local_checkpoints}"
+    return f"saves      {period}at the end; keeps {latest}{every}{best}{local}"
 
 
 def _transport_lines(config: Config, step: TrainStep) -> list[str]:

@@ -2,11 +2,15 @@
 
 import math
 
+import jax
+import numpy as np
+
 from jaxlc.core.flops import step_flops
-from jaxlc.step.expert_balance import ExpertMetrics
+from jaxlc.step.losses.expert_balance import ExpertMetrics
 from jaxlc.step.mixed_precision import is_retried
 from jaxlc.step.step_function import StepMetrics
 from jaxlc.train.actions import TrainingStopped, is_period
+from jaxlc.train.reports.expert_loads import is_recorded, write_loads
 from jaxlc.train.reports.pending_metrics import PendingMetrics
 from jaxlc.train.stage_run import StageRun
 
@@ -69,6 +73,9 @@ class StepReports:
             row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
         if metrics.experts is not None:
             row |= _balance(metrics.experts)
+            every, end_step = self._config.train.log_every_steps, self._run.stage.end_step
+            if jax.process_index() == 0 and is_recorded(step, every, end_step):
+                write_loads(self._run.workdir, step, metrics.experts.load_LE)
         row |= self._run.timings.take()
         self._run.metrics.write(**row)
         self._run.progress.update(**row)
@@ -109,9 +116,15 @@ class StepReports:
 
 
 def _balance(experts: ExpertMetrics) -> dict[str, float]:
-    """The balance of experts: the loss and, of each layer with experts, three measures."""
+    """The losses of the router, and of each layer with experts the load of the most used expert as a multiple of the
+    mean, the entropy of the assignments as a fraction of that of equal loads, and the number of unused experts."""
+    load_LE = np.asarray(experts.load_LE, np.float64)
+    num_experts = load_LE.shape[1]
+    fraction_LE = load_LE / num_experts
+    entropy_L = -(fraction_LE * np.log(np.where(fraction_LE > 0, fraction_LE, 1))).sum(1)
     row = dict(balance_loss=float(experts.balance_loss), router_z_loss=float(experts.router_z_loss))
-    for name in ("expert_load", "expert_entropy", "unused_experts"):
-        of_layers = getattr(experts, f"{name}_L")
-        row |= {f"{name}_{index}": float(value) for index, value in enumerate(of_layers)}
+    for layer, load_E in enumerate(load_LE):
+        row[f"expert_load_{layer}"] = float(load_E.max())
+        row[f"expert_entropy_{layer}"] = float(entropy_L[layer]) / math.log(max(2, num_experts))
+        row[f"unused_experts_{layer}"] = float((load_E == 0).sum())
     return row

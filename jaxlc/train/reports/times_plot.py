@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jaxlc.core.plot_style import new_figure, set_title
+from jaxlc.runtime.phase_board import DEVICES
 from jaxlc.train.stragglers import COPY, PRODUCT, Times, times_of
 
 _MAX_PERCENT = 20.0  # of the time; the end of the color scale of phases
@@ -41,7 +42,7 @@ def times_figure(measurements: Sequence[Sequence[Times]]) -> Figure | None:
             interpolation="nearest",
             cmap="YlOrRd",
             vmin=1.0 if is_device else 0.0,
-            vmax=_MAX_RATIO if is_device else _MAX_PERCENT,
+            vmax=_MAX_RATIO if is_device else 100.0 if cause == DEVICES else _MAX_PERCENT,
             extent=(-0.5, len(steps) - 0.5, len(values) - 0.5, -0.5),
         )
         axes.set_ylabel("device" if is_device else "process")

@@ -25,7 +25,7 @@ from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
-from jaxlc.step.loss import TokenLoss
+from jaxlc.step.losses.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation.held_out import Evaluation, Evaluator
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows

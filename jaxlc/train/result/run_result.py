@@ -13,12 +13,18 @@ from jaxlc.config import Config
 from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.core import extras, html
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.reports.final_report import LOSS_BY_POSITION_PLOT, LOSS_PLOT, OPTIMIZER_PLOT
+from jaxlc.train.reports.final_report import (
+    LOSS_BY_POSITION_PLOT,
+    LOSS_PLOT,
+    OPTIMIZER_PLOT,
+    REWARD_PLOT,
+)
 from jaxlc.train.reports.history import History
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row
 
@@ -77,6 +83,7 @@ class Result:
             loss_figure=LOSS_PLOT,
             loss_by_position_figure=LOSS_BY_POSITION_PLOT,
             optimizer_figure=OPTIMIZER_PLOT,
+            reward_figure=REWARD_PLOT,
             tensorboard=TENSORBOARD_DIRECTORY,
         )
         return {name: self.workdir / file for name, file in names.items() if (self.workdir / file).exists()}
@@ -98,6 +105,19 @@ class Result:
         from jaxlc.train.reports.loss_plots import loss_by_position_figure
 
         return loss_by_position_figure(self.evaluation or self.evaluate())
+
+    def reward_figure(self) -> "Figure":
+        """Mean reward of the rollouts, tokens of their answers, ratio and age of the policy over steps.
+
+        Raises:
+          UserError: matplotlib is not installed, or the run has no rollouts.
+        """
+        extras.require("matplotlib", "a figure of the rewards")
+        from jaxlc.train.reports.loss_plots import reward_figure
+
+        if not any("rollouts/reward" in row for row in self.rows):
+            raise UserError("the run has no rollouts: config.rollouts.source is not set")
+        return reward_figure(self.rows)
 
     def __repr__(self) -> str:
         loss = "" if self.evaluation is None else f", held-out loss {self.evaluation.loss:.3f}"

@@ -17,7 +17,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
     if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
-    or field.name in ("router", "expert_bias")
+    or field.name in ("router", "expert_bias", "shared_expert_gate", "router_choice_bias")
     or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
     or field.name in DELTA_VARIATIONS
 }
@@ -42,6 +42,9 @@ class Tensor:
     is_convolution: bool = False  # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
     # 0 or 1: the parameter is every second column of the tensor, from this one on. None: all columns.
     interleaved: int | None = None
+    # The tensor has a first dimension for the experts; the other fields describe the part of one.
+    is_stacked: bool = False
+    is_float32: bool = False  # exports have it in float32, whatever the dtype of the other tensors
 
 
 # Entry of "layer_types" -> kind.
@@ -67,6 +70,12 @@ def no_fields(model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+def no_settings(config: Fields) -> dict[str, Any]:
+    """The settings of `Family.read_settings` of most families: none."""
+    del config
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A `model_type` of config.json that the decoder computes exactly."""
@@ -81,6 +90,10 @@ class Family:
     settings: Mapping[str, Any] = field(default_factory=dict)  # those of COMMON_SETTINGS that differ from it
     # More fields of config.json -> ModelConfig. attention_bias stands for qkv_bias and attention_out_bias.
     fields: Mapping[str, str] = field(default_factory=dict)
+    # Settings that several fields give, or fields of another form; and these fields of a model.
+    read_settings: Callable[[Fields], dict[str, Any]] = no_settings
+    write_settings: Callable[[ModelConfig], dict[str, Any]] = no_fields
+    varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     activation_field: str = "hidden_act"
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
     # partial_rotary_factor, RoPE may rotate a part of a head.
@@ -91,7 +104,8 @@ class Family:
     # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
     rope_by_layer_type: bool = False
     # The model_type of models with images whose text_config describes this language model; prefixes of the names of its
-    # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read.
+    # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read;
+    # "{num_layers}" stands for the number of layers.
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
@@ -115,18 +129,37 @@ class Family:
         mlp = self.expert_tensors if feed_forward == "experts" else FEED_FORWARDS[feed_forward].TENSORS
         return _tensors(norm_placement, tensors, mlp)
 
+    def prefixes_left_out(self, model: ModelConfig) -> tuple[str, ...]:
+        """`other_prefixes` of a model."""
+        return tuple(prefix.format(num_layers=model.num_layers) for prefix in self.other_prefixes)
+
+    @property
+    def has_one_attention_bias(self) -> bool:
+        """Whether the field attention_bias is that of all projections of attention; otherwise, not of the output."""
+        return "attention_bias" in self.fields and "attention_out_bias" not in self.settings
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether models may have layers without experts."""
+        return not self.expert_tensors or any(kind.get("feed_forward") == "dense" for kind in self.kinds.values())
+
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
         settings = {**COMMON_SETTINGS, **self.settings}
-        if "attention_bias" in self.fields and model.qkv_bias == model.attention_out_bias:
+        if self.has_one_attention_bias and model.qkv_bias == model.attention_out_bias:
             settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
+        elif "attention_bias" in self.fields and not self.has_one_attention_bias:
+            settings |= dict(qkv_bias=model.qkv_bias)
+        settings |= {name: vars(model)[name] for name in self.varying}
         settings |= {name: vars(model)[name] for name in {*self.fields.values()} & {*DELTA_VARIATIONS}}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
+        has_shared = not model.shared_ffn_dim or "shared_ffn_dim" in {*self.fields.values(), *self.varying}
         has_kinds = frozenset(model.layer_kinds) in self.layer_kinds and all(
             kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {})) for kind in model.kinds
         )
-        return has_settings and has_scale and has_kinds and bool(model.num_experts) == bool(self.expert_tensors)
+        has_experts = bool(model.num_experts) == bool(self.expert_tensors) and has_shared
+        return has_settings and has_scale and has_kinds and has_experts
 
 
 @functools.cache
@@ -145,6 +178,8 @@ def _tensors(
                 num_inputs=tensor.num_inputs,
                 is_convolution=tensor.is_convolution,
                 interleaved=tensor.interleaved,
+                is_stacked=tensor.is_stacked,
+                is_float32=tensor.is_float32,
             )
             for tensor in tensors
         )

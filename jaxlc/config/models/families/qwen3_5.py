@@ -1,9 +1,12 @@
-"""Qwen 3.5, dense text models: groups of gated_delta_net layers and one with gated attention (transformers: qwen3_5).
+"""Qwen 3.5, text models: groups of gated_delta_net layers and one with gated attention, dense or with experts.
 
-Of models with images, the language model is loaded.
+Transformers: models/qwen3_5 and models/qwen3_5_moe. Of models with images, the language model is loaded.
 """
 
+import dataclasses
+
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.core.mixers import expert_feed_forward
 
 _KINDS = frozenset({"gated_delta_net", "full"})
 
@@ -50,4 +53,31 @@ QWEN3_5_TEXT = Family(
             *("mrope_section", "mrope_interleaved"),  # equal for all text: its positions have one dimension
         }
     ),
+)
+
+# Layers of experts with a shared one; the weights of the chosen experts are always divided by their sum.
+QWEN3_5_MOE_TEXT = dataclasses.replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    settings={**QWEN3_5_TEXT.settings, "renormalize_router": True, "shared_expert_gate": True},
+    fields={
+        **QWEN3_5_TEXT.fields,
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_ffn_dim",
+        "shared_expert_intermediate_size": "shared_ffn_dim",
+    },
+    defaults={
+        **QWEN3_5_TEXT.defaults,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    multimodal_type="qwen3_5_moe",
+    # train.balance_loss has its own value
+    irrelevant=QWEN3_5_TEXT.irrelevant | {"router_aux_loss_coef", "output_router_logits"},
+    expert_tensors=(*expert_feed_forward.STACKED_LINEAR_TENSORS, *expert_feed_forward.shared_tensors("shared_expert")),
 )

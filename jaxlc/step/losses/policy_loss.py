@@ -11,13 +11,18 @@ cross entropy of `loss.py` computes it, after a first pass over the head that re
     ratio    of sequences: Zheng et al. 2025 (GSPO), arXiv:2507.18071, equation 7
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.core.errors import UserError
 from jaxlc.step.batch import Batch
+
+# (log-probability of each target, float32 [sequences, tokens], arrays of a microbatch) -> the sum of its losses
+PolicyLoss = Callable[[jax.Array, Batch], jax.Array]
 
 
 class PolicySums(NamedTuple):
@@ -59,11 +64,23 @@ def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
     return answers * settings.max_answer_tokens if settings.loss == "dr_grpo" else answers
 
 
-def policy_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig) -> PolicySums:
+def policy_sums(
+    log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig, custom: PolicyLoss | None = None
+) -> PolicySums:
     """The loss of a microbatch, from the log-probability of each target, float32 [sequences, tokens].
 
     Tokens are in any order; an answer is whole in its sequence.
+
+    Args:
+      custom: a loss instead of the formula of posttrain.loss.
+    Raises:
+      UserError: it does not return a number.
     """
+    if custom is not None:
+        loss = jnp.asarray(custom(log_probs_BT, batch), jnp.float32)
+        if loss.shape:
+            raise UserError(f"policy_loss returned {loss.shape}: expected the sum of the losses of the batch, a number")
+        return PolicySums(loss=loss)
     loss = _preference_sums if settings.loss == "dpo" else _clipped_sums
     return loss(log_probs_BT, batch, settings)
 

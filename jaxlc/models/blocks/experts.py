@@ -1,9 +1,10 @@
-"""A mixture of experts: a router, and gated feed-forward blocks of which each token uses some.
+"""A mixture of experts: a router, gated feed-forward blocks of which each token uses some, and a shared one.
 
 Routers are computed in float32: a rounded logit changes the choice of experts. Weights of experts are gathered as those
 of other layers, and every rank computes the experts of its own tokens: no token is sent, and none is dropped.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -17,20 +18,14 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import TENSOR
 from jaxlc.models.activations import gated
 from jaxlc.models.block import bias_vector, matrix, residual_depth_scale
-from jaxlc.models.expert_blocks import ExpertWeights, expert_outputs
+from jaxlc.models.blocks.expert_blocks import ExpertWeights, expert_outputs
+from jaxlc.models.blocks.mlp import MLP, FeedForwardOutput
 from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.matmuls import Fp8, in_use
 from jaxlc.sharding.rules import Sharder
 
 CHOICE = "expert_choice"  # checkpoint name of the chosen experts, which a recomputation must not change
-
-
-class FeedForwardOutput(NamedTuple):
-    """The results of a feed-forward block."""
-
-    out_BTD: jax.Array
-    sums: dict[str, jax.Array]  # see `LayerOutput`
-    chosen_BTk: jax.Array | None = None  # int32: the experts of each token; None: the block has no experts
+_TINY = 1e-20  # added to a sum of sigmoids, as in transformers
 
 
 class Routing(NamedTuple):
@@ -38,7 +33,7 @@ class Routing(NamedTuple):
 
     chosen_BTk: jax.Array  # int32
     weights_BTk: jax.Array  # float32: factors of their outputs
-    probs_BTE: jax.Array  # float32: softmax of all logits
+    probs_BTE: jax.Array  # float32: softmax of all logits, or their sigmoids divided by the sum of these
     logits_BTE: jax.Array  # float32
 
 
@@ -46,7 +41,6 @@ class Experts(nnx.Module):
     """The router [D, E] and the weights of E experts; see `core/mixers/expert_feed_forward.py`."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
-        del fp8, lora  # the config has neither for experts: `checks/expert_checks.py`
         D, E, F = model.model_dim, model.num_experts, model.expert_ffn_dim
         depth_scale = residual_depth_scale(model)
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
@@ -54,12 +48,18 @@ class Experts(nnx.Module):
         self.expert_up = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
         self.expert_down = matrix(keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=D)
         has_bias = model.expert_bias
+        self.choice_bias = bias_vector(bias=E) if model.router_choice_bias else None
         self.router_bias = bias_vector(bias=E) if has_bias else None
         self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
+        # FP8 products and adapters are those of the shared expert; the config has neither for the others.
+        shared = dataclasses.replace(model, ffn_dim=model.shared_ffn_dim, num_experts=0)
+        self.shared = MLP(shared, keys, fp8, lora) if model.shared_ffn_dim else None
+        self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.shared_expert_gate else None
         self.num_chosen = model.experts_per_token
-        self.router_kind, self.renormalizes = model.router, model.renormalize_router
+        self.router_kind, self.renormalizes, self.scale = model.router, model.renormalize_router, model.router_scale
+        self.groups = model.router_groups, model.router_groups_per_token
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)
@@ -82,29 +82,58 @@ class Experts(nnx.Module):
         compute = functools.partial(_local_outputs, activation=self.activation)
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
+        if self.shared is not None:
+            out_BTD += self.shared_output(x_BTD, positions_BT, shard=shard)
         return FeedForwardOutput(out_BTD, _sums(routing, positions_BT >= 0), routing.chosen_BTk)
+
+    def shared_output(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder) -> jax.Array:
+        """out_BTD of the shared expert, times the sigmoid of its gate, which is computed in float32."""
+        out_BTD = self.shared(x_BTD, positions_BT, shard=shard).out_BTD
+        if self.shared_gate is None:
+            return out_BTD
+        gate_BT1 = shard.residual(jax.nn.sigmoid(_logits(x_BTD, self.shared_gate, shard=shard)))
+        return (out_BTD.astype(jnp.float32) * gate_BT1).astype(out_BTD.dtype)
 
     @jax.named_scope(scopes.ROUTER)
     def route(self, x_BTD: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder) -> Routing:
         """Chooses the experts of each token, unless they are given. Gradients reach the logits through the weights."""
-        router_DE = in_use(self.router, shard, x_BTD.dtype).astype(jnp.float32)
-        logits_BTE = jnp.einsum(
-            "BTD,DE->BTE", x_BTD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST
-        )
+        logits_BTE = _logits(x_BTD, self.router, shard=shard)
         if self.router_bias is not None:
             logits_BTE += self.router_bias[...]
-        probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        is_sigmoid = self.router_kind == "sigmoid"
+        scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
         if chosen_BTk is None:
             # Of logits: the softmax of float32 logits may have equal results.
-            chosen_BTk = jax.lax.top_k(jax.lax.stop_gradient(logits_BTE), self.num_chosen)[1]
+            chosen_BTk = self.choose(jax.lax.stop_gradient(scores_BTE if is_sigmoid else logits_BTE))
             chosen_BTk = checkpoint_name(chosen_BTk, CHOICE)
         if self.router_kind == "topk_softmax":
             weights_BTk = jax.nn.softmax(jnp.take_along_axis(logits_BTE, chosen_BTk, axis=-1), axis=-1)
         else:
-            weights_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
-            if self.renormalizes:
-                weights_BTk /= weights_BTk.sum(-1, keepdims=True)
-        return Routing(chosen_BTk, weights_BTk, probs_BTE, logits_BTE)
+            weights_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
+            if self.renormalizes:  # sigmoids may all be 0
+                weights_BTk /= weights_BTk.sum(-1, keepdims=True) + (_TINY if is_sigmoid else 0)
+        probs_BTE = scores_BTE / (scores_BTE.sum(-1, keepdims=True) + _TINY) if is_sigmoid else scores_BTE
+        return Routing(chosen_BTk, self.scale * weights_BTk, probs_BTE, logits_BTE)
+
+    def choose(self, scores_BTE: jax.Array) -> jax.Array:
+        """The experts with the largest scores plus biases, of the chosen groups: int32 [B, T, k]."""
+        if self.choice_bias is not None:
+            scores_BTE += jax.lax.stop_gradient(self.choice_bias[...])
+        num_groups, num_chosen_groups = self.groups
+        if num_groups > 1:
+            scores_BTGe = scores_BTE.reshape(*scores_BTE.shape[:2], num_groups, -1)
+            of_groups_BTG = jax.lax.top_k(scores_BTGe, 2)[0].sum(-1)
+            groups_BTg = jax.lax.top_k(of_groups_BTG, num_chosen_groups)[1]
+            is_chosen_BTG = (groups_BTg[..., None] == jnp.arange(num_groups)).any(-2)
+            scores_BTE = jnp.where(is_chosen_BTG[..., None], scores_BTGe, -jnp.inf).reshape(scores_BTE.shape)
+        return jax.lax.top_k(scores_BTE, self.num_chosen)[1]
+
+
+def _logits(x_BTD: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array:
+    """The products with a router or gate [D, E], float32."""
+    weight_DE = in_use(weight, shard, x_BTD.dtype).astype(jnp.float32)
+    multiply = functools.partial(jnp.einsum, "BTD,DE->BTE", precision=jax.lax.Precision.HIGHEST)
+    return shard.product(multiply, x_BTD.astype(jnp.float32), weight_DE, weight.dims)
 
 
 def _local_outputs(tokens, weights, *, activation: str) -> jax.Array:
@@ -120,7 +149,7 @@ def _local_outputs(tokens, weights, *, activation: str) -> jax.Array:
 
 
 def _sums(routing: Routing, is_text_BT: jax.Array) -> dict[str, jax.Array]:
-    """Sums over the tokens that are no padding, float32: for the losses and metrics of `step/expert_balance.py`."""
+    """Sums over the tokens that are no padding, float32: for the losses and metrics of `step.losses.expert_balance`."""
     weights_BT = is_text_BT.astype(jnp.float32)
     num_experts = routing.probs_BTE.shape[-1]
     is_chosen_BTkE = routing.chosen_BTk[..., None] == jnp.arange(num_experts)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlc.config import TrainConfig
+from jaxlc.config import ModelConfig, TrainConfig
 
 
 class ExpertSums(NamedTuple):
@@ -27,16 +27,14 @@ class ExpertMetrics(NamedTuple):
 
     balance_loss: jax.Array  # without its coefficient; the number of experts per token if all have equal loads
     router_z_loss: jax.Array  # without its coefficient: mean of the squared log of the router's normalizer
-    expert_load_L: jax.Array  # assignments of the expert with the most, divided by the mean of all experts
-    expert_entropy_L: jax.Array  # entropy of the assignments, as a fraction of that of equal loads
-    unused_experts_L: jax.Array  # experts without a token
+    load_LE: jax.Array  # assignments of each expert, divided by the mean of the layer
 
 
 def expert_sums(sums: dict[str, jax.Array], segment_ids: jax.Array, train: TrainConfig) -> ExpertSums:
     """The losses of a microbatch.
 
     Args:
-      sums: of the layers, as `models.experts` returns them, [L, ...].
+      sums: of the layers, as `models.blocks.experts` returns them, [L, ...].
       segment_ids: of the microbatch; 0 is padding.
     """
     counts_LE, probs_LE = sums["expert_counts"], sums["expert_probs"]
@@ -60,15 +58,37 @@ def weighted_loss(sums: ExpertSums, train: TrainConfig) -> jax.Array:
 
 def expert_metrics(sums: ExpertSums, num_microbatches: int) -> ExpertMetrics:
     """The metrics of a step."""
-    counts_LE = sums.counts_LE
-    num_experts = counts_LE.shape[1]
-    total_L1 = jnp.maximum(counts_LE.sum(1, keepdims=True), 1)
-    fractions_LE = counts_LE / total_L1
-    entropy_L = -(fractions_LE * jnp.log(jnp.where(fractions_LE > 0, fractions_LE, 1))).sum(1)
+    mean_L1 = jnp.maximum(sums.counts_LE.mean(1, keepdims=True), 1 / sums.counts_LE.shape[1])
     return ExpertMetrics(
         balance_loss=sums.balance_loss / num_microbatches,
         router_z_loss=sums.router_z_loss / num_microbatches,
-        expert_load_L=fractions_LE.max(1) * num_experts,
-        expert_entropy_L=entropy_L / jnp.log(max(2.0, num_experts)),
-        unused_experts_L=(counts_LE == 0).sum(1, dtype=jnp.float32),
+        load_LE=sums.counts_LE / mean_L1,
     )
+
+
+def with_balanced_biases(
+    params: dict, counts_LE: jax.Array, is_finite: jax.Array, model: ModelConfig, train: TrainConfig
+) -> dict:
+    """The parameters with the biases of the choice after a step (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
+
+    Args:
+      params: the trained parameters; frozen biases, which it does not have, do not change.
+      counts_LE: the assignments of the step.
+      is_finite: if False, the step is skipped.
+    """
+    with_experts = [i for i, kind in enumerate(model.kinds_of_layers) if model.of_kind(kind).feed_forward == "experts"]
+    change_LE = train.balance_bias_rate * jnp.sign(counts_LE.mean(1, keepdims=True) - counts_LE)
+    change_LE = jnp.where(is_finite, change_LE, 0)
+    for stack, layers in model.layer_stacks.items():
+        if layers[0] in with_experts:
+            rows = jnp.array([with_experts.index(layer) for layer in layers])
+            params = _with_added(params, (*stack, "mlp", "choice_bias"), change_LE[rows])
+    return params
+
+
+def _with_added(tree: dict, path: tuple[str, ...], change: jax.Array) -> dict:
+    """`tree` with `change` added to an entry, if it has the entry."""
+    name, *inner = path
+    if name not in tree:
+        return tree
+    return {**tree, name: _with_added(tree[name], tuple(inner), change) if inner else tree[name] + change}

@@ -7,6 +7,7 @@ The gradient of the chunk is computed in the same iteration, so the backward pas
 read once. It overwrites the chunk of x, so only one array of full sequence length exists.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,9 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.models.chunks import over_chunks
 from jaxlc.models.norms import rms_norm
-from jaxlc.sharding.rules import storage_spec
-from jaxlc.step.loss_chunk import loss_chunk_tokens
+from jaxlc.sharding.nodes import Nodes
+from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
+from jaxlc.step.losses.loss_chunk import loss_chunk_tokens
 
 _TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
 _HEAD = PartitionSpec(None, TENSOR)
@@ -47,10 +49,16 @@ class LossSpec:
     norm_epsilon: float
     token_loss: TokenLoss | None = None  # None: cross entropy
     temperature: float = 1.0  # logits are divided by it
+    nodes: Nodes | None = None  # whose copy the head is of, if it has a first dimension of nodes
 
     @classmethod
     def from_config(
-        cls, config: Config, mesh: Mesh, token_loss: TokenLoss | None, norm_epsilon: float = 0.0
+        cls,
+        config: Config,
+        mesh: Mesh,
+        token_loss: TokenLoss | None,
+        norm_epsilon: float = 0.0,
+        nodes: Nodes | None = None,
     ) -> "LossSpec":
         """The arguments for `config` on `mesh`; norm_epsilon is used only with a scale of the final norm."""
         return cls(
@@ -60,7 +68,22 @@ class LossSpec:
             z_loss=config.train.z_loss,
             norm_epsilon=norm_epsilon,
             token_loss=token_loss,
+            nodes=nodes,
         )
+
+    def for_head(self, head_DV: jax.Array) -> "LossSpec":
+        """The same without nodes, unless the head is of the copy of a node."""
+        return self if head_DV.ndim > len(_HEAD_DIMS) else dataclasses.replace(self, nodes=None)
+
+    @property
+    def mesh_in_use(self) -> Mesh:
+        """The mesh of `shard_map`."""
+        return self.mesh if self.nodes is None else self.nodes.mesh
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """The axes of `mesh_in_use` that split the tokens, without tensor."""
+        return _SUM_AXES if self.nodes is None else self.nodes.axes(_SUM_AXES)
 
 
 class LossSums(NamedTuple):
@@ -100,7 +123,8 @@ def loss_sums(
       x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over context and tensor,
         B over data and fsdp. More dimensions, not sharded, may precede B (tiles of the sequence).
       scale_D: scale of the final norm, float32. None: x_BTD is normed already.
-      head_DV: output head in the compute dtype, V padded to a multiple of tensor.
+      head_DV: output head in the compute dtype, V padded to a multiple of tensor. Of the copy of a node, it has a first
+        dimension of nodes, and its gradient is the sum over the tokens of the node.
       targets_BT: int32.
       weights_BT: float32, 0 at tokens without a target.
     """
@@ -135,20 +159,36 @@ def _over_ranks(
     x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, differentiated: _Differentiated | None
 ):
     """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if it is frozen)."""
+    spec = spec.for_head(head_DV)
     local = functools.partial(_local, spec=spec, differentiated=differentiated)
     tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
     tokens, hidden, everywhere = PartitionSpec(*tokens), PartitionSpec(*tokens, None), PartitionSpec()
     out_specs = (LossSums(everywhere, everywhere), tokens)
     if differentiated is not None:
-        out_specs = (*out_specs, hidden, everywhere, storage_spec(_HEAD_DIMS, head_DV.shape, spec.mesh))
-    in_specs = (hidden, everywhere, _HEAD, tokens, tokens)
-    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        out_specs = (*out_specs, hidden, everywhere)
+    head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
+    if spec.nodes is not None:
+        out_specs, hidden, tokens = jax.tree.map(spec.nodes.spec, (out_specs, hidden, tokens))
+        head, head_gradient = (PartitionSpec(spec.nodes.outer, *part) for part in (head, head_gradient))
+    if differentiated is not None:
+        out_specs = (*out_specs, head_gradient)
+    in_specs = (hidden, everywhere, head, tokens, tokens)
+    mapped = jax.shard_map(local, mesh=spec.mesh_in_use, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
+
+
+def _gradient_spec(shape: tuple[int, ...], spec: LossSpec) -> PartitionSpec:
+    """The sharding of dhead_DV: as it is stored, or as in the copy of a node."""
+    if spec.nodes is None:
+        return storage_spec(_HEAD_DIMS, shape, spec.mesh)
+    return copy_spec(_HEAD_DIMS, shape, spec.nodes)
 
 
 @jax.named_scope(scopes.LOSS)
 def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, differentiated: _Differentiated | None):
     """`_over_ranks` on one rank; the sums are those over all ranks."""
+    if spec.nodes is not None:
+        head_Dv = head_Dv[0]
     x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
     with_scale, with_head = differentiated or (False, False)
     gradients = (
@@ -176,25 +216,28 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, d
 
     chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])  # before the gather over tensor
     carry, sums = over_chunks(process_chunk, carry, len(x_tD), chunk_tokens)
-    sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), _SUM_AXES), sums)
+    sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), spec.sum_axes), sums)
     losses_bt = carry.losses_t.reshape(targets_bt.shape)
     if differentiated is None:
         return sums, losses_bt
-    dscale_D = lax.psum(carry.dscale_D, (*_SUM_AXES, TENSOR))  # each tensor rank norms its own tokens
+    dscale_D = lax.psum(carry.dscale_D, (*spec.sum_axes, TENSOR))  # each tensor rank norms its own tokens
     dhead_dv = None
     if with_head:
         with jax.named_scope(scopes.HEAD_GRADIENT):
-            dhead_dv = _sum_to_storage(carry.dhead_Dv, spec.mesh).astype(head_Dv.dtype)
+            dhead_dv = _sum_to_storage(carry.dhead_Dv, spec).astype(head_Dv.dtype)
     return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_dv
 
 
-def _sum_to_storage(dhead_Dv: jax.Array, mesh: Mesh) -> jax.Array:
-    """The sum over all ranks, of which each gets the rows that it stores: half the bytes of an all-reduce."""
-    rows, _ = storage_spec(_HEAD_DIMS, dhead_Dv.shape, mesh)
-    axes = (rows,) if isinstance(rows, str) else rows or ()
+def _sum_to_storage(dhead_Dv: jax.Array, spec: LossSpec) -> jax.Array:
+    """The sum over all ranks, or those of a node, of which each gets the rows that it stores: half the bytes of an
+    all-reduce. Of the copy of a node, with the dimension of nodes."""
+    width = dhead_Dv.shape[1] * spec.mesh.shape[TENSOR]
+    axes = axes_of(_gradient_spec((len(dhead_Dv), width), spec)[0])
     if axes:
         dhead_Dv = lax.psum_scatter(dhead_Dv, axes, scatter_dimension=0, tiled=True)
-    return lax.psum(dhead_Dv, tuple(axis for axis in _SUM_AXES if axis not in axes))
+    summed = _SUM_AXES if spec.nodes is None else spec.nodes.inner
+    dhead_Dv = lax.psum(dhead_Dv, tuple(axis for axis in summed if axis not in axes))
+    return dhead_Dv if spec.nodes is None else dhead_Dv[None]
 
 
 def _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None):

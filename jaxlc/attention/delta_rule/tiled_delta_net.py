@@ -1,0 +1,204 @@
+"""Gated DeltaNet for layers that scan over tiles of tokens: maps of states by tile, one exchange, outputs by tile.
+
+    tiled = TiledDeltaNet(mesh, tiles=n, num_taps=P)
+    segments = tiled.prepare(positions_BT, segments_BT)         once per training step, of all tiles
+    before_BtD = tiled.tokens_before(x_nBtD)                    what the convolutions of all tiles read of other tiles
+    before = map(tiled.before_tiles, projections of before_BtD) of all tiles
+    maps = tiled.maps(operands, before, segments)               for each tile
+    states = tiled.states(maps)                                 of all tiles: the exchange between ranks
+    out_BtHV = tiled.outputs(operands, before, states, segments)   for each tile
+
+Arrays are global, for use under `jit`, and JAX differentiates all of these functions. A rank's tile has two pieces, one
+of each of its fragments (`attention/tiles/query_tiles.py`). The pieces of the second fragment are in reverse order, so
+the states of all pieces follow from stored maps, [tiles, 2 x ranks, B, H, K, K + V]: of a tile with 32 heads of
+dimension 128, a rank stores 8 MiB of float32 maps.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
+from jaxlc.attention.delta_rule.convolution import convolved
+from jaxlc.attention.delta_rule.entering_states import entering_states, total
+from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
+from jaxlc.attention.delta_rule.sharded_rule import groups_of
+from jaxlc.attention.strategies.fragments import predecessors
+from jaxlc.attention.tiles.tile_order import tiles_of
+from jaxlc.core import scopes
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.sharding.mesh import Ranks
+
+_TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
+_TILES = PartitionSpec(None, BATCH_AXES, CONTEXT)
+_PIECES = PartitionSpec(CONTEXT, BATCH_AXES, TENSOR)  # [2 x ranks, B, H, ...]: of both pieces of each rank
+_TOKENS_AT_ONCE = 8192  # as many as `sharded_rule` computes at once
+
+
+class TileSegments(NamedTuple):
+    """int32 segments of a tile, or of all tiles with a leading dimension."""
+
+    of_tokens_Bt: jax.Array
+    before_Bt: jax.Array  # [B, ranks x 2 x tokens before a piece]; 0: no token
+
+
+class TiledDeltaNet(NamedTuple):
+    """See the docstring of the module."""
+
+    mesh: Mesh
+    tiles: int
+    num_taps: int  # of the convolutions
+
+    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array | None, q_like=None) -> TileSegments:
+        """The segments of all tiles. No segments: each sequence is one segment."""
+        del q_like
+        if segments_BT is None:
+            segments_BT = jnp.ones(positions_BT.shape, jnp.int32)
+        segments_nBt = tiles_of(segments_BT, self.mesh.shape[CONTEXT], self.tiles)
+        before = functools.partial(_before_pieces, ranks=self._ranks, num_tokens=self._num_before)
+        return TileSegments(segments_nBt, self._split(before, (_TILES,), _TILES)(segments_nBt))
+
+    def tokens_before(self, x_nBtD: jax.Array) -> jax.Array:
+        """The tokens before the two pieces of each rank's tile, [B, ranks x n x 2 x tokens, D]; zeros before the
+        sequence.
+
+        Args:
+          x_nBtD: the residual stream, whose tokens are split over context and tensor.
+        """
+        num_tokens, num_tensor_ranks = self._num_before, self.mesh.shape[TENSOR]
+
+        def local(x_nbtD):
+            ends = _ends_of_pieces(x_nbtD, num_tokens, num_tensor_ranks)
+            before_bntD = _before_pieces(ends, ranks=self._ranks, num_tokens=num_tokens).swapaxes(0, 1)
+            return before_bntD.reshape(len(before_bntD), -1, before_bntD.shape[-1])
+
+        return self._split(local, (PartitionSpec(None, BATCH_AXES, (CONTEXT, TENSOR)),), _TOKENS)(x_nBtD)
+
+    def before_tiles(self, x_BtHV: jax.Array) -> jax.Array:
+        """Projections of `tokens_before`, [n, B, ranks x 2 x tokens, H, V]."""
+
+        def local(x_bthV):
+            return x_bthV.reshape(len(x_bthV), self.tiles, -1, *x_bthV.shape[2:]).swapaxes(0, 1)
+
+        return self._split(local, (HEADS,), PartitionSpec(None, *HEADS))(x_BtHV)
+
+    def maps(self, operands: tuple, before: tuple, segments: TileSegments) -> Affine:
+        """The maps of the states over the pieces of a tile, arrays [2 x ranks, B, H, K, K or V].
+
+        Args:
+          operands: those of `ShardedDeltaNet.__call__`, of the tokens of a tile.
+          before: q, k and v of `before_tiles`, of this tile.
+        """
+        _, k, v, g, beta, _, filter_k, filter_v = operands
+        in_specs = (*[HEADS] * 4, *[FILTERS] * 2, *[HEADS] * 2, TileSegments(_TOKENS, _TOKENS))
+        split = self._split(_maps, in_specs, Affine(_PIECES, _PIECES))
+        return split(k, v, g, beta, filter_k, filter_v, *before[1:], segments)
+
+    def states(self, maps: Affine) -> jax.Array:
+        """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles, [n, ...]."""
+
+        def local(maps):
+            first, second = (jax.tree.map(lambda x, i=i: x[:, i], maps) for i in range(2))
+            entering = entering_states([first, jax.tree.map(lambda x: x[::-1], second)], self._ranks)
+            return jnp.stack([entering[0], entering[1][::-1]], axis=1)
+
+        pieces = PartitionSpec(None, *_PIECES)
+        return self._split(local, (Affine(pieces, pieces),), pieces)(maps)
+
+    def outputs(self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments) -> jax.Array:
+        """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as those of `maps`."""
+        in_specs = (*[HEADS] * 5, *[FILTERS] * 3, *[HEADS] * 3, _PIECES, TileSegments(_TOKENS, _TOKENS))
+        return self._split(_outputs, in_specs, HEADS)(*operands, *before, states, segments)
+
+    @property
+    def _num_before(self) -> int:
+        return max(1, self.num_taps - 1)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
+
+    def _split(self, local, in_specs, out_specs):
+        # check_vma: as in `linear_attention._split`.
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _maps(k, v, g_btH, beta_btH, filter_k, filter_v, k_before, v_before, segments: TileSegments) -> Affine:
+    k, v = _filtered((k, v), (filter_k, filter_v), (k_before, v_before), segments)
+    groups = _groups((k, k, v, *map(_pieces, (g_btH, beta_btH))), segments)  # the map does not depend on q
+    of_group = jax.checkpoint(functools.partial(affine_map, scale=1.0))
+    with jax.named_scope(scopes.DELTA_RULE):
+        maps = total(lax.map(of_group, groups))
+    return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), maps)
+
+
+def _outputs(
+    q, k, v, g_btH, beta_btH, filter_q, filter_k, filter_v, q_before, k_before, v_before, states, segments: TileSegments
+) -> jax.Array:
+    filters, before = (filter_q, filter_k, filter_v), (q_before, k_before, v_before)
+    q, k, v = _filtered((q, k, v), filters, before, segments)
+    num_tokens, scale = q.shape[1], q.shape[-1] ** -0.5
+    groups = _groups((q, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
+    of_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, scale)[::-1])
+    with jax.named_scope(scopes.DELTA_RULE):
+        _, out = lax.scan(of_group, states.reshape(-1, *states.shape[2:]), groups)
+    out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :num_tokens]
+    return jnp.concatenate(jnp.split(out, 2), axis=1)
+
+
+def _groups(arrays: tuple, segments: TileSegments) -> Tokens:
+    """The groups of tokens that are computed at once, [groups, 2 x b, ...], of arrays [2 x b, tokens, ...]."""
+    tokens = Tokens(*arrays, _pieces(segments.of_tokens_Bt), None)
+    num_sequences, num_tokens = tokens.segments_BL.shape
+    num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
+    group_tokens = math.ceil(num_tokens / (num_groups * CHUNK_TOKENS)) * CHUNK_TOKENS
+    return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups, group_tokens)
+
+
+def _pieces(x_bt: jax.Array) -> jax.Array:
+    """[b, 2 x tokens, ...] -> [2 x b, tokens, ...]"""
+    return jnp.concatenate(jnp.split(x_bt, 2, axis=1))
+
+
+@jax.checkpoint  # see `sharded_delta_net`
+def _filtered(arrays: tuple, filters: tuple, before: tuple, segments: TileSegments) -> tuple:
+    """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]; all but the last, v, of unit length."""
+    segments_BL = jnp.concatenate([_pieces(segments.before_Bt), _pieces(segments.of_tokens_Bt)], axis=1)
+
+    def filtered(x_bthW, filter_PhW, before_bthW):
+        unused = segments.before_Bt.shape[1] // 2 - (len(filter_PhW) - 1)
+        x_BLhW = jnp.concatenate([_pieces(before_bthW), _pieces(x_bthW)], axis=1)[:, unused:]
+        flat_BLW = x_BLhW.reshape(*x_BLhW.shape[:2], -1)
+        with jax.named_scope(scopes.CONVOLUTION):
+            out_BLW = convolved(flat_BLW, segments_BL[:, unused:], filter_PhW.reshape(len(filter_PhW), -1))
+        return silu(out_BLW).reshape(*out_BLW.shape[:2], *x_bthW.shape[2:])
+
+    *q_k, v = map(filtered, arrays, filters, before)
+    return *map(unit_length, q_k), v
+
+
+def _ends_of_pieces(x_nbtD: jax.Array, num_tokens: int, num_tensor_ranks: int) -> jax.Array:
+    """The last tokens of both pieces of a rank's tiles, [n, b, 2 x tokens, D], of tokens that are split over tensor."""
+    rank_tokens = x_nbtD.shape[2]
+    piece_tokens = rank_tokens * num_tensor_ranks // 2
+    ends = [piece * piece_tokens - num_tokens + i for piece in (1, 2) for i in range(num_tokens)]
+    parts = [x_nbtD[:, :, end % rank_tokens] for end in ends]
+    if num_tensor_ranks == 1:
+        return jnp.stack(parts, axis=2)
+    rank = lax.axis_index(TENSOR)
+    owned = [jnp.where(rank == end // rank_tokens, part, 0) for end, part in zip(ends, parts)]
+    return lax.psum(jnp.stack(owned, axis=2), TENSOR)
+
+
+def _before_pieces(x_nbt: jax.Array, *, ranks: Ranks, num_tokens: int) -> jax.Array:
+    """The tokens before both pieces of a rank's tiles, [n, b, 2 x num_tokens, ...], from arrays with their ends."""
+    first, second = (piece[:, :, -num_tokens:] for piece in jnp.split(x_nbt, 2, axis=2))
+    fragments = first, second[::-1]
+    before_fragments = predecessors([fragment[-1] for fragment in fragments], ranks)
+    first, second = (jnp.concatenate([x[None], pieces[:-1]]) for x, pieces in zip(before_fragments, fragments))
+    return jnp.concatenate([first, second[::-1]], axis=2)

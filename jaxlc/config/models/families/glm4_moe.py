@@ -1,0 +1,84 @@
+"""GLM 4.5 and 4.6: dense layers, then layers of experts with a sigmoid router and shared experts.
+
+Transformers: models/glm4_moe. Layers of multi-token prediction are left out.
+"""
+
+from typing import Any
+
+from jaxlc.config.models.families.family import Family, Fields
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.core.mixers import expert_feed_forward
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    num_dense = config.get("first_k_dense_replace", 1)
+    return ["dense" if layer < num_dense else "full" for layer in range(config["num_hidden_layers"])]
+
+
+def _write_kinds(model: ModelConfig) -> dict[str, Any]:
+    return dict(first_k_dense_replace=model.num_layers_of("dense"))
+
+
+def _read_settings(config: Fields) -> dict[str, Any]:
+    return dict(
+        qk_norm="head" if config["use_qk_norm"] else "none",
+        shared_ffn_dim=config["n_shared_experts"] * config["moe_intermediate_size"],
+    )
+
+
+def _write_settings(model: ModelConfig) -> dict[str, Any]:
+    return dict(
+        use_qk_norm=model.qk_norm == "head",
+        n_shared_experts=model.shared_ffn_dim // model.expert_ffn_dim,
+    )
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    layer_kinds=(frozenset({"full"}), frozenset({"dense", "full"})),
+    read_kinds=_read_kinds,
+    write_kinds=_write_kinds,
+    settings=dict(router="sigmoid", router_choice_bias=True, attention_out_bias=False),
+    fields={
+        "attention_bias": "qkv_bias",
+        "n_routed_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_ffn_dim",
+        "norm_topk_prob": "renormalize_router",
+        "n_group": "router_groups",
+        "topk_group": "router_groups_per_token",
+        "routed_scaling_factor": "router_scale",
+    },
+    read_settings=_read_settings,
+    write_settings=_write_settings,
+    varying=frozenset({"qk_norm", "shared_ffn_dim"}),
+    defaults=dict(
+        num_key_value_heads=8,
+        attention_bias=False,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=8,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=True,
+        use_qk_norm=False,
+    ),
+    other_prefixes=("model.layers.{num_layers}.",),
+    irrelevant=frozenset(
+        {
+            *("first_k_dense_replace", "n_shared_experts", "use_qk_norm"),  # the functions above read them
+            *("num_nextn_predict_layers", "num_mtp_layers", "router_aux_loss_coef", "output_router_logits"),
+        }
+    ),
+    expert_tensors=(
+        *expert_feed_forward.TENSORS,
+        expert_feed_forward.CHOICE_BIAS,
+        *expert_feed_forward.shared_tensors("shared_experts"),
+    ),
+    kinds=dict(dense=dict(feed_forward="dense")),
+)

@@ -1,0 +1,88 @@
+"""Files of JSON and of arrays that others may have written. Imports no jax."""
+
+import json
+import stat
+import tokenize
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlc.core.errors import UserError, reason_of
+
+MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much memory
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+      ValueError: it is not JSON, is nested too deeply, or is not UTF-8.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it is nested too deeply: {error}") from None
+
+
+def read_json_file(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is not JSON, or has more than MAX_JSON_BYTES.
+    """
+    return parse_json(read_limited(path, MAX_JSON_BYTES))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in the lines of a file that a program of jaxlc has written.
+
+    Raises:
+      UserError: a line is not a JSON object; the message names it.
+    """
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            rows.append(parse_json(line))
+            problem = "" if isinstance(rows[-1], dict) else "it is not an object"
+        except ValueError as error:
+            problem = reason_of(error)
+        if problem:
+            raise UserError(f"line {number} of {path} is not a JSON object ({problem}); remove that line")
+    return rows
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """The content of a file.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is larger, or a device or a pipe.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a directory raises the usual error
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    return content
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a file that `numpy.savez` wrote; nothing is unpickled.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is damaged, or compressed: its arrays could then be much larger than the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as members:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+                raise ValueError("it is compressed")
+        with np.load(path, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (zipfile.BadZipFile, EOFError, MemoryError, NotImplementedError, SyntaxError, tokenize.TokenError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error

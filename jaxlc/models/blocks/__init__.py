@@ -1,0 +1,1 @@
+"""The blocks of layers: attention, linear attention, feed-forward and experts."""

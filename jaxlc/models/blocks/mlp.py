@@ -1,0 +1,47 @@
+"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a layer with experts."""
+
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.core import scopes
+from jaxlc.models.activations import gated
+from jaxlc.models.block import Block, matrix, residual_depth_scale
+from jaxlc.models.init_keys import InitKeys
+from jaxlc.models.matmuls import Fp8
+from jaxlc.sharding.rules import Sharder
+
+
+class FeedForwardOutput(NamedTuple):
+    """The results of a feed-forward block."""
+
+    out_BTD: jax.Array
+    sums: dict[str, jax.Array]  # see `layers.LayerOutput`
+    chosen_BTk: jax.Array | None = None  # int32: the experts of each token; None: the block has no experts
+
+
+class MLP(Block):
+    """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times w_down."""
+
+    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+        super().__init__(model, keys, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
+        D, F = model.model_dim, model.ffn_dim
+        self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F)
+        self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)
+        self.w_down = matrix(keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
+        self.activation = model.activation
+
+    @jax.named_scope(scopes.MLP)
+    def __call__(
+        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
+    ) -> FeedForwardOutput:
+        """`x_BTD` is the input of the block, gathered over tensor; the other arguments are those of experts."""
+        del positions_BT, chosen_BTk
+        gate_BTF = shard.ffn(self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard))
+        up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
+        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+        hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
+        down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
+        return FeedForwardOutput(shard.residual(down_BTD), {})

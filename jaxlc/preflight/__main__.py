@@ -1,0 +1,171 @@
+"""usage: jaxlc preflight --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR] [--plan=FILE]
+
+Checks the machines of a run before it starts: versions, clocks, host names, limits, free memory and disk, the shared
+file system, the speed of each device and of the links. Start it as the training command, with the same launcher and
+arguments. Exit status 0: the run can start; 2: the reasons are printed.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxlc import runtime
+from jaxlc.config import check_num_devices
+from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
+from jaxlc.config.ranges import Above0UpTo1
+from jaxlc.core.errors import UserError
+from jaxlc.core.paths import local_path
+from jaxlc.preflight.facts import Facts, read_facts, with_visible_gpus
+from jaxlc.runtime import peers
+
+_PREFIX = "jaxlc/preflight/"
+_SECONDS = 600  # limit of a wait for another process
+_CLOCK_READINGS = 5
+_MAX_LINES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(ConfigFlags):
+    plan: str = ""  # JSON file of the plan of this config, from jaxlc plan --json: memory with activations
+    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
+    # share of the plan's rates that GPUs and links must reach; rates of CPU devices are shown, not judged.
+    least_share: Above0UpTo1[float] = 0.25
+
+
+def main(command: ParsedCommand[Flags]) -> int:
+    """Returns the exit status."""
+    try:
+        return _run(command)
+    except Exception as error:
+        peers.report_failure(error)
+        raise
+
+
+def _run(command: ParsedCommand[Flags]) -> int:
+    found = read_facts()  # before JAX takes memory
+    runtime.start_training([stage.config for stage in command.stages], is_preflight=True)
+    import jax
+
+    facts = with_visible_gpus(dataclasses.replace(found, process_id=jax.process_index()), os.environ)
+    everyone = _gathered(_measured(facts, local_path(command.workdir).absolute()))
+    failures = _judged(command, everyone) if jax.process_index() == 0 else []
+    if _from_process_0("number of failures", str(len(failures))) == "0":
+        return 0
+    lines = failures[:_MAX_LINES] or ["the output of process 0 has the reasons"]
+    if len(failures) > len(lines):
+        lines.append(f"and {len(failures) - len(lines)} more")
+    print("\n  ".join(["error: preflight failed; the run would not work as planned:", *lines]), file=sys.stderr)
+    return 2
+
+
+def _measured(facts: Facts, workdir: Path) -> Facts:
+    """Adds what the processes measure together."""
+    import jax
+
+    from jaxlc.preflight.link_speed import link_seconds
+    from jaxlc.preflight.shared_directory import check_directory
+    from jaxlc.runtime.barrier import wait_for_processes
+    from jaxlc.train.stragglers import device_times
+
+    def wait(name: str) -> None:
+        wait_for_processes(name, _SECONDS)
+
+    clock = []
+    for reading in range(_CLOCK_READINGS):
+        wait(f"preflight clock {reading}")
+        clock.append(time.time())
+    token = _from_process_0("token", uuid.uuid4().hex[:12])
+    problems, free_bytes = check_directory(workdir, token, facts.process_id, jax.process_count(), wait)
+    device = jax.local_devices()[0]
+    return dataclasses.replace(
+        facts,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        num_devices=jax.local_device_count(),
+        clock=clock,
+        directory_problems=problems,
+        directory_free_bytes=free_bytes,
+        device_seconds=device_times(jax.local_devices(), with_upload=True),
+        link_seconds=link_seconds(wait),
+    )
+
+
+def _judged(command: ParsedCommand[Flags], everyone: Sequence[Facts]) -> list[str]:
+    """Prints the table; returns the failures."""
+    import jax
+
+    from jaxlc.preflight.facts_table import table_lines
+    from jaxlc.preflight.findings import findings
+    from jaxlc.preflight.needs import figures_of, needs_of
+    from jaxlc.simulate.roofline import from_file
+
+    flags, first = command.flags, everyone[0]
+    configs = [stage.config for stage in command.stages]
+    failures, needs, figures = list[str](), None, None
+    try:
+        for config in configs:
+            check_num_devices(config, jax.device_count(), "the number of available devices is", flags.config)
+        needs = needs_of(configs, local_path(command.workdir), first.platform, flags.plan)
+        if first.platform == "gpu":
+            per_machine = sum(own.num_devices for own in everyone if own.host == first.host)
+            figures = figures_of(configs[0], from_file(flags.constants), first.device_kind, per_machine)
+    except UserError as error:
+        failures.append(str(error))
+    failures += findings(
+        everyone, needs, figures, factor=configs[0].runtime.straggler_factor, least_share=flags.least_share
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    print("\n".join([*table_lines(everyone, figures), f"process 0: {versions}"]))
+    if needs is not None:
+        print(needs.text(first.num_devices))
+    if figures is None:
+        print(f"rates of {first.device_kind} are compared among the processes only: the plan has no figures for it")
+    if not failures:
+        print("preflight: no problem found")
+    return failures
+
+
+def _gathered(facts: Facts) -> list[Facts]:
+    """The facts of all processes, on process 0; empty on the others."""
+    import jax
+
+    from jaxlc._jax_internals import coordination_client
+    from jaxlc.runtime.barrier import wait_for_processes
+
+    if (client := coordination_client()) is None:
+        return [facts]
+    client.key_value_set(f"{_PREFIX}facts/{facts.process_id}", facts.to_json())
+    wait_for_processes("preflight facts", _SECONDS)
+    if jax.process_index() != 0:
+        return []
+    values = client.key_value_dir_get(f"{_PREFIX}facts/")
+    return sorted((Facts.from_json(value) for _, value in values), key=lambda own: own.process_id)
+
+
+def _from_process_0(name: str, value: str) -> str:
+    """The value of process 0, on every process."""
+    import jax
+
+    from jaxlc._jax_internals import coordination_client
+
+    client, key = coordination_client(), f"{_PREFIX}{name}"
+    if client is None:
+        return value
+    if jax.process_index() == 0:
+        client.key_value_set(key, value)
+        return value
+    return client.blocking_key_value_get(key, 1000 * _SECONDS)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status."""
+    return run_main(main, argv, description=__doc__, flags=Flags)
+
+
+if __name__ == "__main__":
+    peers.exit_process(run(sys.argv))

@@ -1,0 +1,48 @@
+"""Barriers of the processes of a run, before they execute a program together."""
+
+import itertools
+from typing import Any
+
+from jaxlc._jax_internals import coordination_client
+from jaxlc.runtime import watchdog
+
+_DAY_SECONDS = 24 * 3600
+_num_barriers = itertools.count()  # each barrier needs its own name
+
+
+def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
+    """Waits until all processes of the run are here.
+
+    It precedes the first execution of each program: compilation times differ between processes by minutes, and a
+    collective of devices fails if a process is late (Gloo: after about 30 s), or has a limit of its own.
+    """
+    # Not jax.experimental.multihost_utils: its barrier is such a collective.
+    if (client := coordination_client()) is None:
+        return
+    with watchdog.phase("waiting for processes", repeats=False):
+        client.wait_at_barrier(f"jaxlc/{name} {next(_num_barriers)}", 1000 * timeout_seconds)
+
+
+class Program:
+    """A jitted function that all processes of a run call with the same shapes. When it is compiled, they wait for each
+    other before it is executed."""
+
+    def __init__(self, name: str, jitted: Any):
+        """
+        Args:
+          jitted: what `jax.jit` returns.
+        """
+        self._name, self._jitted = name, jitted
+        self._compiled: set[Any] = set()  # structures, shapes and dtypes of arguments
+
+    def __call__(self, *arguments: Any) -> Any:
+        import jax
+
+        if jax.process_count() > 1:
+            leaves, structure = jax.tree.flatten(arguments)
+            if (key := (structure, *map(jax.typeof, leaves))) not in self._compiled:
+                with watchdog.phase("compilation", repeats=False):
+                    self._jitted.lower(*arguments).compile()
+                wait_for_processes(f"{self._name} compiled")
+                self._compiled.add(key)
+        return self._jitted(*arguments)

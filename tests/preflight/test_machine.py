@@ -1,0 +1,177 @@
+"""What a process finds on its own machine, and the checks of the shared directory with faults in its file system."""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxlc.config import defaults, load, to_dict
+from jaxlc.core.errors import UserError
+from jaxlc.core.hardware import find
+from jaxlc.plan.memory import Memory
+from jaxlc.preflight import facts, shared_directory
+from jaxlc.preflight.facts import Facts, free_host_bytes, may_lock_memory, read_facts, with_visible_gpus
+from jaxlc.preflight.link_speed import link_seconds
+from jaxlc.preflight.needs import figures_of, needs_of
+from jaxlc.runtime import memory_pools
+from jaxlc.simulate.roofline import Roofline
+
+GIB = 2**30
+
+
+def check(*directories: Path) -> list[dict[str, str]]:
+    """The problems of each process; one thread per process."""
+    barrier, num_processes = threading.Barrier(len(directories)), len(directories)
+
+    def run(process_id: int) -> dict[str, str]:
+        return shared_directory.check_directory(
+            directories[process_id], "token", process_id, num_processes, lambda name: barrier.wait(60) and None
+        )[0]
+
+    with ThreadPoolExecutor(num_processes) as pool:
+        return list(pool.map(run, range(num_processes)))
+
+
+def test_shared_directory_has_no_problems_and_no_files_left(tmp_path):
+    assert check(tmp_path / "run", tmp_path / "run", tmp_path / "run") == [{}] * 3
+    assert list((tmp_path / "run").iterdir()) == []
+    assert check(tmp_path / "one") == [{}]
+
+
+def test_directories_of_two_machines_are_not_shared(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_directory, "_VISIBLE_SECONDS", 0.0)
+    first, second = check(tmp_path / "a", tmp_path / "b")
+    assert first == {"read": "the file of process 1 is not there after 0 s"}
+    assert second == {"read": "the file of process 0 is not there after 0 s"}
+    assert [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()] == []
+
+
+def test_directory_that_is_not_writable_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_directory, "_VISIBLE_SECONDS", 0.0)
+    (tmp_path / "file").write_text("")
+    first, second = check(tmp_path, tmp_path / "file" / "run")
+    assert second == {"write": "Not a directory"} and first["read"].startswith("the file of process 1 is not there")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(errno.ENOLCK, "the file system has no locks"), (errno.EIO, "Input/output error"), (0, "it gets a lock that")],
+)
+def test_broken_locks_are_named(tmp_path, monkeypatch, error, reason):
+    """Error 0: locks have no effect between the processes."""
+
+    def flock(file: object, operation: int) -> None:
+        if error:
+            raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    problems = check(tmp_path, tmp_path)
+    assert any(reason in problem.get("lock", "") for problem in problems), problems
+
+
+def test_facts_are_read_without_gpu_and_survive_json(monkeypatch):
+    """The GPUs of CUDA_VISIBLE_DEVICES count only."""
+    own = read_facts()
+    assert own.versions["jax"] == jax.__version__ and own.versions["driver"] == "not found" and own.host_bytes > 0
+    rows = [[str(index), f"GPU-{index}a", "81559", "81000", "570.86.15"] for index in range(4)]
+    monkeypatch.setattr(facts, "query_gpus", lambda *fields: rows)
+    own = read_facts()
+    assert own.versions["driver"] == "570.86.15" and own.gpu_free_bytes == [81000 * 2**20] * 4
+    assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "1,3"}).gpu_uuids == ["GPU-1a", "GPU-3a"]
+    assert with_visible_gpus(own, {"CUDA_VISIBLE_DEVICES": "GPU-2"}).gpu_uuids == ["GPU-2a"]
+    assert with_visible_gpus(own, {}) == own == Facts.from_json(own.to_json())
+
+
+def test_free_memory_is_limited_by_the_container(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   80 kB\n")
+    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 80 * 1024
+    for name, text in (("max", "50000"), ("current", "40000"), ("stat", "anon 1\ninactive_file 5000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 15_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 80 * 1024
+
+
+def test_capability_ipc_lock_is_read():
+    assert may_lock_memory("Name: x\nCapEff:\t0000000000004000\n")
+    assert not may_lock_memory("Name: x\nCapEff:\t00000000a80425fb\n")
+
+
+def test_link_seconds_measures_both_kinds():
+    """On the 8 simulated devices of the tests."""
+    names: list[str] = []
+    assert all(seconds > 0 for seconds in link_seconds(names.append).values())
+    assert len(set(names)) == len(names) == 8  # a barrier needs its own name
+
+
+def small_config(**memory: object):
+    config = defaults()
+    config.mesh.update(context=8)
+    config.model.update(num_layers=2, model_dim=64, ffn_dim=128, num_heads=8, num_kv_heads=8, head_dim=8)
+    config.memory.update(memory)
+    return load(config)
+
+
+def test_needs_are_those_of_the_run(tmp_path):
+    """Host memory has the pools that a run makes and a copy of the state, and on CPU the state itself."""
+    config = small_config(optimizer="host")
+    on_cpu, on_gpu = (needs_of([config], tmp_path, platform) for platform in ("cpu", "gpu"))
+    state = needs_of([small_config()], tmp_path, "cpu").pool_bytes
+    assert (on_cpu.host_bytes_per_device, on_cpu.host_bytes_per_process) == (2 * state, 0)
+    pool = memory_pools.host_pool_bytes(config.runtime, memory_pools.pooled_host_bytes(config))
+    assert on_gpu.host_bytes(8, 2) == 8 * (pool + state) + 2 * memory_pools.STAGING_BYTES
+    assert on_cpu.disk_bytes == on_gpu.disk_bytes >= 3 * 8 * 0.9 * state  # two are kept while a third is written
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text("{}")
+    assert 3 * needs_of([config], tmp_path, "cpu").disk_bytes == on_cpu.disk_bytes
+
+
+def test_plan_gives_the_memory_of_the_step(tmp_path):
+    """A plan of other settings is refused."""
+    path, config = tmp_path / "plan.json", small_config()
+    values = stored_plan()
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"the plan .*plan.json was made with model\.\w+=.*plan it again"):
+        needs_of([config], tmp_path, "gpu", str(path))
+    values |= dict(config=to_dict(config), tokens_per_step=config.tokens_per_step)
+    path.write_text(json.dumps(values))
+    needs = needs_of([config], tmp_path, "gpu", str(path))
+    assert needs.pool_bytes == Memory(**memory_of(values)).pool_bytes and needs.source == "from --plan"
+    path.write_text(json.dumps(values | dict(tokens_per_step=7)))
+    with pytest.raises(UserError, match="has 7 tokens in a step, and the config"):
+        needs_of([config], tmp_path, "gpu", str(path))
+    path.write_text(json.dumps({"stages": [{"plan": values}] * 2}))
+    with pytest.raises(UserError, match="has 2 stages and the config has 1"):
+        needs_of([config], tmp_path, "gpu", str(path))
+
+
+def memory_of(values: dict) -> dict:
+    names = {field.name for field in dataclasses.fields(Memory)}
+    return {name: value for name, value in values["memory"].items() if name in names}
+
+
+def stored_plan() -> dict:
+    return json.loads((Path(__file__).parents[2] / "notebooks/data/plan_256k_mesh.json").read_text())
+
+
+def rates(figures: Sequence[str], device_kind: str, per_machine: int) -> dict[str, float]:
+    found = figures_of(small_config(), Roofline(), device_kind, per_machine)
+    return {name: found.seconds[name] for name in figures}
+
+
+def test_figures_are_those_of_the_plan():
+    """8 devices; across machines the network bounds the links. Unknown devices have no figures."""
+    device = find("h100")
+    inside, across = (rates(("ring", "all pairs", "copy"), device.device_kind, count) for count in (8, 1))
+    assert across["ring"] > 5 * inside["ring"] and across["all pairs"] > 5 * inside["all pairs"]
+    assert inside["copy"] == Roofline().host_seconds(device, 8 * 2**20)
+    assert figures_of(small_config(), Roofline(), "cpu", 8) is None
