@@ -4,6 +4,7 @@ After a row that crashes, hangs or leaves a GPU that no longer works, a new proc
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -79,7 +80,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_float("seconds", 540.0, "no row is started that would not end within this time", flag_values=values)
     flags.DEFINE_bool("dry_run", False, "small shapes in one process, on any device", flag_values=values)
     flags.DEFINE_string("child", "", "of a started process: the part it runs", flag_values=values)
-    flags.DEFINE_integer("row", 0, "of a started process: the index of its first row", flag_values=values)
+    flags.DEFINE_integer("row", 0, "the index of the first row of each part", flag_values=values)
 
 
 def main(_: Sequence[str]) -> None:
@@ -103,9 +104,9 @@ def main(_: Sequence[str]) -> None:
             if values.dry_run:
                 rows.run(name, PARTS[name].rows(sizes, out.parent), file, deadline_seconds)
             elif PARTS[name].has_process_per_row:
-                _run_rows_in_processes(name, sizes, file, out, deadline_seconds)
+                _run_rows_in_processes(name, values.row, sizes, file, out, deadline_seconds)
             else:
-                _run_part(name, file, out, deadline_seconds)
+                _run_part(name, values.row, file, out, deadline_seconds)
     finally:
         file.clear_started()
         _write_constants(out.parent, values.dry_run)
@@ -138,16 +139,18 @@ def _exit_if_device_failed() -> None:
         sys.exit(_DEVICE_FAILED)
 
 
-def _run_part(name: str, file: RowFile, out: Path, deadline_seconds: float) -> None:
+def _run_part(name: str, first: int, file: RowFile, out: Path, deadline_seconds: float) -> None:
     """Runs the rows of a part in one process, and those after a row that ends it in the next one."""
-    first: int | None = 0
-    while first is not None:
-        last = _run_process(name, first, {}, dict(PARTS[name].environment), file, out, deadline_seconds)
-        first = None if last is None else last + 1
+    next_row: int | None = first
+    while next_row is not None:
+        last = _run_process(name, next_row, {}, dict(PARTS[name].environment), file, out, deadline_seconds)
+        next_row = None if last is None else last + 1
 
 
-def _run_rows_in_processes(name: str, sizes: Sizes, file: RowFile, out: Path, deadline_seconds: float) -> None:
-    for index, row in enumerate(PARTS[name].rows(sizes, out.parent)):
+def _run_rows_in_processes(
+    name: str, first: int, sizes: Sizes, file: RowFile, out: Path, deadline_seconds: float
+) -> None:
+    for index, row in itertools.islice(enumerate(PARTS[name].rows(sizes, out.parent)), first, None):
         left_seconds = deadline_seconds - time.monotonic()
         if row.seconds > left_seconds:
             file.write(name, row.labels, dict(skipped=f"takes about {row.seconds:.0f} s of {left_seconds:.0f} s left"))

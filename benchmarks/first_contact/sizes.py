@@ -73,7 +73,13 @@ class Sizes:
     remats: tuple[str, ...] = ("attention", "matmuls")
     num_masks: int = 2  # 1: some rows are for one document per sequence only
     memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
-    profile_tokens: tuple[int, ...] = (8192, 131_072)
+    profile_models: tuple[tuple[str, int, int], ...] = (  # preset, number of layers, tokens; the most important first
+        ("llama3.1-8b", 4, 32_768),
+        ("qwen3.5-9b", 4, 32_768),
+        ("qwen3-30b-a3b", 4, 32_768),
+        ("llama3.2-1b", 16, 131_072),
+        ("llama3.2-1b", 16, 8192),
+    )
     # Host memory.
     memory_fractions: tuple[str, ...] = ("0.75", "0.92")  # fractions of GPU memory in JAX's pool
     pinned_gib: tuple[float, ...] = (8, 32)
@@ -99,9 +105,9 @@ DRY_RUN = Sizes(
     workspace_tokens=(64,), workspace_heads=(_SMALL,), long_cases=((64, _SMALL),), num_sampled=8,
     ring_cases=((64, _SMALL),), ring_ranks=2, tiles=2, kv_tokens_per_step=(32,), products=((32, 32, 32),),
     copy_bytes=2**16, preset="tiny", large_preset="tiny", step_tokens=(64,), remats=("attention",), num_masks=1,
-    memory_tokens=(64,), memory_fractions=("0.75",), profile_tokens=(64,), pinned_gib=(0.001,), host_stack=(4, 2**10),
-    overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128, equality_tokens=64,
-    loop_steps=150, log_every_steps=(10,),
+    memory_tokens=(64,), memory_fractions=("0.75",), profile_models=(("tiny", 2, 64),), pinned_gib=(0.001,),
+    host_stack=(4, 2**10), overlap_tokens=64, long_host_tokens=128, host_tile_tokens=64, large_host_tokens=128,
+    equality_tokens=64, loop_steps=150, log_every_steps=(10,),
     loop_overrides=(
         "--config.mesh.context=1", "--config.mesh.tensor=1", "--config.runtime.simulated_devices=1",
         "--config.train.eval_every_steps=0", "--config.train.checkpoint_every_steps=0", "--config.data.seq_len=64",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.core import hardware
 from jaxlc.hlo import analyze
 from jaxlc.plan.packing_estimates import mix_of_lengths
+from jaxlc.profile import trace_events
 from jaxlc.runtime import compilation_cache
 from jaxlc.search.measure import measure_step, random_batch
 from jaxlc.sharding.mesh import make_mesh
@@ -36,6 +38,7 @@ from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
 
 _ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)  # the kernel is chosen by "auto"
 _NUM_TRACED, _NUM_WARM_UP = 3, 2
+_NUM_KERNELS = 25  # of a trace, in a row
 # Reads a config as JSON and prints the plan as JSON, without a GPU.
 _PLAN = """
 import json, sys
@@ -184,18 +187,19 @@ def _fits(sizes: Sizes, num_tokens: int) -> dict:
 
 
 def profile_rows(sizes: Sizes, out: Path) -> Iterator[Row]:
-    for num_tokens in sizes.profile_tokens:
+    for preset, num_layers, num_tokens in sizes.profile_models:
         for mask, attention in (("one document", _ONE_DOCUMENT), ("mix of documents", _PACKED))[: sizes.num_masks]:
-            directory = out / f"profile_{mask.replace(' ', '_')}_{num_tokens}"
-            measure = functools.partial(_profile, sizes, num_tokens, attention, directory)
-            yield Row(labels=dict(mask=mask, tokens=num_tokens), measure=measure,
-                      seconds=70 + 60 * num_tokens / 131_072)  # fmt: skip
+            sections = dict(attention=attention, model=dict(num_layers=num_layers))
+            directory = out / f"profile_{preset}_{num_tokens}_{mask.replace(' ', '_')}"
+            measure = functools.partial(_profile, sizes, preset, num_tokens, sections, directory)
+            labels = dict(preset=preset, layers=num_layers, mask=mask, tokens=num_tokens)
+            yield Row(labels=labels, measure=measure, seconds=50 + 60 * num_tokens / 131_072)
 
 
-def _profile(sizes: Sizes, num_tokens: int, attention: dict, directory: Path) -> dict:
+def _profile(sizes: Sizes, preset: str, num_tokens: int, sections: dict, directory: Path) -> dict:
     """Traces steps and compares them with the estimate, as `jaxlc profile` does."""
     steps = f"{_NUM_WARM_UP + 1}:{_NUM_WARM_UP + _NUM_TRACED + 1}"
-    config = step_config(sizes, sizes.preset, num_tokens, attention=attention, profile=dict(steps=steps))
+    config = step_config(sizes, preset, num_tokens, **sections, profile=dict(steps=steps))
     runtime.start(config.runtime)
     step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
     compiled, documents = step.compile(), _documents(config)
@@ -205,9 +209,24 @@ def _profile(sizes: Sizes, num_tokens: int, attention: dict, directory: Path) ->
             state, _ = profiled_step(number, state, batch)
     gpus = "h100:1x1" if sizes.is_dry_run else ""
     measured = jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=gpus).to_json()
+    measured["longest_kernels"] = _longest_kernels(directory / PROFILE_DIRECTORY)
     if documents:
         order = step.sequence_order
         work = sequence_work(config, order.of, documents, few_documents=order.few_documents).work
         model = TimeModel(topology(f"{device_or_h100().name}:1x1"), config, work=work)
         measured["estimated_seconds_of_documents"] = predict(analyze(compiled.as_text()), model).step_seconds
     return measured
+
+
+def _longest_kernels(directory: Path) -> list[dict[str, Any]]:
+    """The kernels of a trace with the most time, by name: milliseconds and number of runs per step, all streams."""
+    seconds, runs, operations = Counter[str](), Counter[str](), dict[str, str]()
+    for events in trace_events.read(trace_events.find(directory)).devices.values():
+        for event in events:
+            seconds[event.name] += event.end_seconds - event.start_seconds
+            runs[event.name] += 1
+            operations[event.name] = event.op_name[-120:]
+    return [
+        dict(name=name[:100], ms=1e3 * total / _NUM_TRACED, runs=runs[name] / _NUM_TRACED, operation=operations[name])
+        for name, total in seconds.most_common(_NUM_KERNELS)
+    ]

@@ -121,7 +121,7 @@ def test_part_continues_after_rows_that_crash_and_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "_SCRIPT", script)
     monkeypatch.setattr(command, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(command, "_limit_seconds", lambda estimated_seconds: estimated_seconds)
-    command._run_part("kernels", RowFile(out), out, time.monotonic() + 1000)
+    command._run_part("kernels", 0, RowFile(out), out, time.monotonic() + 1000)
     crashed, hung, last = rows.read([out])
     assert (crashed["name"], crashed["error"]) == (0, "process ended with 11")
     assert hung["name"] == 1 and "the row took more than" in hung["error"] and last == dict(name=2)
