@@ -31,18 +31,19 @@ class Efficiency(NamedTuple):
     backward: float
 
 
-# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any work: assumed until
-# `scripts/gpu_first_contact.py` measures it, 1.5 us for its start and end, and 1 us to the next kernel. NVIDIA's
-# "Getting Started with CUDA Graphs" has gaps of 0.5 us inside a graph and 0.9 us outside.
-KERNEL_GAP_SECONDS = 2.5e-6
-# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what follows: assumed.
-SYNCHRONIZATION_SECONDS = 20e-6
+# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any work: 1.3 and 1.4 us
+# in a CUDA graph, which XLA makes of chains of kernels; 3.6 and 5.3 us outside of one (benchmarks/2026-11-26-h100.md).
+KERNEL_GAP_SECONDS = 1.4e-6
+# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what follows: 11 and 13 us,
+# with the kernel of the predicate (as above).
+SYNCHRONIZATION_SECONDS = 12e-6
 # The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
 # GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
 # (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
 LINK_EFFICIENCY = 0.8
 # The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
-# at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
+# at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6. benchmarks/2026-11-26-h100.md: 55 GB/s from the
+# host over PCIe 5.0.
 HOST_LINK_EFFICIENCY = 0.83
 # Launch and first byte of a copy to or from host memory: assumed.
 HOST_LATENCY_SECONDS = 10e-6

@@ -75,7 +75,7 @@ class Roofline:
         share = self.attention_share.get(kernel, efficiency.rates(device).attention[kernel])
         rate = device.bf16_flops_per_second * (share.backward if is_backward else share.forward)
         half_keys = self.attention_half_keys_masked if is_masked else self.attention_half_keys_unmasked
-        curve = efficiency.head_dim_efficiency(head_dim)
+        curve = efficiency.head_dim_efficiency(head_dim, is_backward=is_backward)
         if num_keys != float("inf"):
             curve *= efficiency.saturation(num_keys, half_keys)
         return flops / (rate * curve)

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 
+from jaxlc import __version__
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.time_limit import call_within
 from jaxlc.step.step import TrainStep
 
 _MARKER = "\n\n# The last start of the run; not settings.\nMANIFEST = "
-_PACKAGES = ("jaxlc", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _PACKAGE = Path(__file__).parents[2]
 _GIT_SECONDS = 5.0
 
@@ -30,6 +31,7 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
       before: that of the start before, whose identifier the run keeps.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = dict(jaxlc=__version__) | versions  # a source tree that is not installed has no metadata
     return dict(
         run_id=before.get("run_id") or uuid.uuid4().hex[:12],
         started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
