@@ -12,9 +12,9 @@ to --out has the constants that the .jsonl files of the directory contain, for `
 `jaxlc profile --constants`; rows of a dry run do not count in those of measurements.
 
 It needs no installation of jaxlc, no data and no network: Python 3.12, JAX 0.11.2 with CUDA 13, optax, orbax, absl,
-rich and scipy, and of newer packages ml_collections 1.1.0, flax 0.12.12, grain 0.2.18, array_record 0.8.6 and
-tensorboardX 2.6.5. With tokamax 0.0.17 it also measures attention kernel mosaic. --dry_run runs every row with small
-shapes on any device, in one process. Untested on GPUs.
+rich and scipy, and of newer packages ml_collections 1.1.0, flax 0.12.12, grain 0.2.18, portpicker 1.6.0, array_record
+0.8.6 and tensorboardX 2.6.5. With tokamax 0.0.17 it also measures attention kernel mosaic. --row continues the rows of
+a part. --dry_run runs every row with small shapes on any device, in one process.
 """
 
 import sys

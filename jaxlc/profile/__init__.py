@@ -1,4 +1,4 @@
-"""Compares a trace of training steps with the estimate of the plan. Untested on GPUs.
+"""Compares a trace of training steps with the estimate of the plan.
 
 `compare` reads a trace that config.profile.steps or `jax.profiler` wrote. Modules are imported on first use, so that
 `python -m jaxlc.profile` can set the environment before JAX starts.

@@ -1,7 +1,7 @@
 """usage: jaxlc profile TRACE [--plan=FILE] [--topology=GPU:DOMAINSxGPUS]
 
 Compares a trace of training steps with the plan's estimate, by class of kernels and by ring step. Trace the steps with
---config.profile.steps=10:13; the trace is then in WORKDIR/profile. Untested on GPUs.
+--config.profile.steps=10:13; the trace is then in WORKDIR/profile.
 """
 
 import os
