@@ -1,4 +1,4 @@
-"""Collects the pages of the site: README.md (its start), docs/, notebooks/, benchmarks/, CONTRIBUTING.md, CHANGELOG.md.
+"""Collects the pages of the site: README.md (its start), docs/, notebooks/, benchmarks/, and the project's own pages.
 
 Pages stay where they are in the repository, with links that work there. Here their links are rewritten to the places of
 the pages on the site, and comments are replaced by generated tables.
@@ -51,7 +51,7 @@ def write(target: Path) -> None:
 def sources() -> dict[Path, str]:
     """Files of the repository -> their paths on the site."""
     paths = {ROOT / "README.md": "index.md"}
-    paths |= {ROOT / f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "CHANGELOG")}
+    paths |= {ROOT / f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")}
     for folder in ("docs", "notebooks", "benchmarks"):
         top = ROOT if folder != "docs" else ROOT / "docs"
         for path in sorted((ROOT / folder).rglob("*")):

@@ -130,6 +130,28 @@ class TiledLayer:
         operands = x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk
         return self.layer(weights).after_attention(*operands, shard=self.shard)
 
+    def scan_tiles(self, run_tile, x_nBtD, operands, prefetch) -> tuple:
+        """The last scan of the forward pass, in which y overwrites x.
+
+        Args:
+          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums, chosen_Btk or None)). saved
+            is (out,) or (out, lse) of attention, or None.
+          operands: arrays with one entry per tile.
+        Returns:
+          (the output, saved, chosen_nBtk, the prefetched weights)
+        """
+
+        def run_tiles(x_nBtD):
+            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), *operands))
+
+        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
+        if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
+            saved = tuple(map(checkpoint_name, saved, ("attention_out", "attention_lse")))
+        if chosen_nBtk is not None:
+            chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
+        output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
+        return output, saved, chosen_nBtk, next_weights
+
 
 class AttentionLayer(TiledLayer):
     """A layer with attention."""
@@ -148,15 +170,7 @@ class AttentionLayer(TiledLayer):
             (y_BtD, sums), chosen_Btk = self.after_attention(weights, x_BtD, results[0], gate_BtNH, positions_Bt)
             return put_at(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums, chosen_Btk)
 
-        def run_tiles(x_nBtD):
-            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), positions_nBt))
-
-        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
-        if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
-            saved = checkpoint_name(saved[0], "attention_out"), checkpoint_name(saved[1], "attention_lse")
-        if chosen_nBtk is not None:
-            chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
-        output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
+        output, saved, chosen_nBtk, next_weights = self.scan_tiles(run_tile, x_nBtD, (positions_nBt,), prefetch)
         return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
 
     def backward(self, residuals, gradients):

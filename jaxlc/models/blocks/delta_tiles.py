@@ -16,13 +16,11 @@ layer_tiles.py.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
-from jaxlc.models.blocks.experts import CHOICE
 from jaxlc.models.layer_tiles import TiledLayer, add, at, put_at, tile_indices
 from jaxlc.models.layers import LayerOutput
-from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch, schedule_after
+from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
 
 
 class DeltaNetLayer(TiledLayer):
@@ -40,18 +38,11 @@ class DeltaNetLayer(TiledLayer):
             mixed, gate_BtHV = self._operands(weights, x_BtD, positions_Bt)
             out_BtHV = self.attention.outputs(mixed, before, states, segments)
             (y_BtD, sums), chosen_Btk = self.after_attention(weights, x_BtD, out_BtHV, gate_BtHV, positions_Bt)
-            saved = out_BtHV if self.saves_attention else None
+            saved = (out_BtHV,) if self.saves_attention else None
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
-        def run_tiles(x_nBtD):
-            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), positions_nBt, before, ranges, states))
-
-        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
-        if saved is not None:
-            saved = checkpoint_name(saved, "attention_out")
-        if chosen_nBtk is not None:
-            chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
-        output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
+        operands = positions_nBt, before, ranges, states
+        output, saved, chosen_nBtk, next_weights = self.scan_tiles(run_tile, x_nBtD, operands, prefetch)
         return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
 
     def backward(self, residuals, gradients):
@@ -74,7 +65,7 @@ class DeltaNetLayer(TiledLayer):
             )
             _, rest_vjp = jax.vjp(
                 lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
-                *(trainable, x_BtD, out_BtHV if saved is None else saved, gate_BtHV),
+                *(trainable, x_BtD, out_BtHV if saved is None else saved[0], gate_BtHV),
             )
             dweights_rest, dx_rest, dout_BtHV, dgate_BtHV = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
             dmixed, dbefore, dstates = outputs_vjp(dout_BtHV)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jaxlc import __version__
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.time_limit import call_within
 from jaxlc.step.step import TrainStep
@@ -31,7 +30,8 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
       before: that of the start before, whose identifier the run keeps.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    versions = dict(jaxlc=__version__) | versions  # a source tree that is not installed has no metadata
+    # A source tree that is not installed has no metadata. An import of the package, which imports this one, is a cycle.
+    versions = dict(jaxlc=sys.modules["jaxlc"].__version__) | versions
     return dict(
         run_id=before.get("run_id") or uuid.uuid4().hex[:12],
         started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
