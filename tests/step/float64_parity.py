@@ -24,9 +24,8 @@ CASES = [
     ("grpo", "", dict(context=4, tensor=2), {}),
     ("dapo", "sliding", dict(context=2), {}),
     ("dpo", "lora", dict(context=2), dict(strategy="all_gather")),
-    ("", "tiles", dict(context=2), {}),
     ("grpo", "recurrent", dict(context=4), {}),
-    ("dapo", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+    ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
 ]
 
 

@@ -7,12 +7,12 @@ import jax
 import pytest
 
 from jaxlc.config import Config, load
-from jaxlc.plan.compile import plan_step
-from jaxlc.plan.compiled_program import compile_log_probs
-from jaxlc.simulate.topology import make_mesh, topology
+from jaxlc.plan import compile as compile_plan
+from jaxlc.plan.compiled_program import CompiledProgram, compile_log_probs
+from jaxlc.simulate.topology import topology
 from jaxlc.step import verify_compiled
 from jaxlc.step.state import bytes_per_device
-from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.step import TrainStep
 from tests.plan import gpus
 
 
@@ -25,32 +25,28 @@ def config_with_reference() -> Config:
     return load(config)
 
 
-def step_with_reference() -> TrainStep:
-    config = config_with_reference()
-    return build_step(config, make_mesh(topology("h100:1x4"), config.mesh))
-
-
+@pytest.mark.heavy
 @pytest.mark.gpu_compiler
-def test_reference_on_gpus_is_in_host_memory_and_fetched_by_layer():
-    """No stack of all layers is on a GPU, and copy engines move the layers."""
-    reference = step_with_reference().reference
-    compiled, params = compile_log_probs(reference), reference.abstract_state.params
+def test_reference_on_gpus_is_in_host_memory_and_fetched_by_layer(monkeypatch):
+    """No stack of all layers is on a GPU, copy engines move the layers, and the plan counts both."""
+    kept: list[tuple[TrainStep, CompiledProgram]] = []
+
+    def compile_and_keep(reference: TrainStep) -> CompiledProgram:
+        kept.append((reference, compile_log_probs(reference)))
+        return kept[-1][1]
+
+    monkeypatch.setattr(compile_plan, "compile_log_probs", compile_and_keep)
+    plan = compile_plan.plan_step(config_with_reference(), topology("h100:1x4"), lambda: None)
+    ((reference, compiled),) = kept
+    params = reference.abstract_state.params
     stacks = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params["layers"]) if len(x.shape) > 2}
     assert stacks and not any(array.dims in stacks for array in verify_compiled.device_arrays(compiled.program))
     verify_compiled.check_host_copies(compiled.program)
-    stats = compiled.compiled.memory_analysis()
-    assert stats.host_argument_size_in_bytes == bytes_per_device(params)
+    stats, params_bytes = compiled.compiled.memory_analysis(), bytes_per_device(params)
+    assert stats.host_argument_size_in_bytes == params_bytes
     batch = reference.abstract_batch._replace(reference_log_probs=None)
     assert stats.argument_size_in_bytes <= bytes_per_device(batch) + 1024
-
-
-@pytest.mark.heavy
-@pytest.mark.gpu_compiler
-def test_plan_counts_the_reference():
-    """Its weights in host memory, and the time of a forward pass, which is shorter than a step."""
-    plan = plan_step(config_with_reference(), topology("h100:1x4"), lambda: None)
-    params_bytes = bytes_per_device(step_with_reference().abstract_state.params)
     assert plan.reference.host_bytes == plan.memory.host_bytes_per_device == params_bytes
-    assert 0 < plan.reference.seconds < plan.predicted.step_seconds
+    assert 0 < plan.reference.seconds < plan.predicted.step_seconds  # a forward pass
     assert plan.memory.parameters_bytes < plan.reference.peak_bytes < plan.memory.device_peak_bytes
     assert "peak of the reference" in str(plan)
