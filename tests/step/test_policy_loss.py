@@ -26,7 +26,7 @@ from tests.step.synthetic import (
     small_step,
     without_padding,
 )
-from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.tolerances import FLOAT32_LOSS, FLOAT32_PARITY, max_relative_error
 
 GROUPS = {  # number of prompt tokens -> numbers of answer tokens
     "policy": {30: (9, 1, 14), 5: (7, 3), 11: (6,)},
@@ -108,6 +108,15 @@ def _separate_rows(loss: str, kinds: str):
     return results(config_with(loss, shares=loss == "dpo", **sections), loss)
 
 
+def magnitude(config, loss):
+    """The sum of the magnitudes of the terms of a loss, for ratios of 1: advantages of both signs cancel."""
+    weights = dict(grpo="answer_weights", dapo="loss_weights").get(config.posttrain.loss)
+    if weights is None:
+        return float(loss)
+    row = sequence(config, traces(config.posttrain.loss))
+    return (row[weights] * np.abs(row["advantages"])).sum()
+
+
 @pytest.mark.parametrize(
     "loss, kinds, mesh, attention",
     [
@@ -137,7 +146,7 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     params, gradients, expected = separate_rows(loss, kinds)
     config = config_with(loss, **KINDS[kinds], mesh=mesh, attention=attention)
     _, got, got_loss = results(config, loss, params)
-    np.testing.assert_allclose(got_loss, expected, rtol=FLOAT32_PARITY)
+    np.testing.assert_allclose(got_loss, expected, rtol=0, atol=FLOAT32_LOSS * magnitude(config, expected))
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
@@ -148,7 +157,7 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
     step = small_step(config_with("", **KINDS["experts"], mesh=dict(context=2)))
     batch = make_batch(step, [sequence(step.config, traces(""))])
     loss, got, _, experts = jax.jit(step.objective.loss_and_grads)(put_params(step, params), batch)
-    np.testing.assert_allclose(loss, expected, rtol=FLOAT32_PARITY)
+    np.testing.assert_allclose(loss, expected, rtol=FLOAT32_LOSS)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
     # Inputs: an answer begins with the last token of its prompt, and its own last token is only a target.
