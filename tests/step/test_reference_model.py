@@ -3,7 +3,10 @@
 tests/train/test_posttrain.py trains with it.
 """
 
+import dataclasses
+
 import jax
+import numpy as np
 import pytest
 
 from jaxlc.config import Config, load
@@ -11,9 +14,11 @@ from jaxlc.plan import compile as compile_plan
 from jaxlc.plan.compiled_program import CompiledProgram, compile_log_probs
 from jaxlc.simulate.topology import topology
 from jaxlc.step import verify_compiled
-from jaxlc.step.state import bytes_per_device
+from jaxlc.step.state import PINNED_HOST, bytes_per_device, lacks_host_memory
 from jaxlc.step.step import TrainStep
 from tests.plan import gpus
+from tests.step import test_policy_loss
+from tests.step.synthetic import make_batch, small_step
 
 
 def config_with_reference() -> Config:
@@ -23,6 +28,24 @@ def config_with_reference() -> Config:
     config.attention.update(shared_prefixes=True, document_mask=True)
     config.posttrain.update(loss="dpo", reference="model", reference_model="unused")
     return load(config)
+
+
+@pytest.mark.jax_version  # from JAX 0.11 on, CPUs have host memory, from which layers are fetched
+def test_reference_with_experts_has_the_log_probs_of_the_policy():
+    """Each layer fetches all of its experts."""
+    model = test_policy_loss.KINDS["experts"]["model"]
+    config = test_policy_loss.config_with("grpo", model=model, mesh=dict(context=2))
+    posttrain = dataclasses.replace(config.posttrain, reference="model", reference_model="unused")
+    step = small_step(dataclasses.replace(config, posttrain=posttrain))
+    row = test_policy_loss.sequence(step.config, test_policy_loss.traces("grpo"))
+    batch = make_batch(step, [row | dict(reference_log_probs=row["loss_weights"])])._replace(reference_log_probs=None)
+    params, like = step.init().params, step.reference.abstract_state.params
+    on_host = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, like)
+    expected, actual = step.jitted_log_probs(params, batch), step.reference.jitted_log_probs(on_host, batch)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
+    assert np.ptp(expected) > 1
+    where = {x.sharding.memory_kind for x in jax.tree.leaves(on_host)}
+    assert where == {"device" if lacks_host_memory(step.mesh) else PINNED_HOST}
 
 
 @pytest.mark.heavy
