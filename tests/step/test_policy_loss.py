@@ -124,7 +124,7 @@ def magnitude(config, loss):
         ("grpo", "tiles", dict(context=2), {}),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
         ("grpo", "recurrent", dict(context=4), {}),
-        # The heavy float64_parity.py has LoRA, tensor ranks and sliding tiles.
+        # The heavy float64_parity.py has tensor ranks and sliding tiles.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -166,13 +166,14 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
 
 
 @pytest.mark.heavy
-def test_shared_prefixes_in_float64_equal_separate_rows():
+@pytest.mark.parametrize("flags, num_cases", [([], 3), pytest.param(["--all"], 5, marks=pytest.mark.full)])
+def test_shared_prefixes_in_float64_equal_separate_rows(flags, num_cases):
     """To 1e-13, so the differences of float32 are those of sums in another order."""
     output = subprocess.run(
-        [sys.executable, "-m", "tests.step.float64_parity"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.step.float64_parity", *flags], capture_output=True, text=True, check=True
     ).stdout
     errors = [float(word) for line in output.splitlines() for word in line.split()[-2:]]
-    assert len(errors) == 10 and max(errors) <= 1e-13, output
+    assert len(errors) == 2 * num_cases and max(errors) <= 1e-13, output
 
 
 def test_base_as_reference_equals_recorded_log_probs():
