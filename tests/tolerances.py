@@ -4,6 +4,8 @@ import numpy as np
 
 # All are bounds on max_relative_error. float32: the same sums in a different order.
 FLOAT32_PARITY = 1e-5
+# A loss, relative to the sum of the magnitudes of its terms: the rounding errors of many terms cancel.
+FLOAT32_LOSS = 1e-6
 # bfloat16 has 8 bits of mantissa (a relative rounding error of 2^-9 = 0.002). Operands are rounded, sums are float32: a
 # few roundings for an attention output, and a few per layer for a parameter's gradient. Neither depends on the number
 # of ring steps.

@@ -1,8 +1,5 @@
 """Rollouts by the policy itself, on the mesh of the run: answers to prompts, with their rewards."""
 
-import json
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
-from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.texts.chats import is_chat
 from jaxlc.data.texts.records import Record
@@ -21,6 +17,7 @@ from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.fitting_template import end_of_turn_id
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import records_of
+from jaxlc.data.traces.rollout_files import decoded_text, write_rollouts
 from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.rollout_memory import rollout_memory
@@ -76,9 +73,9 @@ class EmbeddedRollouts:
                 trace["reward"] = self._rewarded(number, trace)
         except UserError as error:
             kept = path.with_name(f"{step}.unrewarded.jsonl")  # a name that is not read as the file of a step
-            _write(traces, kept)
+            write_rollouts(traces, kept)
             raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
-        _write(traces, path)
+        write_rollouts(traces, path)
 
     def _rewarded(self, number: int, trace: dict[str, Any]) -> float:
         record, limit_seconds = self._records[number].values, self._step.config.rollouts.reward_seconds
@@ -128,15 +125,6 @@ class EmbeddedRollouts:
         return sorted(ids)
 
 
-def _write(traces: Sequence[dict[str, Any]], path: Path) -> None:
-    """Writes a file of traces; readers see a whole file or none."""
-    with write_errors_explained(path.parent, "free space, or use a different directory"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
-        os.replace(partial, path)
-
-
 def _trace(ids: np.ndarray, prompt: str, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:
     """The record of an answer, without its reward."""
     return dict(
@@ -146,5 +134,5 @@ def _trace(ids: np.ndarray, prompt: str, generation: Generation, group: str, pol
         policy_step=policy_step,
         truncated=generation.finish_reason == "length",
         old_log_probs=[float(x) for x in generation.log_probs],
-        text=dict(prompt=prompt, answer=generation.text),
+        text=decoded_text(prompt, generation.text),
     )

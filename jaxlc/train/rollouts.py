@@ -20,13 +20,14 @@ from jax.experimental import multihost_utils
 from jaxlc.config import Config
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.data.traces.rollout_files import RolloutSequences
+from jaxlc.data.traces.rollout_files import RolloutSequences, write_rollouts
 from jaxlc.step.step import TrainStep
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
 _MODULE = "jaxlc.posttrain.embedded_rollouts"
 DIRECTORY = "rollouts"  # in the workdir
+DECODED = "decoded_rollouts"
 EXPORTED = "exported"
 ROLLOUTS = "rollouts"  # key of the meta of a checkpoint: the digests of files of rollouts, by step
 
@@ -52,6 +53,15 @@ def make_rollout_maker(step: TrainStep, tokenizer: Tokenizer) -> RolloutMaker | 
     if step.model is not None:
         raise Unsupported("config.rollouts.source='model' is unsupported with a custom model: it has no KV cache")
     return importlib.import_module(_MODULE).EmbeddedRollouts(step, tokenizer)
+
+
+def write_decoded(workdir: Path, step: int, sequences: RolloutSequences) -> None:
+    """Writes some rollouts of another program with their reward and texts; those of the policy have both.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    write_rollouts(sequences.decoded(step), workdir / DECODED / f"{step}.jsonl")
 
 
 def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:

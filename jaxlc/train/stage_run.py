@@ -19,7 +19,7 @@ from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
 from jaxlc.train.result.run_result import Result
-from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts
+from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts, write_decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,13 @@ class StageRun(Outputs):
         )
 
     def report_rollouts(self, position: Position) -> Position:
-        """Writes means over the rollouts of the last step to metrics.jsonl."""
+        """Writes means over the rollouts of the last step to metrics.jsonl, and some of another program as texts."""
         means = dict(self.stage.data.train.of_step(position.step).rewards)
         if (policy_step := means.pop("policy_step", None)) is not None:
             means["policy_age"] = position.step - 1 - policy_step  # training steps between the answers and their use
         self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+        if self.stage.rollout_maker is None and jax.process_index() == 0:
+            write_decoded(self.workdir, position.step, self.stage.data.train)
         return position
 
     def compare_processes(self, position: Position) -> Position:

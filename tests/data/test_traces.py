@@ -17,7 +17,7 @@ from jaxlc.data.sequences.user_batches import EndOfBatches, complete_batch
 from jaxlc.data.texts.records import BadRecord, Record
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_traces
-from jaxlc.data.traces.rollout_files import RolloutSequences
+from jaxlc.data.traces.rollout_files import RolloutSequences, write_rollouts
 from jaxlc.data.traces.trace_records import TraceReader
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -149,6 +149,22 @@ def test_rollouts_of_steps_are_waited_for(tmp_path):
         sequences.close()
         with pytest.raises(EndOfBatches):
             thread.submit(lambda: sequences[14]).result()
+
+
+def test_some_rollouts_are_decoded(tmp_path):
+    """Every third of 20, with the reward of the same record."""
+    config = defaults()
+    config.data.update(sources=(), seq_len=32)
+    config.posttrain.loss = "grpo"
+    config.rollouts.source = "files"
+    config.train.global_batch_size = 4
+    sequences = RolloutSequences(tmp_path, load(config), ByteTokenizer(), print)
+    records = [answer([*b"no.", 256], [*b"Is "], group=i % 4, reward=i) for i in range(20)]
+    write_rollouts(records, sequences.path(1))
+    decoded = sequences.decoded(1)
+    assert all(record["text"] == dict(prompt="Is ", answer="no.") and not record["truncated"] for record in decoded)
+    in_order = [i for group in range(4) for i in range(group, 20, 4)]
+    assert [(record["reward"], record["group"]) for record in decoded] == [(i, str(i % 4)) for i in in_order[::3]]
 
 
 def test_groups_are_held_out_whole(tmp_path):

@@ -80,8 +80,8 @@ def test_stored_search_of_64k_prefers_ulysses_with_saved_mlp():
 
 
 @pytest.mark.gpu_compiler
-def test_search_of_64k_compiles_ulysses_with_saved_mlp_first():
-    """The space has it, and rough estimates expect it to be the choice."""
+def test_search_of_64k_compiles_ulysses_with_saved_mlp_among_the_first():
+    """The space has it, and rough estimates expect it to be one of few that may be the choice."""
     compiled = []
 
     def compile_candidates(candidates):
@@ -89,11 +89,14 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_first():
         raise KeyboardInterrupt
 
     config = with_settings(load(read_config("64k:ring")), {"runtime.transport": "auto"})
+    options = dict(roofline=Roofline(), limit_seconds=1e9, batch_size=12)
     with pytest.raises(KeyboardInterrupt):
-        recommend(config, topology("h100:1x8"), compile_candidates, roofline=Roofline(), limit_seconds=1e9)
-    assert space.name_of(compiled[0].config).startswith("context=8 ulysses, 64 microbatches")
-    assert compiled[0].settings["memory.save"] == ("mlp_gate", "mlp_up")
-    assert space.overrides(compiled[0].settings) in [row["overrides"] for row in STORED]
+        recommend(config, topology("h100:1x8"), compile_candidates, **options)
+    names = [space.name_of(candidate.config) for candidate in compiled]
+    (index,) = (index for index, name in enumerate(names) if name.startswith("context=8 ulysses, 64 microbatches"))
+    assert index < 5
+    assert {"mlp_gate", "mlp_up"} <= set(compiled[index].settings["memory.save"])
+    assert space.overrides(compiled[index].settings) in [row["overrides"] for row in STORED]
 
 
 @pytest.mark.gpu_compiler

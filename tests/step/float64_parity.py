@@ -1,10 +1,12 @@
 """Prints the largest relative errors of shared prefixes against separate rows, with the training step in float64.
 
-    python -m tests.step.float64_parity
+    python -m tests.step.float64_parity [--all]
 
 It runs in a process of its own: before the package is imported, float32 is replaced by float64. So the errors that
 are left are those of the algorithm, not of rounding.
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +24,17 @@ from tests.tolerances import max_relative_error  # noqa: E402
 
 CASES = [
     ("grpo", "", dict(context=4, tensor=2), {}),
+    ("grpo", "recurrent", dict(context=4), {}),
+    ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+]
+MORE = [  # with --all
     ("dapo", "sliding", dict(context=2), {}),
     ("dpo", "lora", dict(context=2), dict(strategy="all_gather")),
-    ("", "tiles", dict(context=2), {}),
-    ("grpo", "recurrent", dict(context=4), {}),
-    ("dapo", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
 ]
 
 
 def main() -> None:
-    for loss, kinds, mesh, attention in CASES:
+    for loss, kinds, mesh, attention in [*CASES, *(MORE if sys.argv[1:] == ["--all"] else [])]:
         params, gradients, expected = policy_loss.separate_rows(loss, kinds)
         config = policy_loss.config_with(loss, **policy_loss.KINDS[kinds], mesh=mesh, attention=attention)
         _, got, got_loss = policy_loss.results(config, loss, params)

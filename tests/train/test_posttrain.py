@@ -16,6 +16,7 @@ from jaxlc import logprobs
 from jaxlc.checkpoints.checkpoint_files import read_meta
 from jaxlc.config import defaults
 from jaxlc.core.errors import UserError
+from jaxlc.posttrain.reward import rewarded
 from scripts import kill_drill
 from tests.train.runs import (
     finish,
@@ -190,17 +191,31 @@ def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
     message = train(rollouts["config"], tmp_path, status=2, **settings)
     assert "the checkpoint was trained on other rollouts of step 3" in message
     (directory / "3.jsonl").unlink()
-    train(rollouts["config"], tmp_path, **settings)
+    more = dict(train__steps=5, rollouts__wait_seconds=0.3)
+    message = train(rollouts["config"], tmp_path, status=2, **settings | more)
+    assert rows(tmp_path)[-1]["step"] == 4 and "no rollouts of step 5 after" in message
 
 
-@pytest.mark.parametrize("body, words", [("raise KeyError('unknown')", "failed"), ("time.sleep(60)", "took longer")])
-def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path, body, words):
-    (tmp_path / "reward.py").write_text(f"import time\ndef reward(*_):\n    {body}\n")
-    settings = rollouts["settings"] | dict(rollouts__reward=f"{tmp_path}/reward.py:reward", rollouts__reward_seconds=1)
+def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path):
+    (tmp_path / "reward.py").write_text("def reward(*_):\n    raise KeyError('unknown')\n")
+    settings = rollouts["settings"] | dict(rollouts__reward=f"{tmp_path}/reward.py:reward")
     message = train(rollouts["config"], tmp_path / "run", status=2, **settings)
-    assert f"config.rollouts.reward {words}" in message and "the answers are in" in message
+    assert "config.rollouts.reward failed" in message and "the answers are in" in message
     lines = (tmp_path / "run/rollouts/1.unrewarded.jsonl").read_text().splitlines()
     assert len(lines) == 6 and all(json.loads(line)["text"]["answer"] is not None for line in lines)
+
+
+@pytest.mark.parametrize(
+    "reward, words",
+    [
+        (lambda *_: time.sleep(10), "took longer than config.rollouts.reward_seconds=0.1, for the answer 'b'"),
+        (lambda *_: float("nan"), "returned nan for the answer 'b': expected a finite number"),
+        (lambda *_: "no number", "failed for the answer 'b': could not convert string to float"),
+    ],
+)
+def test_invalid_reward_raises(reward, words):
+    with pytest.raises(UserError, match=words):
+        rewarded(reward, "a", "b", {}, 0.1)
 
 
 @pytest.mark.heavy
@@ -249,16 +264,23 @@ def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path,
     assert rows(tmp_path) == rows(rollouts["workdir"])
 
 
-def test_rollouts_of_another_program_train_the_same(rollouts, tmp_path):
-    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):
+    """The command gets the directory of each export, again after a resume; a failure is one sentence."""
     directory = rollouts["workdir"] / "rollouts"
-    train(rollouts["config"], tmp_path, rollouts__source="files", rollouts__directory=directory, **settings)
-    assert rows(tmp_path) == rows(rollouts["workdir"])
-    message = train(
-        rollouts["config"], tmp_path, status=2, rollouts__source="files", rollouts__directory=directory,
-        rollouts__wait_seconds=0.3, **settings | dict(train__steps=5),
-    )  # fmt: skip
-    assert "no rollouts of step 5 after" in message
+    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings |= dict(rollouts__source="files", rollouts__directory=directory, rollouts__export_every_steps=4)
+    train(rollouts["config"], tmp_path / "run", rollouts__export_command=f"cp -r -t {tmp_path}", **settings)
+    assert rows(tmp_path / "run") == rows(rollouts["workdir"])
+    assert (tmp_path / "4" / "model.safetensors").is_file()
+    texts = (tmp_path / "run" / "decoded_rollouts" / "2.jsonl").read_text()
+    of_others, of_policy = (
+        [(record["reward"], record["text"]) for record in map(json.loads, lines.splitlines())]
+        for lines in (texts, files_of(rollouts["workdir"])["2.jsonl"])
+    )
+    assert of_others == of_policy
+    settings |= dict(rollouts__export_command="ls /no-such-directory", train__steps=5)
+    message = train(rollouts["config"], tmp_path / "run", status=2, **settings)
+    assert "the export of rollouts failed: ls /no-such-directory" in message and "No such file" in message
 
 
 @pytest.mark.full  # a heavy test has two processes
@@ -306,16 +328,3 @@ def test_loaded_run_with_traces_evaluates_them(tmp_path):
     evaluation = jaxlc.load(tmp_path / "run").evaluate()
     assert evaluation.sums.weight.sum() % 18 == 0 and abs(evaluation.loss - np.log(257)) < 0.5
     assert evaluation.context_gain is None
-
-
-def test_export_for_the_program_that_makes_rollouts(rollouts, tmp_path):
-    """The command gets the directory of each export; a failure is one sentence."""
-    directory = rollouts["workdir"] / "rollouts"
-    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
-    settings |= dict(rollouts__source="files", rollouts__directory=directory, rollouts__export_every_steps=2)
-    settings |= dict(train__steps=2, rollouts__export_command="cp -r -t " + str(tmp_path))
-    train(rollouts["config"], tmp_path / "run", **settings)
-    assert (tmp_path / "2" / "model.safetensors").is_file()
-    settings["rollouts__export_command"] = "ls /no-such-directory"
-    message = train(rollouts["config"], tmp_path / "failing", status=2, **settings)
-    assert "the export of rollouts failed: ls /no-such-directory" in message and "No such file" in message

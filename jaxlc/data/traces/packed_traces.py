@@ -28,7 +28,8 @@ class PackedTraces:
         """
         self._config, self._seed = config, seed
         self._dtypes = array_dtypes(config)
-        self.num_traces = sum(len(tree.traces) for tree in trees)
+        self.traces = tuple(trace for tree in trees for trace in tree.traces)
+        self.num_traces = len(self.traces)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
         bins = best_fit(np.array([tree.num_tokens for tree in trees], np.int64), config.data.seq_len)
         self.num_sequences = int(bins.max()) + 1

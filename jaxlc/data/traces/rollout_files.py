@@ -1,23 +1,29 @@
 """Sequences of rollouts: one file of traces for each step, which may appear while training waits for it."""
 
 import hashlib
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
+from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_traces
+from jaxlc.data.traces.trace_records import Trace
 
 _POLL_SECONDS = 0.1
 _LINE_SECONDS = 60
+_MAX_DECODED = 8  # prompts may have 100,000s of tokens
 
 
 class RolloutSequences:
@@ -62,6 +68,12 @@ class RolloutSequences:
 
     def path(self, step: int) -> Path:
         return self.directory / f"{step}.jsonl"
+
+    def decoded(self, step: int) -> list[dict[str, Any]]:
+        """Records of some traces of a step, from the first one to the last, with the texts of prompt and answer."""
+        traces = self.of_step(step).train.traces
+        every = -(-len(traces) // _MAX_DECODED)
+        return [self._decoded(trace) for trace in traces[::every]]
 
     def digests(self, steps: Iterable[int]) -> dict[str, str]:
         """The SHA-256 digests of the files of these steps that were read, by step, for a checkpoint."""
@@ -109,6 +121,13 @@ class RolloutSequences:
             self._log(f"warning: step {step}: {warning}")
         return traces
 
+    def _decoded(self, trace: Trace) -> dict[str, Any]:
+        prompt, answer = np.split(trace.tokens, [trace.num_prompt_tokens])
+        text = decoded_text(self._tokenizer.decode(prompt, special_tokens=True), self._tokenizer.decode(answer))
+        known = dict(group=trace.group, policy_step=trace.policy_step, reward=trace.reward)
+        known = {name: value for name, value in known.items() if value is not None}
+        return dict(record=trace.where, **known, truncated=trace.is_truncated, text=text)
+
     def _wait(self, step: int) -> None:
         path = self.path(step)
         while not path.is_file():
@@ -131,6 +150,24 @@ class RolloutSequences:
         if now > self._next_line:
             self._next_line = now + _LINE_SECONDS
             self._log(f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}")
+
+
+def decoded_text(prompt: str, answer: str) -> dict[str, str]:
+    """The field `text` of the record of a rollout, for people; training reads its tokens."""
+    return dict(prompt=prompt, answer=answer)
+
+
+def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Writes JSON lines, in a directory that may not exist; readers see a whole file or none.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    with write_errors_explained(path.parent, "free space, or use a different directory"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in records))
+        os.replace(partial, path)
 
 
 def _digest(path: Path) -> str:
