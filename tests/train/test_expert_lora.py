@@ -11,6 +11,7 @@ import pytest
 from jaxlc.config.schema import EXPERT_PROJECTIONS
 from jaxlc.config.trained_params import num_adapter_params
 from jaxlc.core.mixers.expert_feed_forward import num_blocks
+from jaxlc.hf.load import paths_of
 from jaxlc.models.lora import is_adapter
 from tests.step.synthetic import (
     ROWS,
@@ -131,5 +132,7 @@ def test_new_expert_adapters_do_not_change_the_loss():
 
 def test_number_of_adapter_entries_counts_all_experts():
     step = _step("shared")
-    sizes = {name: x.size for name, x in flat(step.abstract_state.params).items() if is_adapter(name)}
-    assert sum(sizes.values()) == num_adapter_params(step.config.model, step.config.lora)
+    params = dict(paths_of(step.abstract_state.params))
+    assert sum(x.size for path, x in params.items() if is_adapter(path)) == num_adapter_params(
+        step.config.model, step.config.lora
+    )
