@@ -62,11 +62,11 @@ def _expert_adapters(leaves):
 def _reference(model: str):
     """(parameters, gradients of adapters, loss, text of the program), by the chain rule from the gradients of the
     weights W_e + scale a_e b_e of a model without adapters of experts."""
-    leaves = flat(_step(model).init().params)
     rng = np.random.default_rng(0)
-    for name in leaves:
-        if name.endswith("/b") or "bias" in name:  # initially 0
-            leaves[name] = rng.normal(size=leaves[name].shape).astype(np.float32) / 4
+    leaves = {
+        name: (rng.normal(size=x.shape) / 5 + name.endswith("norm/scale")).astype(np.float32)
+        for name, x in paths_of(_step(model).abstract_state.params)
+    }
     pairs = _expert_adapters(leaves)
     dense = {name: x for name, x in leaves.items() if "/mlp/lora/" not in name}
     for weight, adapter in pairs:
