@@ -101,6 +101,7 @@ CASES = {
     "tiles": ("qwen", dict(context=2, tensor=2), dict(tile_tokens=24, remat="full")),
     "context and tensor": ("qwen", dict(context=2, tensor=2), {}),
     "all axes": ("shared", dict(fsdp=2, context=2, tensor=2), dict(layers_per_remat_group=2)),
+    "copies of nodes": ("qwen", dict(fsdp=2, context=2, tensor=2), dict(node_copy_devices=4)),
     "biases": ("gpt_oss", dict(context=2, tensor=2), dict(remat="none")),
     "biases in tiles": ("gpt_oss", dict(context=4, tensor=2), dict(tile_tokens=24, remat="attention")),
 }
