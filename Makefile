@@ -42,7 +42,7 @@ test-full: $(READY) $(VENV)/.ready-plan  ## run the cases of which .ci/run has a
 test-transformers: $(READY) .venv-transformers/.ready  ## compare with transformers, in an environment of its own
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
 	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py \
-	  tests/hf/test_chat_templates.py tests/hf/test_lora.py tests/hf/test_generation.py tests/hf/test_prompts.py \
+	  tests/hf/test_chat_templates.py tests/hf/test_lora.py tests/hf/test_expert_lora.py tests/hf/test_generation.py tests/hf/test_prompts.py \
 	  tests/hf/test_packed_documents.py tests/hf/test_experts.py tests/hf/test_trl_losses.py $(ARGS)
 	.venv-transformers/bin/python -m pytest --durations=15 tests/hf/test_harness.py $(ARGS)
 

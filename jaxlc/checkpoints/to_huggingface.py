@@ -118,8 +118,8 @@ def _write_weights(
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
-                for index, (place, weight) in enumerate(zip(layout.places, layout.arrays(array), strict=True)):
-                    merged = weight if adapter is None else adapter.merged(weight, index)
+                for place, weight in zip(layout.places, layout.arrays(array), strict=True):
+                    merged = weight if adapter is None else adapter.merged(weight, place)
                     files.write(layout.name_at(place), layout.to_stored(merged), layout.region_at(place))
 
 

@@ -83,6 +83,8 @@ MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp
 # Projections that lora.projections may name as well, of gated_delta_net layers: those that compute the gate of the
 # output, the step size and the decay.
 DELTA_PROJECTIONS = ("delta_gate", "delta_step", "delta_decay")
+# And of layers of experts: those of every expert.
+EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,8 @@ class LoraConfig:
     alpha: Above0[float] = 32.0  # the output of an adapter is multiplied by alpha / rank
     rslora: bool = False  # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
     # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
-    # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5.
+    # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5; in
+    # layers of experts expert_gate, expert_up, expert_down, an adapter for each expert.
     projections: tuple[str, ...] = MATMUL_NAMES
 
     @property

@@ -7,8 +7,8 @@ from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 from jaxlc.core.mixers import layer_matrices
 
-# Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES and DELTA_PROJECTIONS name. A layer has
-# those of its mixer.
+# Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES, DELTA_PROJECTIONS and
+# EXPERT_PROJECTIONS name. A layer has those of its mixer and of its feed-forward block.
 PROJECTION_PARAMS = dict(
     query="attention/wq",
     key="attention/wk",
@@ -20,6 +20,9 @@ PROJECTION_PARAMS = dict(
     delta_gate="attention/wz",
     delta_step="attention/wb",
     delta_decay="attention/wa",
+    expert_gate="mlp/expert_gate",
+    expert_up="mlp/expert_up",
+    expert_down="mlp/expert_down",
 )
 FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen
 
@@ -44,11 +47,11 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 
 
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
-    """Inputs and outputs of the adapters of a layer."""
+    """Inputs and outputs of the adapters of a layer, of all experts."""
     matrices = layer_matrices(model)
     params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()  # layers have not all
     projections = [matrices[param] for param in params]
-    return sum(matrix.num_inputs + matrix.num_outputs for matrix in projections)
+    return sum(matrix.num_experts * (matrix.num_inputs + matrix.num_outputs) for matrix in projections)
 
 
 def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, *, matmuls_only: bool = False) -> int:

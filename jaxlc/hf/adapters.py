@@ -1,12 +1,12 @@
 """Adapters of LoRA: merged into the weights, or written as a directory that `peft` opens.
 
-adapter_config.json        rank, alpha, the projections ("target_modules"), and the modules that are trained themselves
-                           ("modules_to_save"), such as embeddings and norms
+adapter_config.json        rank, alpha, the projections ("target_modules"), those of experts ("target_parameters"), and
+                           the modules that are trained themselves ("modules_to_save"), such as embeddings and norms
 adapter_model.safetensors  lora_A [rank, in] and lora_B [out, rank] of each projection, and the trained modules, float32
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.config.models.families import Family
+from jaxlc.config.schema import EXPERT_PROJECTIONS
 from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import layouts_of, paths_of
@@ -25,6 +26,11 @@ from jaxlc.models import decoder, freezing
 from jaxlc.models.frozen_names import frozen_names
 from jaxlc.models.lora import LORA
 
+# The parameters of the module of experts in transformers 5, in the order in which peft wraps the module, and the
+# projections that are their columns.
+_EXPERTS = "mlp.experts"
+_EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
+_OF_EXPERTS = tuple(f"/{PROJECTION_PARAMS[name]}" for name in EXPERT_PROJECTIONS)
 _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
@@ -43,10 +49,14 @@ class StackedAdapter:
     a: np.ndarray  # [layers, inputs, rank]; there may be several dimensions of inputs and outputs
     b: np.ndarray  # [layers, rank, outputs]
     scale: float
+    of_experts: bool = False  # a [layers, experts, inputs, rank] and b [layers, experts, rank, outputs]
 
-    def merged(self, weight: np.ndarray, layer: int) -> np.ndarray:
-        """The weight of a layer plus its adapter, float32."""
-        return weight.astype(np.float32) + self.scale * np.tensordot(self.a[layer], self.b[layer], axes=1)
+    def merged(self, weight: np.ndarray, place: tuple[int, ...]) -> np.ndarray:
+        """The weight at a place in `Layout.stack_shape`, of a layer or of one of its experts, plus its adapter,
+        float32."""
+        a, b = self.a[place], self.b[place]
+        product = np.matmul(a, b) if self.of_experts else np.tensordot(a, b, axes=1)
+        return weight.astype(np.float32) + self.scale * product
 
 
 def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | None:
@@ -56,7 +66,12 @@ def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | 
     if f"{adapter}/a" not in params.abstract:
         return None
     arrays = params.read([f"{adapter}/a", f"{adapter}/b"])
-    return StackedAdapter(a=arrays[f"{adapter}/a"], b=arrays[f"{adapter}/b"], scale=config.lora.scale)
+    return StackedAdapter(
+        a=arrays[f"{adapter}/a"],
+        b=arrays[f"{adapter}/b"],
+        scale=config.lora.scale,
+        of_experts=projection in EXPERT_PROJECTIONS,
+    )
 
 
 def write_adapters(config: Config, family: Family, params: Params, target: Path) -> None:
@@ -77,8 +92,8 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
             "unsupported: adapters for peft with a trained embedding that is also the output head"
             " (model.tie_embeddings); export without --adapters"
         )
-    modules = _stored_modules(config, layouts)
-    tensors = dict(_tensors(config, params, modules, trained))
+    modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
+    tensors = dict(_tensors(config, params, modules, trained)) | dict(_expert_tensors(config, params, experts))
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())
     with TensorWriter(target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE) as files:
@@ -92,7 +107,8 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
         target_modules=sorted({_module(parts[0]) for parts in modules.values()}),
-        **_patterns(config, modules),
+        target_parameters=sorted({f"{_EXPERTS}.{name}" for _, name in experts}) or None,
+        **_patterns(config, modules, experts),
         modules_to_save=sorted({_module(layout) for layout in trained.values()}) or None,
         bias="none",
         fan_in_fan_out=False,
@@ -107,6 +123,9 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     dims = decoder.dims_of(config.model, config.lora)
     trainable, _ = freezing.split(dims, frozen_names(config, freezing.names_of(dims)))
     trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
+    experts = next((path for path in trained if path.endswith(_OF_EXPERTS)), None)
+    if experts is not None:
+        raise Unsupported(f"unsupported: adapters for peft with trained {experts}; export without --adapters")
     part = next((path for path, layout in trained.items() if layout.num_rows), None)
     if part is not None:
         raise Unsupported(
@@ -121,7 +140,8 @@ def _stored_modules(config: Config, layouts: dict[str, Layout]) -> dict[tuple[st
 
     Queries, keys and values of Gated DeltaNet may be one module, whose adapter is that of all three.
     """
-    with_adapters = tuple(f"/{PROJECTION_PARAMS[name]}" for name in config.lora.projections)
+    names = (name for name in config.lora.projections if name not in EXPERT_PROJECTIONS)
+    with_adapters = tuple(f"/{PROJECTION_PARAMS[name]}" for name in names)
     paths_of_tensor: dict[str, list[str]] = {}
     for path, layout in layouts.items():
         if path.endswith(with_adapters):
@@ -129,9 +149,30 @@ def _stored_modules(config: Config, layouts: dict[str, Layout]) -> dict[tuple[st
     return {tuple(paths): [layouts[path] for path in paths] for paths in paths_of_tensor.values()}
 
 
-def _patterns(config: Config, modules: dict[tuple[str, ...], list[Layout]]) -> dict[str, dict[str, float]]:
+def _stored_experts(config: Config, layouts: dict[str, Layout]) -> dict[tuple[str, str], dict[str, Layout]]:
+    """The layouts of gate and up, and of down, in the stacks of layers in which one of them has adapters, by path.
+
+    Keys are the stack and the name of the parameter of transformers, which has the weights of all experts.
+    """
+    found: dict[tuple[str, str], dict[str, Layout]] = {}
+    for param, projections in _EXPERT_PARAMS.items():
+        names = tuple(f"/{PROJECTION_PARAMS[name]}" for name in projections)
+        for path, layout in layouts.items():
+            if path.endswith(names) and set(projections) & set(config.lora.projections):
+                found.setdefault((path.rpartition("/")[0], param), {})[path] = layout
+    return found
+
+
+def _patterns(
+    config: Config,
+    modules: dict[tuple[str, ...], list[Layout]],
+    experts: dict[tuple[str, str], dict[str, Layout]],
+) -> dict[str, dict[str, float]]:
     """The rank and alpha of modules with the adapters of several projections, with the same scale as the others."""
     joined = {_module(parts[0]): len(parts) for parts in modules.values() if len(parts) > 1}
+    for param in {param for _, param in experts}:
+        num_adapters = len(set(_EXPERT_PARAMS[param]) & set(config.lora.projections))
+        joined |= {rf"{_EXPERTS}.{param}".replace(".", r"\."): num_adapters} if num_adapters > 1 else {}
     alpha = {name: config.lora.alpha * (num**0.5 if config.lora.rslora else num) for name, num in joined.items()}
     return dict(rank_pattern={name: num * config.lora.rank for name, num in joined.items()}, alpha_pattern=alpha)
 
@@ -155,6 +196,50 @@ def _tensors(
         arrays = [array] if trained[path].layers is None else array
         for name, layer_array in zip(trained[path].names, arrays, strict=True):
             yield _PREFIX + name, trained[path].to_stored(layer_array)
+
+
+def _expert_tensors(
+    config: Config, params: Params, experts: dict[tuple[str, str], dict[str, Layout]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The name and content of each tensor of adapters of experts.
+
+    lora_A [experts rank, in] has the ranks of one expert after the other, and lora_B [out, rank experts] those of all
+    experts in turn. The module of a parameter contains that of the one before it, as "base_layer".
+    """
+    for (stack, param), parts in experts.items():
+        adapters = {path: read_adapter(config, params, path) for path in parts}
+        pairs = {path: (x.a, x.b) for path, x in adapters.items() if x is not None}
+        joined = len([other for other in experts if other[0] == stack])
+        is_inner = joined > 1 and param != [*_EXPERT_PARAMS][-1]
+        for number, layer in enumerate(_layers_of(parts)):
+            a_EIr = np.concatenate([a[number] for a, _ in pairs.values()], axis=2)
+            b_ErO = _joined_outputs({path: b[number] for path, (_, b) in pairs.items()}, parts)
+            num_experts, num_inputs, rank = a_EIr.shape
+            module = f"{_PREFIX}model.layers.{layer}.{_EXPERTS}{'.base_layer' if is_inner else ''}"
+            yield f"{module}.lora_A.weight", a_EIr.swapaxes(1, 2).reshape(num_experts * rank, num_inputs)
+            yield f"{module}.lora_B.weight", b_ErO.transpose(2, 1, 0).reshape(-1, rank * num_experts)
+
+
+def _layers_of(parts: dict[str, Layout]) -> Sequence[int]:
+    layers = next(iter(parts.values())).layers
+    assert layers is not None
+    return layers
+
+
+def _joined_outputs(b_of: dict[str, np.ndarray], parts: dict[str, Layout]) -> np.ndarray:
+    """[experts, ranks, outputs] of one layer: each adapter has its own ranks, and its own outputs among those of all
+    parts."""
+    rank = next(iter(b_of.values())).shape[1]
+    widths = [layout.shape[-1] for layout in parts.values()]
+    starts = dict(zip(parts, np.cumsum([0, *widths])))
+    joined = np.zeros((len(next(iter(b_of.values()))), rank * len(b_of), sum(widths)), np.float32)
+    for i, (path, b_ErF) in enumerate(b_of.items()):
+        first, layout = starts[path], parts[path]
+        columns = slice(first, first + b_ErF.shape[2])
+        if layout.tensor.interleaved is not None:
+            columns = slice(layout.tensor.interleaved, None, 2)
+        joined[:, i * rank : (i + 1) * rank, columns] = b_ErF
+    return joined
 
 
 def _module(layout: Layout) -> str:

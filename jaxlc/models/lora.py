@@ -9,6 +9,10 @@ The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, ar
     mlp_down              [F, R]              [R, D]
     delta_gate            [D, R]              [R, H, V]
     delta_step, _decay    [D, R]              [R, H]
+    expert_gate, _up      [E, D, R]           [E, R, F]      one for each expert
+    expert_down           [E, F, R]           [E, R, D]
+
+The blocks of experts apply theirs (`blocks.expert_blocks`).
 
 Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dimension D of a matrix is sharded over
 fsdp and context; in a matrix without it, R is.
@@ -22,6 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.schema import EXPERT_PROJECTIONS
 from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core import scopes
 from jaxlc.core.mixers import layer_matrices
@@ -34,19 +39,23 @@ LORA = "lora"  # entry of the adapters of a block in the parameter tree
 
 
 class Adapter(nnx.Module):
-    """The adapter of one projection. Initially b is 0, and a uniform between +-1/sqrt(inputs), as in peft."""
+    """The adapter of one projection, or those of all experts. Initially b is 0, and a uniform between +-1/sqrt(inputs),
+    as in peft."""
 
-    def __init__(self, lora: LoraConfig, projection: Matrix, keys: InitKeys):
+    def __init__(self, lora: LoraConfig, projection: Matrix, keys: InitKeys, *, of_experts: bool = False):
         inputs, outputs = projection.inputs, projection.outputs
+        experts = dict(experts=projection.num_experts) if of_experts else {}
         rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (inputs, outputs))
+        dims_a, dims_b = experts | inputs | rank_a, experts | rank_b | outputs
         bound = projection.num_inputs**-0.5
-        a = jax.random.uniform(keys.lora(), (*inputs.values(), lora.rank), minval=-bound, maxval=bound)
-        self.a = nnx.Param(a, dims=(*inputs, *rank_a))
-        self.b = nnx.Param(jnp.zeros((lora.rank, *outputs.values())), dims=(*rank_b, *outputs))
+        a = jax.random.uniform(keys.lora(), tuple(dims_a.values()), minval=-bound, maxval=bound)
+        self.a = nnx.Param(a, dims=tuple(dims_a))
+        self.b = nnx.Param(jnp.zeros(tuple(dims_b.values())), dims=tuple(dims_b))
         self.scale = lora.scale
 
     def __call__(self, subscripts: str, x: jax.Array, *, shard: Sharder) -> jax.Array:
-        """scale (x a) b, in the dtype of x; `subscripts` are those of the product of the projection."""
+        """scale (x a) b, in the dtype of x, of a projection that is not one of experts; `subscripts` are those of its
+        product."""
         operands, _, out_dims = subscripts.partition("->")
         x_dims, _, w_dims = operands.partition(",")
         token_dims = x_dims[:2]
@@ -68,14 +77,19 @@ class Adapters(nnx.Module):
     """The adapters of a block, by the names of the projections."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], keys: InitKeys):
-        self.names, matrices = tuple(names), layer_matrices(model)
+        self.names, self.scale, matrices = tuple(names), lora.scale, layer_matrices(model)
         for name in names:
-            setattr(self, name, Adapter(lora, matrices[PROJECTION_PARAMS[name]], keys))
+            projection, of_experts = matrices[PROJECTION_PARAMS[name]], name in EXPERT_PROJECTIONS
+            setattr(self, name, Adapter(lora, projection, keys, of_experts=of_experts))
+
+    def of(self, name: str) -> Adapter:
+        """The adapter of a projection in `names`."""
+        return getattr(self, name)
 
     @jax.named_scope(scopes.LORA)
     def add(self, name: str, subscripts: str, out: jax.Array, x: jax.Array, *, shard: Sharder) -> jax.Array:
         """`out`, the product of a projection, plus the output of its adapter if it has one."""
-        return out + getattr(self, name)(subscripts, x, shard=shard) if name in self.names else out
+        return out + self.of(name)(subscripts, x, shard=shard) if name in self.names else out
 
 
 def make_adapters(

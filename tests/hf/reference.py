@@ -112,6 +112,7 @@ def in_float64(model):
     names = torch.float, torch.float32, torch.Tensor.float
     torch.float, torch.float32, torch.Tensor.float = torch.float64, torch.float64, torch.Tensor.double
     model.double()
+    model.config._experts_implementation = "eager"  # torch's grouped product has no float64
     for module in model.modules():
         for name, child in list(module.named_children()):
             if type(child).__name__.endswith("RotaryEmbedding"):

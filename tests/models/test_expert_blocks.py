@@ -11,10 +11,11 @@ from jax.sharding import SingleDeviceSharding
 from jaxlc.core.mixers.expert_feed_forward import block_rows
 from jaxlc.models.activations import gated
 from jaxlc.models.blocks import expert_blocks
-from jaxlc.models.blocks.expert_blocks import ExpertWeights, assign, expert_outputs
+from jaxlc.models.blocks.expert_blocks import ExpertWeights, LowRank, assign, expert_outputs
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
-T, D, F, E = 48, 6, 5, 8
+T, D, F, E, R = 48, 6, 5, 8, 3
+SCALE = 1.5  # of adapters
 
 
 def _chosen(routing: str) -> np.ndarray:
@@ -31,31 +32,40 @@ def _chosen(routing: str) -> np.ndarray:
 def _loop(x_TD, weights_Tk, experts: ExpertWeights, chosen_Tk):
     out = jnp.zeros_like(x_TD)
     for e in range(E):
-        gate, up, down, *biases = (None if x is None else x[e] for x in experts)
-        gate_bias, up_bias, down_bias = (0 if x is None else x for x in biases)
+        weights = zip(experts[:3], experts[6:])  # with their adapters
+        gate, up, down = (
+            w[e] if adapter is None else w[e] + SCALE * adapter[0][e] @ adapter[1][e] for w, adapter in weights
+        )
+        gate_bias, up_bias, down_bias = (0 if x is None else x[e] for x in experts[3:6])
         hidden = gated("silu", x_TD @ gate + gate_bias, x_TD @ up + up_bias)
         out += jnp.where(chosen_Tk == e, weights_Tk, 0).sum(1)[:, None] * (hidden @ down + down_bias)
     return out
 
 
-def _operands(num_tokens: int, num_chosen: int, has_bias: bool):
+def _operands(num_tokens: int, num_chosen: int, has_bias: bool, has_adapters: bool = False):
     rng = np.random.default_rng(1)
     shapes = [(E, D, F), (E, D, F), (E, F, D)] + ([(E, F), (E, F), (E, D)] if has_bias else [])
     experts = ExpertWeights(*(jnp.array(rng.standard_normal(shape)) for shape in shapes))
+    if has_adapters:
+        sizes = ((D, F), (D, F), (F, D))
+        a_b = [[jnp.array(rng.standard_normal((E, *pair))) for pair in ((i, R), (R, o))] for i, o in sizes]
+        experts = experts._replace(
+            **dict(zip(("gate_adapter", "up_adapter", "down_adapter"), (LowRank(*pair) for pair in a_b)))
+        )
     x_TD, weights_Tk = rng.standard_normal((num_tokens, D)), rng.uniform(0.1, 1, (num_tokens, num_chosen))
     return jnp.array(x_TD), jnp.array(weights_Tk), experts
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("has", [(), ("biases", "adapters")], ids=" and ".join)
 @pytest.mark.parametrize("routing", ["random", "an unused expert", "all to one", "one token each"])
-def test_expert_outputs_and_gradients_equal_loop_over_experts(routing, has_bias, monkeypatch: pytest.MonkeyPatch):
+def test_expert_outputs_and_gradients_equal_loop_over_experts(routing, has, monkeypatch: pytest.MonkeyPatch):
     # The sums are in float32, also in float64: with it they would hide errors below 1e-7.
     monkeypatch.setattr(jnp, "float32", jnp.float64)
     with jax.enable_x64(True):
         chosen_Tk = jnp.array(_chosen(routing), jnp.int32)
-        operands = _operands(*chosen_Tk.shape, has_bias)
+        operands = _operands(*chosen_Tk.shape, "biases" in has, "adapters" in has)
         cotangent = jnp.array(np.random.default_rng(2).standard_normal(operands[0].shape))
-        run = functools.partial(expert_outputs, activation=functools.partial(gated, "silu"))
+        run = functools.partial(expert_outputs, activation=functools.partial(gated, "silu"), adapter_scale=SCALE)
         out, vjp = jax.vjp(lambda x, w, experts: run(x, chosen_Tk, w, experts), *operands)
         expected, expected_vjp = jax.vjp(lambda *args: _loop(*args, chosen_Tk), *operands)
         for got, want in zip(

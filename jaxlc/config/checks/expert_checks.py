@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.models.model_schema import DEFAULTS, EXPERT_SETTINGS
-from jaxlc.config.schema import TrainConfig
+from jaxlc.config.schema import EXPERT_PROJECTIONS, TrainConfig
 
 _MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense blocks and shared experts have them, in three settings
 _TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "balance_bias_rate", "router_z_loss")
@@ -119,4 +119,7 @@ def _unsupported(config: Config) -> Iterator[str]:
             f" --config.precision.fp8_matmuls={_OF_ATTENTION}, or --config.precision.compute=bf16"
         )
     if lora.rank and set(lora.projections) & set(_MLP_NAMES):
-        yield f"unsupported: LoRA of experts; use --config.lora.projections={_OF_ATTENTION}"
+        yield (
+            "unsupported: LoRA of shared experts, and of dense layers next to layers of experts (mlp_gate, mlp_up,"
+            f" mlp_down); use --config.lora.projections={_OF_ATTENTION},{','.join(EXPERT_PROJECTIONS)}, or some of them"
+        )

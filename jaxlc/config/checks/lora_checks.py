@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import DELTA_PROJECTIONS, MATMUL_NAMES, LoraConfig
+from jaxlc.config.schema import DELTA_PROJECTIONS, EXPERT_PROJECTIONS, MATMUL_NAMES, LoraConfig
 from jaxlc.config.values import invalid_value
 
-_NAMES = (*MATMUL_NAMES, *DELTA_PROJECTIONS)
+_NAMES = (*MATMUL_NAMES, *DELTA_PROJECTIONS, *EXPERT_PROJECTIONS)
 
 
 def lora_problems(config: Config) -> Iterator[str]:
@@ -20,6 +20,11 @@ def lora_problems(config: Config) -> Iterator[str]:
             yield (
                 f"config.lora.projections names {name!r}, which only gated_delta_net layers have, and"
                 " config.model.layer_kinds has none; remove it"
+            )
+        elif name in EXPERT_PROJECTIONS and not config.model.num_experts:
+            yield (
+                f"config.lora.projections names {name!r}, which only layers of experts have, and"
+                " config.model.num_experts is 0; remove it"
             )
     if not lora.projections:
         yield f"config.lora.projections is empty: name one or more of {', '.join(_NAMES)}"

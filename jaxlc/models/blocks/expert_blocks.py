@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlc.core import scopes
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 
 
@@ -164,6 +165,13 @@ def _sum_of_blocks(x_n: jax.Array, expert_n: jax.Array, num_experts: int) -> jax
     return sums.reshape(num_experts, *dims, F)
 
 
+class LowRank(NamedTuple):
+    """The adapters of a projection of all experts (`models.lora`), in use by a layer."""
+
+    a_EDR: jax.Array
+    b_ERF: jax.Array
+
+
 class ExpertWeights(NamedTuple):
     """The weights of all experts, in use by a layer; F may be a part of the width."""
 
@@ -173,6 +181,9 @@ class ExpertWeights(NamedTuple):
     gate_bias_EF: jax.Array | None = None  # float32; None: the experts have no biases
     up_bias_EF: jax.Array | None = None
     down_bias_ED: jax.Array | None = None
+    gate_adapter: LowRank | None = None  # None: the projection has no adapters
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
 
 
 def expert_outputs(
@@ -181,22 +192,35 @@ def expert_outputs(
     weights_Tk: jax.Array,
     experts: ExpertWeights,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
+    adapter_scale: float = 1.0,
 ) -> jax.Array:
     """out_TD in the dtype of x: the sum of the outputs of the chosen experts, times their weights.
 
     Args:
       weights_Tk: float32.
       activation: of the products with gate and up.
+      adapter_scale: factor of the outputs of adapters.
     """
     assignments = assign(chosen_Tk, len(experts.gate_EDF))
     expert_n = assignments.expert_n
     rows_nmD = rows_of(x_TD, assignments)
 
-    def product(x, w, bias):
+    def product(x, w, bias, adapter):
         out = block_product(x, w, expert_n)
+        if adapter is not None:
+            out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
 
-    hidden_nmF = activation(
-        product(rows_nmD, experts.gate_EDF, experts.gate_bias_EF), product(rows_nmD, experts.up_EDF, experts.up_bias_EF)
-    )
-    return combined(product(hidden_nmF, experts.down_EFD, experts.down_bias_ED), weights_Tk, assignments)
+    gate_nmF = product(rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter)
+    up_nmF = product(rows_nmD, experts.up_EDF, experts.up_bias_EF, experts.up_adapter)
+    hidden_nmF = activation(gate_nmF, up_nmF)
+    down_nmD = product(hidden_nmF, experts.down_EFD, experts.down_bias_ED, experts.down_adapter)
+    return combined(down_nmD, weights_Tk, assignments)
+
+
+@jax.named_scope(scopes.LORA)
+def _adapter_output(x_nmD: jax.Array, adapter: LowRank, expert_n: jax.Array, scale: float) -> jax.Array:
+    """scale (x a) b of each block with the adapter of its expert, in the dtype of x; no product a b is computed."""
+    x_nmR = block_product(x_nmD, adapter.a_EDR, expert_n)
+    x_nmR = (scale * x_nmR.astype(jnp.float32)).astype(x_nmD.dtype)
+    return block_product(x_nmR, adapter.b_ERF, expert_n)

@@ -14,15 +14,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.schema import EXPERT_PROJECTIONS
 from jaxlc.core import scopes
 from jaxlc.core.axes import TENSOR
 from jaxlc.models.activations import gated
 from jaxlc.models.block import bias_vector, matrix, residual_depth_scale
-from jaxlc.models.blocks.expert_blocks import ExpertWeights, expert_outputs
+from jaxlc.models.blocks.expert_blocks import ExpertWeights, LowRank, expert_outputs
 from jaxlc.models.blocks.mlp import MLP, FeedForwardOutput
 from jaxlc.models.init_keys import InitKeys
+from jaxlc.models.lora import make_adapters
 from jaxlc.models.matmuls import Fp8, in_use
-from jaxlc.sharding.rules import Sharder
+from jaxlc.sharding.rules import Sharder, is_vector
 
 CHOICE = "expert_choice"  # checkpoint name of the chosen experts, which a recomputation must not change
 _TINY = 1e-20  # added to a sum of sigmoids, as in transformers
@@ -53,7 +55,8 @@ class Experts(nnx.Module):
         self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
-        # FP8 products and adapters are those of the shared expert; the config has neither for the others.
+        self.lora = make_adapters(model, lora, EXPERT_PROJECTIONS, keys)
+        # FP8 products are those of the shared expert; the config has none for the others.
         shared = dataclasses.replace(model, ffn_dim=model.shared_ffn_dim, num_experts=0)
         self.shared = MLP(shared, keys, fp8, lora) if model.shared_ffn_dim else None
         self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.shared_expert_gate else None
@@ -73,18 +76,31 @@ class Experts(nnx.Module):
         """
         routing = self.route(x_BTD, chosen_BTk, shard=shard)
         tokens = x_BTD, routing.chosen_BTk, routing.weights_BTk
-        params = self.expert_gate, self.expert_up, self.expert_down
-        weights = [in_use(param, shard, x_BTD.dtype) for param in params]
-        dims = [param.dims for param in params]
-        biases = [bias for bias in (self.gate_bias, self.up_bias, self.down_bias) if bias is not None]
-        weights += [bias[...] for bias in biases]
-        dims += [bias.dims for bias in biases]
-        compute = functools.partial(_local_outputs, activation=self.activation)
+        params = self._params()
+
+        def of_params(function) -> ExpertWeights:
+            return jax.tree.map(function, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
+
+        weights = of_params(lambda param: param[...] if is_vector(param.dims) else in_use(param, shard, x_BTD.dtype))
+        dims = of_params(lambda param: param.dims)
+        scale = 1.0 if self.lora is None else self.lora.scale
+        compute = functools.partial(_local_outputs, activation=self.activation, adapter_scale=scale)
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
         if self.shared is not None:
             out_BTD += self.shared_output(x_BTD, positions_BT, shard=shard)
         return FeedForwardOutput(out_BTD, _sums(routing, positions_BT >= 0), routing.chosen_BTk)
+
+    def _params(self) -> ExpertWeights:
+        """The parameters of all experts in the places of their values."""
+        adapters = dict.fromkeys(EXPERT_PROJECTIONS)
+        if self.lora is not None:
+            adapters |= {name: LowRank(self.lora.of(name).a, self.lora.of(name).b) for name in self.lora.names}
+        return ExpertWeights(
+            *(self.expert_gate, self.expert_up, self.expert_down),
+            *(self.gate_bias, self.up_bias, self.down_bias),
+            *(adapters[name] for name in EXPERT_PROJECTIONS),
+        )
 
     def shared_output(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder) -> jax.Array:
         """out_BTD of the shared expert, times the sigmoid of its gate, which is computed in float32."""
@@ -136,15 +152,15 @@ def _logits(x_BTD: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array
     return shard.product(multiply, x_BTD.astype(jnp.float32), weight_DE, weight.dims)
 
 
-def _local_outputs(tokens, weights, *, activation: str) -> jax.Array:
+def _local_outputs(tokens, experts: ExpertWeights, *, activation: str, adapter_scale: float) -> jax.Array:
     """out_btD of the tokens and the weights of one rank."""
     x_btD, chosen_btk, weights_btk = tokens
-    experts = ExpertWeights(*weights)
     if experts.down_bias_ED is not None:  # outputs are summed over tensor
         is_first = jax.lax.axis_index(TENSOR) == 0
         experts = experts._replace(down_bias_ED=jnp.where(is_first, experts.down_bias_ED, 0))
     x_TD, chosen_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_btD, chosen_btk, weights_btk))
-    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, functools.partial(gated, activation))
+    activate = functools.partial(gated, activation)
+    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale)
     return out_TD.reshape(x_btD.shape)
 
 

@@ -1,0 +1,153 @@
+"""LoRA of experts on Hugging Face models: merged exports, and adapters that `peft` opens."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxlc.checkpoints.to_huggingface import _write_weights
+from jaxlc.config import load
+from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.pretrained import read_json
+from jaxlc.config.schema import EXPERT_PROJECTIONS
+from jaxlc.core.errors import Unsupported
+from jaxlc.hf.adapters import write_adapters
+from jaxlc.hf.load import paths_of
+from jaxlc.models import decoder, freezing
+from jaxlc.models.lora import is_adapter
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.step import build_step
+from tests.hf.comparison import (
+    by_names_in_files,
+    config_of,
+    evaluate,
+    needs_transformers,
+    relative_error,
+    run_jobs,
+    tokens_of,
+)
+from tests.hf.models import write_model
+
+RANK, SCALE = 3, 3.0
+ALL = ("query", *EXPERT_PROJECTIONS)
+
+
+class _Run:
+    """A model with random parameters and adapters: the source of parameters of an export."""
+
+    def __init__(self, directory, case: str, projections: tuple[str, ...], **train):
+        directory.mkdir(exist_ok=True)
+        self.base = write_model(directory / "base", case, dtype=np.float32)
+        config = config_of(self.base, 16, {})
+        config.precision.frozen = "fp32"
+        config.lora = dict(rank=RANK, alpha=SCALE * RANK**0.5, rslora=True, projections=projections)
+        config.train.update(train)
+        self.config = load(config)
+        self.step = build_step(self.config, make_mesh(self.config.mesh, jax.devices()[:1]))
+        self.family = family_of(read_json(self.base / "config.json"), self.config.model)
+        model = self.config.model
+        self.abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, self.config.lora)))
+        rng = np.random.default_rng(0)
+        self.by_path = {
+            path: (rng.normal(size=x.shape) / 5 + path.endswith("norm/scale")).astype(np.float32)
+            for path, x in self.abstract.items()
+        }
+
+    def read(self, paths):
+        return {path: self.by_path[path] for path in paths}
+
+    def export(self, directory, params=None):
+        """The weights of `params`, with adapters merged unless these have none, in a copy of the base."""
+        shutil.copytree(self.base, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+        _write_weights(self.config, self.family, params or self, directory, "F32", 10**9)
+        return directory
+
+    def merged(self):
+        """The parameters with the products of adapters of experts."""
+        weights = {path: x for path, x in self.by_path.items() if not is_adapter(path)}
+        for path in self.by_path:
+            if "/lora/expert_" in path and path.endswith("/a"):
+                adapter, weight = path.removesuffix("/a"), path.replace("/lora", "").removesuffix("/a")
+                product = np.einsum("...ir,...ro->...io", self.by_path[path], self.by_path[f"{adapter}/b"])
+                weights[weight] = weights[weight] + SCALE * product
+        return _tree(weights)
+
+
+class _Base:
+    """The parameters of a run without its adapters."""
+
+    def __init__(self, run: _Run):
+        self.read = run.read
+        self.abstract = {path: x for path, x in run.abstract.items() if not is_adapter(path)}
+
+
+def _tree(by_path):
+    tree: dict = {}
+    for path, x in by_path.items():
+        freezing.insert(tree, path.split("/"), x)
+    return tree
+
+
+# A tensor for each expert, and two kinds of a tensor for all.
+@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
+def test_export_merges_adapters_of_experts_into_weights(case, tmp_path):
+    run = _Run(tmp_path, case, ("expert_up", "expert_down"))
+    (file,) = run.export(tmp_path / "out").glob("*.safetensors")
+    exported, expected = load_file(file), by_names_in_files(run.step, run.merged())
+    (file,) = run.export(tmp_path / "unmerged", _Base(run)).glob("*.safetensors")
+    base = load_file(file)
+    assert exported.keys() == expected.keys() == base.keys()
+    changed = set()
+    for name, x in exported.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-6, err_msg=name)
+        changed |= {name} if np.abs(x - base[name]).max() > 1e-3 else set()
+    assert changed and all(".experts." in name and "gate_proj" not in name for name in changed)
+
+
+def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
+    """`test_adapters_of_experts_open_in_peft_with_equal_logits` compares the values, where peft is installed."""
+    run = _Run(tmp_path, "gpt_oss", ALL)
+    write_adapters(run.config, run.family, run, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    assert config["rank_pattern"] == {r"mlp\.experts\.gate_up_proj": 2 * RANK}
+    shapes = {name: x.shape for name, x in load_file(tmp_path / "adapter_model.safetensors").items()}
+    model, experts = run.config.model, "base_model.model.model.layers.1.mlp.experts"
+    D, E, F = model.model_dim, model.num_experts, model.expert_ffn_dim
+    assert shapes[f"{experts}.base_layer.lora_A.weight"] == (E * 2 * RANK, D)
+    assert shapes[f"{experts}.base_layer.lora_B.weight"] == (2 * F, 2 * RANK * E)
+    assert shapes[f"{experts}.lora_A.weight"] == (E * RANK, F)
+    assert shapes[f"{experts}.lora_B.weight"] == (D, RANK * E)
+    run = _Run(tmp_path / "trained", "gpt_oss", ("query",), trainable=("*/expert_up",))
+    with pytest.raises(Unsupported, match="adapters for peft with trained .*layers/mlp/expert_up; export without"):
+        write_adapters(run.config, run.family, run, tmp_path)
+
+
+@needs_transformers
+def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
+    tokens = tokens_of(16)
+    cases = [(case, ALL) for case in ("qwen3_moe", "gpt_oss", "qwen3_5_moe", "glm4_moe")]
+    cases += [("qwen3_moe", ("expert_up",)), ("gpt_oss", ("expert_gate", "expert_down"))]
+    runs, jobs = [], {}
+    for number, (case, projections) in enumerate(cases):
+        directory = tmp_path / str(number)
+        run = _Run(directory, case, projections)
+        adapters = directory / "adapters"
+        adapters.mkdir()
+        write_adapters(run.config, run.family, run, adapters)
+        base, merged = run.export(directory / "weights", _Base(run)), run.export(directory / "merged")
+        jobs[f"{number} peft"] = dict(job="peft_gradients", directory=str(base), adapters=str(adapters))
+        jobs[f"{number} merged"] = dict(job="gradients", directory=str(merged), float64=True)
+        jobs[f"{number} base"] = dict(job="gradients", directory=str(base), float64=True)
+        runs.append(run)
+    expected = run_jobs(tmp_path, {key: job | dict(tokens=tokens.tolist()) for key, job in jobs.items()})
+    for number, run in enumerate(runs):
+        from_peft, merged, base = (expected[f"{number} {name}"]["logits"] for name in ("peft", "merged", "base"))
+        assert relative_error(merged, from_peft) <= 5e-6, cases[number]
+        assert relative_error(base, from_peft) >= 1e-2, cases[number]
+        if number == 1:
+            logits, _ = evaluate(run.step, jax.tree.map(jax.numpy.array, _tree(run.by_path)), tokens)
+            assert relative_error(logits, from_peft) <= 1e-5
