@@ -19,6 +19,7 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.interrupts import end_process
 from jaxlc.core.time_limit import call_within
+from jaxlc.runtime import alarm
 from jaxlc.runtime.connection import Connection, Member, Message
 from jaxlc.runtime.rendezvous import Say, gather, join
 
@@ -32,6 +33,9 @@ _KEEPALIVE_PROBES = 3
 _RESTART = "run the same command again"
 _HINT_SECONDS = 5.0  # a file system may fail with the other machine
 _LAST_SECONDS = 22.0  # how long process 0 waits for the others: until the timer of `watchdog` has ended one that hangs
+# Limits of the end itself, by the operating system's timer: of process 0, and of the others, which need up to 7 s. The
+# timer of `watchdog` would end process 0 while it waits.
+_LAST_LIMIT_SECONDS, _LIMIT_SECONDS = _LAST_SECONDS + 3.0, 15.0
 
 
 class Link:
@@ -82,11 +86,16 @@ class Link:
         """Waits for the thread to notice that another process has ended; returns after `seconds` if none has."""
         self._thread.join(seconds)
 
+    @property
+    def ends_last(self) -> bool:
+        """Whether this is process 0."""
+        return self._me.process_id == 0
+
     def wait_for_others(self, seconds: float) -> None:
         """On process 0, waits until the others have ended. When it ends, JAX aborts those whose Python code does not
         run, before their timer writes their stacks."""
         end = time.monotonic() + seconds
-        for connection in self._connections if self._me.process_id == 0 else ():
+        for connection in self._connections if self.ends_last else ():
             connection.wait_for_end(end - time.monotonic())
 
     def _watch(self) -> None:
@@ -174,15 +183,23 @@ def exit_process(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def end_run(text: str, status: int = PEER_LOST_STATUS, *, announces: bool = False) -> NoReturn:
+def end_run(
+    text: str, status: int = PEER_LOST_STATUS, *, announces: bool = False, since: float | None = None
+) -> NoReturn:
     """Prints why this process ends, and ends it, in a few seconds also if a file system or another process hangs;
-    process 0 ends after the others, or after `_LAST_SECONDS`.
+    process 0 ends after the others, or after `_LAST_SECONDS`. If this thread cannot go on, for example because another
+    one holds the interpreter lock, the operating system's timer ends the process with status 142.
 
     Args:
       announces: the other processes print `text` and end as well.
+      since: time.monotonic() from which process 0 waits for the others; default: now.
     """
     _ending.acquire()
-    start, link = time.monotonic(), _link
+    start, link = time.monotonic() if since is None else since, _link
+    if link is not None and link.ends_last:
+        alarm.set_end_limit(start + _LAST_LIMIT_SECONDS - time.monotonic())
+    else:
+        alarm.set_end_limit(_LIMIT_SECONDS)
     if announces and link is not None:
         call_within(_BROADCAST_SECONDS, lambda: link.close(lost=text))
         time.sleep(_BROADCAST_SECONDS)

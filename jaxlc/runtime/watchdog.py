@@ -8,14 +8,14 @@ deadline, a multiple of the median of its last durations. When it has passed, th
 2. announces the reason to the other processes, which print it and end (`jaxlc.runtime.peers`);
 3. ends the process with status 75, after which launchers restart the run.
 
-A thread that holds the interpreter lock stops all Python code. The operating system's timer ends such a process: its
-signal SIGALRM writes the stacks and has its default action, so the status is 142.
+A thread that holds the interpreter lock stops all Python code. The operating system's timer (`jaxlc.runtime.alarm`)
+ends such a process, with its stacks and status 142. When the end in step 2 begins, `peers` sets the timer to the limit
+of the end itself, since process 0 waits for the others.
 """
 
 import contextlib
 import faulthandler
 import math
-import signal
 import socket
 import statistics
 import sys
@@ -31,7 +31,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.time_limit import call_within
-from jaxlc.runtime import peers
+from jaxlc.runtime import alarm, peers
 from jaxlc.runtime.phase_board import DEVICES, PhaseBoard, Row, suspects, table_lines
 
 HANGS_DIRECTORY = "hangs"  # in the workdir
@@ -126,8 +126,7 @@ class Watchdog:
         self._is_closed.set()
         self._thread.join()
         if self._has_alarm:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.unregister(signal.SIGALRM)
+            alarm.remove()
         if self._board is not None:
             self._board.close()
         self._report.close()
@@ -153,18 +152,17 @@ class Watchdog:
     def _enter(self, current: _Current) -> None:
         self._current = current
         if self._has_alarm:
-            seconds = current.deadline + _ALARM_SECONDS - time.monotonic()
-            signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(seconds) else max(1.0, seconds))
+            alarm.set_limit(current.deadline + _ALARM_SECONDS - time.monotonic())
 
     def _set_up_alarm(self) -> bool:
-        """Lets SIGALRM write all stacks without the interpreter lock, and then end the process.
+        """Whether the timer can be used.
 
-        False: the program uses this signal, or it runs in a terminal, where Ctrl-Z may stop it for any time.
+        False: the program uses its signal, or it runs in a terminal, where Ctrl-Z may stop it for any time.
         """
         is_interactive = self._num_processes == 1 and sys.stdin is not None and sys.stdin.isatty()
-        if is_interactive or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+        if is_interactive or not alarm.is_available():
             return False
-        faulthandler.register(signal.SIGALRM, file=self._report, all_threads=True, chain=True)
+        alarm.write_stacks_to(self._report)
         return True
 
     def _watch(self) -> None:
@@ -177,9 +175,9 @@ class Watchdog:
             if now < not_before:
                 continue
             if now > (current := self._current).deadline:
-                self._end(*self._describe(current))
+                self._end(now, *self._describe(current))
             if self._board is not None and (silent := self._board.silent(self._floor_seconds)) is not None:
-                self._end(silent, [])
+                self._end(now, silent, [])
 
     def _describe(self, current: _Current) -> tuple[str, list[Row]]:
         """Why the run ends, and the rows of all processes. Takes at most a few seconds."""
@@ -196,10 +194,10 @@ class Watchdog:
             problem = f"{'; '.join(causes)}; {me} has waited {row.seconds:.0f} s in phase {current.phase}"
         return problem, rows
 
-    def _end(self, problem: str, rows: list[Row]) -> NoReturn:
+    def _end(self, since: float, problem: str, rows: list[Row]) -> NoReturn:
         text = f"{problem}; stacks: {self._path.parent}"
         call_within(_REPORT_SECONDS, lambda: self._write_report(text, rows))
-        peers.end_run(text, announces=True)
+        peers.end_run(text, announces=True, since=since)
 
     def _write_report(self, text: str, rows: list[Row]) -> None:
         import jax

@@ -1,6 +1,7 @@
 """The watchdog: deadlines of phases, and the end of a process that hangs."""
 
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.runtime import phase_board, watchdog
+from jaxlc.runtime import alarm, phase_board, watchdog
 from jaxlc.runtime.phase_board import DEVICES, PhaseBoard, Row, suspects
 from jaxlc.runtime.watchdog import Watchdog
 from tests import environment
@@ -130,6 +131,7 @@ from jaxlc.runtime import watchdog
 watchdog._ALARM_SECONDS, watchdog._TICK_SECONDS = 1.0, 0.05
 def hang():
     {call}
+{setup}
 with watchdog.watching(RuntimeConfig(watchdog_floor_seconds=1), Path({workdir!r})):
     for call in [lambda: None] * 5 + [hang]:
         with watchdog.phase("data"):
@@ -137,18 +139,26 @@ with watchdog.watching(RuntimeConfig(watchdog_floor_seconds=1), Path({workdir!r}
 """
 
 
+def run_hang(workdir: Path, call: str, *, setup: str = "") -> subprocess.CompletedProcess:
+    """Runs a program that is in a phase with a deadline of 1 s during `call`."""
+    return subprocess.run(
+        [sys.executable, "-c", _HANG.format(call=call, setup=setup, workdir=str(workdir))],
+        cwd=ROOT,
+        env=environment.of_user(JAX_PLATFORMS="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "status"), [("time.sleep(600)", 75), ("ctypes.PyDLL(None).sleep(600)", -14)], ids=["sleeps", "holds_lock"]
 )
 def test_process_that_hangs_ends_with_stacks(tmp_path, call, status):
     """With a thread that holds the interpreter lock, no Python code runs."""
-    command = [sys.executable, "-c", _HANG.format(call=call, workdir=str(tmp_path))]
-    variables = environment.of_user(JAX_PLATFORMS="cpu")
-    start = time.monotonic()
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    assert done.returncode == status and time.monotonic() - start < 60, done.stderr
+    done = run_hang(tmp_path, call)
+    assert done.returncode == status, done.stderr
     report = (tmp_path / "hangs" / "process-0.txt").read_text()
     assert "in hang\n" in report
     if status == 75:
@@ -157,6 +167,67 @@ def test_process_that_hangs_ends_with_stacks(tmp_path, call, status):
         assert "is in phase data of step 0 for 1 s, at <string>:8 hang" in last, last
         assert f"stacks: {tmp_path / 'hangs'}; start all processes again" in last
         assert "cpu:0: " in report  # device memory
+
+
+_PROCESS_0 = """
+import socket
+from jaxlc.runtime import peers
+from jaxlc.runtime.connection import Connection, Member
+listener = socket.create_server(("127.0.0.1", 0))
+others = [socket.create_connection(listener.getsockname()) for _ in range(2)]  # they never end
+connections = [Connection(listener.accept()[0]) for _ in range(2)]
+me = Member(0, 3, "host0", "0.1")
+peers._link = peers.Link(me, connections, heartbeat_seconds=10, on_loss=peers.end_run)
+watchdog._ALARM_SECONDS, peers._LAST_SECONDS = 3.0, 6.0
+{settings}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "call", "status", "problem"),
+    [
+        ("", "time.sleep(600)", 75, "error: process 0 of 1 on "),
+        (
+            "",
+            "Connection(others[0]).send(lost='process 2 hangs', status=75); time.sleep(600)",
+            75,
+            "error: process 2 hangs; ",
+        ),
+        (
+            "peers._LAST_LIMIT_SECONDS = 4.0; peers.Link.wait_for_others = lambda *_: ctypes.PyDLL(None).sleep(600)",
+            "time.sleep(600)",
+            -signal.SIGALRM,
+            "error: process 0 of 1 on ",
+        ),
+    ],
+    ids=["hangs", "another_process_reports_a_hang", "holds_lock_at_its_end"],
+)
+def test_process_0_outlives_the_others_but_not_its_limit(tmp_path, settings, call, status, problem):
+    """It waits for processes that do not end, for longer than the timer of the phase in which it hangs."""
+    done = run_hang(tmp_path, call, setup=_PROCESS_0.format(settings=settings))
+    assert done.returncode == status, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(problem), done.stderr
+
+
+def test_phases_after_the_end_has_begun_do_not_set_the_timer(monkeypatch):
+    timers = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: timers.append(seconds))
+    monkeypatch.setattr(alarm, "_is_ending", False)
+    alarm.set_limit(80.0)
+    alarm.set_limit(math.inf)
+    alarm.set_end_limit(25.0)
+    for seconds in (20.0, math.inf):
+        alarm.set_limit(seconds)
+    assert timers == [80.0, 0, 25.0]
+
+
+def test_timer_of_the_end_spares_a_program_that_uses_its_signal(monkeypatch):
+    timers = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: timers.append(seconds))
+    monkeypatch.setattr(alarm, "_is_ending", False)
+    monkeypatch.setattr(signal, "getsignal", lambda number: print)
+    alarm.set_end_limit(25.0)
+    assert timers == []
 
 
 def row(process_id: int, phase: str, step: int, age: float = 0.0) -> Row:
