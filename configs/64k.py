@@ -9,7 +9,7 @@ To train, start one process per GPU; docs/clusters.md has other launchers:
       --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 
 Within one NVLink domain `ulysses` is faster than the ring by the plan's estimate, and leaves memory for the activations
-of the MLP: 104 s a step instead of 116 s on 8 H100s. `ring` is `h100` with the ring, without these activations.
+of the MLP: 111 s a step instead of 123 s on 8 H100s. `ring` is `h100` with the ring, without these activations.
 """
 
 from ml_collections import ConfigDict
