@@ -1,13 +1,16 @@
 """`jaxlc runs`."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
 
+import jaxlc
 from jaxlc.config import defaults, load_stages
 from jaxlc.runs import main
 from jaxlc.train.reports.config_copy import keep_config, read_manifest
+from jaxlc.train.reports.manifest import make_manifest
 from tests.helpers import png_size
 
 
@@ -43,6 +46,16 @@ def test_manifest_keeps_the_identifier_of_the_run(tmp_path):
     after = read_manifest(tmp_path / "a")
     assert after["run_id"] == before["run_id"] and after["packages"]["jax"] == before["packages"]["jax"]
     assert len(after["commit"].rstrip("+")) in (0, 40) and after["num_processes"] == 1
+
+
+def test_manifest_of_a_source_tree_that_is_not_installed(monkeypatch):
+    def version_of_installed(name: str) -> str:
+        if name == "jaxlc":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of_installed)
+    assert make_manifest({})["packages"]["jaxlc"] == jaxlc.__version__
 
 
 def test_runs_in_a_directory_without_runs_raises(tmp_path, capsys):

@@ -102,7 +102,7 @@ def main(_: Sequence[str]) -> None:
     try:
         for name in values.parts:
             if values.dry_run:
-                rows.run(name, PARTS[name].rows(sizes, out.parent), file, deadline_seconds)
+                rows.run(name, PARTS[name].rows(sizes, out.parent), file, deadline_seconds, first=values.row)
             elif PARTS[name].has_process_per_row:
                 _run_rows_in_processes(name, values.row, sizes, file, out, deadline_seconds)
             else:

@@ -14,6 +14,19 @@ _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
 _LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0)
 _LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
 
+_QWEN3_5: dict[str, Any] = dict(
+    vocab_size=248_320,
+    tie_embeddings=False,
+    norm_epsilon=1e-6,
+    layer_kinds=(*["gated_delta_net"] * 3, "full"),
+    delta_key_heads=16,
+    delta_value_heads=32,
+    delta_key_dim=128,
+    delta_value_dim=128,
+    delta_conv_taps=4,
+    rope_theta=10_000_000.0,
+    rope_fraction=0.25,
+)
 _GEMMA3_GROUP = (*["sliding"] * 5, "full")
 _OLMO3: dict[str, Any] = dict(
     tie_embeddings=False,
@@ -196,30 +209,19 @@ _PRESETS = (
         # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
         # that of THUDM/slime, scripts/models.
         preset="qwen3.5-9b",
-        vocab_size=248_320,
         num_layers=32,
         model_dim=4096,
         num_heads=16,
         num_kv_heads=4,
         head_dim=256,
         ffn_dim=12_288,
-        tie_embeddings=False,
-        norm_epsilon=1e-6,
-        layer_kinds=(*["gated_delta_net"] * 3, "full"),
-        delta_key_heads=16,
-        delta_value_heads=32,
-        delta_key_dim=128,
-        delta_value_dim=128,
-        delta_conv_taps=4,
-        rope_theta=10_000_000.0,
-        rope_fraction=0.25,
+        **_QWEN3_5,
         **FAMILIES["qwen3_5_text"].settings,
     ),
     ModelConfig(
         # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23, whose
         # docstring names this model; the base of RoPE is that of THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh.
         preset="qwen3.5-35b-a3b",
-        vocab_size=248_320,
         num_layers=40,
         model_dim=2048,
         num_heads=16,
@@ -230,16 +232,7 @@ _PRESETS = (
         experts_per_token=8,
         expert_ffn_dim=512,
         shared_ffn_dim=512,
-        tie_embeddings=False,
-        norm_epsilon=1e-6,
-        layer_kinds=(*["gated_delta_net"] * 3, "full"),
-        delta_key_heads=16,
-        delta_value_heads=32,
-        delta_key_dim=128,
-        delta_value_dim=128,
-        delta_conv_taps=4,
-        rope_theta=10_000_000.0,
-        rope_fraction=0.25,
+        **_QWEN3_5,
         **FAMILIES["qwen3_5_moe_text"].settings,
     ),
     ModelConfig(
