@@ -5,7 +5,7 @@
 Each round has three runs, in turn in the reverse order. off: without the watchdog and measurements of devices, and with
 a row of metrics every 10 steps. rows: a row at each step. all: also the watchdog, and a measurement of the devices
 every 10 steps. Evaluation and checkpoints are after the last step. Prints the wall time and CPU time of a step, from
-step 10 to the last, and the means of the ratios to off with their 95% intervals. A last run, all, times the functions
+step 20 to the last, and the means of the ratios to off with their 95% intervals. A last run, all, times the functions
 and threads of each part inside the process; its values are the CPU time per step of the whole run.
 """
 
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_FIRST_STEP, _STEPS = 10, 30
+_FIRST_STEP, _STEPS = 20, 50  # the first measurement of the devices, at step 10, compiles its program
 _ALL = {"train.steps": _STEPS, "train.eval_every_steps": 0, "train.eval_sequences": 1}
 _OFF = {"runtime.straggler_every_steps": 0, "runtime.watchdog_factor": 0, "train.log_every_steps": 10}
 _SETTINGS = {
