@@ -19,7 +19,6 @@ from jaxlc.generation.text_stream import TextStream
 from jaxlc.models import decoder
 from jaxlc.models.rope import TablesOfKinds, depends_on_length, stacked_tables
 from jaxlc.runtime.barrier import Program
-from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.step import TrainStep
 
 Stream = Callable[[int, str], None]  # index of the prompt, new text
@@ -51,8 +50,9 @@ class Generator:
         """
         self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
         self._rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
-        dtype = compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
-        self.cached_step = CachedStep(config=self.config, mesh=self.mesh, compute_dtype=dtype, cache_dtype=dtype)
+        self.cached_step = CachedStep(
+            config=self.config, mesh=self.mesh, compute_dtype=step.compute_dtype, cache_dtype=step.compute_dtype
+        )
         self._steps: dict[CacheLayout, Program] = {}
         self.set_params(params)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from jaxlc.generation.cache import layout_for
 from jaxlc.generation.cached_step import CachedStep, abstract_params
 from jaxlc.models import decoder
-from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep
 
@@ -34,7 +33,7 @@ def rollout_memory(step: TrainStep, num_tokens: int = 0) -> RolloutMemory | None
     if rollouts.source != "model":
         return None
     num_tokens = num_tokens or config.data.seq_len + 1
-    dtype = compute_dtype(config.precision.compute, step.mesh.devices.flat[0].platform)
+    dtype = step.compute_dtype
     cached = CachedStep(config=config, mesh=step.mesh, compute_dtype=dtype, cache_dtype=dtype)
     num_sequences = rollouts.prompts_per_step * rollouts.answers_per_prompt
     cache = cached.abstract_cache(layout_for(num_tokens, step.mesh), cached.padded_batch_size(num_sequences))

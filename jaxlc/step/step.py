@@ -97,6 +97,11 @@ class TrainStep:
         return Objective(**options, policy_loss=self.policy_loss)
 
     @property
+    def compute_dtype(self) -> jax.numpy.dtype:
+        """The dtype of the residual stream and of all matrix products that are not in FP8."""
+        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+
+    @property
     def dims(self):
         """The parameter tree with a tuple of dimension names per leaf."""
         return self.objective.dims

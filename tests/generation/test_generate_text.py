@@ -9,11 +9,12 @@ import pytest
 
 import jaxlc
 from jaxlc.core.errors import UserError
-from jaxlc.generation import generate_text, generator
+from jaxlc.generation import generate_text
 from jaxlc.generation.__main__ import main
 from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
+from jaxlc.step.step import TrainStep
 from tests.train import runs
 
 PROMPT = "the first line of the text"
@@ -82,7 +83,7 @@ def test_prompts_that_are_one_array_raise(run):
 
 def test_generation_from_a_path_frees_float32_parameters(run, monkeypatch):
     """Those that the generator has in bfloat16, before it allocates the cache."""
-    monkeypatch.setattr(generator, "compute_dtype", lambda *_: jnp.dtype(jnp.bfloat16))
+    monkeypatch.setattr(TrainStep, "compute_dtype", jnp.dtype(jnp.bfloat16))
     result = jaxlc.load(run)
     (generation,) = generate_text.generate_text(result, [PROMPT], max_tokens=2, sampling=Sampling(), frees_params=True)
     assert len(generation.tokens) == 2

@@ -59,6 +59,7 @@ def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     step = SimpleNamespace(
         mesh=SimpleNamespace(devices=np.array([gpu]), shape=dict(context=1), size=1),
+        compute_dtype="bfloat16",
         abstract_state=SimpleNamespace(params={}),
         frozen=frozenset(),
         model=object(),

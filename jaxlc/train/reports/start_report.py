@@ -15,7 +15,6 @@ from jaxlc.data import Corpus
 from jaxlc.data.sequences.balance import balanced_order, replica_cost, step_pairs
 from jaxlc.data.sequences.mixed import PackedText
 from jaxlc.models import freezing
-from jaxlc.step.mixed_precision import compute_dtype
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
 
@@ -31,7 +30,7 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
     devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
-    model = [*_model_lines(config, step), _optimizer_line(config, step), _precision_line(config, device.platform)]
+    model = [*_model_lines(config, step), _optimizer_line(config, step), _precision_line(config, step)]
     mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}", *_cudnn_lines(device)]
     if step.model is not None:
         return [*model, *mesh, f"step       {batch}", _checkpoints_line(config.train)]
@@ -96,14 +95,15 @@ def _optimizer_line(config: Config, step: TrainStep) -> str:
     )
 
 
-def _precision_line(config: Config, platform: str) -> str:
+def _precision_line(config: Config, step: TrainStep) -> str:
     precision = config.precision
     products = "fp8 matrix products, otherwise " if precision.compute == "fp8" else ""
     frozen = ""
     if config.lora.rank or config.train.trainable or config.train.frozen:
         frozen = f"; frozen matrices {precision.frozen}"
-    compute = compute_dtype(precision.compute, platform)
-    return f"precision  {products}{compute} computation; trained parameters and optimizer state float32{frozen}"
+    return (
+        f"precision  {products}{step.compute_dtype} computation; trained parameters and optimizer state float32{frozen}"
+    )
 
 
 def _checkpoints_line(train: TrainConfig) -> str:
