@@ -16,6 +16,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import jaxlc
+from jaxlc import logprobs
 from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained_params import load_pretrained
@@ -37,6 +38,7 @@ from tests.hf.comparison import (
     tokens_of,
 )
 from tests.hf.models import CASES, write_model
+from tests.tolerances import FLOAT32_PARITY
 
 pytestmark = needs_transformers
 # Number of tokens and first position: below and 4 times beyond the original context, and beyond 8192, where the
@@ -117,6 +119,24 @@ def test_logits_and_gradients_of_hybrids_equal_transformers_in_float64(float64_m
     assert len(lines) == len(cases)
     for case, line in zip(cases, lines):
         assert float(line.split()[0]) <= FLOAT64_PARITY, (case["directory"], case["mesh"], line)
+
+
+@pytest.mark.parametrize(
+    "case, mesh", [("llama", "context=4"), ("gemma3", "context=2,tensor=2"), ("gpt_oss", "context=2")]
+)
+def test_log_probs_equal_transformers(case, mesh, models, references, tmp_path):
+    """Those of `jaxlc logprobs`; the relative difference of each token."""
+    num_tokens, _ = SPANS["long"]
+    traces, out = tmp_path / "traces.jsonl", tmp_path / "out.jsonl"
+    rows = tokens_of(num_tokens)
+    in_loss = [0] + [1] * (num_tokens - 1)
+    traces.write_text("".join(json.dumps(dict(tokens=row.tolist(), loss_mask=in_loss)) + "\n" for row in rows))
+    assert logprobs.main(["jaxlc logprobs", str(models[case]), str(traces), str(out), f"--mesh={mesh}"]) == 0
+    logits = references[case, "long"]["logits"].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for line, row, log_probs in zip(out.read_text().splitlines(), rows, expected):
+        got = np.asarray(json.loads(line)["reference_log_probs"])[-(num_tokens - 1) :]
+        np.testing.assert_allclose(got, log_probs[np.arange(num_tokens - 1), row[1:]], rtol=FLOAT32_PARITY)
 
 
 def _without(names, params):
