@@ -185,7 +185,7 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
     [
         (dict(memory=dict(parameters="host")), "parameters='host' with experts"),
         (dict(precision=dict(compute="fp8")), "FP8 products of experts"),
-        (dict(lora=dict(rank=4)), "LoRA of shared experts, .*attention_projected,expert_gate,expert_up,expert_down"),
+        (dict(lora=dict(rank=4)), "the model has none; .*attention_projected,expert_gate,expert_up,expert_down"),
         (dict(memory=dict(save=("mlp_gate",))), "layers of experts do not have"),
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect in a model without experts"),

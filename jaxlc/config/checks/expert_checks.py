@@ -118,8 +118,10 @@ def _unsupported(config: Config) -> Iterator[str]:
             "unsupported: FP8 products of experts; use"
             f" --config.precision.fp8_matmuls={_OF_ATTENTION}, or --config.precision.compute=bf16"
         )
-    if lora.rank and set(lora.projections) & set(_MLP_NAMES):
+    named = [name for name in lora.projections if name in _MLP_NAMES]
+    if lora.rank and named and not config.model.has_dense_layers and not config.model.shared_ffn_dim:
         yield (
-            "unsupported: LoRA of shared experts, and of dense layers next to layers of experts (mlp_gate, mlp_up,"
-            f" mlp_down); use --config.lora.projections={_OF_ATTENTION},{','.join(EXPERT_PROJECTIONS)}, or some of them"
+            f"config.lora.projections names {named[0]!r}, which only dense layers and shared experts have, and the"
+            f" model has none; use --config.lora.projections={_OF_ATTENTION},{','.join(EXPERT_PROJECTIONS)}, or some of"
+            " them"
         )
