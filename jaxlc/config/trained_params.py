@@ -49,7 +49,7 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
     if not lora.rank:
         return 0
     return lora.rank * sum(
-        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora) for kind in set(model.layer_kinds)
+        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora) for kind in model.used_kinds
     )
 
 

@@ -86,6 +86,40 @@ def test_layers_of_experts_equal_one_device(axes, memory, model):
     np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
 
 
+FIRST_DENSE = dict(kinds=dict(dense=dict(feed_forward="dense")), num_layers=5, **SIGMOID, **SHARED)
+
+
+@pytest.mark.parametrize(
+    ("axes", "memory"),
+    [
+        (dict(context=2), dict(remat="attention")),
+        pytest.param(dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), marks=pytest.mark.full),
+        pytest.param(dict(fsdp=2, context=2), dict(remat="full", layers_per_remat_group=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_first_dense_layers_equal_one_group_of_all_layers(axes, memory):
+    """Three dense layers before a loop over two of experts, against one iteration of all five on one device."""
+    group = _Dict(FIRST_DENSE | dict(layer_kinds=(*["dense"] * 3, "full", "full")))
+    first = FIRST_DENSE | dict(first_layer_kinds=["dense"] * 3)
+
+    def stacked(tree):
+        """The tree of `group` as that of `first`."""
+        stacks = tree["layers"]
+        return {**tree, "first_layers": {"dense": stacks["dense"]}, "layers": {"full": stacks["full"]}}
+
+    expected, step = _on_one_device(group), _step(axes, memory, first)
+    got = jax.device_get(
+        jax.jit(step.objective.loss_and_grads)(
+            put_params(step, stacked(_params(group))), make_batch(step, natural_rows())
+        )
+    )
+    assert abs(got[0] - expected[0]) <= FLOAT32_PARITY * expected[0]
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got[1], stacked(expected[1]))
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
+
+
 def test_counts_include_text_and_exclude_padding():
     rows = natural_rows()
     num_text = sum(int((row["segment_ids"] > 0).sum()) for row in rows)
@@ -169,6 +203,8 @@ def test_experts_per_token_count_as_active_parameters():
     model = small_config(model=EXPERTS).model
     unused = 2 * (8 - 2) * 3 * 32 * 24  # layers, experts, matrices
     assert num_matmul_params(model) - num_active_matmul_params(model) == unused
+    first = small_config(model=EXPERTS | FIRST_DENSE | dict(first_layer_kinds=["dense"] * 3)).model
+    assert num_matmul_params(first) - num_active_matmul_params(first) == unused  # two of five layers have experts
 
 
 def test_metrics_of_a_step_have_the_balance_of_each_layer():

@@ -61,7 +61,7 @@ def _size_problems(config: Config) -> Iterator[str]:
             f"config.model.renormalize_router=True has no effect with config.model.router={model.router!r}, whose"
             " weights have the sum 1; remove it"
         )
-    if all(model.of_kind(kind).feed_forward == "dense" for kind in model.layer_kinds):
+    if all(model.of_kind(kind).feed_forward == "dense" for kind in model.used_kinds):
         yield (
             f"config.model.num_experts={model.num_experts} has no effect, since all kinds of layers are dense"
             " (config.model.kinds); use --config.model.num_experts=0"
