@@ -92,6 +92,8 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
             " (model.tie_embeddings); export without --adapters"
         )
     modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
+    # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of experts.
+    dense = [paths for paths in modules if model.num_experts and "/mlp/" in paths[0]]
     tensors = dict(_tensors(config, params, modules, trained)) | dict(_expert_tensors(config, params, experts))
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())
@@ -105,8 +107,11 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=sorted({_module(parts[0]) for parts in modules.values()}),
-        target_parameters=sorted({f"{_EXPERTS}.{name}" for _, name in experts}) or None,
+        target_modules=sorted({_module(parts[0]) for paths, parts in modules.items() if paths not in dense}),
+        target_parameters=sorted(
+            {f"{_EXPERTS}.{name}" for _, name in experts} | {f"{_module(modules[paths][0])}.weight" for paths in dense}
+        )
+        or None,
         **_patterns(config, modules, experts),
         modules_to_save=sorted({_module(layout) for layout in trained.values()}) or None,
         bias="none",
