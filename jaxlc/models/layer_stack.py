@@ -141,8 +141,11 @@ def run_stack(
         runs, params, places = [remat.wrap_group(_group_of(run_kind, places))], stacks.grouped(places), None
     elif len(places) == 1:
         runs, params, places = [run_kind[places[0].kind]], stacks.params.of(places[0].stack), None
-    else:
+    elif shard.weights_on_host:
         runs, params = [run_kind[place.kind] for place in places], stacks.grouped(places)
+    else:
+        of_places = [functools.partial(_run_at, functools.partial(run_one, place), place.index) for place in places]
+        runs, params = [_in_backward_order(remat.wrap_layer(run)) for run in of_places], stacks.grouped(places)
     if shard.weights_on_host:
         x_BTD, sums = offloaded_layers.run_layers(runs, places, x_BTD, params, shared, shard.fetched)
     else:
@@ -197,14 +200,21 @@ def _group_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Call
     return run_group
 
 
+def _run_at(run: Callable, index: int, x_BTD: jax.Array, params: LayerParams, shared) -> tuple:
+    """`run` with frozen parameters of all layers of the stack in an iteration, of which it takes its own: so a remat
+    function saves those that it gets, which are the input of the loop, and no copy of its own."""
+    return run(x_BTD, LayerParams(params.trainable, jax.tree.map(operator.itemgetter(index), params.frozen)), shared)
+
+
 def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
     """A function that runs one period, layer by layer; its parameters are grouped."""
 
     def run_period(x_BTD, params, shared):
-        layers = {stack: _unstacked(params.of(stack)) for stack in params.trainable}
+        layers = {stack: _unstacked(params.trainable[stack]) for stack in params.trainable}
         all_sums = []
         for run, place in zip(runs, places, strict=True):
-            (x_BTD, sums), _ = run(x_BTD, layers[place.stack][place.index], shared)
+            own = LayerParams(layers[place.stack][place.index], params.frozen[place.stack])
+            (x_BTD, sums), _ = run(x_BTD, own, shared)
             all_sums.append(sums)
         return (x_BTD, all_sums), None
 
