@@ -102,7 +102,7 @@ def _assert_equal(results, model: str) -> None:
 
 
 CASES = {
-    "shared expert and dense layers": ("shared", dict(context=2, tensor=2), {}),
+    "shared expert and dense layers": ("shared", dict(tensor=2), {}),
     "shared expert in tiles": ("shared", dict(context=2), dict(tile_tokens=24, remat="full")),
     "tiles": ("qwen", dict(context=2, tensor=2), dict(tile_tokens=24, remat="full")),
     "context and tensor": ("qwen", dict(context=2, tensor=2), {}),
