@@ -103,8 +103,8 @@ class PrecisionConfig:
     # data type in which frozen matrices are stored, without a float32 copy; they are those that train.trainable,
     # train.frozen and lora.rank select.
     frozen: Literal["bf16", "fp32"] = "bf16"
-    # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down;
-    # the others use bf16.
+    # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
+    # layers of experts also expert_gate, expert_up, expert_down. The others use bf16.
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES
     # fp8: indices of layers that use bf16 throughout, from 0, negative from the end; 0,-1 is common.
     bf16_layers: tuple[int, ...] = ()
@@ -128,7 +128,8 @@ class LoraConfig:
     rslora: bool = False  # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
     # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
     # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5; in
-    # layers of experts expert_gate, expert_up, expert_down, an adapter for each expert.
+    # layers of experts expert_gate, expert_up, expert_down, an adapter for each expert. mlp_gate, mlp_up and mlp_down
+    # are those of dense layers and of shared experts.
     projections: tuple[str, ...] = MATMUL_NAMES
 
     @property

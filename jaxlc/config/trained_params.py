@@ -8,7 +8,8 @@ from jaxlc.config.schema import LoraConfig, TrainConfig
 from jaxlc.core.mixers import layer_matrices
 
 # Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES, DELTA_PROJECTIONS and
-# EXPERT_PROJECTIONS name. A layer has those of its mixer and of its feed-forward block.
+# EXPERT_PROJECTIONS name. A layer has those of its mixer and of its feed-forward block; those of a shared expert are in
+# `projection_params`.
 PROJECTION_PARAMS = dict(
     query="attention/wq",
     key="attention/wk",
@@ -27,6 +28,12 @@ PROJECTION_PARAMS = dict(
 FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen
 
 
+def projection_params(name: str) -> tuple[str, ...]:
+    """The paths within a layer of the matrices of a projection. A shared expert has those of a dense block."""
+    path = PROJECTION_PARAMS[name]
+    return (path, path.replace("mlp/", "mlp/shared/")) if name.startswith("mlp_") else (path,)
+
+
 def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:
     """Whether train.trainable and train.frozen select this parameter of the model for training.
 
@@ -42,14 +49,14 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
     if not lora.rank:
         return 0
     return lora.rank * sum(
-        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora) for kind in set(model.layer_kinds)
+        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora) for kind in model.used_kinds
     )
 
 
 def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
     """Inputs and outputs of the adapters of a layer, of all experts."""
     matrices = layer_matrices(model)
-    params = {PROJECTION_PARAMS[name] for name in lora.projections} & matrices.keys()  # layers have not all
+    params = {path for name in lora.projections for path in projection_params(name)} & matrices.keys()
     projections = [matrices[param] for param in params]
     return sum(matrix.num_experts * (matrix.num_inputs + matrix.num_outputs) for matrix in projections)
 

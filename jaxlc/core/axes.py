@@ -29,8 +29,8 @@ MESH_AXES = (DATA, FSDP, CONTEXT, TENSOR)  # slowest to fastest varying: tensor 
 BATCH_AXES = (DATA, FSDP)  # axes that split the batch
 WEIGHT_AXES = (FSDP, CONTEXT)  # axes that shard parameters, which are equal on their ranks at use
 
-# Entries of a parameter tree whose arrays have a leading dimension of layers.
-LAYER_STACKS = ("layers", "last_layers")
+# Entries of a parameter tree whose arrays have a leading dimension of layers, in the order in which they run.
+LAYER_STACKS = FIRST_LAYERS, LAYERS, LAST_LAYERS = ("first_layers", "layers", "last_layers")
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

@@ -40,7 +40,7 @@ class DecoderShape(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def layer_kinds(self) -> Sequence[str]: ...
+    def used_kinds(self) -> Sequence[str]: ...
     def num_layers_of(self, kind: str) -> int: ...
     def of_kind(self, kind: str) -> LayerShape: ...
     def window_of(self, kind: str) -> int | None: ...
@@ -95,7 +95,7 @@ def document_pairs(model: DecoderShape, lengths: Sequence[int], prefix_lengths: 
 def num_layers_by_kind(model: DecoderShape) -> dict[str, float]:
     """Layers of each kind with attention, as the number of layers with the heads of the model whose attention has as
     many FLOPs."""
-    shapes = {kind: model.of_kind(kind) for kind in dict.fromkeys(model.layer_kinds)}
+    shapes = {kind: model.of_kind(kind) for kind in model.used_kinds}
     width = model.num_heads * model.head_dim
     return {
         kind: model.num_layers_of(kind) * shape.num_heads * shape.head_dim / width
@@ -133,7 +133,7 @@ def num_params(model: DecoderShape) -> int:
 
 def _sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], int]) -> int:
     """The sum of `count` of all layers."""
-    return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in set(model.layer_kinds))
+    return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in model.used_kinds)
 
 
 def _layer_matmul_params(layer: LayerShape) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import ModelConfig
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, FIRST_LAYERS, LAST_LAYERS, LAYERS, TENSOR
 
 BLOCK_TOKENS = 64  # consecutive tokens on one rank
 
@@ -99,7 +99,11 @@ def kv_spec(window: int | None) -> PartitionSpec:
 
 def abstract_cache(model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch_size: int, dtype) -> Cache:
     """Shapes, dtypes and shardings of the cache."""
-    sizes = {LAYER_STACKS[0]: model.num_layers - model.num_last_layers, LAYER_STACKS[1]: model.num_last_layers}
+    num_layers_of = {
+        FIRST_LAYERS: len(model.first_layer_kinds),
+        LAYERS: model.num_group_layers,
+        LAST_LAYERS: model.num_last_layers,
+    }
 
     def delta_states(sizes: ModelConfig, num_layers: int) -> DeltaStates:
         key, value = (sizes.delta_key_heads, sizes.delta_key_dim), (sizes.delta_value_heads, sizes.delta_value_dim)
@@ -120,11 +124,10 @@ def abstract_cache(model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch
         array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(window)))
         return KV(array, array)
 
-    period = len(model.layer_kinds)
+    kinds_of = {stack: model.kinds_of_iteration(stack) for stack, num_layers in num_layers_of.items() if num_layers}
     return {
-        stack: tuple(cache_of(kind, -(-num_layers // period)) for kind in model.layer_kinds[:num_layers])
-        for stack, num_layers in sizes.items()
-        if num_layers
+        stack: tuple(cache_of(kind, num_layers_of[stack] // len(kinds)) for kind in kinds)
+        for stack, kinds in kinds_of.items()
     }
 
 

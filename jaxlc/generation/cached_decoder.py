@@ -5,7 +5,7 @@ A prefill chunk and a decoding step are the same function; in the latter, each s
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,8 @@ class CachedDecoder:
         updated = {}
         for name in LAYER_STACKS:
             if name in cache:
-                x_BCD, updated[name] = self._run_stack(getattr(module, name), x_BCD, cache[name], run_kind)
+                kinds = self.model.kinds_of_iteration(name)
+                x_BCD, updated[name] = self._run_stack(getattr(module, name), kinds, x_BCD, cache[name], run_kind)
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
         last_BD = jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0).sum(axis=1).astype(self.compute_dtype)
         normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), self.model.norm_epsilon)
@@ -100,19 +101,20 @@ class CachedDecoder:
                 num_kv_heads=num_cached_heads(model, self.mesh),
             )
 
-        return {kind: attention_of(kind) for kind in dict.fromkeys(self.model.layer_kinds)}
+        return {kind: attention_of(kind) for kind in self.model.used_kinds}
 
     def _run_stack(
         self,
         layers: DecoderLayer | nnx.Dict,
+        kinds: Sequence[str],
         x_BCD: jax.Array,
         caches: tuple[KV | DeltaStates, ...],
         run_kind: dict[str, Callable],
     ) -> tuple[jax.Array, tuple[KV | DeltaStates, ...]]:
-        """Runs stacked layers, one period of kinds per iteration. The caches are in the carry of the loop, where XLA
+        """Runs stacked layers, those of `kinds` in each iteration. The caches are in the carry of the loop, where XLA
         updates them in place."""
         stacks = Stacks.split(layers)
-        places = stacks.places(self.model.layer_kinds[: len(caches)])
+        places = stacks.places(kinds)
 
         def run_period(carry, inputs):
             (x_BCD, caches), (params, index) = carry, inputs

@@ -17,7 +17,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.models.families import Family
 from jaxlc.config.schema import EXPERT_PROJECTIONS
-from jaxlc.config.trained_params import PROJECTION_PARAMS
+from jaxlc.config.trained_params import PROJECTION_PARAMS, projection_params
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.hf.tensor_slices import Layout
@@ -30,7 +30,6 @@ from jaxlc.models.lora import LORA
 # projections that are their columns.
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
-_OF_EXPERTS = tuple(f"/{PROJECTION_PARAMS[name]}" for name in EXPERT_PROJECTIONS)
 _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
@@ -61,7 +60,7 @@ class StackedAdapter:
 
 def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | None:
     """The adapters of the weight with this path; None if it has none."""
-    projection = next((name for name, param in PROJECTION_PARAMS.items() if path.endswith(f"/{param}")), None)
+    projection = next((name for name in PROJECTION_PARAMS if path.endswith(_endings([name]))), None)
     adapter = f"{path.rpartition('/')[0]}/{LORA}/{projection}"
     if f"{adapter}/a" not in params.abstract:
         return None
@@ -93,6 +92,8 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
             " (model.tie_embeddings); export without --adapters"
         )
     modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
+    # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of experts.
+    dense = [paths for paths in modules if model.num_experts and "/mlp/" in paths[0]]
     tensors = dict(_tensors(config, params, modules, trained)) | dict(_expert_tensors(config, params, experts))
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())
@@ -106,8 +107,11 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=sorted({_module(parts[0]) for parts in modules.values()}),
-        target_parameters=sorted({f"{_EXPERTS}.{name}" for _, name in experts}) or None,
+        target_modules=sorted({_module(parts[0]) for paths, parts in modules.items() if paths not in dense}),
+        target_parameters=sorted(
+            {f"{_EXPERTS}.{name}" for _, name in experts} | {f"{_module(modules[paths][0])}.weight" for paths in dense}
+        )
+        or None,
         **_patterns(config, modules, experts),
         modules_to_save=sorted({_module(layout) for layout in trained.values()}) or None,
         bias="none",
@@ -123,7 +127,7 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     dims = decoder.dims_of(config.model, config.lora)
     trainable, _ = freezing.split(dims, frozen_names(config, freezing.names_of(dims)))
     trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
-    experts = next((path for path in trained if path.endswith(_OF_EXPERTS)), None)
+    experts = next((path for path in trained if path.endswith(_endings(EXPERT_PROJECTIONS))), None)
     if experts is not None:
         raise Unsupported(f"unsupported: adapters for peft with trained {experts}; export without --adapters")
     part = next((path for path, layout in trained.items() if layout.num_rows), None)
@@ -141,7 +145,7 @@ def _stored_modules(config: Config, layouts: dict[str, Layout]) -> dict[tuple[st
     Queries, keys and values of Gated DeltaNet may be one module, whose adapter is that of all three.
     """
     names = (name for name in config.lora.projections if name not in EXPERT_PROJECTIONS)
-    with_adapters = tuple(f"/{PROJECTION_PARAMS[name]}" for name in names)
+    with_adapters = _endings(names)
     paths_of_tensor: dict[str, list[str]] = {}
     for path, layout in layouts.items():
         if path.endswith(with_adapters):
@@ -156,7 +160,7 @@ def _stored_experts(config: Config, layouts: dict[str, Layout]) -> dict[tuple[st
     """
     found: dict[tuple[str, str], dict[str, Layout]] = {}
     for param, projections in _EXPERT_PARAMS.items():
-        names = tuple(f"/{PROJECTION_PARAMS[name]}" for name in projections)
+        names = _endings(projections)
         for path, layout in layouts.items():
             if path.endswith(names) and set(projections) & set(config.lora.projections):
                 found.setdefault((path.rpartition("/")[0], param), {})[path] = layout
@@ -218,6 +222,11 @@ def _expert_tensors(
             module = f"{_PREFIX}model.layers.{layer}.{_EXPERTS}{'.base_layer' if is_inner else ''}"
             yield f"{module}.lora_A.weight", a_EIr.swapaxes(1, 2).reshape(num_experts * rank, num_inputs)
             yield f"{module}.lora_B.weight", b_ErO.transpose(2, 1, 0).reshape(-1, rank * num_experts)
+
+
+def _endings(projections: Iterable[str]) -> tuple[str, ...]:
+    """The ends of the paths of the weights of these projections."""
+    return tuple(f"/{path}" for name in projections for path in projection_params(name))
 
 
 def _layers_of(parts: dict[str, Layout]) -> Sequence[int]:

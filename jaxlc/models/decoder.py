@@ -9,7 +9,7 @@ tiling, which are inside `LayerContext.run_layer`, and of the mesh, which is ins
 The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked in "layers", or in
 "layers"/KIND for each kind if the shapes of kinds differ (`ModelConfig.layer_stacks`). A scan runs one period per
 iteration (`layer_stack`). If the period does not divide the number of layers, the rest is in "last_layers" and runs
-after the scan.
+after the scan. Layers of model.first_layer_kinds are in "first_layers" and run before it.
 """
 
 import functools
@@ -37,7 +37,7 @@ _LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_
 
 
 class Decoder(nnx.Module):
-    """Embedding, L layers stored as one or two stacked layers, final norm, and an output head unless it is tied."""
+    """Embedding, L layers stored as one to three stacked layers, final norm, and an output head unless it is tied."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Decoder(nnx.Module):
                 stacks[stack] = nnx.Dict({**(stacks[stack] or {}), kind[0]: stacked(layers)})
             else:
                 stacks[stack] = stacked(layers)
-        self.layers, self.last_layers = stacks.values()
+        self.first_layers, self.layers, self.last_layers = stacks.values()
         self.final_norm = RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D)
         self.embedding_multiplier = D**0.5 if model.scale_embeddings else 1.0
 
@@ -71,15 +71,17 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        layer_kinds: Sequence[str],
+        model: ModelConfig,
         context: LayerContext,
         is_frozen: IsFrozen,
     ) -> LayerOutput:
         """Returns the final hidden states x_BTD, before the final norm, and the sums of the layers; see `apply`."""
         output = LayerOutput(self.embedded(tokens_BT, context.shard, context.compute_dtype), {})
-        for layers in (self.layers, self.last_layers):
+        for name in LAYER_STACKS:
+            layers = getattr(self, name)
             if layers is not None:
-                x_BTD, sums = run_stack(layers, output.x_BTD, positions_BT, layer_kinds, context, is_frozen)
+                kinds = model.kinds_of_iteration(name)
+                x_BTD, sums = run_stack(layers, output.x_BTD, positions_BT, kinds, context, is_frozen)
                 both = {name: jnp.concatenate([output.sums[name], sums[name]]) for name in output.sums.keys() & sums}
                 output = LayerOutput(x_BTD, {**output.sums, **sums, **both})
         return output
@@ -164,7 +166,7 @@ def apply(
     vocab_size_padded = joined["embedding"].shape[-2]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)
     decoder = nnx.merge(graph_def, joined, params.histories or {}, _bf16_flags(model, state, fp8))
-    output = decoder(tokens_BT, positions_BT, model.layer_kinds, context, lambda path, _: path in frozen_in_layer)
+    output = decoder(tokens_BT, positions_BT, model, context, lambda path, _: path in frozen_in_layer)
     return output.x_BTD, decoder.final_norm.factor, decoder.head_DV(shard, context.compute_dtype), output.sums
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxlc.config import Config, to_dict
-from jaxlc.config.trained_params import PROJECTION_PARAMS, is_trained
+from jaxlc.config.trained_params import is_trained, projection_params
 from jaxlc.config.values import invalid_value
 from jaxlc.core.errors import UserError
 from jaxlc.models.lora import is_adapter
@@ -30,7 +30,8 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     if not (trainable or lora.rank):
         raise UserError("config.train.frozen selects all parameters: at least one must be trained")
     for projection in lora.projections if lora.rank else ():
-        name = next((name for name in sorted(trainable) if name.endswith(f"/{PROJECTION_PARAMS[projection]}")), None)
+        endings = tuple(f"/{path}" for path in projection_params(projection))
+        name = next((name for name in sorted(trainable) if name.endswith(endings)), None)
         if name is not None:
             raise UserError(
                 f"config.train.trainable selects {name}, which has an adapter: remove {projection!r} from"

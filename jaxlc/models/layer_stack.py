@@ -1,8 +1,9 @@
 """Runs the layers of a stack: a scan over periods of layer kinds, with rematerialization of layers and of groups.
 
-The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked: in one stack if all kinds
-have equal shapes, and otherwise in one for each kind. An iteration of the scan runs one period, or one remat group; a
-group is whole periods, so each iteration has the same number of layers of every stack.
+The kinds of layers (model.layer_kinds) repeat with a period, after those of model.first_layer_kinds. Their parameters
+are stacked: in one stack if all kinds have equal shapes, and otherwise in one for each kind. An iteration of the scan
+runs one period, or one remat group; a group is whole periods, so each iteration has the same number of layers of every
+stack.
 """
 
 import functools
@@ -71,7 +72,7 @@ class Stacks(NamedTuple):
 
     @classmethod
     def split(cls, layers: DecoderLayer | nnx.Dict, is_frozen: IsFrozen = lambda *_: False) -> "Stacks":
-        """The stacks of a decoder's `layers` or `last_layers`."""
+        """The stacks of a decoder's `first_layers`, `layers` or `last_layers`."""
         by_key = {"": layers} if isinstance(layers, DecoderLayer) else dict(layers)
         defs, trainable, frozen = {}, {}, {}
         for key, layer in by_key.items():
@@ -110,16 +111,17 @@ def run_stack(
     context: LayerContext,
     is_frozen: IsFrozen,
 ) -> LayerOutput:
-    """Runs the layers of one of LAYER_STACKS; the first one has the kind layer_kinds[0].
+    """Runs the layers of one of LAYER_STACKS.
 
     Args:
+      layer_kinds: of the layers of an iteration.
       is_frozen: selects the parameters that are not differentiated.
     Returns:
       x_BTD, and the sums of the layers [layers that return it], in their order.
     """
     stacks = Stacks.split(layers, is_frozen)
     num_layers = stacks.num_layers
-    places = stacks.places(layer_kinds[:num_layers])
+    places = stacks.places(layer_kinds)
     run_layer, shard, remat = context.run_layer, context.shard, context.remat
     shared = positions_BT, context.ranges  # arrays that are equal for all layers
 
@@ -130,16 +132,20 @@ def run_stack(
         return run_layer[place.kind](layer_def, params, x_BTD, positions_BT, ranges[place.kind], prefetch, shard=shard)
 
     run_kind = {place.kind: remat.wrap_layer(functools.partial(run_one, place)) for place in places}
-    if len(layer_kinds) > 1:
+    if len(layer_kinds) > 1 or num_layers == 1:
         run_kind = {kind: _in_backward_order(run) for kind, run in run_kind.items()}
     if remat.layers_per_group > 1:
-        group_size = min(remat.layers_per_group, num_layers)
+        # All first or last layers, which run in one iteration, are one group.
+        group_size = min(max(remat.layers_per_group, len(layer_kinds)), num_layers)
         places = stacks.places([layer_kinds[index % len(layer_kinds)] for index in range(group_size)])
         runs, params, places = [remat.wrap_group(_group_of(run_kind, places))], stacks.grouped(places), None
     elif len(places) == 1:
         runs, params, places = [run_kind[places[0].kind]], stacks.params.of(places[0].stack), None
-    else:
+    elif shard.weights_on_host:
         runs, params = [run_kind[place.kind] for place in places], stacks.grouped(places)
+    else:
+        of_places = [functools.partial(_run_at, functools.partial(run_one, place), place.index) for place in places]
+        runs, params = [_in_backward_order(remat.wrap_layer(run)) for run in of_places], stacks.grouped(places)
     if shard.weights_on_host:
         x_BTD, sums = offloaded_layers.run_layers(runs, places, x_BTD, params, shared, shard.fetched)
     else:
@@ -158,8 +164,8 @@ def _in_layer_order(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array
 def _in_backward_order(run: Callable) -> Callable:
     """`run`, whose weight gradients are complete before the backward pass continues with the layer before it.
 
-    In a loop of one layer per iteration they are. If an iteration has several layers, XLA could compute the weight
-    gradients of all of them last, and would keep all activations that these need.
+    In a loop of one layer per iteration they are. If an iteration has several layers, or if the only iteration is
+    inlined, XLA could compute the weight gradients of all of them last, and would keep all activations that these need.
     """
 
     @jax.custom_vjp
@@ -194,14 +200,21 @@ def _group_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Call
     return run_group
 
 
+def _run_at(run: Callable, index: int, x_BTD: jax.Array, params: LayerParams, shared) -> tuple:
+    """`run` with frozen parameters of all layers of the stack in an iteration, of which it takes its own: so a remat
+    function saves those that it gets, which are the input of the loop, and no copy of its own."""
+    return run(x_BTD, LayerParams(params.trainable, jax.tree.map(operator.itemgetter(index), params.frozen)), shared)
+
+
 def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
     """A function that runs one period, layer by layer; its parameters are grouped."""
 
     def run_period(x_BTD, params, shared):
-        layers = {stack: _unstacked(params.of(stack)) for stack in params.trainable}
+        layers = {stack: _unstacked(params.trainable[stack]) for stack in params.trainable}
         all_sums = []
         for run, place in zip(runs, places, strict=True):
-            (x_BTD, sums), _ = run(x_BTD, layers[place.stack][place.index], shared)
+            own = LayerParams(layers[place.stack][place.index], params.frozen[place.stack])
+            (x_BTD, sums), _ = run(x_BTD, own, shared)
             all_sums.append(sums)
         return (x_BTD, all_sums), None
 

@@ -5,7 +5,7 @@ The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, ar
     query                 [D, R]              [R, N, H]      2H with an output gate
     key, value            [D, R]              [R, K, H]
     attention_projected   [N, H, R]           [R, D]
-    mlp_gate, mlp_up      [D, R]              [R, F]
+    mlp_gate, mlp_up      [D, R]              [R, F]      of dense layers and of shared experts
     mlp_down              [F, R]              [R, D]
     delta_gate            [D, R]              [R, H, V]
     delta_step, _decay    [D, R]              [R, H]

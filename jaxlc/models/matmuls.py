@@ -24,7 +24,7 @@ from jax import lax
 from jaxlc.core import scopes
 from jaxlc.sharding.rules import Sharder
 
-_E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 _X, _W, _DOUT = range(3)  # indices into a history
 
 
@@ -32,7 +32,8 @@ _X, _W, _DOUT = range(3)  # indices into a history
 class Fp8:
     """Which matrix products are in FP8, and how they are scaled."""
 
-    matmuls: tuple[str, ...]  # names in config.schema.MATMUL_NAMES; other products use the dtype of their input
+    # names in config.schema.MATMUL_NAMES and EXPERT_PROJECTIONS; other products use the dtype of their input
+    matmuls: tuple[str, ...]
     scaling: Literal["current", "delayed"]
     history_steps: int  # length of the amax history of delayed scaling
     bf16_layers: tuple[int, ...] = ()  # layers without FP8 products; negative indices count from the end
@@ -122,20 +123,20 @@ def fp8_product(x: jax.Array, w: jax.Array, history: jax.Array | None, num_contr
 
 
 def _forward_rule(x, w, history, num_contracted):
-    x_8, x_scale, x_amax = _to_fp8(x, _E4M3, history, _X)
-    w_8, w_scale, w_amax = _to_fp8(w, _E4M3, history, _W)
+    x_8, x_scale, x_amax = to_fp8(x, E4M3, history, _X)
+    w_8, w_scale, w_amax = to_fp8(w, E4M3, history, _W)
     contracted = range(x.ndim - num_contracted, x.ndim), range(num_contracted)
-    out = _product(x_8, w_8, contracted, x_scale * w_scale, x.dtype)
+    out = scaled_product(x_8, w_8, contracted, x_scale * w_scale, x.dtype)
     return out, (x_8, w_8, x_scale, w_scale, x_amax, w_amax, history)
 
 
 def _backward_rule(num_contracted, residuals, dout):
     x_8, w_8, x_scale, w_scale, x_amax, w_amax, history = residuals
-    dout_8, dout_scale, dout_amax = _to_fp8(dout, _E5M2, history, _DOUT)
+    dout_8, dout_scale, dout_amax = to_fp8(dout, E5M2, history, _DOUT)
     num_rows = x_8.ndim - num_contracted
     contracted_with_w = range(num_rows, dout.ndim), range(num_contracted, w_8.ndim)
-    dx = _product(dout_8, w_8, contracted_with_w, dout_scale * w_scale, dout.dtype)
-    dw = _product(x_8, dout_8, (range(num_rows), range(num_rows)), x_scale * dout_scale, dout.dtype)
+    dx = scaled_product(dout_8, w_8, contracted_with_w, dout_scale * w_scale, dout.dtype)
+    dw = scaled_product(x_8, dout_8, (range(num_rows), range(num_rows)), x_scale * dout_scale, dout.dtype)
     if history is None:
         return dx, dw, None
     amax = jnp.stack([x_amax, w_amax, dout_amax])
@@ -181,13 +182,21 @@ def _either_backward_rule(num_contracted, residuals, dout):
 fp8_or_bf16_product.defvjp(_either_forward_rule, _either_backward_rule)
 
 
-def _to_fp8(x: jax.Array, dtype, history: jax.Array | None, row: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def to_fp8(
+    x: jax.Array, dtype, history: jax.Array | None = None, row: int = _X, axes: tuple[str, ...] = ()
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (x / scale rounded to `dtype` and clipped to its range; scale; amax of x).
+
+    Args:
+      history: as in `fp8_product`; row: the index of x in it.
+      axes: mesh axes over which x is split, if the function is called within `shard_map`.
 
     The scale is a power of two: then only the rounding to `dtype` changes a value, and the product of two scales is
     exact in bfloat16. FP8 values are floating-point numbers, so this costs no precision until they underflow.
     """
     amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    if axes:
+        amax = lax.pmax(amax, axes)
     expected_amax = amax if history is None else history[row].max()
     # 1 if the expected amax is 0 or not finite.
     exact_scale = compute_scale(expected_amax, jnp.float32(1), get_fp8_max(dtype, jnp.float32))
@@ -196,6 +205,11 @@ def _to_fp8(x: jax.Array, dtype, history: jax.Array | None, row: int) -> tuple[j
     return quantize(x, dtype, scale, jnp.float32), scale, amax
 
 
-def _product(a: jax.Array, b: jax.Array, contracted, scale: jax.Array, dtype) -> jax.Array:
-    dimensions = (tuple(tuple(dims) for dims in contracted), ((), ()))
+def scaled_product(a: jax.Array, b: jax.Array, contracted, scale: jax.Array, dtype, batch=((), ())) -> jax.Array:
+    """The product of two FP8 arrays, times a scale, in `dtype`.
+
+    Args:
+      contracted, batch: dimensions of a, and of b.
+    """
+    dimensions = (tuple(tuple(dims) for dims in contracted), batch)
     return lax.dot_general(a, b, dimensions, preferred_element_type=dtype) * scale.astype(dtype)

@@ -58,7 +58,7 @@ def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int
     `gated_delta_net`).
 
     Args:
-      kind: as in `model.layer_kinds`.
+      kind: as in `model.used_kinds`.
       rope_tokens: the length that dynamic_ntk and longrope choose frequencies for: data.seq_len for all sequences of a
         run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
         Hugging Face directory. None: max_tokens.
@@ -75,7 +75,7 @@ def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int
 
 def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:
     """`rope_tables` of each kind of layers."""
-    return {kind: rope_tables(model, kind, max_tokens, rope_tokens) for kind in dict.fromkeys(model.layer_kinds)}
+    return {kind: rope_tables(model, kind, max_tokens, rope_tokens) for kind in model.used_kinds}
 
 
 def stacked_tables(model: ModelConfig, max_tokens: int, rope_tokens_B: Sequence[int]) -> TablesOfKinds:

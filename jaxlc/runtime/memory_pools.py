@@ -130,7 +130,10 @@ def _offloaded_bytes(config: Config) -> int:
     """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
     group = config.memory.layers_per_remat_group
     offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]  # see step/remat.py
-    return math.ceil(activation_bytes(config, offloaded, config.model.num_layers // group))
+    num_stored = config.model.num_layers // group
+    if group > 1 and config.model.first_layer_kinds:  # at most one more group
+        num_stored += 1
+    return math.ceil(activation_bytes(config, offloaded, num_stored))
 
 
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
@@ -140,7 +143,7 @@ def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> f
     num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
     values = sum(
         model.num_layers_of(kind) * values_per_token[name]
-        for kind in set(model.layer_kinds)
+        for kind in model.used_kinds
         for values_per_token in [_values_per_token(config, model.of_kind(kind))]
         for name in names
     )

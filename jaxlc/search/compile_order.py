@@ -72,7 +72,7 @@ class Rates:
 
     def kernels(self, config: Config) -> Mapping[str, str] | None:
         """The attention kernel of each kind of layers; None if the requested one is unsupported."""
-        shapes = map(config.model.of_kind, config.model.layer_kinds)
+        shapes = map(config.model.of_kind, config.model.used_kinds)
         values = config.tokens_per_step * max(shape.num_heads * shape.head_dim for shape in shapes)
         values //= config.train.gradient_accumulation_steps * config.mesh.num_devices
         key = (config.attention.strategy, values >= 2**31)  # more than cuDNN's offsets
@@ -266,7 +266,7 @@ class Layout:
 
 def _mean_over_layers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
     """The mean of `value` of the sizes of all layers."""
-    total = sum(model.num_layers_of(kind) * value(model.of_kind(kind)) for kind in set(model.layer_kinds))
+    total = sum(model.num_layers_of(kind) * value(model.of_kind(kind)) for kind in model.used_kinds)
     return total / model.num_layers
 
 

@@ -165,7 +165,7 @@ def memory_settings(config: Config) -> Iterator[Settings]:
     """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
     tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)
     tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
-    num_layers = config.model.num_layers - config.model.num_last_layers
+    num_layers = config.model.num_group_layers
     for activations, tile, (optimizer, parameters) in itertools.product(ACTIVATIONS, (0, *tiles), _STATE):
         group = activations.layers_per_remat_group
         if group > 1:

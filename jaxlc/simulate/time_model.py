@@ -160,7 +160,7 @@ def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -
     Args:
       head_share: query heads of a call, times its sequences, relative to those of its layers.
     """
-    kinds = [kind for kind in model.layer_kinds if (model.window_of(kind) is not None) == call.has_window]
+    kinds = [kind for kind in model.used_kinds if (model.window_of(kind) is not None) == call.has_window]
     shapes = [model.of_kind(kind) for kind in kinds] or [model]
     num_heads = call.sizes.num_heads if call.sizes else 0
     return min(shapes, key=lambda x: (x.head_dim != call.head_dim, x.num_heads * head_share != num_heads))

@@ -21,7 +21,7 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
     dtype = mixed_precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
     choose = functools.partial(attention.choose, config.attention, mesh, dtype=dtype)
     kernels = {}
-    for kind in dict.fromkeys(model.layer_kinds):
+    for kind in model.used_kinds:
         own, window = model.of_kind(kind), model.window_of(kind)
         if own.mixer != "attention":
             continue

@@ -175,7 +175,7 @@ class Objective:
     def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and
         the sums of the layers."""
-        attentions = {kind: self._attention(kind) for kind in dict.fromkeys(self.config.model.layer_kinds)}
+        attentions = {kind: self._attention(kind) for kind in self.config.model.used_kinds}
         if self.config.attention.document_mask:
             positions = batch.positions
             prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)
@@ -199,7 +199,9 @@ class Objective:
             run_layer={kind: self._run_layer(split, tables[kind]) for kind, split in attentions.items()},
             ranges=ranges,
             shard=self._sharder(params.trainable),
-            remat=make_remat(self._memory, period=len(self.config.model.layer_kinds)),
+            remat=make_remat(
+                self._memory, period=len(self.config.model.layer_kinds + self.config.model.first_layer_kinds)
+            ),
             compute_dtype=self._compute_dtype,
         )
         return decoder.apply(

@@ -77,7 +77,7 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
     if attention.shared_prefixes and _window(config) is not None:
         return "sliding windows of documents that share prefixes"
     window, rank_tokens = _window(config), config.data.seq_len // (context // _group_size(config))
-    if window is not None and all(config.model.window_of(kind) for kind in config.model.layer_kinds):
+    if window is not None and all(config.model.window_of(kind) for kind in config.model.used_kinds):
         return "sliding windows have nearly equal work on all ranks"
     if window is not None and not has_room_for_documents(rank_tokens, window):
         return f"sliding windows of {window} tokens are too long for pieces of documents on {rank_tokens} tokens"
@@ -91,4 +91,4 @@ def _group_size(config: Config) -> int:
 
 def _window(config: Config) -> int | None:
     """The sliding window of the model; None without sliding layers."""
-    return max(filter(None, map(config.model.window_of, config.model.layer_kinds)), default=None)
+    return max(filter(None, map(config.model.window_of, config.model.used_kinds)), default=None)

@@ -24,7 +24,7 @@ from tests.step.synthetic import HYBRID, MIXED_KINDS, put_params, small_config, 
 
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
-KINDS = dict(layer_kinds=("sliding", "full", "nope"), window=20, num_layers=5)
+KINDS = dict(first_layer_kinds=("full",), layer_kinds=("sliding", "full", "nope"), window=20, num_layers=6)
 KINDS |= dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
 MIXED = MIXED_KINDS | dict(num_layers=7, attention_sinks=True, attention_gate=True)
 DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)

@@ -58,6 +58,7 @@ class Case:
     has_sinks: bool = False
     has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
+    first_layers: int = 0  # layers before the groups
     # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of Qwen 3.5.
     delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
     delta_modules: dict[str, str] = field(default_factory=dict)
@@ -247,7 +248,7 @@ CASES: dict[str, Case] = {
         ),
         biases="qkv",
         qk_norm="head",
-        group_layers=3,
+        first_layers=1,
         dense_layers=(0,),
     ),
     "gpt_oss": Case(

@@ -1,4 +1,5 @@
-"""LoRA of experts on Hugging Face models: merged exports, and adapters that `peft` opens."""
+"""LoRA of experts, of shared experts and of dense layers on Hugging Face models: merged exports, and adapters that
+`peft` opens."""
 
 import json
 import shutil
@@ -33,6 +34,7 @@ from tests.hf.models import write_model
 
 RANK, SCALE = 3, 3.0
 ALL = ("query", *EXPERT_PROJECTIONS)
+MLP = ("mlp_gate", "mlp_up", "mlp_down")  # of shared experts, and of dense layers
 
 
 class _Run:
@@ -66,11 +68,12 @@ class _Run:
         return directory
 
     def merged(self):
-        """The parameters with the products of adapters of experts."""
+        """The parameters with the products of adapters of feed-forward blocks."""
         weights = {path: x for path, x in self.by_path.items() if not is_adapter(path)}
         for path in self.by_path:
-            if "/lora/expert_" in path and path.endswith("/a"):
-                adapter, weight = path.removesuffix("/a"), path.replace("/lora", "").removesuffix("/a")
+            if "/mlp/" in path and path.endswith("/a"):
+                adapter = path.removesuffix("/a")
+                weight = adapter.replace("/lora/mlp_", "/w_").replace("/lora", "")
                 product = np.einsum("...ir,...ro->...io", self.by_path[path], self.by_path[f"{adapter}/b"])
                 weights[weight] = weights[weight] + SCALE * product
         return _tree(weights)
@@ -94,7 +97,8 @@ def _tree(by_path):
 # A tensor for each expert, and two kinds of a tensor for all.
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
 def test_export_merges_adapters_of_experts_into_weights(case, tmp_path):
-    run = _Run(tmp_path, case, ("expert_up", "expert_down"))
+    has_shared = case == "qwen3_5_moe"
+    run = _Run(tmp_path, case, ("expert_up", "expert_down", *(["mlp_down"] if has_shared else [])))
     (file,) = run.export(tmp_path / "out").glob("*.safetensors")
     exported, expected = load_file(file), by_names_in_files(run.step, run.merged())
     (file,) = run.export(tmp_path / "unmerged", _Base(run)).glob("*.safetensors")
@@ -104,7 +108,8 @@ def test_export_merges_adapters_of_experts_into_weights(case, tmp_path):
     for name, x in exported.items():
         np.testing.assert_allclose(x, expected[name], atol=1e-6, err_msg=name)
         changed |= {name} if np.abs(x - base[name]).max() > 1e-3 else set()
-    assert changed and all(".experts." in name and "gate_proj" not in name for name in changed)
+    assert changed and all("expert" in name and "gate_proj" not in name for name in changed)
+    assert any("shared_expert.down_proj" in name for name in changed) == has_shared
 
 
 def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
@@ -131,6 +136,7 @@ def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
     tokens = tokens_of(16)
     cases = [(case, ALL) for case in ("qwen3_moe", "gpt_oss", "qwen3_5_moe", "glm4_moe")]
     cases += [("qwen3_moe", ("expert_up",)), ("gpt_oss", ("expert_gate", "expert_down"))]
+    cases += [("qwen3_5_moe", (*ALL, *MLP)), ("glm4_moe", MLP), ("qwen3_moe", ("mlp_up", "expert_down"))]
     runs, jobs = [], {}
     for number, (case, projections) in enumerate(cases):
         directory = tmp_path / str(number)

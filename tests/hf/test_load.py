@@ -22,7 +22,7 @@ import jaxlc
 import jaxlc.train
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import PRESETS, load, with_settings
-from jaxlc.config.models.config_json import settings_of
+from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.core import extras
@@ -104,7 +104,7 @@ def expected_params(name, tensors=None):
     has_rope = config["model_type"] != "olmo_hybrid"
     names = {FULL: "full/" if has_rope else "nope/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
     stacks = {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
-    last = L % case.group_layers
+    last = (L - case.first_layers) % case.group_layers
     params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
@@ -115,9 +115,12 @@ def expected_params(name, tensors=None):
                 for i in range(L)
                 if kinds[i] == kind
             }
-            params[f"layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i < L - last])
-            if any(i >= L - last for i in converted):
-                params[f"last_layers/{stack}{path}"] = np.stack([x for i, x in converted.items() if i >= L - last])
+            limits = dict(
+                first_layers=(0, case.first_layers), layers=(case.first_layers, L - last), last_layers=(L - last, L)
+            )
+            for name, (start, stop) in limits.items():
+                if own := [x for i, x in converted.items() if start <= i < stop]:
+                    params[f"{name}/{stack}{path}"] = np.stack(own)
     return {path: value.astype(np.float32) for path, value in params.items()}
 
 
@@ -414,6 +417,24 @@ def test_config_json_without_layer_types_has_those_of_the_family(name):
     sizes = dict.fromkeys(names, 16)
     settings = settings_of({"model_type": family.model_type, **sizes, **fields}, "config.json")
     assert (settings["layer_kinds"], settings["window"]) == (kinds, window)
+
+
+@pytest.mark.parametrize("num_dense", [1, 3])
+def test_config_json_of_glm_has_first_dense_layers(num_dense):
+    """The 92 layers of GLM 4.6, and the 46 of GLM 4.5 Air."""
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"), 16)
+    fields = dict(
+        model_type="glm4_moe", num_hidden_layers=92 if num_dense == 3 else 46, first_k_dense_replace=num_dense
+    )
+    settings = settings_of({**fields, **sizes}, "config.json")
+    assert settings["first_layer_kinds"] == ("dense",) * num_dense and settings["layer_kinds"] == ("full",)
+    model = dataclasses.replace(
+        PRESETS["tiny"], **settings | dict(kinds=(KindConfig(name="dense", feed_forward="dense"),))
+    )
+    assert FAMILIES["glm4_moe"].fits(model)
+    assert config_json_of(model, None, seq_len=16, dtype="float32")["first_k_dense_replace"] == num_dense
+    alternating = dataclasses.replace(model, first_layer_kinds=(), layer_kinds=("dense", "full"))
+    assert not FAMILIES["glm4_moe"].fits(alternating)
 
 
 def test_config_json_layers_that_do_not_repeat_raise_their_index(tmp_path):

@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, SingleDeviceSharding
 
+from jaxlc.config import MeshConfig
+from jaxlc.core.axes import CONTEXT
 from jaxlc.core.mixers.expert_feed_forward import block_rows
 from jaxlc.models.activations import gated
 from jaxlc.models.blocks import expert_blocks
-from jaxlc.models.blocks.expert_blocks import ExpertWeights, LowRank, assign, expert_outputs
+from jaxlc.models.blocks.expert_blocks import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product
+from jaxlc.models.matmuls import E4M3, E5M2, to_fp8
+from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 
 T, D, F, E, R = 48, 6, 5, 8, 3
@@ -111,3 +115,32 @@ def test_gradient_of_many_blocks_compiles_for_a_gpu():
     experts = jax.ShapeDtypeStruct((639,), jnp.int32, sharding=gpu)
     sums = jax.jit(lambda x, expert: expert_blocks._sum_of_blocks(x, expert, 128))
     assert sums.lower(blocks, experts).compile(dict(WITHOUT_GPU)).memory_analysis().temp_size_in_bytes < 2**20
+
+
+def _rounded(x, dtype):
+    x_8, scale, _ = to_fp8(x, dtype)
+    return x_8.astype(jnp.float32) * scale
+
+
+def test_fp8_product_of_blocks_on_two_ranks_equals_product_of_rounded_operands():
+    """All ranks have one scale: values of the second are so small that they underflow."""
+    rng, expert_n = np.random.default_rng(0), jnp.array([0, 2, 2, 3])
+    sizes_x, sizes_dout = (np.array([1, 1, small, small])[:, None, None] for small in (1e-5, 1e-9))
+    x_nmD = jnp.array(sizes_x * rng.standard_normal((4, 3, D)), jnp.float32)
+    dout_nmF = jnp.array(sizes_dout * rng.standard_normal((4, 3, F)), jnp.float32)
+    w_EDF = jnp.array(rng.standard_normal((E, D, F)), jnp.float32)
+    specs = PartitionSpec(CONTEXT), PartitionSpec(), PartitionSpec(CONTEXT)
+    product = jax.shard_map(
+        fp8_block_product,
+        mesh=make_mesh(MeshConfig(context=2), jax.devices()[:2]),
+        in_specs=specs,
+        out_specs=PartitionSpec(CONTEXT),
+        check_vma=False,
+    )
+    out_nmF, vjp = jax.vjp(lambda x, w: product(x, w, expert_n), x_nmD, w_EDF)
+    x, w, dout = _rounded(x_nmD, E4M3), _rounded(w_EDF, E4M3), _rounded(dout_nmF, E5M2)
+    dw = jax.ops.segment_sum(jnp.einsum("nmD,nmF->nDF", x, dout), expert_n, E)
+    expected = jnp.einsum("nmD,nDF->nmF", x, w[expert_n]), jnp.einsum("nmF,nDF->nmD", dout, w[expert_n]), dw
+    for got, value, sizes in zip((out_nmF, *vjp(dout_nmF)), expected, (sizes_x, sizes_dout, 1), strict=True):
+        np.testing.assert_allclose(got / sizes, value / sizes, rtol=1e-5, atol=1e-5)
+    assert np.abs(out_nmF - jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF[expert_n])).max() > 1e-2  # it is rounded

@@ -4,6 +4,7 @@ import pytest
 
 from jaxlc.config import load
 from jaxlc.core import hardware
+from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.plan.compiled_program import compile_step
@@ -22,8 +23,9 @@ WEIGHTS = dict(
 )  # fmt: skip
 
 
-def fp8_step(gpu: str = "h100", **precision) -> TrainStep:
+def fp8_step(gpu: str = "h100", model=(), **precision) -> TrainStep:
     config = small_config(model_dim=D, num_heads=N, num_kv_heads=K, head_dim=H, ffn_dim=F)
+    config.model.update(dict(model))
     config.mesh.update(context=1, tensor=1)
     config.data.seq_len = TOKENS
     config.memory.remat = "none"
@@ -59,6 +61,16 @@ def test_fp8_step_runs_all_products_in_cublas(precision, names):
     program = compile_step(fp8_step(**precision)).program
     assert kernels(program)["__cublas$lt$matmul$f8"] > 0
     assert fp8_flops(program) == 2 * 6 * TOKENS * sum(WEIGHTS[name] for name in names)  # two layers
+
+
+@pytest.mark.heavy
+def test_fp8_step_runs_products_of_experts_in_cublas():
+    """Batches of blocks, padding included."""
+    experts, rows = 8, 2 * TOKENS
+    model = dict(num_experts=experts, experts_per_token=2, expert_ffn_dim=F)
+    step = fp8_step(model=model, fp8_matmuls=("expert_gate", "expert_up", "expert_down"))
+    program = compile_step(step).program
+    assert fp8_flops(program) == 2 * 6 * num_blocks(rows, experts) * block_rows(rows, experts) * 3 * D * F
 
 
 def test_fp8_peak_is_twice_that_of_bfloat16():

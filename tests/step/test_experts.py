@@ -12,7 +12,7 @@ from jaxlc.models.blocks.experts import CHOICE
 from jaxlc.step.losses.expert_balance import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
 from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
-from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, FP8_GRADIENT, max_relative_error
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
 DENSE_BETWEEN = dict(layer_kinds=("full", "dense"), kinds=dict(dense=dict(feed_forward="dense")), num_layers=3)
@@ -21,6 +21,7 @@ SHARED = dict(shared_ffn_dim=16, shared_expert_gate=True)
 SIGMOID = dict(router="sigmoid", router_choice_bias=True, router_groups=4, router_groups_per_token=2, router_scale=1.5)
 BIASED = DENSE_BETWEEN | SIGMOID | SHARED
 LOSSES = dict(balance_loss=0.5, router_z_loss=0.1)
+FP8 = dict(compute="fp8", fp8_matmuls=("query", "expert_gate", "expert_up", "expert_down"))
 
 
 def _step(axes=(), memory=(), model=(), **train):
@@ -84,6 +85,52 @@ def test_layers_of_experts_equal_one_device(axes, memory, model):
     np.testing.assert_allclose(got[3].balance_loss, expected[3].balance_loss, rtol=1e-6)
     np.testing.assert_allclose(got[3].router_z_loss, expected[3].router_z_loss, rtol=1e-6)
     np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
+
+
+FIRST_DENSE = dict(kinds=dict(dense=dict(feed_forward="dense")), num_layers=5, **SIGMOID, **SHARED)
+
+
+@pytest.mark.parametrize(
+    ("axes", "memory"),
+    [
+        (dict(context=2), dict(remat="attention")),
+        pytest.param(dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), marks=pytest.mark.full),
+        pytest.param(dict(fsdp=2, context=2), dict(remat="full", layers_per_remat_group=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_first_dense_layers_equal_one_group_of_all_layers(axes, memory):
+    """Three dense layers before a loop over two of experts, against one iteration of all five on one device."""
+    group = _Dict(FIRST_DENSE | dict(layer_kinds=(*["dense"] * 3, "full", "full")))
+    first = FIRST_DENSE | dict(first_layer_kinds=["dense"] * 3)
+
+    def stacked(tree):
+        """The tree of `group` as that of `first`."""
+        stacks = tree["layers"]
+        return {**tree, "first_layers": {"dense": stacks["dense"]}, "layers": {"full": stacks["full"]}}
+
+    expected, step = _on_one_device(group), _step(axes, memory, first)
+    got = jax.device_get(
+        jax.jit(step.objective.loss_and_grads)(
+            put_params(step, stacked(_params(group))), make_batch(step, natural_rows())
+        )
+    )
+    assert abs(got[0] - expected[0]) <= FLOAT32_PARITY * expected[0]
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got[1], stacked(expected[1]))
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
+
+
+def test_gradients_of_experts_in_fp8_are_close_to_float32():
+    step = small_step(
+        small_config(
+            model=EXPERTS, mesh=dict(context=2, tensor=2), precision=FP8, memory=dict(remat="full"), train=LOSSES
+        )
+    )
+    got, expected = _results(step, _Dict())[1], _on_one_device(_Dict())[1]
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, expected)
+    for name in ("expert_gate", "expert_up", "expert_down"):
+        assert BFLOAT16_GRADIENT < errors["layers"]["mlp"][name] <= FP8_GRADIENT, errors
 
 
 def test_counts_include_text_and_exclude_padding():
@@ -169,6 +216,8 @@ def test_experts_per_token_count_as_active_parameters():
     model = small_config(model=EXPERTS).model
     unused = 2 * (8 - 2) * 3 * 32 * 24  # layers, experts, matrices
     assert num_matmul_params(model) - num_active_matmul_params(model) == unused
+    first = small_config(model=EXPERTS | FIRST_DENSE | dict(first_layer_kinds=["dense"] * 3)).model
+    assert num_matmul_params(first) - num_active_matmul_params(first) == unused  # two of five layers have experts
 
 
 def test_metrics_of_a_step_have_the_balance_of_each_layer():
@@ -184,8 +233,10 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
     ("sections", "problem"),
     [
         (dict(memory=dict(parameters="host")), "parameters='host' with experts"),
-        (dict(precision=dict(compute="fp8")), "FP8 products of experts"),
-        (dict(lora=dict(rank=4)), "LoRA of shared experts, .*attention_projected,expert_gate,expert_up,expert_down"),
+        (dict(precision=dict(compute="fp8")), "fp8_matmuls names 'mlp_gate', which .*,expert_gate,expert_up"),
+        (dict(precision=FP8 | dict(fp8_scaling="delayed")), "FP8 products of experts with .*fp8_scaling='delayed'"),
+        (dict(precision=FP8 | dict(bf16_layers=(0,))), "FP8 products of experts with .*bf16_layers"),
+        (dict(lora=dict(rank=4)), "the model has none; .*attention_projected,expert_gate,expert_up,expert_down"),
         (dict(memory=dict(save=("mlp_gate",))), "layers of experts do not have"),
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect in a model without experts"),

@@ -1,4 +1,5 @@
-"""LoRA of experts: an adapter for each expert, against the model whose weights contain their products."""
+"""LoRA of experts: an adapter for each expert, and those of shared experts and dense layers next to layers of experts,
+against the model whose weights contain their products."""
 
 import functools
 import math
@@ -29,6 +30,7 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 from tests.train.test_lora import flat, nested
 
 LORA = dict(rank=4, alpha=6.0, projections=("query", *EXPERT_PROJECTIONS))
+MLP_PROJECTIONS = ("mlp_gate", "mlp_up", "mlp_down")
 SCALE = 1.5
 E, D, F, R = 8, 32, 28, 4  # no activation has as many entries as the weights of an expert projection
 MODELS = {
@@ -40,6 +42,8 @@ MODELS = {
 
 def _step(model: str, lora=LORA, **sections):
     precision = dict(compute="fp32", frozen="fp32")
+    if model == "shared" and lora is LORA:
+        lora = LORA | dict(projections=(*LORA["projections"], *MLP_PROJECTIONS))
     sections = dict(train=LOSSES) | sections
     return small_step(small_config(model=MODELS[model], lora=lora, precision=precision, **sections))
 
@@ -52,26 +56,26 @@ def _results(step, params):
     return flat(gradients), loss, compiled.as_text()
 
 
-def _expert_adapters(leaves):
-    """(name of the weight, name of its adapter) for the adapters of experts in every stack."""
-    names = (name.removesuffix("/a") for name in leaves if "/mlp/lora/" in name and name.endswith("/a"))
-    return [(name.replace("/lora", ""), name) for name in names]
+def _mlp_adapters(leaves):
+    """(name of the weight, name of its adapter) for the adapters of feed-forward blocks in every stack."""
+    names = (name.removesuffix("/a") for name in leaves if "/mlp/" in name and name.endswith("/a"))
+    return [(name.replace("/lora/mlp_", "/w_").replace("/lora", ""), name) for name in names]
 
 
 @functools.cache
 def _reference(model: str):
     """(parameters, gradients of adapters, loss, text of the program), by the chain rule from the gradients of the
-    weights W_e + scale a_e b_e of a model without adapters of experts."""
+    weights W + scale a b, of each expert too, of a model without adapters of feed-forward blocks."""
     rng = np.random.default_rng(0)
     leaves = {
         name: (rng.normal(size=x.shape) / 5 + name.endswith("norm/scale")).astype(np.float32)
         for name, x in paths_of(_step(model).abstract_state.params)
     }
-    pairs = _expert_adapters(leaves)
-    dense = {name: x for name, x in leaves.items() if "/mlp/lora/" not in name}
+    pairs = _mlp_adapters(leaves)
+    dense = {name: x for name, x in leaves.items() if "/attention/" in name or "/lora/" not in name}
     for weight, adapter in pairs:
         dense[weight] = dense[weight] + SCALE * leaves[f"{adapter}/a"] @ leaves[f"{adapter}/b"]
-    trained = ("*/expert_gate", "*/expert_up", "*/expert_down")
+    trained = ("*/expert_gate", "*/expert_up", "*/expert_down", *(["*/mlp/*w_*"] if model == "shared" else []))
     step = _step(model, LORA | dict(projections=("query",)), train=LOSSES | dict(trainable=trained))
     gradients, loss, text = _results(step, nested(dense))
     expected = {name: x for name, x in gradients.items() if is_adapter(name)}  # of the queries
@@ -98,6 +102,8 @@ def _assert_equal(results, model: str) -> None:
 
 
 CASES = {
+    "shared expert and dense layers": ("shared", dict(tensor=2), {}),
+    "shared expert in tiles": ("shared", dict(context=2), dict(tile_tokens=24, remat="full")),
     "tiles": ("qwen", dict(context=2, tensor=2), dict(tile_tokens=24, remat="full")),
     "context and tensor": ("qwen", dict(context=2, tensor=2), {}),
     "all axes": ("shared", dict(fsdp=2, context=2, tensor=2), dict(layers_per_remat_group=2)),
@@ -107,7 +113,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=() if x == "tiles" else pytest.mark.full) for x in CASES])
+UNMARKED = ("tiles", "shared expert and dense layers")
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in UNMARKED else pytest.mark.full) for x in CASES])
 def test_gradients_of_expert_adapters_equal_chain_rule_of_merged_weights(case: str):
     model, mesh, memory = CASES[case]
     _assert_equal(_results(_step(model, mesh=mesh, memory=memory), _reference(model)[0]), model)
@@ -126,7 +135,7 @@ def test_expert_adapters_on_one_device_have_no_product_or_gradient_of_whole_weig
 @pytest.mark.full
 def test_new_expert_adapters_do_not_change_the_loss():
     params = _step("qwen").init().params
-    base = {name: x for name, x in flat(params).items() if "/mlp/lora/" not in name}
+    base = {name: x for name, x in flat(params).items() if "/attention/" in name or "/lora/" not in name}
     of_queries = _step("qwen", LORA | dict(projections=("query",)))
     assert _results(_step("qwen"), params)[1] == _results(of_queries, nested(base))[1]
 

@@ -1,10 +1,10 @@
 """Checks of mixtures of experts. Imports no jax."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.models.model_schema import DEFAULTS, EXPERT_SETTINGS
-from jaxlc.config.schema import EXPERT_PROJECTIONS, TrainConfig
+from jaxlc.config.schema import EXPERT_PROJECTIONS, PrecisionConfig, TrainConfig
 
 _MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense blocks and shared experts have them, in three settings
 _TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "balance_bias_rate", "router_z_loss")
@@ -61,7 +61,7 @@ def _size_problems(config: Config) -> Iterator[str]:
             f"config.model.renormalize_router=True has no effect with config.model.router={model.router!r}, whose"
             " weights have the sum 1; remove it"
         )
-    if all(model.of_kind(kind).feed_forward == "dense" for kind in model.layer_kinds):
+    if all(model.of_kind(kind).feed_forward == "dense" for kind in model.used_kinds):
         yield (
             f"config.model.num_experts={model.num_experts} has no effect, since all kinds of layers are dense"
             " (config.model.kinds); use --config.model.num_experts=0"
@@ -113,13 +113,23 @@ def _unsupported(config: Config) -> Iterator[str]:
     named = [name for name in (*memory.save, *memory.offload) if name in _MLP_NAMES]
     if named and not config.model.has_dense_layers and not config.model.shared_ffn_dim:
         yield f"config.memory names {named[0]!r}, which layers of experts do not have; remove it"
-    if precision.compute == "fp8" and set(precision.fp8_matmuls) & set(_MLP_NAMES):
+    if precision.compute == "fp8":
+        yield from _names_of_no_layer(config, "precision.fp8_matmuls", precision.fp8_matmuls)
+        for name, value in (("fp8_scaling", precision.fp8_scaling), ("bf16_layers", precision.bf16_layers)):
+            if value != vars(PrecisionConfig())[name] and set(precision.fp8_matmuls) & set(EXPERT_PROJECTIONS):
+                yield (
+                    f"unsupported: FP8 products of experts with config.precision.{name}={value!r}; remove it, or use"
+                    f" --config.precision.fp8_matmuls={_OF_ATTENTION}"
+                )
+    if lora.rank:
+        yield from _names_of_no_layer(config, "lora.projections", lora.projections)
+
+
+def _names_of_no_layer(config: Config, setting: str, names: Sequence[str]) -> Iterator[str]:
+    """Names of projections of dense layers and shared experts, if the model has none."""
+    named = [name for name in names if name in _MLP_NAMES]
+    if named and not config.model.has_dense_layers and not config.model.shared_ffn_dim:
         yield (
-            "unsupported: FP8 products of experts; use"
-            f" --config.precision.fp8_matmuls={_OF_ATTENTION}, or --config.precision.compute=bf16"
-        )
-    if lora.rank and set(lora.projections) & set(_MLP_NAMES):
-        yield (
-            "unsupported: LoRA of shared experts, and of dense layers next to layers of experts (mlp_gate, mlp_up,"
-            f" mlp_down); use --config.lora.projections={_OF_ATTENTION},{','.join(EXPERT_PROJECTIONS)}, or some of them"
+            f"config.{setting} names {named[0]!r}, which only dense layers and shared experts have, and the model has"
+            f" none; use --config.{setting}={_OF_ATTENTION},{','.join(EXPERT_PROJECTIONS)}, or some of them"
         )

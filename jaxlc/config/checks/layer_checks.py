@@ -12,13 +12,14 @@ def layer_problems(config: Config) -> Iterator[str]:
     """Problems of model.layer_kinds and model.kinds, and contradictions with the settings that depend on it."""
     model = config.model
     names = list(dict.fromkeys((*LAYER_KINDS, *(kind.name for kind in model.kinds))))
-    unknown = [kind for kind in model.layer_kinds if kind not in names]
+    unknown = [kind for kind in model.used_kinds if kind not in names]
     if unknown or not model.layer_kinds:
         name = unknown[0] if unknown else ""
+        setting = "model.layer_kinds" if not unknown or name in model.layer_kinds else "model.first_layer_kinds"
         expected = f"one or more of {', '.join(names)}, separated by commas"
         if name:
             expected += f", or a new kind with its settings, such as --config.model.kinds.{name}.attention=full"
-        yield invalid_value("model.layer_kinds", name, expected, names)
+        yield invalid_value(setting, name, expected, names)
     for kind in model.kinds:
         yield from _kind_problems(model, kind)
     has_sliding = "sliding" in model.attentions
@@ -29,10 +30,13 @@ def layer_problems(config: Config) -> Iterator[str]:
             f"config.model.window={model.window} has no effect, since config.model.layer_kinds names no sliding layers;"
             " use --config.model.layer_kinds=sliding, or sliding,full for alternating layers"
         )
-    if len(model.layer_kinds) > model.num_layers:
+    num_named, first = len(model.first_layer_kinds) + len(model.layer_kinds), ""
+    if num_named > model.num_layers:
+        if model.first_layer_kinds:
+            first = "first_layer_kinds and config.model."
         yield (
-            f"config.model.layer_kinds names {len(model.layer_kinds)} layers and config.model.num_layers is"
-            f" {model.num_layers}; use --config.model.num_layers={len(model.layer_kinds)} or more, or fewer kinds"
+            f"config.model.{first}layer_kinds names {num_named} layers and config.model.num_layers is"
+            f" {model.num_layers}; use --config.model.num_layers={num_named} or more, or fewer kinds"
         )
     yield from _group_problems(config)
 
@@ -41,7 +45,7 @@ def shapes(model: ModelConfig) -> dict[str, ModelConfig]:
     """The sizes of each kind of layers, by the path of their settings: model, or model.kinds.NAME."""
     own = {kind.name for kind in model.kinds}
     # Layers with attention first: those without have other heads.
-    kinds = sorted(dict.fromkeys(model.layer_kinds), key=lambda kind: model.of_kind(kind).mixer != "attention")
+    kinds = sorted(model.used_kinds, key=lambda kind: model.of_kind(kind).mixer != "attention")
     by_path: dict[str, ModelConfig] = {}
     for kind in kinds:
         by_path.setdefault(f"model.kinds.{kind}" if kind in own else "model", model.of_kind(kind))
@@ -93,7 +97,7 @@ def delta_net_problems(config: Config) -> Iterator[str]:
 
 def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
     path = f"model.kinds.{kind.name}"
-    if kind.name not in model.layer_kinds:
+    if kind.name not in model.used_kinds:
         yield (
             f"config.{path} has no effect, since config.model.layer_kinds does not name it; use"
             f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
@@ -112,12 +116,12 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
 def _group_problems(config: Config) -> Iterator[str]:
     """Memory settings that require groups of layers, and that model.layer_kinds contradicts."""
     memory, period = config.memory, len(config.model.layer_kinds)
-    group, num_layers = memory.layers_per_remat_group, config.model.num_layers - config.model.num_last_layers
+    group, num_layers = memory.layers_per_remat_group, config.model.num_group_layers
     setting = f"config.memory.layers_per_remat_group={group}"
     if group > 1 and group % period:
         yield f"{setting} is not a multiple of the {period} layers of config.model.layer_kinds; use 1 or {period}"
     if num_layers % group:
         layers = f"config.model.num_layers={num_layers}"
-        if config.model.num_last_layers:
+        if num_layers != config.model.num_layers:
             layers = f"the {num_layers} layers in whole groups of config.model.layer_kinds"
         yield f"{setting} does not divide {layers}; use a divisor"

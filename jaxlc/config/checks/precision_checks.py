@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import MATMUL_NAMES, PrecisionConfig
+from jaxlc.config.schema import EXPERT_PROJECTIONS, MATMUL_NAMES, PrecisionConfig
 
 _COMPUTE_OF = {  # setting -> the only value of compute for which it has an effect
     **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_amax_history_len"), "fp8"),
@@ -11,13 +11,20 @@ _COMPUTE_OF = {  # setting -> the only value of compute for which it has an effe
     **dict.fromkeys(("loss_scale_backoff_factor", "loss_scale_min", "loss_scale_max"), "fp16"),
 }
 
+_NAMES = (*MATMUL_NAMES, *EXPERT_PROJECTIONS)
+
 
 def precision_problems(config: Config) -> Iterator[str]:
     """Reasons why the precision of `config` is invalid."""
     precision, defaults = config.precision, PrecisionConfig()
     for name in precision.fp8_matmuls:
-        if name not in MATMUL_NAMES:
-            yield f"config.precision.fp8_matmuls names {name!r}, which is not one of {', '.join(MATMUL_NAMES)}"
+        if name not in _NAMES:
+            yield f"config.precision.fp8_matmuls names {name!r}, which is not one of {', '.join(_NAMES)}"
+        elif name in EXPERT_PROJECTIONS and not config.model.num_experts:
+            yield (
+                f"config.precision.fp8_matmuls names {name!r}, which only layers of experts have, and"
+                " config.model.num_experts is 0; remove it"
+            )
     yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
     for name, compute in _COMPUTE_OF.items():
         value = getattr(precision, name)

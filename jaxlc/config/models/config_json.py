@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
 from jaxlc.config.models.json_types import check_types
-from jaxlc.config.models.layer_groups import repeating_group
+from jaxlc.config.models.layer_groups import first_and_group
 from jaxlc.config.models.model_schema import DELTA_SETTINGS, ModelConfig
 from jaxlc.config.models.own_format import (
     MODEL_TYPE,
@@ -101,14 +101,15 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     settings |= family.read_settings({**defaults, **config})
     if family.has_one_attention_bias:
         settings["attention_out_bias"] = settings["qkv_bias"]
-    kinds = _layer_kinds(config, family, where)
+    first, group = _layer_kinds(config, family, where)
+    kinds = {*first, *group}
     if "gated_delta_net" not in kinds:
         settings |= dict.fromkeys(DELTA_SETTINGS, 0)
     window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
     if window is None:
         raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
     rope = rope_settings(config, where, family, kinds)
-    settings |= dict(layer_kinds=kinds, window=window) | rope
+    settings |= dict(first_layer_kinds=first, layer_kinds=group, window=window) | rope
     own_kinds = {kind: dict(values) for kind, values in family.kinds.items() if kind in kinds}
     return settings | dict(kinds=own_kinds) if own_kinds else settings
 
@@ -212,8 +213,8 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
         )
 
 
-def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple[str, ...]:
-    """The setting model.layer_kinds."""
+def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The settings model.first_layer_kinds and model.layer_kinds."""
     kinds = family.read_kinds(config)
     supported = frozenset().union(*family.layer_kinds)
     unsupported = [kind for kind in kinds if kind not in supported]
@@ -229,7 +230,7 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple
             f"{where} has types of {len(kinds)} layers, and num_hidden_layers={config['num_hidden_layers']}; correct"
             " one of them"
         )
-    return repeating_group(kinds, where)
+    return first_and_group(kinds, where)
 
 
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
-from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
 # Kinds of layers that model.layer_kinds may name, besides those of model.kinds.
 LAYER_KINDS = ("full", "sliding", "nope", "gated_delta_net")
@@ -23,7 +23,7 @@ LATER_SETTINGS += (*DELTA_SETTINGS, *DELTA_VARIATIONS)
 EXPERT_SETTINGS = ("num_experts", "experts_per_token", "expert_ffn_dim", "router", "renormalize_router", "expert_bias")
 EXPERT_SETTINGS += ("shared_ffn_dim", "shared_expert_gate", "router_choice_bias", "router_groups")
 EXPERT_SETTINGS += ("router_groups_per_token", "router_scale")
-LATER_SETTINGS += (*EXPERT_SETTINGS,)
+LATER_SETTINGS += (*EXPERT_SETTINGS, "first_layer_kinds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +109,16 @@ class ModelConfig:
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
     # 0: head_dim.
     query_scale_dim: int = 0
-    # kinds of the layers, a group that repeats: layer i has kind layer_kinds[i % length]. full: attention to all
+    # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
+    # layer_kinds[i % length]. full: attention to all
     # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
     # gated_delta_net: linear attention with a state, as in Qwen 3.5.
     layer_kinds: tuple[str, ...] = ("full",)
+    # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
+    # num_layers.
+    first_layer_kinds: tuple[str, ...] = ()
     # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
-    # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds may name.
+    # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
     delta_key_heads: int = 0  # gated_delta_net layers: number of key heads, which queries have too
     delta_value_heads: int = 0  # gated_delta_net layers: number of value heads, a multiple of delta_key_heads
@@ -163,7 +167,17 @@ class ModelConfig:
     @property
     def num_last_layers(self) -> int:
         """Number of layers after the last whole group of layer_kinds."""
-        return self.num_layers % len(self.layer_kinds)
+        return (self.num_layers - len(self.first_layer_kinds)) % len(self.layer_kinds)
+
+    @property
+    def num_group_layers(self) -> int:
+        """Number of layers in whole groups of layer_kinds."""
+        return self.num_layers - len(self.first_layer_kinds) - self.num_last_layers
+
+    @property
+    def used_kinds(self) -> tuple[str, ...]:
+        """The kinds that some layers have, each once."""
+        return tuple(dict.fromkeys((*self.first_layer_kinds, *self.layer_kinds)))
 
     @property
     def query_dim(self) -> int:
@@ -191,12 +205,18 @@ class ModelConfig:
     @property
     def has_dense_layers(self) -> bool:
         """Whether some layers have no experts."""
-        return any(self.of_kind(kind).feed_forward == "dense" for kind in self.layer_kinds)
+        return any(self.of_kind(kind).feed_forward == "dense" for kind in self.used_kinds)
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
         """The kind of each layer."""
-        return tuple(self.layer_kinds[layer % len(self.layer_kinds)] for layer in range(self.num_layers))
+        first, group = self.first_layer_kinds, self.layer_kinds
+        return (*first, *(group[layer % len(group)] for layer in range(self.num_layers - len(first))))
+
+    def kinds_of_iteration(self, stack: str) -> tuple[str, ...]:
+        """The kinds of the layers that an iteration of the loop over one of LAYER_STACKS runs."""
+        last = self.layer_kinds[: self.num_last_layers]
+        return {FIRST_LAYERS: self.first_layer_kinds, LAYERS: self.layer_kinds, LAST_LAYERS: last}[stack]
 
     def num_layers_of(self, kind: str) -> int:
         """Number of layers of this kind."""
@@ -210,7 +230,7 @@ class ModelConfig:
     @property
     def attentions(self) -> frozenset[str]:
         """The attention of all layers: some of LAYER_KINDS."""
-        return frozenset(map(self.attention_of, self.layer_kinds))
+        return frozenset(map(self.attention_of, self.used_kinds))
 
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
@@ -234,12 +254,13 @@ class ModelConfig:
         """The indices of the layers of each parameter stack, by its path in the parameter tree.
 
         ("layers",) and ("last_layers",) if all layers have equal shapes, otherwise ("layers", KIND) for each kind. The
-        layers after the last whole group of layer_kinds are in last_layers.
+        layers after the last whole group of layer_kinds are in last_layers, those of first_layer_kinds in first_layers.
         """
-        has_equal_shapes = len({self.of_kind(kind) for kind in self.layer_kinds}) == 1
+        has_equal_shapes = len({self.of_kind(kind) for kind in self.used_kinds}) == 1
         stacks: dict[tuple[str, ...], list[int]] = {}
         for layer, kind in enumerate(self.kinds_of_layers):
-            stack = LAYER_STACKS[layer >= self.num_layers - self.num_last_layers]
+            in_group = layer - len(self.first_layer_kinds)
+            stack = FIRST_LAYERS if in_group < 0 else LAYERS if in_group < self.num_group_layers else LAST_LAYERS
             path = (stack,) if has_equal_shapes else (stack, kind)
             stacks.setdefault(path, []).append(layer)
         return stacks

@@ -5,7 +5,7 @@ Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxlc.config.models.families import Family
@@ -40,18 +40,18 @@ _PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
 _OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate")
 
 
-def rope_settings(config: Mapping[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
+def rope_settings(config: Mapping[str, Any], where: str, family: Family, kinds: Collection[str]) -> dict[str, Any]:
     """The RoPE settings of the model that `config` describes.
 
     Args:
       config: the content of config.json.
       where: its path, for errors.
-      layer_kinds: as in ModelConfig.
+      kinds: those that some layers have.
     Raises:
       UserError: a field is missing, or the two forms differ.
       Unsupported: a RoPE that the layers do not compute, or an unknown field.
     """
-    if _has_no_rope(layer_kinds):  # these have no effect
+    if _has_no_rope(kinds):  # these have no effect
         return {**DEFAULTS, "rope_theta": float(_theta(config, family)), "rope_fraction": 1.0, "rope_scaling": "none"}
     theta, scaling, new = (config.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
     if "rope_theta" in config and theta is None and not new:
@@ -68,7 +68,7 @@ def rope_settings(config: Mapping[str, Any], where: str, family: Family, layer_k
                 f"{where} has rope_parameters={new} and also rope_theta={theta} and rope_scaling={scaling}, which"
                 " differ; remove the wrong ones"
             )
-    return _of_kinds(settings, where, family, layer_kinds)
+    return _of_kinds(settings, where, family, kinds)
 
 
 def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
     return max(seq_len, base, scaled)
 
 
-def _has_no_rope(layer_kinds: Collection[str]) -> bool:
-    return "nope" in layer_kinds and not {"full", "sliding"} & {*layer_kinds}
+def _has_no_rope(kinds: Collection[str]) -> bool:
+    return "nope" in kinds and not {"full", "sliding"} & {*kinds}
 
 
 def _old_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
@@ -155,9 +155,9 @@ def _theta(config: Mapping[str, Any], family: Family) -> float:
     return family.defaults.get("rope_theta", 10000.0) if theta is None else theta
 
 
-def _of_kinds(settings: dict[str, Any], where: str, family: Family, layer_kinds: Sequence[str]) -> dict[str, Any]:
+def _of_kinds(settings: dict[str, Any], where: str, family: Family, kinds: Collection[str]) -> dict[str, Any]:
     """`settings`, with those of sliding layers if there are any."""
-    if "sliding" not in layer_kinds:
+    if "sliding" not in kinds:
         return {name: value for name, value in settings.items() if name != "sliding_rope_theta"}
     if family.rope_by_layer_type and not settings["rope_scaling_truncate"]:
         raise Unsupported(f"unsupported: {where} has truncate=false, which transformers ignores in this model_type")

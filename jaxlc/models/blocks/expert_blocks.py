@@ -14,14 +14,18 @@ the blocks of an expert in its weight gradient is a scatter, in float32.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxlc.core import scopes
+from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
+from jaxlc.models.matmuls import E4M3, E5M2, scaled_product, to_fp8
+
+_BLOCKS = (0,), (0,)  # the batch dimensions of products of blocks
 
 
 class Assignments(NamedTuple):
@@ -133,6 +137,31 @@ block_product.defvjp(_block_product_forward, _block_product_backward)
 
 
 @jax.custom_vjp
+def fp8_block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """`block_product` in FP8 with current scaling (`models.matmuls`), within `shard_map` over the axes of a mesh. The
+    scale of each of x, w and the gradient of the result is that of all ranks; padding is 0 and does not change it."""
+    return _fp8_forward(x_nmD, w_EDF, expert_n)[0]
+
+
+def _fp8_forward(x_nmD, w_EDF, expert_n):
+    x_8, x_scale, _ = to_fp8(x_nmD, E4M3, axes=MESH_AXES)
+    w_8, w_scale, _ = to_fp8(w_EDF, E4M3, axes=MESH_AXES)
+    out_nmF = scaled_product(x_8, w_8[expert_n], ((2,), (1,)), x_scale * w_scale, x_nmD.dtype, _BLOCKS)
+    return out_nmF, (x_8, w_8, x_scale, w_scale, expert_n, jnp.zeros((), w_EDF.dtype))
+
+
+def _fp8_backward(residuals, dout_nmF):
+    x_8, w_8, x_scale, w_scale, expert_n, w_like = residuals
+    dout_8, dout_scale, _ = to_fp8(dout_nmF, E5M2, axes=MESH_AXES)
+    dx_nmD = scaled_product(dout_8, w_8[expert_n], ((2,), (2,)), dout_scale * w_scale, dout_nmF.dtype, _BLOCKS)
+    dw_nDF = scaled_product(x_8, dout_8, ((1,), (1,)), x_scale * dout_scale, jnp.float32, _BLOCKS)
+    return dx_nmD, _sum_of_blocks(dw_nDF, expert_n, len(w_8)).astype(w_like.dtype), None
+
+
+fp8_block_product.defvjp(_fp8_forward, _fp8_backward)
+
+
+@jax.custom_vjp
 def plus_bias(x_nmF: jax.Array, bias_EF: jax.Array, expert_n: jax.Array) -> jax.Array:
     """Each block plus the bias of its expert, float32. Padding gets it too, which `combined` does not read."""
     return x_nmF.astype(jnp.float32) + bias_EF[expert_n][:, None]
@@ -193,6 +222,7 @@ def expert_outputs(
     experts: ExpertWeights,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     adapter_scale: float = 1.0,
+    fp8_names: Collection[str] = (),
 ) -> jax.Array:
     """out_TD in the dtype of x: the sum of the outputs of the chosen experts, times their weights.
 
@@ -200,21 +230,22 @@ def expert_outputs(
       weights_Tk: float32.
       activation: of the products with gate and up.
       adapter_scale: factor of the outputs of adapters.
+      fp8_names: the products in FP8, of config.schema.EXPERT_PROJECTIONS.
     """
     assignments = assign(chosen_Tk, len(experts.gate_EDF))
     expert_n = assignments.expert_n
     rows_nmD = rows_of(x_TD, assignments)
 
-    def product(x, w, bias, adapter):
-        out = block_product(x, w, expert_n)
+    def product(name, x, w, bias, adapter):
+        out = (fp8_block_product if name in fp8_names else block_product)(x, w, expert_n)
         if adapter is not None:
             out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
 
-    gate_nmF = product(rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter)
-    up_nmF = product(rows_nmD, experts.up_EDF, experts.up_bias_EF, experts.up_adapter)
+    gate_nmF = product("expert_gate", rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter)
+    up_nmF = product("expert_up", rows_nmD, experts.up_EDF, experts.up_bias_EF, experts.up_adapter)
     hidden_nmF = activation(gate_nmF, up_nmF)
-    down_nmD = product(hidden_nmF, experts.down_EFD, experts.down_bias_ED, experts.down_adapter)
+    down_nmD = product("expert_down", hidden_nmF, experts.down_EFD, experts.down_bias_ED, experts.down_adapter)
     return combined(down_nmD, weights_Tk, assignments)
 
 

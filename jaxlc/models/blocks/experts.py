@@ -56,7 +56,7 @@ class Experts(nnx.Module):
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
         self.lora = make_adapters(model, lora, EXPERT_PROJECTIONS, keys)
-        # FP8 products are those of the shared expert; the config has none for the others.
+        self.fp8_names = () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
         shared = dataclasses.replace(model, ffn_dim=model.shared_ffn_dim, num_experts=0)
         self.shared = MLP(shared, keys, fp8, lora) if model.shared_ffn_dim else None
         self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.shared_expert_gate else None
@@ -84,7 +84,8 @@ class Experts(nnx.Module):
         weights = of_params(lambda param: param[...] if is_vector(param.dims) else in_use(param, shard, x_BTD.dtype))
         dims = of_params(lambda param: param.dims)
         scale = 1.0 if self.lora is None else self.lora.scale
-        compute = functools.partial(_local_outputs, activation=self.activation, adapter_scale=scale)
+        settings = dict(activation=self.activation, adapter_scale=scale, fp8_names=self.fp8_names)
+        compute = functools.partial(_local_outputs, **settings)
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
         if self.shared is not None:
@@ -152,7 +153,9 @@ def _logits(x_BTD: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array
     return shard.product(multiply, x_BTD.astype(jnp.float32), weight_DE, weight.dims)
 
 
-def _local_outputs(tokens, experts: ExpertWeights, *, activation: str, adapter_scale: float) -> jax.Array:
+def _local_outputs(
+    tokens, experts: ExpertWeights, *, activation: str, adapter_scale: float, fp8_names: tuple[str, ...]
+) -> jax.Array:
     """out_btD of the tokens and the weights of one rank."""
     x_btD, chosen_btk, weights_btk = tokens
     if experts.down_bias_ED is not None:  # outputs are summed over tensor
@@ -160,7 +163,7 @@ def _local_outputs(tokens, experts: ExpertWeights, *, activation: str, adapter_s
         experts = experts._replace(down_bias_ED=jnp.where(is_first, experts.down_bias_ED, 0))
     x_TD, chosen_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_btD, chosen_btk, weights_btk))
     activate = functools.partial(gated, activation)
-    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale)
+    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale, fp8_names)
     return out_TD.reshape(x_btD.shape)
 
 

@@ -155,9 +155,12 @@ class Family:
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
         has_shared = not model.shared_ffn_dim or "shared_ffn_dim" in {*self.fields.values(), *self.varying}
-        has_kinds = frozenset(model.layer_kinds) in self.layer_kinds and all(
+        has_kinds = frozenset(model.used_kinds) in self.layer_kinds and all(
             kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {})) for kind in model.kinds
         )
+        if has_kinds and self.kinds:  # some fields can only have these layers in some places
+            written = self.read_kinds(dict(num_hidden_layers=model.num_layers, **self.write_kinds(model)))
+            has_kinds = [*written] == [*model.kinds_of_layers]
         has_experts = bool(model.num_experts) == bool(self.expert_tensors) and has_shared
         return has_settings and has_scale and has_kinds and has_experts
 
