@@ -1,10 +1,12 @@
 """The states that enter the fragments of a sequence that is split over ranks; for code inside `shard_map`.
 
-All that ranks exchange is the affine map of each fragment, whose size does not depend on the number
-of tokens: in each of the two directions at most log2(ranks) + 1 collective permutes, and one sum.
+All that ranks exchange is the affine map of each fragment, whose size does not depend on the number of tokens: in each
+of the two directions at most log2(ranks) + 1 collective permutes.
 """
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.delta_rule.chunk_rule import Affine, identity, product
-from jaxlc.attention.strategies.fragments import is_last, shifted
+from jaxlc.attention.strategies.fragments import (
+    gathered_in_node,
+    is_last,
+    shifted,
+    shifted_in_node,
+    sum_in_node,
+)
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
@@ -33,12 +41,12 @@ def entering_states(maps: list[Affine], ranks: Ranks) -> list[jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _entering(maps: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
     """As `entering_states`; the first fragments are in the order of the ranks if `direction` is 1, or else -1."""
-    return _of_groups(maps, _of_fragments(maps, ranks, direction))
+    return _of_groups(maps, _of_fragments(list(map(total, maps)), ranks, direction))
 
 
 def _entering_forward(maps, ranks, direction):
     # Named inside the rule: see strategies/ring.py.
-    of_fragments = checkpoint_name(_of_fragments(maps, ranks, direction), "delta_states")
+    of_fragments = checkpoint_name(_of_fragments(list(map(total, maps)), ranks, direction), "delta_states")
     return _of_groups(maps, of_fragments), (maps, of_fragments)
 
 
@@ -56,15 +64,14 @@ def _entering_backward(ranks, direction, residuals, gradients):
 _entering.defvjp(_entering_forward, _entering_backward)
 
 
-def _of_fragments(maps: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
+def _of_fragments(totals: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
     """The state that enters each fragment."""
-    first, *second = map(total, maps)
+    first, *second = totals
     entering = [_before(first, ranks, direction).U]
-    for fragment in second:  # of zigzag order, from the last rank to the first
-        turn = jnp.where(is_last(ranks), first(entering[0]), 0)
-        if ranks.size > 1:
-            turn = lax.psum(turn, ranks.axis)
-        entering.append(_before(fragment, ranks, -direction)(turn))
+    for fragment in second:  # of zigzag order, from the last rank, where it follows the first one, to the first rank
+        turn, is_turn = first(entering[0]), is_last(ranks)
+        fragment = fragment._replace(U=jnp.where(is_turn, fragment(turn), fragment.U))
+        entering.append(jnp.where(is_turn, turn, _before(fragment, ranks, -direction).U))
     return entering
 
 
@@ -84,22 +91,68 @@ def total(maps: Affine) -> Affine:
 
 
 def _before(own: Affine, ranks: Ranks, direction: int) -> Affine:
-    """The map of the fragments of all earlier ranks, by recursive doubling; of the later ranks if direction is -1.
+    """The map of the fragments of all earlier ranks; of the later ranks if direction is -1.
+
+    On several nodes, the ranks of a node first find the maps of its own earlier ranks.
+    """
+    if ranks.size == 1:
+        return _empty(own)
+    index = lax.axis_index(ranks.axis)
+    distance = index if direction == 1 else ranks.size - 1 - index  # from the start
+    per_node = ranks.per_node
+    if per_node is None:
+        return _prefix(own, lambda x, step: shifted(x, ranks, direction * step), distance, ranks.size)
+    in_node = _prefix(own, lambda x, step: shifted_in_node(x, ranks, direction * step), distance % per_node, per_node)
+    is_last_in_node = distance % per_node == per_node - 1
+    of_node = _where(is_last_in_node, own.after(in_node), jax.tree.map(jnp.zeros_like, own))
+    return in_node.after(_before_node(of_node, ranks, direction, distance // per_node))
+
+
+def _before_node(of_node: Affine, ranks: Ranks, direction: int, distance: jax.Array) -> Affine:
+    """The map of all earlier nodes, from that of a node, which its last rank has; the others have 0.
+
+    Each rank of a node exchanges a part of the heads with the other nodes, so that each map crosses nodes once.
+
+    Args:
+      distance: of this node from the first one.
+    """
+    per_node = ranks.per_node
+
+    def parts(x):  # [B, H, i, j] -> [1, rows, i, j], the rows of this rank
+        rows = x.reshape(-1, *x.shape[2:])
+        return sum_in_node(jnp.pad(rows, [(0, -len(rows) % per_node), (0, 0), (0, 0)]), ranks)[None]
+
+    def whole(part, like):
+        return gathered_in_node(part[0], ranks)[: math.prod(like.shape[:2])].reshape(like.shape)
+
+    def shift(x, step):
+        return shifted(x, ranks, direction * step * per_node)
+
+    before = _prefix(jax.tree.map(parts, of_node), shift, distance, ranks.size // per_node)
+    return jax.tree.map(whole, before, of_node)
+
+
+def _prefix(own: Affine, shift: Callable, distance: jax.Array, size: int) -> Affine:
+    """The map of all members before each of `size`, by recursive doubling.
 
     Hillis and Steele, "Data Parallel Algorithms" (1986).
+
+    Args:
+      shift: (array, steps) -> the array of the member so many steps before.
+      distance: of this member from the first one.
     """
-    empty = identity(*own.M.shape[:3], own.U.shape[-1], own.U.dtype)
-    if ranks.size == 1:
-        return empty
-    index = lax.axis_index(ranks.axis)
-    distance_from_start = index if direction == 1 else ranks.size - 1 - index
-    total, step = own, 1
-    while step < ranks.size:
-        received = jax.tree.map(lambda x, hop=direction * step: shifted(x, ranks, hop), total)
-        total = _where(distance_from_start >= step, total.after(received), total)
+    total, step = jax.tree.map(lambda x: shift(x, 1), own), 1
+    total = _where(distance >= 1, total, _empty(own))
+    while step < size - 1:
+        received = jax.tree.map(lambda x, step=step: shift(x, step), total)
+        total = _where(distance > step, total.after(received), total)
         step *= 2
-    received = jax.tree.map(lambda x: shifted(x, ranks, direction), total)
-    return _where(distance_from_start >= 1, received, empty)
+    return total
+
+
+def _empty(like: Affine) -> Affine:
+    """The map of no tokens."""
+    return identity(*like.M.shape[:3], like.U.shape[-1], like.U.dtype)
 
 
 def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:

@@ -31,6 +31,7 @@ class ShardedDeltaNet(NamedTuple):
     """What a layer of Gated DeltaNet computes between its projections, to be called under `jit`."""
 
     mesh: Mesh
+    ranks_per_node: int | None = None  # of the context axis; see `Ranks.per_node`
 
     def prepare(
         self,
@@ -64,7 +65,7 @@ class ShardedDeltaNet(NamedTuple):
           filter_q_PGK, filter_k_PGK, filter_v_PHV: the convolution of each channel.
           ranges: of `prepare`. None: each sequence is one segment.
         """
-        ranks = Ranks(CONTEXT, self.mesh.shape[CONTEXT])
+        ranks = Ranks(CONTEXT, self.mesh.shape[CONTEXT], self.ranks_per_node)
         ranges = ranges or Documents(None, None)
         in_specs = (*[HEADS] * 5, *[FILTERS] * 3, jax.tree.map(lambda _: _TOKENS, ranges))
         local = functools.partial(_mixed, ranks=ranks, num_fragments=2 if ranks.size > 1 else 1)
