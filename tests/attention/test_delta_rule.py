@@ -17,12 +17,14 @@ from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hlo import analyze
+from jaxlc.sharding.document_layout import chained_order, zigzag_chain
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 LENGTHS = 5, 190, 61, 1, 1, 130, 100, 24  # borders inside chunks and between ranks; the last document is padding
 SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
 FLOAT64_PARITY = 1e-12
 NAMES = "out", "q", "k", "v", "g", "beta"
+CHAINS = 3
 
 
 def mesh_of(context=1, tensor=1):
@@ -150,6 +152,54 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
         actual, exact = (values_and_gradients(function, arrays) for function in (in_tiles, whole))
         for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
             bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+            assert max_relative_error(a, b) < bound, name
+
+
+def orders_of(context):
+    """Four sequences of documents, with their orders: sharded and cut documents; one document; more long documents than
+    chains, which are cut in sequence; zigzag order."""
+    documents = LENGTHS[:-1], (510,), (70, 67, 66, 65, 1, 80, 70, 73), LENGTHS[:-1]
+    segments = [np.pad(np.repeat(np.arange(1, len(x) + 1), x), (0, 512 - sum(x))).astype(np.int32) for x in documents]
+    chained = functools.partial(chained_order, context=context, num_chains=CHAINS, min_tokens=3)
+    return np.stack(segments), [*map(chained, segments[:3]), zigzag_chain(512, context)]
+
+
+@pytest.mark.parametrize(
+    "mesh, dtype",
+    [
+        pytest.param(dict(context=2), "float64", marks=pytest.mark.full),
+        (dict(context=4), "float64"),
+        pytest.param(dict(context=8), "float64", marks=pytest.mark.full),
+        pytest.param(dict(context=2, tensor=2), "float32", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh, dtype):
+    """The mixer, convolutions included, with several groups of a fragment, on ranks with 2 x 3 fragments."""
+    monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 64)
+    segments, orders = orders_of(mesh["context"])
+    with jax.enable_x64(dtype == "float64"):
+        *tokens, filter_q, filter_k, filter_v = (*operands(dtype), *filters(dtype))
+        factors = jnp.linspace(0.5, 1, 4, dtype=dtype)
+        tokens = [x * factors.reshape(4, *[1] * (x.ndim - 1)) for x in tokens]  # four sequences
+        arrays = *tokens, filter_q, filter_k, filter_v
+
+        def natural(*arrays):
+            return ShardedDeltaNet(mesh_of())(*arrays, ranges=Documents(jnp.asarray(segments), None))
+
+        def by_document(*arrays):
+            *tokens, filter_q, filter_k, filter_v = arrays
+            net = ShardedDeltaNet(mesh_of(**mesh), num_chains=CHAINS, num_taps=4)
+            order_BT, fragments_BT = (jnp.stack(x) for x in zip(*orders))
+            of_rows = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
+            ranges = net.prepare(None, of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
+            tokens = [of_rows(x, order_BT) for x in tokens]
+            out = net(*tokens, filter_q, filter_k, filter_v, ranges=ranges)
+            return of_rows(out, jnp.stack([natural_order(order.order_T) for order in orders]))
+
+        actual, exact = (values_and_gradients(function, arrays) for function in (by_document, natural))
+        bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
             assert max_relative_error(a, b) < bound, name
 
 

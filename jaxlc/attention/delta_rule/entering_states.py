@@ -38,6 +38,17 @@ def entering_states(maps: list[Affine], ranks: Ranks) -> list[jax.Array]:
     return _entering(maps, ranks, 1)
 
 
+@jax.named_scope(scopes.DELTA_STATES)
+def states_of_groups(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int) -> jax.Array:
+    """As `entering_states`, [G, B, H, K, V], of fragments with any numbers of groups.
+
+    Args:
+      maps: of all groups of this rank, arrays [G, B, ...].
+      fragment_GB: of `document_fragments.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
+    """
+    return _states_of_groups(maps, fragment_GB, ranks, num_fragments)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _entering(maps: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
     """As `entering_states`; the first fragments are in the order of the ranks if `direction` is 1, or else -1."""
@@ -62,6 +73,82 @@ def _entering_backward(ranks, direction, residuals, gradients):
 
 
 _entering.defvjp(_entering_forward, _entering_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _states_of_groups(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int) -> jax.Array:
+    return _spread(maps, fragment_GB, _of_chains(maps, fragment_GB, ranks, num_fragments))
+
+
+def _groups_forward(maps, fragment_GB, ranks, num_fragments):
+    of_fragments = checkpoint_name(_of_chains(maps, fragment_GB, ranks, num_fragments), "delta_states")
+    return _spread(maps, fragment_GB, of_fragments), (maps, fragment_GB, of_fragments)
+
+
+def _groups_backward(ranks, num_fragments, residuals, dS):
+    """As `_entering_backward`: the second fragment of each chain is the first."""
+    maps, fragment_GB, of_fragments = residuals
+    reverse_GB = jnp.where(fragment_GB < num_fragments, fragment_GB ^ 1, fragment_GB)[::-1]
+    transposed = Affine(maps.M.mT[::-1], dS[::-1])
+    leaving = _states_of_groups(transposed, reverse_GB, ranks, num_fragments)[::-1]
+    entering = _spread(maps, fragment_GB, of_fragments)
+    return Affine(product("...iv,...jv->...ij", leaving, entering), leaving), None
+
+
+_states_of_groups.defvjp(_groups_forward, _groups_backward)
+
+
+def _of_chains(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int) -> jax.Array:
+    """The state that enters each fragment, [F, B, H, K, V]. Chains are independent of each other."""
+    totals = _totals(maps, fragment_GB, num_fragments)
+
+    def of_chains(x, i):  # [F, B, ...] -> [chains x B, ...]
+        return x[i::2].reshape(-1, *x.shape[2:])
+
+    halves = [jax.tree.map(lambda x, i=i: of_chains(x, i), totals) for i in range(2)]
+    entering = [S.reshape(-1, *totals.U.shape[1:]) for S in _of_fragments(halves, ranks, 1)]
+    return jnp.stack(entering, axis=1).reshape(totals.U.shape)
+
+
+def _totals(maps: Affine, fragment_GB: jax.Array, num_fragments: int) -> Affine:
+    """The map of all groups of each fragment, arrays [F, B, ...]; that of no tokens for fragments without groups."""
+    empty = _empty(jax.tree.map(lambda x: x[0], maps))
+
+    def step(before, group):
+        of_group, is_first_B = group
+        after = of_group.after(_where(_like_maps(is_first_B), empty, before))
+        return after, after
+
+    _, until = lax.scan(step, empty, (maps, _is_first(fragment_GB)))
+    is_group_FGB = fragment_GB == jnp.arange(num_fragments)[:, None, None]
+    last_FB = jnp.max(jnp.where(is_group_FGB, jnp.arange(len(fragment_GB))[:, None], -1), axis=1)
+    index_FB = jnp.maximum(last_FB, 0)[..., None, None, None]
+    last = jax.tree.map(lambda x: jnp.take_along_axis(x, index_FB, axis=0, mode="promise_in_bounds"), until)
+    return _where(_like_maps(last_FB >= 0), last, empty)
+
+
+def _spread(maps: Affine, fragment_GB: jax.Array, of_fragments: jax.Array) -> jax.Array:
+    """The state that enters each group, [G, B, ...], from those that enter the fragments, [F, B, ...]."""
+
+    def step(S, group):
+        of_group, fragment_B, is_first_B = group
+        index_B = jnp.minimum(fragment_B, len(of_fragments) - 1)[None, :, None, None, None]
+        start = jnp.take_along_axis(of_fragments, index_B, axis=0, mode="promise_in_bounds")[0]
+        S = jnp.where(_like_maps(is_first_B), start, S)
+        return of_group(S), S
+
+    return lax.scan(step, of_fragments[0], (maps, fragment_GB, _is_first(fragment_GB)))[1]
+
+
+def _is_first(fragment_GB: jax.Array) -> jax.Array:
+    """Whether each group is the first of its fragment."""
+    previous_GB = jnp.pad(fragment_GB[:-1], [(1, 0), (0, 0)], constant_values=-1)
+    return fragment_GB != previous_GB
+
+
+def _like_maps(flags: jax.Array) -> jax.Array:
+    """Flags [..., B] with the dimensions of maps, [..., B, H, K, K]."""
+    return flags[..., None, None, None]
 
 
 def _of_fragments(totals: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
