@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS
+from jaxlc.attention.delta_rule.sharded_rule import groups_at_once
 from jaxlc.attention.strategies.fragments import predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -55,6 +56,7 @@ def group_table(
     num_fragments = 2 * num_chains
     size = group_tokens(num_tokens, num_fragments, most_tokens)
     num_groups = (num_tokens + num_fragments * (size - 1)) // size
+    num_groups += -num_groups % groups_at_once(num_groups, batch, size)
     is_fragment_bFt = fragments_bt[:, None] == jnp.arange(num_fragments, dtype=jnp.int32)[:, None]
     count_bF = is_fragment_bFt.sum(-1, dtype=jnp.int32)
     begin_bF = jnp.argmax(is_fragment_bFt, axis=-1).astype(jnp.int32)

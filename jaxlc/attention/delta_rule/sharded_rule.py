@@ -68,7 +68,7 @@ def delta_rule_in_groups(
       groups: arrays [G, B, g, ...].
       fragment_GB, num_fragments: of `document_fragments.GroupTable`.
     """
-    in_groups = functools.partial(_in_groups, tokens_at_once=_GROUPS_AT_ONCE * GROUP_TOKENS)
+    in_groups = functools.partial(_in_groups, at_once=groups_at_once(*groups.v_BLHV.shape[:3]))
     maps = in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
     states = states_of_groups(maps, fragment_GB, ranks, num_fragments)
     return in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
@@ -107,15 +107,17 @@ def _first_state(q_btGK: jax.Array, v_btHV: jax.Array, num_states: int) -> jax.A
     return jnp.zeros(shape, jnp.promote_types(jnp.float32, q_btGK.dtype))
 
 
-def _in_groups(function: Callable, groups: Any, tokens_at_once: int = 0) -> Any:
-    """`function` of each group, several at once; `groups` is a tree of arrays [groups, B, ...].
+def groups_at_once(num_groups: int, num_sequences: int, group_tokens: int) -> int:
+    """Groups of each batch of `delta_rule_in_groups`. The batches are few, and equal if that divides the number of
+    groups: XLA compiles a smaller last batch for minutes, with all that computes its operands."""
+    most = max(1, _GROUPS_AT_ONCE * GROUP_TOKENS // (num_sequences * group_tokens))
+    return math.ceil(num_groups / math.ceil(num_groups / most))
 
-    Args:
-      tokens_at_once: if the groups are short; the first leaf is [groups, B, tokens, ...].
-    """
-    num_sequences, num_tokens = jax.tree.leaves(groups)[0].shape[1:3]
-    at_once = tokens_at_once // num_tokens if tokens_at_once else _GROUPS_AT_ONCE
-    return lax.map(function, groups, batch_size=max(1, at_once // num_sequences))
+
+def _in_groups(function: Callable, groups: Any, at_once: int = 0) -> Any:
+    """`function` of each group, several at once; `groups` is a tree of arrays [groups, B, ...]."""
+    num_sequences = jax.tree.leaves(groups)[0].shape[1]
+    return lax.map(function, groups, batch_size=at_once or max(1, _GROUPS_AT_ONCE // num_sequences))
 
 
 def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
