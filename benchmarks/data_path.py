@@ -117,7 +117,7 @@ def main() -> None:
             global_batch_size=1,
             gradient_accumulation_steps=1,
             seq_len=arguments.seq_len,
-            order_of=lambda sequence: order,
+            arranged=lambda sequence: (sequence, order),
             sharding=NamedSharding(mesh, PartitionSpec()),
             prefetch_steps=2,
         )

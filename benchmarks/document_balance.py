@@ -7,6 +7,7 @@ Work is the number of pairs of a query and a key that it attends to. Ring cost i
 over ranks, relative to the mean work of a rank: the ring steps are synchronized. Runs on the host.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxlc.core import plot_style
 from jaxlc.data.sequences.packing import best_fit
 from jaxlc.data.texts.sources import PYTHON_STDLIB, list_files
 from jaxlc.plan.packing_estimates import mix_of_lengths
-from jaxlc.sharding.document_layout import by_ring_step, document_layout, ring_cost
+from jaxlc.sharding.document_layout import by_ring_step, chained_order, document_layout, ring_cost
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.simulate.packed_work import sequence_work
 from jaxlc.step.sequence_order import choose
@@ -27,6 +28,7 @@ from jaxlc.step.sequence_order import choose
 TOKENS, CONTEXT = 524_288, 8
 _NUM_SEQUENCES = 30
 _WINDOW_CASES, _WINDOWS, _NUM_WINDOW_SEQUENCES = ((65_536, 8), (262_144, 8), (524_288, 8)), (128, 1024, 4096), 10
+_CHAINS, _NUM_CHAIN_SEQUENCES = (4, 6, 8, 12), 20
 _NUM_ORDERS = 64  # random orders of the documents that "best packing order" tries, and two sorted ones
 _IMAGE = Path(__file__).parents[1] / "docs" / "images" / "packing_balance.png"
 _ORDERS = ("zigzag", "best packing order", "per-document sharding")
@@ -122,6 +124,29 @@ def window_table() -> Iterator[str]:
         yield f"| {num_tokens:,} | {context} | {window:,} | {np.mean(costs):.2f} | {share} |"
 
 
+def chain_table() -> Iterator[str]:
+    """Lines of Markdown: mean (worst) ring cost of full layers in models with recurrent layers too, by the largest
+    number of documents that are cut into pieces for all ranks."""
+    yield f"| tokens | zigzag | {' | '.join(f'{chains - 1} documents' for chains in _CHAINS)} |"
+    yield "| --- |" + " --- |" * (len(_CHAINS) + 1)
+    for num_tokens, context in _WINDOW_CASES:
+        rng = np.random.default_rng(0)
+        sequences = [mix_of_lengths(rng, num_tokens) for _ in range(_NUM_CHAIN_SEQUENCES)]
+        zigzag = np.mean([ring_cost(zigzag_ring_work(lengths, num_tokens, context)) for lengths in sequences])
+        cells = []
+        for num_chains in _CHAINS:
+            config = defaults()
+            config.mesh.context, config.data.seq_len = context, num_tokens
+            order_of = functools.partial(_chained_order, context=context, num_chains=num_chains)
+            costs = [sequence_work(load(config), order_of, lengths).ring_cost for lengths in sequences]
+            cells.append(f"{np.mean(costs):.2f} ({np.max(costs):.2f})")
+        yield f"| {num_tokens:,} | {zigzag:.2f} | {' | '.join(cells)} |"
+
+
+def _chained_order(sequence: dict[str, np.ndarray], context: int, num_chains: int) -> np.ndarray:
+    return chained_order(sequence["segment_ids"], context, num_chains=num_chains, min_tokens=3).order_T
+
+
 def draw(lengths: np.ndarray, path: Path) -> None:
     """Draws the work of the ranks over time, with synchronized ring steps, for each of `_ORDERS`."""
     works = [work * CONTEXT / work.sum() for work in ring_works(lengths)]  # 1: the mean work of a rank
@@ -150,7 +175,7 @@ def main(_) -> None:
     if flags.FLAGS.image:
         draw(mix_of_lengths(np.random.default_rng(0), TOKENS), _IMAGE)
     else:
-        print("\n".join([*table(), "", *window_table()]))
+        print("\n".join([*table(), "", *window_table(), "", *chain_table()]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_fr
 from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_params
+from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
 from jaxlc.runtime import unified_memory
 
 # XLA reads it when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30 bytes. The pool
@@ -161,7 +162,9 @@ def _values_per_token(config: Config, model: ModelConfig) -> dict[str, float]:
         both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
     if model.mixer == "gated_delta_net":
         keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_value_heads * model.delta_value_dim
-        states = 2 * config.mesh.context * values * model.delta_key_dim * 4 // _itemsize(config)  # float32, 2 per rank
+        may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
+        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context  # see step/sequence_order.py
+        states = fragments * values * model.delta_key_dim * 4 // _itemsize(config)  # float32
         delta_states = states / config.data.seq_len
         own = dict(query=keys + values, key=keys, value=values, attention_out=values, delta_states=delta_states)
         return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own

@@ -76,18 +76,18 @@ def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch
     lengths = np.array(document_lengths or shape[-1:], np.int32)
     segment_ids_T = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
     positions_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    order_T = step.sequence_order.of(dict(segment_ids=segment_ids_T))
+    in_document = dict(positions=positions_T, segment_ids=segment_ids_T)
+    sequence, order_T = step.sequence_order.arranged(in_document)
 
     def make():
         tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
-        positions, segment_ids = (jnp.broadcast_to(x_T[order_T], shape) for x_T in (positions_T, segment_ids_T))
+        of_order = {name: jnp.broadcast_to(x_T[order_T], shape) for name, x_T in sequence.items()}
         others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)  # those of post-training
         return others._replace(
             tokens=tokens,
             targets=jnp.roll(tokens, -1, axis=-1),
             loss_weights=jnp.ones(shape),
-            positions=positions,
-            segment_ids=segment_ids,
+            **of_order,
         )
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()

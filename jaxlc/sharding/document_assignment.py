@@ -178,6 +178,42 @@ class Assignment:
             pieces += [(*piece, 2 * rank + 1) for piece in second + last[::-1]]
         return np.array(pieces, np.int64).reshape(-1, 4)
 
+    def fragments(self, pieces: np.ndarray, num_chains: int) -> np.ndarray:
+        """int32 [tokens]: the fragment of its rank that each token of the layout belongs to.
+
+        A chain is a part of the sequence whose tokens are on the ranks in zigzag order: first on ranks 0, 1, ..., then
+        on ..., 1, 0. Fragment 2 i is what a rank has first of chain i, fragment 2 i + 1 the second. Each sharded
+        document is a chain. The last chain begins with the cut documents, which continue on the next rank; its second
+        fragments have the whole documents and padding.
+
+        Args:
+          pieces: of `pieces()`.
+          num_chains: more than the number of sharded documents.
+        """
+        num_sharded, context = len(self.sizes), len(self.whole)
+        assert num_sharded < num_chains, (num_sharded, num_chains)
+        num_tokens_lo = self.sizes[:, :context].sum(axis=1)
+        cut = {document for document, *_ in self.cuts}
+        rest = 2 * num_chains - 1
+        fragments_RT = np.full((context, self.rank_tokens), rest, np.int32)
+        ends = [0] * context
+        for document, offset, tokens, rank in pieces.tolist():
+            fragment = rest - (document in cut)
+            if document < num_sharded:
+                fragment = 2 * document + int(offset >= num_tokens_lo[document])
+            fragments_RT[rank, ends[rank] : ends[rank] + tokens] = fragment
+            ends[rank] += tokens
+        return fragments_RT.reshape(-1)
+
+    def has_chains(self, num_chains: int, min_tokens: int) -> bool:
+        """Whether there are fewer sharded documents than chains, and all pieces between two others of their document
+        have at least `min_tokens` tokens."""
+        between = [
+            tokens for document, _, offset, tokens in self.cuts if offset and offset + tokens < self.lengths[document]
+        ]
+        sizes = [*self.sizes.reshape(-1).tolist(), *between]
+        return len(self.sizes) < num_chains and all(tokens >= min_tokens for tokens in sizes)
+
     def _shared_pieces(self, rank: int) -> list[tuple[int, int, int]]:
         """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order of its tokens."""
         offsets = np.cumsum(self.sizes, axis=1) - self.sizes

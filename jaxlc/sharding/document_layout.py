@@ -24,6 +24,7 @@ smallest whose ring cost is below a limit: each sharded document makes the piece
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,7 +83,8 @@ def document_layout(
     Raises:
       UserError: the tokens do not split over the ranks.
     """
-    best = _best_assignment(_checked(lengths, num_tokens, context), num_tokens, context, block_tokens, max_cost)
+    lengths = _checked(lengths, num_tokens, context)
+    best = _best_assignment(lengths, num_tokens, context, block_tokens=block_tokens, max_cost=max_cost)
     assert best is not None
     return _layout_of(best)
 
@@ -114,9 +116,7 @@ def document_order(
     Raises:
       UserError: the tokens do not split over the ranks.
     """
-    documents_first = np.argsort(segment_ids_T == 0, kind="stable")  # padding may be anywhere
-    ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
-    lengths = np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
+    documents_first, lengths = _documents(segment_ids_T)
     num_tokens = len(segment_ids_T)
     per_rank = 2 if mirrored else 1
 
@@ -128,7 +128,7 @@ def document_order(
 
     lengths = _checked(lengths, num_tokens, context)
     fits = None if window is None and not mirrored else lambda assignment: pieces_of(assignment) is not None
-    best = _best_assignment(lengths, num_tokens, context, _BLOCK_TOKENS, MAX_RING_COST, fits)
+    best = _best_assignment(lengths, num_tokens, context, fits=fits)
     if best is None:
         return None
     order_T = documents_first[best.order(pieces_of(best), per_rank)]
@@ -137,6 +137,57 @@ def document_order(
     if inner > 1:
         order_T = order_T.reshape(context, -1)[:, zigzag_order(len(order_T) // context, inner)].reshape(-1)
     return order_T
+
+
+class ChainedOrder(NamedTuple):
+    """An order of tokens, and the fragments of each rank. See `Assignment.fragments`."""
+
+    order_T: np.ndarray  # int64 [tokens]
+    fragments_T: np.ndarray  # int32 [tokens], in the layout
+
+
+def chained_order(
+    segment_ids_T: np.ndarray, context: int, *, num_chains: int, min_tokens: int, window: int | None = None
+) -> ChainedOrder:
+    """As `document_order`, with a limited number of documents that ranks share, for layers that exchange states.
+
+    Args:
+      num_chains: at least 2. At most num_chains - 1 documents are cut into pieces for all ranks.
+      min_tokens: of a piece between two others of its document.
+    Returns:
+      Zigzag order, which is one chain, if no layout has so few chains, so long pieces and room for the windows.
+    Raises:
+      UserError: the tokens do not split over the ranks.
+    """
+    documents_first, lengths = _documents(segment_ids_T)
+    num_tokens = len(segment_ids_T)
+
+    def fits(assignment: Assignment) -> bool:
+        if not assignment.has_chains(num_chains, max(1, min_tokens)):
+            return False
+        return window is None or has_room(assignment.pieces()[0], context, num_tokens // context, context, window)
+
+    best = _best_assignment(
+        _checked(lengths, num_tokens, context), num_tokens, context,
+        max_sharded=num_chains - 1, fits=fits, is_exhaustive=window is None,
+    )  # fmt: skip
+    if best is None:
+        return zigzag_chain(num_tokens, context)
+    pieces, _ = best.pieces()
+    return ChainedOrder(documents_first[best.order(pieces)], best.fragments(pieces, num_chains))
+
+
+def zigzag_chain(num_tokens: int, context: int) -> ChainedOrder:
+    """Zigzag order, as the first chain."""
+    halves_T = np.repeat(np.arange(2, dtype=np.int32), num_tokens // (2 * context))
+    return ChainedOrder(zigzag_order(num_tokens, context), np.tile(halves_T, context))
+
+
+def _documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens with those of documents first, and the lengths of the documents. Padding may be anywhere."""
+    documents_first = np.argsort(segment_ids_T == 0, kind="stable")
+    ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
+    return documents_first, np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
 
 
 def _checked(lengths, num_tokens: int, context: int) -> np.ndarray:
@@ -153,23 +204,35 @@ def _best_assignment(
     lengths: np.ndarray,
     num_tokens: int,
     context: int,
-    block_tokens: int,
-    max_cost: float,
+    *,
+    block_tokens: int = _BLOCK_TOKENS,
+    max_cost: float = MAX_RING_COST,
+    max_sharded: int = MAX_SHARED_DOCUMENTS,
     fits: Callable[[Assignment], bool] | None = None,
+    is_exhaustive: bool | None = None,
 ) -> Assignment | None:
     """The first candidate that costs at most max_cost, otherwise the one with the lowest cost; None: none fits.
 
     Args:
-      fits: a further condition. With it, candidates with finer pieces are not tried once one fits.
+      max_sharded: the largest number of sharded documents.
+      fits: a further condition.
+      is_exhaustive: documents are cut in sequence if no other candidate is possible. Otherwise, candidates with finer
+        pieces are not even tried once one fits. None: True without `fits`.
     """
+    if is_exhaustive is None:
+        is_exhaustive = fits is None
     best, best_cost = None, np.inf
-    for assignment in _assignments(lengths, num_tokens // context, context, block_tokens, may_cut=fits is None):
-        if fits is not None and best is not None and assignment.unit < best.unit:
-            break
-        cost = ring_cost(by_ring_step(assignment.work_by_rank()))
-        if cost < best_cost and (fits is None or fits(assignment)):
-            best, best_cost = assignment, cost
-        if best_cost <= max_cost:
+    sizes = num_tokens // context, context, block_tokens, max_sharded
+    for in_sequence in (False, True)[: 1 + is_exhaustive]:
+        for assignment in _assignments(lengths, *sizes, in_sequence):
+            if not is_exhaustive and best is not None and assignment.unit < best.unit:
+                break
+            cost = ring_cost(by_ring_step(assignment.work_by_rank()))
+            if cost < best_cost and (fits is None or fits(assignment)):
+                best, best_cost = assignment, cost
+            if best_cost <= max_cost:
+                break
+        if best is not None:
             break
     return best
 
@@ -187,35 +250,28 @@ def by_ring_step(work: np.ndarray) -> np.ndarray:
 
 
 def _assignments(
-    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, *, may_cut: bool
+    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, max_sharded: int, in_sequence: bool
 ) -> Iterator[Assignment]:
-    """The candidates in the order of preference.
-
-    Args:
-      may_cut: if no other candidate is possible, documents are cut in sequence.
-    """
-    num_found = 0
-    for in_sequence in (False, True)[: 1 + may_cut]:
-        for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, in_sequence):
-            assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
-            if assignment is None:
-                continue
-            num_shared, num_long = assignment.num_shared()
-            if num_shared <= MAX_SHARED_DOCUMENTS and num_long <= MAX_LONG_SHARED_DOCUMENTS:
-                num_found += 1
-                yield assignment
-        if num_found:
-            return
+    """The candidates in the order of preference."""
+    for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, max_sharded, in_sequence):
+        assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
+        if assignment is None:
+            continue
+        num_shared, num_long = assignment.num_shared()
+        if num_shared <= MAX_SHARED_DOCUMENTS and num_long <= MAX_LONG_SHARED_DOCUMENTS:
+            yield assignment
 
 
-def _candidates(lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, in_sequence: bool):
+def _candidates(
+    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, max_sharded: int, in_sequence: bool
+):
     """(unit of piece lengths, number of sharded documents), in the order of preference."""
     if context == 1 or not len(lengths):
         yield 1, 0
         return
     # Longer than a rank's tokens: never whole.
     first = 0 if in_sequence else int((lengths > rank_tokens).sum())
-    last = min(len(lengths), MAX_SHARED_DOCUMENTS)
+    last = min(len(lengths), max_sharded)
     units = [block_tokens]
     while units[-1] > 1:
         units.append(max(1, units[-1] // 4))

@@ -30,6 +30,8 @@ class Batch(NamedTuple):
     answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
     old_log_probs: jax.Array | None = None  # float32; NaN: unknown, if posttrain.old_log_probs is not record
     reference_log_probs: jax.Array | None = None  # float32
+    # int32, of the order of tokens, not of the data: `sequence_order.SequenceOrder.chained`; `Assignment.fragments`
+    fragment_ids: jax.Array | None = None
 
 
 _SEQUENCE_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)
@@ -55,26 +57,30 @@ def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
     return pairs
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> Batch:
-    """Shapes, dtypes and shardings of the batch of a step."""
+def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:
+    """Shapes, dtypes and shardings of the batch of a step.
+
+    Args:
+      has_fragments: whether the order of tokens has `SequenceOrder.chained`.
+    """
     train, num_tokens = config.train, config.data.seq_len
     shape = (
         train.gradient_accumulation_steps,
         train.global_batch_size // train.gradient_accumulation_steps,
         num_tokens,
     )
-    batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC))
+    batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC), has_fragments)
     if config.posttrain.uses_reference_model:
         batch = batch._replace(reference_log_probs=batch.loss_weights)  # added to the data by `train.reference_model`
     return batch
 
 
-def abstract_sequences(config: Config, mesh: Mesh) -> Batch:
+def abstract_sequences(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:
     """As `abstract_batch`, of one microbatch with one sequence per rank of the data and fsdp axes; arrays [B, S]."""
     shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
-    return _abstract(config, shape, NamedSharding(mesh, _SEQUENCE_SPEC))
+    return _abstract(config, shape, NamedSharding(mesh, _SEQUENCE_SPEC), has_fragments)
 
 
-def _abstract(config: Config, shape: tuple[int, ...], sharding: NamedSharding) -> Batch:
-    dtypes = array_dtypes(config)
+def _abstract(config: Config, shape: tuple[int, ...], sharding: NamedSharding, has_fragments: bool) -> Batch:
+    dtypes = array_dtypes(config) | ({"fragment_ids": jnp.int32} if has_fragments else {})
     return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()})

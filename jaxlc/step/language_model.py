@@ -225,9 +225,10 @@ class LanguageModel:
             "tokens",
         )
         # All sequences have as many tokens as the first, except those that are only padding.
-        order = step.sequence_order.of({name: array[0] for name, array in arrays.items()})
+        first, order = step.sequence_order.arranged({name: array[0] for name, array in arrays.items()})
+        added = {name: np.broadcast_to(first[name], arrays["tokens"].shape) for name in first.keys() - arrays.keys()}
         sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
-        batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in arrays.items()})
+        batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in (arrays | added).items()})
         tables = ()
         if not is_custom:
             rope_tokens = num_tokens if self._is_pretrained else self.config.data.seq_len

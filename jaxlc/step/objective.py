@@ -179,9 +179,14 @@ class Objective:
         if self.config.attention.document_mask:
             positions = batch.positions
             prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)
+            fragments = {} if batch.fragment_ids is None else dict(fragments_BT=batch.fragment_ids)
             ranges = {
                 kind: split.prepare(
-                    positions, batch.segment_ids, self._abstract_queries(kind, positions.shape), **prefixes
+                    positions,
+                    batch.segment_ids,
+                    self._abstract_queries(kind, positions.shape),
+                    **prefixes,
+                    **(fragments if isinstance(split, ShardedDeltaNet) else {}),
                 )
                 for kind, split in attentions.items()
             }
@@ -240,6 +245,10 @@ class Objective:
         tile_tokens = self.config.memory.tile_tokens
         return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
 
+    @property
+    def _sequence_order(self) -> sequence_order.SequenceOrder:
+        return sequence_order.choose(self.config, self.mesh.shape[CONTEXT])
+
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
 
@@ -256,9 +265,11 @@ class Objective:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
         if model.of_kind(kind).mixer == "gated_delta_net":
+            per_node = None if self.nodes is None else self.nodes.context_ranks_per_node
             if self._num_tiles:
-                return TiledDeltaNet(self.mesh, self._num_tiles, model.delta_conv_taps)
-            return ShardedDeltaNet(self.mesh)
+                return TiledDeltaNet(self.mesh, self._num_tiles, model.delta_conv_taps, per_node)
+            num_chains = self._sequence_order.num_chains
+            return ShardedDeltaNet(self.mesh, per_node, num_chains, model.delta_conv_taps)
         window = model.window_of(kind)
         if self._num_tiles:
             num_kv_heads = model.of_kind(kind).num_kv_heads
@@ -266,12 +277,11 @@ class Objective:
                 settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window,
                 shared_prefixes=settings.shared_prefixes,
             )  # fmt: skip
-        few_documents = sequence_order.choose(self.config, self.mesh.shape[CONTEXT]).few_documents
         return attention.make(
             settings,
             self.mesh,
             window=window,
-            few_documents=few_documents,
+            few_documents=self._sequence_order.few_documents,
             shared_prefixes=settings.shared_prefixes,
         )
 

@@ -1,13 +1,15 @@
 """The choice of the order of tokens in the arrays of a batch."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlc.config import Config
+from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
 from jaxlc.data.sequences.loader import OrderOf
-from jaxlc.sharding.document_layout import document_order
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import ChainedOrder, chained_order, document_order
+from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.window_room import has_room_for_documents
 
 
@@ -19,6 +21,16 @@ class SequenceOrder:
     # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
     of: OrderOf
     few_documents: bool = False  # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
+    num_chains: int = 0  # of `chained`
+    # As `of`, with the fragments of ranks, for layers that exchange states. None: there are none, or zigzag order.
+    chained: Callable[[Mapping[str, np.ndarray]], ChainedOrder] | None = None
+
+    def arranged(self, sequence: Mapping[str, np.ndarray]) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+        """All arrays of a sequence that a batch has, in natural order, and the order."""
+        if self.chained is None:
+            return sequence, self.of(sequence)
+        order_T, fragments_T = self.chained(sequence)
+        return {**sequence, "fragment_ids": fragments_T[natural_order(order_T)]}, order_T
 
 
 def natural(num_tokens: int) -> SequenceOrder:
@@ -44,6 +56,9 @@ def choose(config: Config, context: int) -> SequenceOrder:
     if reason is not None:
         return zigzag(config.data.seq_len, context, reason)
     inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
+    description = "tokens in the order of per-document sharding"
+    if _has_states(config):
+        return _with_chains(description, context, window, min_tokens=config.model.delta_conv_taps - 1)
 
     def order_of(sequence):
         order_T = document_order(
@@ -53,9 +68,24 @@ def choose(config: Config, context: int) -> SequenceOrder:
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 
     return SequenceOrder(
-        description="tokens in the order of per-document sharding",
+        description=description,
         of=order_of,
         few_documents=window is None and not is_tiled,  # these may need zigzag order for a sequence
+    )
+
+
+def _with_chains(description: str, context: int, window: int | None, min_tokens: int) -> SequenceOrder:
+    def chained(sequence):
+        return chained_order(
+            sequence["segment_ids"], context, num_chains=NUM_CHAINS, min_tokens=min_tokens, window=window
+        )
+
+    return SequenceOrder(
+        description=f"{description}, at most {NUM_CHAINS - 1} documents of a sequence on all ranks",
+        of=lambda sequence: chained(sequence).order_T,
+        few_documents=window is None,  # otherwise, a sequence may be in zigzag order
+        num_chains=NUM_CHAINS,
+        chained=chained,
     )
 
 
@@ -68,8 +98,15 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
         return "attention.document_mask=False"
     if not attention.document_sharding:
         return "attention.document_sharding=False"
-    if "gated_delta_net" in config.model.attentions:
-        return "gated_delta_net layers, whose ranks exchange states along the whole sequence"
+    if _has_states(config):
+        if config.model.attentions <= {"gated_delta_net", "sliding"}:
+            return "no layer has more work on one rank than on another"
+        if config.memory.tile_tokens:
+            return "gated_delta_net layers with memory.tile_tokens, whose tiles have a part of each fragment of a rank"
+        if attention.shared_prefixes:
+            return "gated_delta_net layers with shared prefixes, whose states pass through the whole sequence"
+        if attention.strategy == "hybrid":
+            return "gated_delta_net layers with strategy hybrid, whose groups split documents once more"
     if attention.shared_prefixes and config.memory.tile_tokens:
         return "memory.tile_tokens with shared prefixes, whose tokens a mirrored piece does not reach"
     if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
@@ -82,6 +119,11 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
     if window is not None and not has_room_for_documents(rank_tokens, window):
         return f"sliding windows of {window} tokens are too long for pieces of documents on {rank_tokens} tokens"
     return None
+
+
+def _has_states(config: Config) -> bool:
+    """Whether layers exchange states between fragments of the sequence."""
+    return "gated_delta_net" in config.model.attentions
 
 
 def _group_size(config: Config) -> int:

@@ -136,7 +136,7 @@ class TrainStep:
 
     @cached_property
     def abstract_batch(self) -> Batch:
-        return abstract_batch(self.config, self.mesh)
+        return abstract_batch(self.config, self.mesh, self.sequence_order.chained is not None)
 
     @cached_property
     def jitted(self):
@@ -196,7 +196,7 @@ class TrainStep:
     @cached_property
     def abstract_evaluation_batch(self) -> Batch:
         """Arrays [sequences, tokens]."""
-        return abstract_sequences(self.config, self.mesh)
+        return abstract_sequences(self.config, self.mesh, self.sequence_order.chained is not None)
 
     def compile_evaluation(
         self,

@@ -72,7 +72,7 @@ class RunData:
             global_batch_size=train.global_batch_size,
             gradient_accumulation_steps=train.gradient_accumulation_steps,
             seq_len=step.config.data.seq_len,
-            order_of=step.sequence_order.of,
+            arranged=step.sequence_order.arranged,
             sharding=NamedSharding(step.mesh, BATCH_SPEC),
             prefetch_steps=step.config.data.prefetch_steps,
         )

@@ -16,12 +16,15 @@ from jaxlc.attention.delta_rule.sharded_delta_net import Documents, ShardedDelta
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.hlo import analyze
+from jaxlc.sharding.document_layout import chained_order, zigzag_chain
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 LENGTHS = 5, 190, 61, 1, 1, 130, 100, 24  # borders inside chunks and between ranks; the last document is padding
 SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
 FLOAT64_PARITY = 1e-12
 NAMES = "out", "q", "k", "v", "g", "beta"
+CHAINS = 3
 
 
 def mesh_of(context=1, tensor=1):
@@ -55,9 +58,9 @@ def operands(dtype, num_tokens=512, key_heads=2, heads=4, key_dim=8, value_dim=6
     return q, k, normal(keys[2], (1, num_tokens, heads, value_dim)), g, jax.nn.sigmoid(normal(keys[4], g.shape))
 
 
-def filters(dtype, num_taps=4):
+def filters(dtype, num_taps=4, heads=4):
     """Of q, k and v, with the sizes of `operands`."""
-    shapes = (num_taps, 2, 8), (num_taps, 2, 8), (num_taps, 4, 6)
+    shapes = (num_taps, 2, 8), (num_taps, 2, 8), (num_taps, heads, 6)
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(jax.random.split(jax.random.key(1), 3), shapes)]
 
 
@@ -152,6 +155,54 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
             assert max_relative_error(a, b) < bound, name
 
 
+def orders_of(context):
+    """Four sequences of documents, with their orders: sharded and cut documents; one document; more long documents than
+    chains, which are cut in sequence; zigzag order."""
+    documents = LENGTHS[:-1], (510,), (70, 67, 66, 65, 1, 80, 70, 73), LENGTHS[:-1]
+    segments = [np.pad(np.repeat(np.arange(1, len(x) + 1), x), (0, 512 - sum(x))).astype(np.int32) for x in documents]
+    chained = functools.partial(chained_order, context=context, num_chains=CHAINS, min_tokens=3)
+    return np.stack(segments), [*map(chained, segments[:3]), zigzag_chain(512, context)]
+
+
+@pytest.mark.parametrize(
+    "mesh, dtype",
+    [
+        pytest.param(dict(context=2), "float64", marks=pytest.mark.full),
+        (dict(context=4), "float64"),
+        pytest.param(dict(context=8), "float64", marks=pytest.mark.full),
+        pytest.param(dict(context=2, tensor=2), "float32", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh, dtype):
+    """The mixer, convolutions included, with several groups of a fragment, on ranks with 2 x 3 fragments."""
+    monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 64)
+    segments, orders = orders_of(mesh["context"])
+    with jax.enable_x64(dtype == "float64"):
+        *tokens, filter_q, filter_k, filter_v = (*operands(dtype), *filters(dtype))
+        factors = jnp.linspace(0.5, 1, 4, dtype=dtype)
+        tokens = [x * factors.reshape(4, *[1] * (x.ndim - 1)) for x in tokens]  # four sequences
+        arrays = *tokens, filter_q, filter_k, filter_v
+
+        def natural(*arrays):
+            return ShardedDeltaNet(mesh_of())(*arrays, ranges=Documents(jnp.asarray(segments), None))
+
+        def by_document(*arrays):
+            *tokens, filter_q, filter_k, filter_v = arrays
+            net = ShardedDeltaNet(mesh_of(**mesh), num_chains=CHAINS, num_taps=4)
+            order_BT, fragments_BT = (jnp.stack(x) for x in zip(*orders))
+            of_rows = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
+            ranges = net.prepare(None, of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
+            tokens = [of_rows(x, order_BT) for x in tokens]
+            out = net(*tokens, filter_q, filter_k, filter_v, ranges=ranges)
+            return of_rows(out, jnp.stack([natural_order(order.order_T) for order in orders]))
+
+        actual, exact = (values_and_gradients(function, arrays) for function in (by_document, natural))
+        bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
+        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
+            assert max_relative_error(a, b) < bound, name
+
+
 @pytest.mark.parametrize(
     "context, dtype",
     [
@@ -217,6 +268,52 @@ def test_bytes_between_ranks_do_not_depend_on_the_length():
 
     lengths = [re.sub(r"%\w+|handle = \d+", "", "\n".join(collectives(num_tokens))) for num_tokens in (1024, 8192)]
     assert lengths[0] == lengths[1] and "collective_permute" in lengths[0]
+
+
+def bytes_between_nodes(function, arrays, per_node):
+    """Sent by all devices of the compiled program to other nodes. All of it is sent by collective permutes."""
+    total = 0
+    for collective in analyze(jax.jit(function).lower(*arrays).compile().as_text()).collectives:
+        crossing = [group for group in collective.groups if len({rank // per_node for rank in group}) > 1]
+        assert not crossing or collective.kind == "collective-permute"
+        total += collective.times * collective.sent_bytes * len(crossing)
+    return total
+
+
+def test_maps_of_states_cross_nodes_once():
+    """Two nodes of four ranks: instead of four maps and four states, one state in each direction of zigzag order."""
+    arrays = (*operands("float32"), *filters("float32"))
+    flat, by_node = (
+        functools.partial(ShardedDeltaNet(mesh_of(context=8), per_node), ranges=None) for per_node in (None, 4)
+    )
+    heads, key_dim, value_dim = 4, 8, 6
+    map_bytes, state_bytes = (4 * heads * key_dim * dim for dim in (key_dim, value_dim))
+    # Besides, the last tokens and segments of fragments: from rank 3 to rank 4, and from rank 4 to rank 3.
+    halo_bytes = bytes_between_nodes(flat, arrays, 4) - 2 * (4 * map_bytes + 8 * state_bytes)
+    assert 0 < halo_bytes < 2 * state_bytes
+    assert bytes_between_nodes(by_node, arrays, 4) == halo_bytes + 2 * state_bytes
+
+
+@pytest.mark.parametrize("per_node", [4, pytest.param(2, marks=pytest.mark.full)])
+def test_exchange_by_nodes_equals_natural_order_on_one_device(per_node):
+    """Two and four nodes of a context axis of 8, in zigzag order; the ranks of a node exchange parts of 6 heads."""
+    with jax.enable_x64():
+        order = zigzag_order(512, 8)
+        arrays = (*operands("float64", heads=6), *filters("float64", heads=6))
+
+        def on_nodes(*arrays):
+            *tokens, filter_q, filter_k, filter_v = arrays
+            documents = Documents(jnp.asarray(SEGMENTS[:, order]), None)
+            net = ShardedDeltaNet(mesh_of(context=8), per_node)
+            out = net(*(x[:, order] for x in tokens), filter_q, filter_k, filter_v, ranges=documents)
+            return out[:, natural_order(order)]
+
+        def natural(*arrays):
+            return ShardedDeltaNet(mesh_of())(*arrays, ranges=Documents(jnp.asarray(SEGMENTS), None))
+
+        actual, exact = (values_and_gradients(function, arrays) for function in (on_nodes, natural))
+        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
+            assert max_relative_error(a, b) < FLOAT64_PARITY, name
 
 
 def test_inverse_of_64_equal_keys_is_exact():

@@ -43,7 +43,7 @@ def stream(sequences, mesh: Mesh, spec=SPEC, **changes):
         global_batch_size=8,
         gradient_accumulation_steps=2,
         seq_len=S,
-        order_of=order_of,
+        arranged=lambda sequence: (sequence, order_of(sequence)),
         prefetch_steps=2,
     )
     return batches(sequences, sharding=NamedSharding(mesh, spec), **(arguments | changes))

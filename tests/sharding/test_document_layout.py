@@ -12,6 +12,7 @@ from jaxlc.sharding.document_layout import (
     MAX_RING_COST,
     MAX_SHARED_DOCUMENTS,
     by_ring_step,
+    chained_order,
     document_layout,
     document_order,
     ring_cost,
@@ -69,6 +70,46 @@ def test_document_tokens_are_contiguous_on_each_rank(context):
         for order in layout.order.reshape(context, -1):
             rest = document_T[order[layout.num_shared_tokens :]]
             assert all(len(ranks_of[document]) == 1 for document in set(rest.tolist()) - {-1})
+
+
+@pytest.mark.parametrize("context", [2, 3, 4, 8])
+def test_chains_have_documents_in_sequence(context):
+    """In a chain, first what ranks 0, 1, ... have first, then what ranks ..., 1, 0 have second."""
+    rng = np.random.default_rng(context)
+    num_cut = num_pieces = 0
+    for _ in range(60):
+        num_tokens, num_chains = 2 * context * int(rng.integers(2, 60)), int(rng.integers(2, 6))
+        lengths = random_lengths(rng, num_tokens)
+        segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, num_tokens - sum(lengths)))
+        min_tokens = min(int(rng.integers(1, 16)), num_tokens // context)
+        order = chained_order(segments_T, context, num_chains=num_chains, min_tokens=min_tokens)
+        parts = []
+        for chain in range(num_chains):
+            places = [(rank, 2 * chain) for rank in range(context)]
+            for rank, fragment in [*places, *((rank, 2 * chain + 1) for rank in reversed(range(context)))]:
+                (at,) = np.nonzero(order.fragments_T.reshape(context, -1)[rank] == fragment)
+                assert not len(at) or at[-1] - at[0] + 1 == len(at)
+                parts.append(order.order_T.reshape(context, -1)[rank][at])
+        tokens = np.concatenate(parts)
+        np.testing.assert_array_equal(np.sort(tokens), np.arange(num_tokens))
+        continues = (segments_T > 0) & (segments_T == np.roll(segments_T, 1)) & (np.arange(num_tokens) > 0)
+        np.testing.assert_array_equal((np.diff(tokens, prepend=-2) == 1)[continues[tokens]], True)
+        for part in parts:  # between others of its document
+            is_between = len(part) and continues[part[0]] and len(set(segments_T[part])) == 1
+            if is_between and part[-1] + 1 < num_tokens and continues[part[-1] + 1]:
+                assert len(part) >= min_tokens
+                num_pieces += 1
+            num_cut += bool(is_between)
+    assert num_cut > num_pieces > 0
+
+
+def test_chains_have_no_short_pieces_between_others():
+    """Next to the longer document on all ranks, each rank has space for 9 tokens of the other one."""
+    segments_T = np.repeat([1, 2], [440, 72])
+    for min_tokens, expected in ((9, {9}), (10, {0, 8, 64})):
+        order = chained_order(segments_T, 8, num_chains=2, min_tokens=min_tokens)
+        numbers = (segments_T[order.order_T].reshape(8, -1) == 2).sum(axis=1)
+        assert set(numbers.tolist()) == expected
 
 
 def mix(rng: np.random.Generator, num_tokens: int, longest: int) -> np.ndarray:

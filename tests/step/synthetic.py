@@ -95,10 +95,10 @@ def natural_rows(
 
 def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
     """`rows` as the batch of the step: [accumulation, rows, tokens] in the order of the step, on its devices."""
-    orders = [step.sequence_order.of(row) for row in rows]
+    arranged = [step.sequence_order.arranged(row) for row in rows]
 
     def stacked(name, like):
-        array = np.stack([row[name][order] for row, order in zip(rows, orders)]).reshape(like.shape)
+        array = np.stack([row[name][order] for row, order in arranged]).reshape(like.shape)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
 
     arrays = {name: stacked(name, like) for name, like in step.abstract_batch._asdict().items() if like is not None}

@@ -6,7 +6,8 @@ import pytest
 
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.step.language_model import LanguageModel
-from tests.step.synthetic import small_config, small_step
+from tests.step.synthetic import HYBRID, put_params, small_config, small_step
+from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 
 @pytest.mark.parametrize("is_pretrained", [False, True])
@@ -20,3 +21,15 @@ def test_log_probs_have_the_rope_of_logits(is_pretrained):
     expected_V = np.asarray(jax.nn.log_softmax(model.logits(ids)[0, 19]))
     log_probs, _ = model.log_probs(ids, np.full((1, 61), 19), np.arange(61)[None])
     np.testing.assert_allclose(log_probs[0], expected_V, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_a_hybrid_equal_those_of_one_device():
+    """A batch has the fragments of ranks: `SequenceOrder.arranged`."""
+    ids = np.random.default_rng(0).integers(0, 61, (2, 50))
+    one, split = (small_step(small_config(model=HYBRID, mesh=dict(context=context))) for context in (1, 2))
+    params = jax.device_get(one.init().params)
+    expected, actual = (
+        LanguageModel(step, put_params(step, params), load_tokenizer("bytes")).logits(ids) for step in (one, split)
+    )
+    assert split.sequence_order.chained is not None
+    assert max_relative_error(actual, expected) < FLOAT32_PARITY

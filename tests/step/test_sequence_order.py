@@ -7,7 +7,7 @@ from jaxlc.config import AttentionConfig
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.sharding.layout import zigzag_order
 from jaxlc.step import sequence_order
-from tests.step.synthetic import TOKENS, natural_rows, small_config
+from tests.step.synthetic import HYBRID, TOKENS, natural_rows, small_config
 
 LENGTHS = (40, 3, 1, 29, 23)
 (PACKED,) = natural_rows(documents=[LENGTHS])
@@ -33,6 +33,14 @@ def test_default_order_is_that_of_documents():
             "sliding windows of 20 tokens are too long for pieces of documents on 24 tokens",
         ),
         (
+            dict(model=HYBRID, memory=dict(tile_tokens=24, remat="full")),
+            "gated_delta_net layers with memory.tile_tokens, whose tiles have a part of each fragment of a rank",
+        ),
+        (
+            dict(model=HYBRID | dict(layer_kinds=("gated_delta_net",))),
+            "no layer has more work on one rank than on another",
+        ),
+        (
             dict(model=dict(layer_kinds=("sliding",), window=3)),
             "sliding windows have nearly equal work on all ranks",
         ),
@@ -43,6 +51,16 @@ def test_zigzag_order_remains_with_reason(sections, reason):
     chosen = sequence_order.choose(small_config(**{"mesh": dict(context=4)} | sections), 4)
     assert chosen.description == f"tokens in zigzag order ({reason})"
     np.testing.assert_array_equal(chosen.of(PACKED), zigzag_order(TOKENS, 4))
+
+
+def test_order_of_models_with_states_has_fragments():
+    chosen = sequence_order.choose(small_config(model=HYBRID), 4)
+    expected = "tokens in the order of per-document sharding, at most 5 documents of a sequence on all ranks"
+    assert chosen.description == expected and chosen.few_documents
+    arrays, order_T = chosen.arranged(PACKED)
+    np.testing.assert_array_equal(order_T, chosen.of(PACKED))
+    assert (order_T != zigzag_order(TOKENS, 4)).any()
+    np.testing.assert_array_equal(arrays["fragment_ids"][order_T], chosen.chained(PACKED).fragments_T)
 
 
 def test_order_of_documents_with_room_for_windows():

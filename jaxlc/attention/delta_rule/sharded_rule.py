@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Tokens, affine_map, outputs
-from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states
+from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states, states_of_groups
 from jaxlc.attention.strategies.fragments import is_last, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -59,6 +59,22 @@ def delta_rule(
 
 
 @jax.named_scope(scopes.DELTA_RULE)
+def delta_rule_in_groups(
+    groups: Tokens, fragment_GB: jax.Array, *, ranks: Ranks, num_fragments: int, scale: float
+) -> jax.Array:
+    """The outputs [G, B, g, H, V] of groups of tokens in the order of per-document sharding.
+
+    Args:
+      groups: arrays [G, B, g, ...].
+      fragment_GB, num_fragments: of `document_fragments.GroupTable`.
+    """
+    in_groups = functools.partial(_in_groups, at_once=groups_at_once(*groups.v_BLHV.shape[:3]))
+    maps = in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
+    states = states_of_groups(maps, fragment_GB, ranks, num_fragments)
+    return in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
+
+
+@jax.named_scope(scopes.DELTA_RULE)
 def continued_delta_rule(
     q_btGK: jax.Array,
     k_btGK: jax.Array,
@@ -91,10 +107,17 @@ def _first_state(q_btGK: jax.Array, v_btHV: jax.Array, num_states: int) -> jax.A
     return jnp.zeros(shape, jnp.promote_types(jnp.float32, q_btGK.dtype))
 
 
-def _in_groups(function: Callable, groups: Any) -> Any:
+def groups_at_once(num_groups: int, num_sequences: int, group_tokens: int) -> int:
+    """Groups of each batch of `delta_rule_in_groups`. The batches are few, and equal if that divides the number of
+    groups: XLA compiles a smaller last batch for minutes, with all that computes its operands."""
+    most = max(1, _GROUPS_AT_ONCE * GROUP_TOKENS // (num_sequences * group_tokens))
+    return math.ceil(num_groups / math.ceil(num_groups / most))
+
+
+def _in_groups(function: Callable, groups: Any, at_once: int = 0) -> Any:
     """`function` of each group, several at once; `groups` is a tree of arrays [groups, B, ...]."""
     num_sequences = jax.tree.leaves(groups)[0].shape[1]
-    return lax.map(function, groups, batch_size=max(1, _GROUPS_AT_ONCE // num_sequences))
+    return lax.map(function, groups, batch_size=at_once or max(1, _GROUPS_AT_ONCE // num_sequences))
 
 
 def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:

@@ -143,7 +143,7 @@ class Evaluator:
         Args:
           inputs: the held-out sequences, or a variant of them with other positions and segment ids.
         """
-        mesh, order_of = self._step.mesh, self._step.sequence_order.of
+        mesh, order = self._step.mesh, self._step.sequence_order
         batch_size = mesh.shape[DATA] * mesh.shape[FSDP]
         stream = batches(
             _Repeated(inputs, self.num_sequences),
@@ -151,7 +151,7 @@ class Evaluator:
             global_batch_size=batch_size,
             gradient_accumulation_steps=1,
             seq_len=self._step.config.data.seq_len,
-            order_of=order_of,
+            arranged=order.arranged,
             sharding=NamedSharding(mesh, BATCH_SPEC),
             prefetch_steps=1,
         )
@@ -159,7 +159,7 @@ class Evaluator:
             losses = self._token_losses(params, jax.tree.map(lambda x: x[0], Batch(**arrays)))
             indices = range(begin, min(begin + batch_size, self.num_sequences))
             for i, losses_S in zip(indices, np.asarray(losses)):  # the last batch may have more rows
-                yield self._heldout[i], losses_S[natural_order(order_of(inputs[i]))]
+                yield self._heldout[i], losses_S[natural_order(order.of(inputs[i]))]
             progress(len(indices) + begin, self.num_sequences)
 
 
