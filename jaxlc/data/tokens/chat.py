@@ -144,7 +144,8 @@ class ChatTemplate:
             raise BadRecord(f"{where}: {problem}")
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         prompts = [x for number in numbers for x in ((number, True), (number + 1, False))] * (not self._has_markers)
-        with contextlib.closing(self._render(messages, tools, where, [(len(messages), False), *prompts])) as texts:
+        renderings = [(len(messages), False), *prompts]
+        with contextlib.closing(self._render(messages, tools, where, renderings, text)) as texts:
             marked = next(texts)
             parts = re.split(f"[{_BEGIN}{_END}]", marked)
             if self._has_markers:
@@ -242,9 +243,12 @@ class ChatTemplate:
         tools: list[Any] | None,
         where: str,
         renderings: Sequence[tuple[int, bool]],
+        chat: str = "",
     ) -> Generator[str, None, None]:
         """Yields the texts of several renderings of a chat; see `TemplateProcess.render`.
 
+        Args:
+          chat: messages and tools as JSON, if they are known.
         Raises:
           BadRecord: the template raises an error, or needs more time or memory than it may use.
           UserError: the template does not compile.
@@ -255,7 +259,7 @@ class ChatTemplate:
 
         try:
             if self._template is None:
-                yield from self._process.render(_json_of(messages, tools), renderings)
+                yield from self._process.render(chat or _json_of(messages, tools), renderings)
                 return
             for number, has_prompt in renderings:
                 yield render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)

@@ -65,11 +65,11 @@ class TemplateProcess:
           TemplateError, RenderError: see there.
         """
         cpu_seconds = _CPU_SECONDS + len(chat) * len(renderings) / _CHARACTERS_PER_CPU_SECOND
-        head = json.dumps(dict(renderings=renderings, cpu_seconds=cpu_seconds))
-        question = f'{head[:-1]}, "chat": {chat}}}\n'.encode(errors="surrogatepass")
+        head = ", ".join(f"[{number}, {str(has_prompt).lower()}]" for number, has_prompt in renderings)
+        question = f'{{"renderings": [{head}], "cpu_seconds": {cpu_seconds}, "chat": {chat}}}\n'
         with self._lock:
             child = self._running()
-            child.write(question)
+            child.write(question.encode(errors="surrogatepass"))
             waiting = iter(renderings)
             try:
                 for _ in waiting:
