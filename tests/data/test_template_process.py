@@ -81,6 +81,35 @@ def test_answer_of_an_abandoned_chat_is_not_that_of_the_next():
     assert template.render(CHAT, None, "f:2").text == "user: q</s>assistant: a</s>", raised
 
 
+def test_chats_that_are_asked_together_equal_single_ones():
+    """Also after one that ends the process, one with an error, one that is not asked, and one that is long."""
+    contents = ["0", "loop", "2", "\ufdd0", "error", "5" * 40_000, "6"]
+    chats = [([dict(role="user", content=content), CHAT[1]], None, f"f:{i}") for i, content in enumerate(contents)]
+    if_error = "{% if messages[0].content == 'error' %}{{ raise_exception('E') }}{% endif %}"
+    template = ChatTemplate(IF_LOOPS + if_error + PLAIN, {})
+    results = list(template.render_all(chats))
+    texts = [getattr(result, "text", str(result)[:20]) for result in results]
+    assert texts == [
+        "user: 0</s>assistant: a</s>",
+        "f:1: the chat templa",
+        "user: 2</s>assistant: a</s>",
+        "f:3: the messages co",
+        "f:4: the chat templa",
+        f"user: {contents[5]}</s>assistant: a</s>",
+        "user: 6</s>assistant: a</s>",
+    ]
+
+
+def test_chats_that_were_asked_and_not_read_are_not_those_of_the_next():
+    template = ChatTemplate(PLAIN, {})
+    chats = [([dict(role="user", content=str(i)), CHAT[1]], None, "f:1") for i in range(5)]
+    results = template.render_all(chats)
+    assert next(results).text.startswith("user: 0")
+    results.close()
+    assert template.render(CHAT, None, "f:2").text == "user: q</s>assistant: a</s>"
+    assert [result.text[6] for result in template.render_all(chats)] == list("01234")
+
+
 def test_text_of_the_process_equals_that_in_this_process():
     """Also with lone surrogates, all whitespace, and values that JSON lacks."""
     texts = ["\ud800 é 😀 \x00\x1f\u2028\r\n\t", '"\\ {}', "", " a "]

@@ -134,18 +134,46 @@ class ChatTemplate:
           BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
             answer as nothing.
         """
+        question = self._question(messages, tools, where)
+        if isinstance(question, BadRecord):
+            raise question
+        return self._answered(question)
+
+    def render_all(
+        self, chats: Iterable[tuple[list[dict[str, Any]], list[Any] | None, str]]
+    ) -> Iterator[RenderedChat | BadRecord]:
+        """Renders several chats, the arguments of `render`, and yields its results or errors. A template that is
+        rendered in another process works on the next ones in the meantime."""
+        questions = [self._question(*chat) for chat in chats]
+        if self._template is None and len(questions) > 1:
+            asked = [(x.json, x.renderings) for x in questions if isinstance(x, _Question)]
+            with self._errors(""):
+                self._process.ask(asked)
+        for question in questions:
+            if isinstance(question, _Question):
+                try:
+                    yield self._answered(question)
+                except BadRecord as error:
+                    yield error
+            else:
+                yield question
+
+    def _question(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> "_Question | BadRecord":
         try:
             text = _json_of(messages, tools)
         except RecursionError as error:
-            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
+            return BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})")
         if _BEGIN in text or _END in text:
-            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+            return BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
         for problem in self._problems(messages, tools):
-            raise BadRecord(f"{where}: {problem}")
+            return BadRecord(f"{where}: {problem}")
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         prompts = [x for number in numbers for x in ((number, True), (number + 1, False))] * (not self._has_markers)
-        renderings = [(len(messages), False), *prompts]
-        with contextlib.closing(self._render(messages, tools, where, renderings, text)) as texts:
+        return _Question(messages, tools, where, text, numbers, [(len(messages), False), *prompts])
+
+    def _answered(self, question: "_Question") -> RenderedChat:
+        where, numbers = question.where, question.numbers
+        with contextlib.closing(self._render(*question)) as texts:
             marked = next(texts)
             parts = re.split(f"[{_BEGIN}{_END}]", marked)
             if self._has_markers:
@@ -175,7 +203,7 @@ class ChatTemplate:
         """A rendered chat; "" if the template raises an error for it."""
         messages = [dict(role="user", content=_QUESTION), dict(role=ASSISTANT, content=_ANSWER)]
         try:
-            [marked] = self._render(messages, None, "example", [(len(messages), False)])
+            [marked] = self._render(messages, None, "example", _json_of(messages, None), [], [(len(messages), False)])
             return re.sub(f"[{_BEGIN}{_END}]", "", marked)
         except BadRecord:
             return ""
@@ -202,7 +230,8 @@ class ChatTemplate:
         Raises:
           BadRecord: the template raises an error.
         """
-        [marked] = self._render(messages, None, "prompt", [(len(messages), not continues_last)])
+        renderings = [(len(messages), not continues_last)]
+        [marked] = self._render(messages, None, "prompt", _json_of(messages, None), [], renderings)
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
         if continues_last:
             last = messages[-1]["content"]  # which templates may strip
@@ -242,33 +271,48 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[Any] | None,
         where: str,
+        chat: str,
+        numbers: list[int],
         renderings: Sequence[tuple[int, bool]],
-        chat: str = "",
     ) -> Generator[str, None, None]:
-        """Yields the texts of several renderings of a chat; see `TemplateProcess.render`.
+        """Yields the texts of several renderings of a chat, a `_Question`; see `TemplateProcess.render`.
 
-        Args:
-          chat: messages and tools as JSON, if they are known.
         Raises:
           BadRecord: the template raises an error, or needs more time or memory than it may use.
           UserError: the template does not compile.
         """
-        import jinja2
-
         from jaxlc.data.tokens.chat_environment import render
 
-        try:
+        with self._errors(where):
             if self._template is None:
-                yield from self._process.render(chat or _json_of(messages, tools), renderings)
+                yield from self._process.render(chat, renderings)
                 return
             for number, has_prompt in renderings:
                 yield render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)
+
+    @contextlib.contextmanager
+    def _errors(self, where: str) -> Iterator[None]:
+        import jinja2
+
+        try:
+            yield
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
         except RenderError as error:
             raise BadRecord(f"{where}: {self.name} {error}") from None
         except TemplateError as error:
             raise UserError(f"{self.name} is not a valid Jinja template: it {error}") from None
+
+
+class _Question(NamedTuple):
+    """A chat, and what is asked of its template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    where: str
+    json: str  # messages and tools
+    numbers: list[int]  # of the answers among the messages
+    renderings: list[tuple[int, bool]]  # see `TemplateProcess.render`
 
 
 def _json_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> str:

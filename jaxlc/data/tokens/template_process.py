@@ -5,6 +5,7 @@ and for each chat its CPU time, which is independent of the load of the machine:
 on all machines. A limit in seconds ends it if it does not answer nevertheless.
 """
 
+import collections
 import contextlib
 import json
 import os
@@ -27,6 +28,7 @@ _MAX_TEXT_CHARACTERS = 64 << 20  # of a rendering
 _MAX_ERROR_BYTES = 4000
 _MAX_HEADER_BYTES = 100
 _READ_BYTES = 1 << 20
+_MAX_ASKED_BYTES = 32 << 10  # of questions that are written in advance: a pipe of Linux has 64 KiB
 
 
 class TemplateError(Exception):
@@ -52,6 +54,30 @@ class TemplateProcess:
         )  # fmt: skip
         self._lock = threading.Lock()
         self._child: _Child | None = None
+        self._asked: collections.deque[bytes] = collections.deque()  # written, and not yet answered
+
+    def ask(self, chats: Sequence[tuple[str, Sequence[tuple[int, bool]]]]) -> None:
+        """Begins the renderings of the chats of the next calls of `render`, in their order, as far as a pipe has room.
+
+        The process works on them in the meantime, and one system call writes them all.
+
+        Args:
+          chats: the arguments of these calls.
+        Raises:
+          TemplateError: see there.
+        """
+        with self._lock:
+            child = self._running()
+            if self._asked:  # another thread waits for their answers
+                return
+            num_bytes = 0
+            for chat, renderings in chats:
+                question = _question(chat, renderings)
+                num_bytes += len(question)
+                if num_bytes > _MAX_ASKED_BYTES:
+                    break
+                self._asked.append(question)
+            child.write(b"".join(self._asked))
 
     def render(self, chat: str, renderings: Sequence[tuple[int, bool]]) -> Iterator[str]:
         """The texts of several renderings of a chat.
@@ -64,12 +90,15 @@ class TemplateProcess:
         Raises:
           TemplateError, RenderError: see there.
         """
-        cpu_seconds = _CPU_SECONDS + len(chat) * len(renderings) / _CHARACTERS_PER_CPU_SECOND
-        head = ", ".join(f"[{number}, {str(has_prompt).lower()}]" for number, has_prompt in renderings)
-        question = f'{{"renderings": [{head}], "cpu_seconds": {cpu_seconds}, "chat": {chat}}}\n'
+        cpu_seconds, question = _cpu_seconds(chat, renderings), _question(chat, renderings)
         with self._lock:
+            if self._asked and self._asked[0] != question and self._child is not None:
+                self._child.end()  # its next answers are those of chats that nobody has waited for
             child = self._running()
-            child.write(question.encode(errors="surrogatepass"))
+            if self._asked:
+                self._asked.popleft()
+            else:
+                child.write(question)
             waiting = iter(renderings)
             try:
                 for _ in waiting:
@@ -84,6 +113,7 @@ class TemplateProcess:
         # A process that was forked must not use, nor end, the child of its parent.
         if self._child is None or not self._child.is_usable:
             self._child = _Child()
+            self._asked.clear()
             weakref.finalize(self, self._child.end)
             self._child.write(json.dumps(self._first).encode() + b"\n")
             try:
@@ -92,6 +122,17 @@ class TemplateProcess:
                 self._child.end()
                 raise TemplateError(str(error)) from None
         return self._child
+
+
+def _cpu_seconds(chat: str, renderings: Sequence[tuple[int, bool]]) -> float:
+    return _CPU_SECONDS + len(chat) * len(renderings) / _CHARACTERS_PER_CPU_SECOND
+
+
+def _question(chat: str, renderings: Sequence[tuple[int, bool]]) -> bytes:
+    listed = ", ".join(f"[{number}, {str(has_prompt).lower()}]" for number, has_prompt in renderings)
+    seconds = _cpu_seconds(chat, renderings)
+    question = f'{{"renderings": [{listed}], "cpu_seconds": {seconds}, "chat": {chat}}}\n'
+    return question.encode(errors="surrogatepass")
 
 
 class _Child:
