@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.core.axes import LAYER_STACKS, LAYERS
 
 
 def split(tree: Any, frozen: Set[str]) -> tuple[Any, dict]:
@@ -58,5 +58,5 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _name(path: tuple[str, ...]) -> str:
-    first = LAYER_STACKS[0] if path[0] in LAYER_STACKS else path[0]
+    first = LAYERS if path[0] in LAYER_STACKS else path[0]
     return "/".join((first, *path[1:]))
