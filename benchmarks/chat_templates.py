@@ -18,7 +18,8 @@ import tokenizers
 
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens.chat import TEMPLATES, ChatTemplate
+from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.named_templates import TEMPLATES
 from jaxlc.data.tokens.tokenized_pieces import Reader, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 

@@ -18,7 +18,6 @@ from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_ar
 from jaxlc.hlo.op_names import PASSES, components, is_in_token_mixing
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.sharding.rules import is_copied, is_vector
-from jaxlc.step import mixed_precision
 from jaxlc.step.state import HOST
 from jaxlc.step.step import TrainStep
 
@@ -90,7 +89,7 @@ def check_kernels(step: TrainStep) -> str | None:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=mixed_precision.compute_dtype(config.precision.compute, device.platform),
+            dtype=step.compute_dtype,
         )
         for shape in shapes
     ]

@@ -11,7 +11,8 @@ import pytest
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens import template_process
-from jaxlc.data.tokens.chat import TEMPLATES, ChatTemplate
+from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.named_templates import TEMPLATES
 
 CHAT = [dict(role="user", content="q"), dict(role="assistant", content="a")]
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"

@@ -134,6 +134,7 @@ def magnitude(config, loss):
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ("grpo", "", dict(context=1), {}),
                 ("", "", dict(context=4, tensor=2), {}),
                 ("dapo", "lora", dict(context=4), dict(strategy="all_gather")),
                 ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),

@@ -225,7 +225,7 @@ def _prefix(own: Affine, shift: Callable, distance: jax.Array, size: int) -> Aff
     Hillis and Steele, "Data Parallel Algorithms" (1986).
 
     Args:
-      shift: (array, steps) -> the array of the member so many steps before.
+      shift: (array, steps) -> the array of the member `steps` before this one.
       distance: of this member from the first one.
     """
     total, step = jax.tree.map(lambda x: shift(x, 1), own), 1

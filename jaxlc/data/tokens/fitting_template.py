@@ -4,7 +4,8 @@ A model learns to end its answers with one token, at which inference engines sto
 """
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokens.chat import TEMPLATES, ChatTemplate, load_chat_template
+from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
+from jaxlc.data.tokens.named_templates import TEMPLATES
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 
