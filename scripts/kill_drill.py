@@ -267,7 +267,7 @@ def main() -> int:
     for number, (name, of_run) in enumerate(runs.items()):
         num_kills = flags.kills // len(runs) + (number < flags.kills % len(runs))
         whole = [*of_run.split(), *arguments]
-        seed, out = flags.seed + number, flags.out / name
+        seed, out = flags.seed + number, flags.out.absolute() / name
         are_equal.append(drill(whole, out, num_kills=num_kills, seed=seed, log=log, rollouts=flags.rollouts))
     return 0 if all(are_equal) else 1
 
