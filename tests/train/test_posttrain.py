@@ -221,7 +221,7 @@ def test_invalid_reward_raises(reward, words):
 @pytest.mark.heavy
 @pytest.mark.parametrize("source", ["model", "files"])
 def test_run_killed_before_rollouts_equals_the_undisturbed_run(rollouts, tmp_path, monkeypatch, source):
-    """benchmarks/2026-11-23-kill-drill-rollouts.txt has ten kills for each source."""
+    """benchmarks/2026-11-26-kill-drill-rollouts.txt has ten kills for each source."""
     settings, undisturbed = rollouts["settings"], rollouts["workdir"]
     if source == "files":
         settings = {name: x for name, x in settings.items() if not name.startswith("rollouts__")}
