@@ -41,6 +41,7 @@ class AttentionSpec:
     scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
     # The calls of ring steps have few documents: those that ranks share at most (sharding/document_layout.py).
     few_documents: bool = False
+    skips_ring_steps: bool = False  # ring steps after step 1 do not run if no document needs them; with key ranges
     query_block_tokens: int = 256  # upper limits of the block sizes of kernels that work in blocks
     key_block_tokens: int = 256
 

@@ -17,6 +17,7 @@ GATHER_WEIGHTS = "gather_weights"  # cast of a stored weight, and its all-gather
 
 # Exchanges over the context axis, inside CORE_ATTENTION.
 RING_STEP = "ring_step"  # attention to one KV block of another rank
+FIRST_RING_STEPS = "first_ring_steps"  # steps 0 and 1 where no document needs the others; instead of all steps
 RING_SEND = "ring_send"  # collective permute of a KV block, or of its gradients, to the next rank
 ALL_GATHER_KV = "all_gather_kv"  # all-gather of K and V; in the backward pass also the reduce-scatter of dK and dV
 ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back

@@ -1,5 +1,6 @@
 """A compiled program with everything that is derived from its text, each part computed once."""
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +23,17 @@ class AnalyzedProgram(Program):
     """
 
     thunks: Thunks  # empty if they are unknown
+    skips_ring_steps: bool = False  # in runs that skip ring steps, if the program can
+
+    @cached_property
+    def skipping_ring_steps(self) -> "AnalyzedProgram":
+        """The same program, for runs that skip ring steps."""
+        return dataclasses.replace(self, skips_ring_steps=True)
 
     @cached_property
     def execution_counts(self) -> Counter[str]:
         """How often each computation runs, by name; every branch of a conditional counts."""
-        return count_executions(self)
+        return count_executions(self, skips_ring_steps=self.skips_ring_steps)
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from jaxlc.core.scopes import (
     CORE_ATTENTION,
+    FIRST_RING_STEPS,
     MORE_DOCUMENTS,
     RECURRENCE,
     RING_STEP,
@@ -94,6 +95,11 @@ def innermost_scope(op_name: str) -> str:
 def is_data_dependent(op_name: str) -> bool:
     """Whether the number of executions depends on the documents of a packed sequence."""
     return any(MORE_DOCUMENTS in components(path) for path in _paths(op_name))
+
+
+def is_in_first_ring_steps(op_name: str) -> bool:
+    """Whether an instruction belongs to a ring whose later steps no document needs."""
+    return any(FIRST_RING_STEPS in components(path) for path in _paths(op_name))
 
 
 def pass_of(op_name: str) -> Pass:

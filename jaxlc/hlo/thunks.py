@@ -33,7 +33,7 @@ from typing import NamedTuple
 from jaxlc.hlo.parser import Program
 from jaxlc.hlo.trip_counts import is_host_controlled, trip_count
 
-_LINE = re.compile(r"^( *)(?:(\d+): (k\w+)|(condition|body|branch_\d+):)", re.MULTILINE)
+_LINE = re.compile(r"^( *)(?:(\d+): (k\w+)|(condition|body|\w*branch\w*):)", re.MULTILINE)
 _INSTRUCTION = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
 _LABEL_INDENT = 2  # of "body:" below its loop; XLA writes "condition:" without an indent
 _WRAPPERS = ("kAsyncStart", "kDynamicSliceFusion", "kSequential")  # wrappers of the command below them

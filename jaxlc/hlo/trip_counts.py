@@ -3,14 +3,19 @@
 import re
 from collections import Counter
 
-from jaxlc.hlo.op_names import is_data_dependent
-from jaxlc.hlo.parser import Instruction, Program
+from jaxlc.hlo.op_names import is_data_dependent, is_in_first_ring_steps
+from jaxlc.hlo.parser import Computation, Instruction, Program
 
 _KNOWN = "known_trip_count"
 
 
-def count_executions(program: Program) -> Counter[str]:
+def count_executions(program: Program, *, skips_ring_steps: bool = False) -> Counter[str]:
     """How often each computation runs, by name. Every branch of a conditional counts, so this is an upper bound.
+
+    Except for a ring that may skip steps: one of its branches counts.
+
+    Args:
+      skips_ring_steps: the branch that skips steps counts, instead of the one with all steps.
 
     Raises:
       ValueError: the trip count of a loop is unknown.
@@ -19,9 +24,21 @@ def count_executions(program: Program) -> Counter[str]:
     for computation in reversed(list(program)):  # callers before callees
         for instruction in computation:
             rounds = trip_count(program, instruction) if instruction.opcode == "while" else 1
-            for callee in instruction.called:
+            for callee in called(program, instruction, skips_ring_steps):
                 counts[callee] += rounds * counts[computation.name]
     return counts
+
+
+def called(program: Program, instruction: Instruction, skips_ring_steps: bool) -> list[str]:
+    """The computations that `instruction` runs, by name; see `count_executions`."""
+    if instruction.opcode != "conditional":
+        return list(instruction.called)
+    skips = {name: _skips_ring_steps(program.computations[name]) for name in instruction.called}
+    return [name for name in skips if not any(skips.values()) or skips[name] == skips_ring_steps]
+
+
+def _skips_ring_steps(branch: Computation) -> bool:
+    return any(is_in_first_ring_steps(instruction.op_name) for instruction in branch)
 
 
 def trip_count(program: Program, loop: Instruction) -> int:

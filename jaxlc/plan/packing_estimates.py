@@ -20,7 +20,7 @@ from jaxlc.simulate.packed_work import (
     num_ring_steps,
     sequence_work,
 )
-from jaxlc.simulate.timeline import predict
+from jaxlc.simulate.timeline import Prediction, predict
 
 CORPUS, MIX = "corpus", "mix"
 _MIN_SEQUENCES = 64
@@ -173,14 +173,21 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
     """
     config, order = program.model.config, program.step.sequence_order
     sequences = [
-        sequence_work(config, order.of, lengths, documents.prefixes, few_documents=order.few_documents)
+        sequence_work(
+            config,
+            order.of,
+            lengths,
+            documents.prefixes,
+            few_documents=order.few_documents,
+            skips_ring_steps=order.skips_ring_steps,
+        )  # fmt: skip
         for lengths in documents.sequences
     ]
-    by_work = sorted(sequences, key=lambda sequence: sequence.work.total(num_ring_steps(config)))
+    by_work = sorted(sequences, key=lambda sequence: sequence.work.total)
     chosen = {"best": by_work[0], "typical": by_work[len(by_work) // 2], "worst": by_work[-1]}
     if len(by_work) == 1:
         chosen = {"each": by_work[0]}
-    estimates = [_estimate(name, [sequence], sequence.work, program) for name, sequence in chosen.items()]
+    estimates = [_estimate(name, [sequence], [(1.0, sequence.work)], program) for name, sequence in chosen.items()]
     if len(by_work) > 1:
         estimates.append(_estimate("mean", sequences, mean_of_microbatches(config, sequences), program))
     return PackingEstimates(
@@ -192,14 +199,19 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
 
 
 def _estimate(
-    name: str, sequences: Sequence[SequenceWork], work: AttentionWork, program: StepProgram
+    name: str, sequences: Sequence[SequenceWork], works: Sequence[tuple[float, AttentionWork]], program: StepProgram
 ) -> PackingEstimate:
+    """
+    Args:
+      works: shares of the microbatches with their work.
+    """
     config, gpus = program.model.config, program.model.gpus
     num_tokens = config.data.seq_len
-    predicted = predict(program.program, dataclasses.replace(program.model, work=work))
+    predictions = [(share, _predict(work, program)) for share, work in works]
+    step_seconds = sum(share * prediction.step_seconds for share, prediction in predictions)
     pairs = _mean(sequence.pairs for sequence in sequences)
     flops = config.train.global_batch_size * step_flops(config.model, num_tokens=num_tokens, num_pairs=pairs)
-    steps = num_ring_steps(config)
+    pairs_of_ranks = sum(share * work.total for share, work in works)
     return PackingEstimate(
         name=name,
         num_documents=_mean(len(sequence.lengths) for sequence in sequences),
@@ -207,12 +219,18 @@ def _estimate(
         padding_share=1 - _mean(sum(sequence.lengths) for sequence in sequences) / num_tokens,
         pairs_share=pairs / document_pairs(config.model, [num_tokens]),
         ring_cost=_mean(sequence.ring_cost for sequence in sequences),
-        replica_cost=work.total(steps) / _mean(sequence.work.total(steps) for sequence in sequences),
-        attention_seconds=predicted.seconds_by_kind.get("attention", 0.0),
-        step_seconds=predicted.step_seconds,
-        tokens_per_second_per_device=predicted.tokens_per_second_per_device,
-        mfu_documents=flops / (predicted.step_seconds * gpus.num_gpus * gpus.device.bf16_flops_per_second),
+        replica_cost=pairs_of_ranks / _mean(sequence.work.total for sequence in sequences),
+        attention_seconds=sum(share * x.seconds_by_kind.get("attention", 0.0) for share, x in predictions),
+        step_seconds=step_seconds,
+        tokens_per_second_per_device=config.train.global_batch_size * num_tokens / (step_seconds * gpus.num_gpus),
+        mfu_documents=flops / (step_seconds * gpus.num_gpus * gpus.device.bf16_flops_per_second),
     )
+
+
+def _predict(work: AttentionWork, program: StepProgram) -> Prediction:
+    skips = work.num_other_steps < num_ring_steps(program.model.config) - 1
+    analyzed = program.program.skipping_ring_steps if skips else program.program
+    return predict(analyzed, dataclasses.replace(program.model, work=work))
 
 
 def _mean(values: Iterable[float]) -> float:

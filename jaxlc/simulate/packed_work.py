@@ -17,14 +17,14 @@ from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
 from jaxlc.data.sequences.balance import balanced_order
 from jaxlc.data.sequences.loader import OrderOf
-from jaxlc.sharding.document_layout import by_ring_step, ring_cost
+from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, by_ring_step, ring_cost
 
 
 class AttentionWork(NamedTuple):
     """Pairs per head of one sequence on the slowest rank, of full layers and of those with a sliding window."""
 
     own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
-    ring_step_pairs: float  # mean over the other ring steps, 0 without them
+    ring_step_pairs: float  # mean over the other ring steps that run, 0 without them
     window_pairs: float
     # Calls of a packed kernel in a loop, for more documents than those outside of it take.
     own_further_calls: float = 0.0
@@ -32,16 +32,28 @@ class AttentionWork(NamedTuple):
     # Pairs of a query in a branch and a key in the prefix that it continues, as the first two.
     prefix_own_pairs: float = 0.0
     prefix_ring_step_pairs: float = 0.0
+    num_other_steps: float = 0.0  # ring steps that run after step 0
 
-    def total(self, num_ring_steps: int) -> float:
+    @property
+    def total(self) -> float:
         """Pairs of full layers in all ring steps."""
-        return self.total_of(num_ring_steps, is_over_prefix=False) + self.total_of(num_ring_steps, is_over_prefix=True)
+        return self.total_of(is_over_prefix=False) + self.total_of(is_over_prefix=True)
 
-    def total_of(self, num_ring_steps: int, *, is_over_prefix: bool) -> float:
+    def total_of(self, *, is_over_prefix: bool) -> float:
         """Those of branches and prefixes, or those of other pairs."""
         if is_over_prefix:
-            return self.prefix_own_pairs + (num_ring_steps - 1) * self.prefix_ring_step_pairs
-        return self.own_pairs + (num_ring_steps - 1) * self.ring_step_pairs
+            return self.prefix_own_pairs + self.num_other_steps * self.prefix_ring_step_pairs
+        return self.own_pairs + self.num_other_steps * self.ring_step_pairs
+
+    def in_steps(self, num_other_steps: float) -> "AttentionWork":
+        """The same work if more ring steps run."""
+        factor = self.num_other_steps / num_other_steps if num_other_steps else 1.0
+        return self._replace(
+            ring_step_pairs=factor * self.ring_step_pairs,
+            ring_step_further_calls=factor * self.ring_step_further_calls,
+            prefix_ring_step_pairs=factor * self.prefix_ring_step_pairs,
+            num_other_steps=num_other_steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +82,7 @@ def one_document(config: Config) -> AttentionWork:
     local_tokens = num_tokens / num_shards(config)
     half = local_tokens * num_tokens / (2 * steps)
     window_pairs = causal_pairs(num_tokens, config.model.window) * local_tokens / num_tokens
-    return AttentionWork(half, half if steps > 1 else 0.0, window_pairs)
+    return AttentionWork(half, half if steps > 1 else 0.0, window_pairs, num_other_steps=steps - 1.0)
 
 
 def sequence_work(
@@ -80,6 +92,7 @@ def sequence_work(
     prefixes: Sequence[int] = (),
     *,
     few_documents: bool = False,
+    skips_ring_steps: bool = False,
 ) -> SequenceWork:
     """The work of a packed sequence.
 
@@ -87,7 +100,7 @@ def sequence_work(
       order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
       lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
       prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
-      few_documents: of `TrainStep.sequence_order`.
+      few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
     """
     num_tokens = config.data.seq_len
     segment_ids_T = np.zeros(num_tokens, np.int32)
@@ -106,6 +119,8 @@ def sequence_work(
         np.take_along_axis(x, slowest_ranks, axis=2).sum((0, 2)).astype(float) for x in (work, prefix_work)
     )
     calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents)).max(axis=1).astype(float)
+    if skips_ring_steps and not (slowest + slowest_prefix)[NUM_FIRST_RING_STEPS:].any():
+        slowest, slowest_prefix, calls = (x[:NUM_FIRST_RING_STEPS] for x in (slowest, slowest_prefix, calls))
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
@@ -119,27 +134,39 @@ def sequence_work(
             calls[1:].mean() if len(calls) > 1 else 0.0,
             slowest_prefix[0],
             slowest_prefix[1:].mean() if len(slowest_prefix) > 1 else 0.0,
+            len(slowest) - 1.0,
         ),
     )
 
 
-def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> AttentionWork:
+def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> list[tuple[float, AttentionWork]]:
     """The mean work per sequence if each microbatch takes as long as its slowest replica.
 
     Replicas wait for each other where they gather weights and sum gradients, in every layer. Consecutive sequences form
     global batches, whose sequences have the places of a run (`balanced_order`).
+
+    Returns:
+      (share of the microbatches, work) of those that run all ring steps, and of those that skip some, if there are any.
     """
     num_sequences, batch_size = len(sequences), config.train.global_batch_size
     batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))
     pairs = np.array([sequence.pairs for sequence in sequences])
     placed = np.concatenate([batch[balanced_order(config, pairs[batch])] for batch in batches])
-    works = np.array([sequence.work for sequence in sequences])[placed]
     num_replicas = config.mesh.data * config.mesh.fsdp
-    per_replica = batch_size // (config.train.gradient_accumulation_steps * num_replicas)
-    works = works.reshape(-1, num_replicas, per_replica, works.shape[1]).mean(axis=2)
-    steps = num_ring_steps(config)
-    slowest = [max((AttentionWork(*row) for row in rows), key=lambda work: work.total(steps)) for rows in works]
-    return AttentionWork(*np.mean(slowest, axis=0).tolist())
+    per_microbatch = batch_size // config.train.gradient_accumulation_steps
+    by_steps: dict[float, list[AttentionWork]] = {}
+    for microbatch in placed.reshape(-1, per_microbatch):
+        works = [sequences[i].work for i in microbatch]
+        num_steps = max(work.num_other_steps for work in works)  # all replicas run the same ones
+        works = np.array([work.in_steps(num_steps) for work in works])
+        works = works.reshape(num_replicas, -1, works.shape[1]).mean(axis=1)
+        slowest = max((AttentionWork(*row) for row in works), key=lambda work: work.total)
+        by_steps.setdefault(num_steps, []).append(slowest)
+    num_microbatches = len(placed) // per_microbatch
+    return [
+        (len(works) / num_microbatches, AttentionWork(*np.mean(works, axis=0).tolist()))
+        for _, works in sorted(by_steps.items(), reverse=True)
+    ]
 
 
 class _Pieces(NamedTuple):

@@ -14,7 +14,7 @@ from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step, is_over_prefi
 from jaxlc.hlo.parser import Instruction, Program
 from jaxlc.hlo.trip_counts import trip_count
 from jaxlc.simulate.efficiency import num_steps
-from jaxlc.simulate.packed_work import AttentionWork, num_ring_steps, num_shards, one_document
+from jaxlc.simulate.packed_work import AttentionWork, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology
 
@@ -142,9 +142,8 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
     if call.has_window:
         return min(1.0, work.window_pairs / (_local_tokens(config) * _num_window_keys(call, config)))
     if config.memory.tile_tokens:
-        steps = num_ring_steps(config)
-        pairs = work.total_of(steps, is_over_prefix=call.is_over_prefix)
-        return (1.0 if config.attention.document_mask else 0.5) * pairs / whole.total(steps)
+        pairs = work.total_of(is_over_prefix=call.is_over_prefix)
+        return (1.0 if config.attention.document_mask else 0.5) * pairs / whole.total
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
     if call.is_over_prefix:
         pairs = work.prefix_ring_step_pairs if call.is_ring_step else work.prefix_own_pairs

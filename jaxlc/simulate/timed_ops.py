@@ -7,7 +7,7 @@ from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.hlo.op_names import innermost_scope, is_data_dependent
 from jaxlc.hlo.parser import Computation, Instruction
-from jaxlc.hlo.trip_counts import is_host_controlled
+from jaxlc.hlo.trip_counts import called, is_host_controlled
 from jaxlc.simulate.time_model import TimeModel
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.
@@ -83,7 +83,8 @@ class TimedOps:
             count = 1 + self.num_rounds(instruction) if is_host_controlled(instruction) else 0
             return TimedOp(loop=instruction, synchronization_seconds=count * self._synchronization_seconds)
         if instruction.opcode in ("call", "conditional"):
-            branches = tuple(self.program.computations[name] for name in instruction.called)
+            names = called(self.program, instruction, self.program.skips_ring_steps)
+            branches = tuple(self.program.computations[name] for name in names)
             count = int(instruction.opcode == "conditional")
             return TimedOp(branches=branches, synchronization_seconds=count * self._synchronization_seconds)
         if instruction.opcode.endswith(("-done", "-update")):  # the start was counted

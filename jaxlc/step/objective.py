@@ -282,6 +282,7 @@ class Objective:
             self.mesh,
             window=window,
             few_documents=self._sequence_order.few_documents,
+            skips_ring_steps=self._sequence_order.skips_ring_steps,
             shared_prefixes=settings.shared_prefixes,
         )
 

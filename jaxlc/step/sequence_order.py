@@ -8,7 +8,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
 from jaxlc.data.sequences.loader import OrderOf
-from jaxlc.sharding.document_layout import ChainedOrder, chained_order, document_order
+from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, ChainedOrder, chained_order, document_order
 from jaxlc.sharding.layout import natural_order, zigzag_order
 from jaxlc.sharding.window_room import has_room_for_documents
 
@@ -21,6 +21,7 @@ class SequenceOrder:
     # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
     of: OrderOf
     few_documents: bool = False  # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
+    skips_ring_steps: bool = False  # sequences of short documents need the first ring steps only
     num_chains: int = 0  # of `chained`
     # As `of`, with the fragments of ranks, for layers that exchange states. None: there are none, or zigzag order.
     chained: Callable[[Mapping[str, np.ndarray]], ChainedOrder] | None = None
@@ -55,35 +56,41 @@ def choose(config: Config, context: int) -> SequenceOrder:
     reason = _zigzag_reason(config, context)
     if reason is not None:
         return zigzag(config.data.seq_len, context, reason)
+    attention = config.attention
     inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
     description = "tokens in the order of per-document sharding"
+    few_documents = window is None and not is_tiled  # otherwise, a sequence may be in zigzag order
+    skips_ring_steps = few_documents and _may_skip_ring_steps(config, context)
     if _has_states(config):
-        return _with_chains(description, context, window, min_tokens=config.model.delta_conv_taps - 1)
+        taps = config.model.delta_conv_taps
+        return _with_chains(description, context, window, min_tokens=taps - 1, skips_ring_steps=skips_ring_steps)
 
     def order_of(sequence):
         order_T = document_order(
             sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window,
-            ascending=config.attention.shared_prefixes,
+            ascending=attention.shared_prefixes, skips_ring_steps=skips_ring_steps,
         )  # fmt: skip
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 
     return SequenceOrder(
-        description=description,
-        of=order_of,
-        few_documents=window is None and not is_tiled,  # these may need zigzag order for a sequence
+        description=description, of=order_of, few_documents=few_documents, skips_ring_steps=skips_ring_steps
     )
 
 
-def _with_chains(description: str, context: int, window: int | None, min_tokens: int) -> SequenceOrder:
+def _with_chains(
+    description: str, context: int, window: int | None, *, min_tokens: int, skips_ring_steps: bool
+) -> SequenceOrder:
     def chained(sequence):
         return chained_order(
-            sequence["segment_ids"], context, num_chains=NUM_CHAINS, min_tokens=min_tokens, window=window
-        )
+            sequence["segment_ids"], context, num_chains=NUM_CHAINS, min_tokens=min_tokens, window=window,
+            skips_ring_steps=skips_ring_steps,
+        )  # fmt: skip
 
     return SequenceOrder(
         description=f"{description}, at most {NUM_CHAINS - 1} documents of a sequence on all ranks",
         of=lambda sequence: chained(sequence).order_T,
-        few_documents=window is None,  # otherwise, a sequence may be in zigzag order
+        few_documents=window is None,
+        skips_ring_steps=skips_ring_steps,
         num_chains=NUM_CHAINS,
         chained=chained,
     )
@@ -119,6 +126,14 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
     if window is not None and not has_room_for_documents(rank_tokens, window):
         return f"sliding windows of {window} tokens are too long for pieces of documents on {rank_tokens} tokens"
     return None
+
+
+def _may_skip_ring_steps(config: Config, context: int) -> bool:
+    """Whether the ring steps of a microbatch are those of one sequence, whose documents have no other keys."""
+    train, mesh, attention = config.train, config.mesh, config.attention
+    has_ring = attention.strategy in ("ring", "hybrid") and context // _group_size(config) > NUM_FIRST_RING_STEPS
+    is_one_sequence = train.global_batch_size == train.gradient_accumulation_steps and mesh.data * mesh.fsdp == 1
+    return has_ring and is_one_sequence and not attention.shared_prefixes
 
 
 def _has_states(config: Config) -> bool:

@@ -100,6 +100,38 @@ def test_document_order_in_tiles_equals_natural_order_on_one_device(outer, inner
     assert_close(actual, (out, *backward(dout)))
 
 
+@pytest.mark.parametrize(
+    "lengths, are_needed",
+    [(LENGTHS, True), ([30, 28, 26, 20, 18, 5], False)],  # of the second, the document of 18 tokens is on two ranks
+    ids=["long", "short"],
+)
+def test_ring_skips_steps_that_no_document_needs(lengths, are_needed):
+    """Loss and gradients equal those of all steps bit by bit."""
+    context, *qkv = 4, *inputs()[:3]
+    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, TOKENS - sum(lengths))).astype(np.int32)
+    order_T = document_order(segments_T, context, skips_ring_steps=True)
+    assert any(len(set(np.flatnonzero(segments_T[order_T] == x) // 32)) > 1 for x in range(1, len(lengths) + 1))
+    attend, all_steps = (
+        make(config_with(), split_mesh(fsdp=2, context=context), skips_ring_steps=x) for x in (True, False)
+    )
+    positions_T = np.concatenate([np.arange(length) for length in (*lengths, TOKENS - sum(lengths))])
+    masks = [jnp.asarray([x[order_T]] * 2, jnp.int32) for x in (positions_T, segments_T)]
+    masks[1] = masks[1].at[1].set(0)  # the other replica has no documents
+    ranges = jax.jit(attend.prepare)(*masks)
+    assert ranges.are_needed.tolist() == [are_needed]
+
+    def results(attend, ranges):
+        def loss(*qkv):
+            return jnp.sin(attend(*(jnp.concatenate([x[:, order_T]] * 2) for x in qkv), ranges)[0]).sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*qkv)
+
+    actual, expected = results(attend, ranges), results(all_steps, ranges.of_steps)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    skipped = results(attend, ranges._replace(are_needed=jnp.array([False])))
+    assert (np.abs(skipped[1][0] - expected[1][0]).max() > 1e-3) == are_needed
+
+
 def test_layout_without_room_for_its_windows_is_not_used():
     """The windows of pieces of 4 tokens: with 8 tokens, the rank two before has more of them than there is room for."""
     segments_T = np.pad(np.repeat(np.arange(1, 8), 140), (0, 44))

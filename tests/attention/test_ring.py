@@ -135,7 +135,7 @@ def test_scan_over_layers_saves_no_dense_mask(packed, remat):
 @pytest.fixture
 def without_sends(monkeypatch: pytest.MonkeyPatch):
     """Every rank keeps its own KV block. Caches are cleared before and after, so that no traces are reused."""
-    monkeypatch.setattr(ring.RingState, "send", lambda self, x: x)
+    monkeypatch.setattr(ring.RingState, "send", lambda self, x, distance=1: x)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -82,7 +82,7 @@ def test_parse_thunks_of_async_start_gives_the_kind_that_runs():
 
 def test_count_launches_of_loop_counts_rounds_graphs_and_synchronizations():
     """A round has two reads, a graph of two operations, and a conditional whose longest branch has two."""
-    commands = parse_commands(SEQUENCE, METADATA)
+    commands = parse_commands(SEQUENCE.replace("branch_0", "false_branch").replace("branch_1", "true_branch"), METADATA)
     assert count_launches(analyze(PROGRAM), commands) == Launches(1 + 4 * 6, 1 + 4 * 5, 4, 4)
     counted = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     counted = counted.replace("ROOT %less", "%four = s32[] constant(4)\n  ROOT %less")

@@ -36,6 +36,26 @@ def test_execution_counts_multiply_in_loops_and_add_over_calls():
     assert (counts["outer"], counts["inner"], counts["leaf"]) == (2, 11, 12)
 
 
+def test_execution_counts_of_a_ring_that_may_skip_steps_are_those_of_one_branch():
+    first_steps = """
+%first_steps (p.4: f32[]) -> f32[] {
+  %p.4 = f32[] parameter(0)
+  ROOT %e = f32[] exponential(%p.4), metadata={op_name="jit(_step)/core_attention/cond/first_ring_steps/ring_step/exp"}
+}
+"""
+    text = program(
+        "%x = f32[] constant(1)",
+        "ROOT %f.1 = f32[] conditional(%x, %x, %x), true_computation=%inner, false_computation=%first_steps",
+        more=NESTED + first_steps,
+    )
+    analyzed = analyze(text)
+    for counts, expected in (
+        (analyzed.execution_counts, (1, 0)),
+        (analyzed.skipping_ring_steps.execution_counts, (0, 1)),
+    ):
+        assert (counts["inner"], counts["first_steps"]) == expected
+
+
 def test_execution_counts_of_unknown_loop_raise():
     text = program("%x = f32[] constant(1)", "ROOT %w.1 = f32[] while(%x), condition=%c, body=%outer", more=NESTED)
     with pytest.raises(ValueError, match="unknown trip count of loop %w.1"):

@@ -76,7 +76,7 @@ def test_attention_of_a_prompt_with_8_answers_is_that_of_the_lengths():
     config = config_with(prompt + count * answer, context, attention=dict(shared_prefixes=True))
     order = choose(config, context)
     result = sequence_work(config, order.of, (prompt, *[answer] * count), (0, *[1] * count))
-    slowest = result.work.total(context)
+    slowest = result.work.total
     pairs = prompt**2 / 2 + count * (prompt * answer + answer**2 / 2)
     assert result.pairs <= 1.0001 * pairs * config.model.num_layers
     assert pairs <= 1.0001 * context * slowest <= 1.05 * pairs
@@ -209,4 +209,23 @@ def test_mean_of_microbatches_takes_the_slowest_replica_of_balanced_batches():
     sequences = [whole, short, short, short] * 2
     first = (np.array(whole.work) + short.work) / 2
     expected = (first + short.work) / 2
-    np.testing.assert_allclose(mean_of_microbatches(config, sequences), expected)
+    ((share, work),) = mean_of_microbatches(config, sequences)
+    np.testing.assert_allclose((share, *work), (1.0, *expected))
+
+
+def test_mean_of_microbatches_separates_those_that_skip_ring_steps():
+    def order_of(sequence):
+        return document_layout(np.bincount(sequence["segment_ids"])[1:], TOKENS, CONTEXT, skips_ring_steps=True).order
+
+    train = dict(global_batch_size=4, gradient_accumulation_steps=4)
+    config, lengths = config_with(train=train), [900, 800, 1000, 600, 500, 200]
+    short, whole = (sequence_work(config, order_of, x, skips_ring_steps=True) for x in (lengths, [TOKENS]))
+    all_steps = sequence_work(config, order_of, lengths).work
+    assert (short.work.num_other_steps, whole.work.num_other_steps, all_steps.num_other_steps) == (1, 3, 3)
+    assert all_steps.ring_step_pairs > 0
+    np.testing.assert_allclose(short.work.in_steps(3), all_steps)
+    sequences = [whole, short, short, short]
+    assert mean_of_microbatches(config, sequences) == [(0.25, whole.work), (0.75, short.work)]
+    config = config_with(train={**train, "gradient_accumulation_steps": 1})  # all in one microbatch
+    ((share, work),) = mean_of_microbatches(config, sequences)
+    np.testing.assert_allclose((share, *work), (1, *(np.array(whole.work) + 3 * np.array(all_steps)) / 4))

@@ -11,7 +11,8 @@ Then causal masking needs no control flow, and every rank does the same work in 
 A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in which the pieces of a
 rank have other lengths for each document. So with ranges of keys, one kernel call computes the whole block, and the
 kernel skips the blocks that no range reaches: a ring step whose block shares no document with the queries costs no
-matrix products.
+matrix products. In sequences of short documents, only the first ring steps have work. If the spec permits it, the
+others are skipped, sends included (`_run`).
 
 The backward goes around the ring a second time with the global out and lse; dK/dV are sent along with the KV block
 that they belong to. All running sums are float32. The order of operations makes the sends overlap with attention:
@@ -23,6 +24,8 @@ that they belong to. All running sums are float32. The order of operations makes
       memory bandwidth.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,9 +37,18 @@ from jaxlc.attention.contract import AttentionSpec, CallResults, Kernel, QueryRe
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import halo, window_exchange
+from jaxlc.attention.strategies.half_blocks import ZigzagPair, add_to_halves, half_of, update_half
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
+from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS
 from jaxlc.sharding.mesh import Ranks
+
+
+class SkippableSteps(NamedTuple):
+    """The ranges of all ring steps, where those after step 1 are skipped if no document needs them."""
+
+    of_steps: Any
+    are_needed: jax.Array  # bool [1]; equal on all devices, since collectives are skipped too
 
 
 class PreparedSteps(NamedTuple):
@@ -49,12 +61,26 @@ class PreparedSteps(NamedTuple):
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
     """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
 
+    `SkippableSteps` of these, if the spec permits to skip steps.
+
     Args:
       kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
     """
     if spec.window is not None:
         return window_exchange.prepare(tokens, spec, ranks)
     ranges = ring_key_ranges(tokens, spec, ranks)
+    if not _skips_steps(spec, ranks):
+        return _prepared_steps(ranges, kernel, spec, ranks)
+    has_keys = jnp.stack([(x[NUM_FIRST_RING_STEPS:] > 0).any() for x in jax.tree.leaves(ranges)]).any()
+    are_needed = lax.pmax(has_keys.astype(jnp.int32), jax.sharding.get_abstract_mesh().manual_axes) > 0
+    return SkippableSteps(_prepared_steps(ranges, kernel, spec, ranks), are_needed[None])
+
+
+def _skips_steps(spec: AttentionSpec, ranks: Ranks) -> bool:
+    return spec.skips_ring_steps and spec.window is None and ranks.size > NUM_FIRST_RING_STEPS
+
+
+def _prepared_steps(ranges, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
     if ranges is None or not hasattr(kernel, "prepare"):
         return ranges
     num_keys = jax.tree.leaves(ranges)[0].shape[-1]
@@ -67,10 +93,13 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
     )
 
 
-def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec:
-    """The PartitionSpec of all arrays of `prepare`."""
+def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec | SkippableSteps:
+    """The PartitionSpecs of the arrays of `prepare`."""
     tokens = PartitionSpec(batch_axes, ranks.axis)
-    return PartitionSpec(None, *tokens) if spec.window is None else tokens
+    if spec.window is not None:
+        return tokens
+    of_steps = PartitionSpec(None, *tokens)
+    return SkippableSteps(of_steps, PartitionSpec()) if _skips_steps(spec, ranks) else of_steps
 
 
 def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
@@ -91,27 +120,53 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
 
 
 def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, ranges, _ = qkv
-    ring = RingState.create(kernel, spec, ranks, ranges)
+    return _run(_forward_steps, qkv, RingState.create(kernel, spec, ranks, qkv.ranges))
+
+
+def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
+    return _run(functools.partial(_backward_steps, results), qkv, RingState.create(kernel, spec, ranks, qkv.ranges))
+
+
+def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
+    """The result of `run_steps(qkv, ring, number of steps)`, for all ring steps or for as many as are needed."""
+    if not isinstance(qkv.ranges, SkippableSteps):
+        return run_steps(qkv, ring, ring.ranks.size)
+
+    def run(num_steps):
+        results = run_steps(qkv, ring, num_steps)
+        if qkv.sinks_n is not None:  # which join in float32
+            return results
+        # XLA does not fuse casts after a conditional with the sums in it.
+        return jax.tree.map(lambda x: x.astype(qkv.q_btnH.dtype) if x.ndim == 4 else x, results)
+
+    def run_first_steps():
+        with jax.named_scope(scopes.FIRST_RING_STEPS):
+            return run(NUM_FIRST_RING_STEPS)
+
+    return lax.cond(qkv.ranges.are_needed[0], lambda: run(ring.ranks.size), run_first_steps)
+
+
+def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
+    q, k, v, *_ = qkv
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
-    block, (out, lse) = _receive(block, calls_of(kernel, "forward", q, k, v, ring.own_ranges, spec))
+    block, (out, lse) = _receive(block, calls_of(ring.kernel, "forward", q, k, v, ring.own_ranges, ring.spec))
     out_lse = out.astype(jnp.float32), lse
 
     def loop_body(step, carry):
         block, out_lse = carry
         return ring.forward_step(step, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block))
 
-    block, out_lse = lax.fori_loop(1, ranks.size - 1, loop_body, (block, out_lse), unroll=2)
-    if ranks.size > 1:  # the last block is not sent on
-        _, out_lse = ring.forward_step(ranks.size - 1, q, *_unpack(block, k, v), out_lse)
+    block, out_lse = lax.fori_loop(1, num_steps - 1, loop_body, (block, out_lse), unroll=2)
+    if num_steps > 1:  # the last block is not sent on
+        _, out_lse = ring.forward_step(num_steps - 1, q, *_unpack(block, k, v), out_lse)
     return out_lse
 
 
-def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    q, k, v, ranges, _ = qkv
-    ring = RingState.create(kernel, spec, ranks, ranges)
+def _backward_steps(results: QueryResults, qkv: ShardedQKV, ring: "RingState", num_steps: int):
+    q, k, v, *_ = qkv
     block = ring.send(_pack(k, v))
-    block, (dq, dk, dv) = _receive(block, calls_of(kernel, "backward", q, k, v, ring.own_ranges, spec, results))
+    calls = calls_of(ring.kernel, "backward", q, k, v, ring.own_ranges, ring.spec, results)
+    block, (dq, dk, dv) = _receive(block, calls)
     dq, dblock = dq.astype(jnp.float32), _pack(dk, dv).astype(jnp.float32)
 
     def loop_body(step, carry):
@@ -120,11 +175,11 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: Atte
         (block, dblock), dq, dk, dv = ring.backward_step(step, q, *_unpack(block, k, v), results, dq, in_flight)
         return block, dblock + _pack(dk, dv), dq
 
-    block, dblock, dq = lax.fori_loop(1, ranks.size - 1, loop_body, (block, dblock, dq), unroll=2)
-    if ranks.size > 1:
-        in_flight = ring.send(dblock)
-        dblock, dq, dk, dv = ring.backward_step(ranks.size - 1, q, *_unpack(block, k, v), results, dq, in_flight)
-        dblock = ring.send(dblock + _pack(dk, dv))  # send dK/dV back to the owner rank
+    block, dblock, dq = lax.fori_loop(1, num_steps - 1, loop_body, (block, dblock, dq), unroll=2)
+    if num_steps > 1:
+        last = num_steps - 1
+        dblock, dq, dk, dv = ring.backward_step(last, q, *_unpack(block, k, v), results, dq, ring.send(dblock))
+        dblock = ring.send(dblock + _pack(dk, dv), -last)  # send dK/dV back to the owner rank
     return dq, *_unpack(dblock, k, v)
 
 
@@ -143,7 +198,8 @@ class RingState(NamedTuple):
     @classmethod
     def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":
         """The state of the calling rank; call inside `shard_map`."""
-        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), ranges)
+        of_steps = ranges.of_steps if isinstance(ranges, SkippableSteps) else ranges
+        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), of_steps)
 
     @property
     def own_ranges(self):
@@ -156,12 +212,12 @@ class RingState(NamedTuple):
         return self.ranges is not None or not self.spec.causal
 
     @jax.named_scope(scopes.RING_SEND)
-    def send(self, x: jax.Array) -> jax.Array:
-        """Sends x to the next rank; returns the x of the previous one."""
+    def send(self, x: jax.Array, distance: int = 1) -> jax.Array:
+        """Sends x to the rank that is `distance` further; returns the x of the rank that is as far before."""
         if self.ranks.size == 1:
             return x
         size = self.ranks.size
-        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + 1) % size) for rank in range(size)])
+        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + distance) % size) for rank in range(size)])
 
     @jax.named_scope(scopes.RING_STEP)
     def forward_step(self, step, q, k, v, out_lse, in_flight=()):
@@ -182,8 +238,8 @@ class RingState(NamedTuple):
         in_flight, results = _receive(in_flight, calls)
         out, lse = out_lse
         for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
-            out_half, lse_half = merge(_half(out, half), _half(lse, half, axis=2), *partial)
-            out, lse = _update_half(out, half, out_half), _update_half(lse, half, lse_half, axis=2)
+            out_half, lse_half = merge(half_of(out, half), half_of(lse, half, axis=2), *partial)
+            out, lse = update_half(out, half, out_half), update_half(lse, half, lse_half, axis=2)
         return in_flight, (out, lse)
 
     @jax.named_scope(scopes.RING_STEP)
@@ -202,9 +258,9 @@ class RingState(NamedTuple):
         operands, results = halves.operands(q, k, v), halves.results(results)
         calls = calls_of(self.kernel, "backward", *operands, ranges, spec, results)
         in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, calls)
-        dq = _add_to_halves(dq, halves.of_queries, dq_pair)
+        dq = add_to_halves(dq, halves.of_queries, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-        dk, dv = (_add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
+        dk, dv = (add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
         return in_flight, dq, dk, dv
 
     def _block_masks(self, step):
@@ -214,9 +270,9 @@ class RingState(NamedTuple):
         """
         return _ranges_of_step(self.ranges, step), _of_whole_blocks(self.spec)
 
-    def _select_halves(self, step) -> "_ZigzagPair":
+    def _select_halves(self, step) -> "ZigzagPair":
         source = (self.rank - step) % self.ranks.size
-        return _ZigzagPair.select(source < self.rank)
+        return ZigzagPair.select(source < self.rank)
 
 
 def _ranges_of_step(ranges, step):
@@ -239,49 +295,6 @@ def _receive(in_flight, calls: CallResults):
     """
     in_flight, results = lax.optimization_barrier((in_flight, calls.results))
     return in_flight, calls.joined(results)
-
-
-class _ZigzagPair(NamedTuple):
-    """The two products of half-blocks in one ring step: for each, the index of its half, 0 (lo) or 1 (hi).
-
-    Sums are updated in place: halves that a product does not use are neither read nor written.
-    """
-
-    of_queries: tuple[int, jax.Array]
-    of_keys: tuple[int, jax.Array]
-
-    @classmethod
-    def select(cls, is_earlier) -> "_ZigzagPair":
-        """The halves for a block from an earlier rank, or from a later one."""
-        second = jnp.where(is_earlier, 0, 1)
-        return cls((1, second), (0, second))
-
-    def operands(self, q, k, v):
-        return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
-
-    def results(self, results: QueryResults) -> QueryResults:
-        return QueryResults(*(_pair(x, self.of_queries, axis) for x, axis in zip(results, (1, 2, 1, 2))))
-
-
-def _half(x, half, axis=1):
-    size = x.shape[axis] // 2
-    return lax.dynamic_slice_in_dim(x, half * size, size, axis)
-
-
-def _update_half(x, half, new, axis=1):
-    return lax.dynamic_update_slice_in_dim(x, new, half * (x.shape[axis] // 2), axis)
-
-
-def _pair(x, halves, axis=1):
-    """Two halves of x, stacked along the batch."""
-    return jnp.concatenate([_half(x, half, axis) for half in halves])
-
-
-def _add_to_halves(x, halves, pair):
-    """x with each element of the pair added to its half; both halves may be the same one."""
-    for half, addend in zip(halves, jnp.split(pair, 2)):
-        x = _update_half(x, half, _half(x, half) + addend)
-    return x
 
 
 def _pack(k: jax.Array, v: jax.Array) -> jax.Array:

@@ -109,6 +109,7 @@ def make(
     axes: AttentionAxes = DEFAULT_AXES,
     token_order: TokenOrder = "zigzag",
     few_documents: bool = False,
+    skips_ring_steps: bool = False,
     shared_prefixes: bool = False,
 ) -> "ShardedAttention":
     """Attention over a sequence split on the mesh, as functions of global arrays.
@@ -118,6 +119,7 @@ def make(
       axes: the axes of the mesh that split the batch, the sequence and the heads.
       token_order: the order of the tokens of all arguments and results; see `attend`.
       few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
+      skips_ring_steps: if no document needs the ring steps after step 1, they do not run.
       shared_prefixes: documents may continue a prefix, which `prepare` gets.
     Raises:
       UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
@@ -125,7 +127,9 @@ def make(
     known_strategy(config.strategy)
     inner = config.ulysses_degree if config.strategy == "hybrid" else None
     split_mesh, ranks = split_context(mesh, inner, axes.context)
-    spec = dataclasses.replace(attention_spec(config, causal, window, scale), few_documents=few_documents)
+    spec = dataclasses.replace(
+        attention_spec(config, causal, window, scale), few_documents=few_documents, skips_ring_steps=skips_ring_steps
+    )
     return ShardedAttention(
         config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order,
         shared_prefixes=shared_prefixes,
