@@ -86,13 +86,17 @@ def test_loss_and_gradients_on_mesh_equal_one_device(axes):
 
 
 @pytest.mark.parametrize(
-    "axes, order",
-    [(dict(context=2, data=2), (0, 3, 2, 1)), (dict(context=2, fsdp=2, tensor=2), (0, 1, 2, 3))],
-    ids=["data, another order", "fsdp"],
+    "axes, order, num_microbatches",
+    [
+        (dict(context=2, data=2), (0, 3, 2, 1), 2),
+        (dict(context=2, fsdp=2, tensor=2), (0, 1, 2, 3), 2),
+        (dict(context=4), (0, 1, 2, 3), 4),  # skips ring steps of some sequences
+    ],
+    ids=["data, another order", "fsdp", "context"],
 )
-def test_accumulation_of_unequal_microbatches_equals_one_device(axes, order):
+def test_accumulation_of_unequal_microbatches_equals_one_device(axes, order, num_microbatches):
     """The sums of unequal numbers of targets, 95, 91, 9 and 0, are added and divided once, in any order."""
-    _assert_same(axes, order=order, train=dict(gradient_accumulation_steps=2))
+    _assert_same(axes, order=order, train=dict(gradient_accumulation_steps=num_microbatches))
 
 
 def test_accumulation_on_one_device_equals_one_batch():
