@@ -109,6 +109,33 @@ def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -
     return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
+def map_and_reads(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> tuple[Affine, jax.Array]:
+    """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the state that enters the
+    first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q."""
+    chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
+    key_dim = chunks.k.shape[-1]
+
+    def step(columns, chunk: _Chunks):  # as in `affine_map`; outputs are linear in the columns
+        new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
+        out = product("bhck,bhkm->bhcm", chunk.q, columns, dtype) + product("bhij,bhjm->bhim", chunk.scores, new, dtype)
+        added = product("bhck,bhcm->bhkm", chunk.k, new, dtype)
+        return _decayed(columns, chunk.decay) + added, out.astype(dtype)
+
+    _, num_sequences, num_heads, _, value_dim = chunks.u.shape
+    start = identity(num_sequences, num_heads, key_dim, value_dim, chunks.u.dtype)
+    columns, reads = lax.scan(step, jnp.concatenate(start, axis=-1), chunks)
+    return Affine(columns[..., :key_dim], columns[..., key_dim:]), reads.swapaxes(0, 1)
+
+
+def read(reads: jax.Array, S_BHKV: jax.Array) -> jax.Array:
+    """The outputs [B, L, H, V] of tokens, from `map_and_reads`, with the state that enters the first one."""
+    key_dim = S_BHKV.shape[-2]
+    out = product("bnhck,bhkv->bnhcv", reads[..., :key_dim], S_BHKV, reads.dtype) + reads[..., key_dim:]
+    num_sequences, num_chunks, num_heads, chunk_tokens, value_dim = out.shape
+    shape = num_sequences, num_chunks * chunk_tokens, num_heads, value_dim
+    return out.astype(reads.dtype).swapaxes(2, 3).reshape(shape)
+
+
 def outputs(
     tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,9 +1,9 @@
 """The gated delta rule over a rank's tokens; for code inside `shard_map`.
 
-The fragments of a rank are cut into groups of chunks. Two passes compute several groups at once: the first the affine
-map of each group, the second the outputs of each group from the state that enters it. Between them are a scan over the
-maps of a fragment, and one exchange between ranks. So the number of sequential steps is that of the chunks of a group
-and of the groups, not that of all chunks. Groups are recomputed in the backward pass.
+The fragments of a rank are cut into groups of chunks. Several groups are computed at once: the affine map of each
+group, and its outputs as functions of the state that enters it. Then follow a scan over the maps of a fragment, one
+exchange between ranks, and one product for the outputs. So the number of sequential steps is that of the chunks of a
+group and of the groups, not that of all chunks. Groups are recomputed in the backward pass.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Tokens, affine_map, outputs
+from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Tokens, map_and_reads, outputs, read
 from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states, states_of_groups
 from jaxlc.attention.strategies.fragments import is_last, predecessors
 from jaxlc.core import scopes
@@ -50,11 +50,12 @@ def delta_rule(
     groups = _groups_of_rank(arrays, ranks, num_fragments)
     if len(groups.segments_BL) * ranks.size == 1:
         states = _first_state(q_btGK, v_btHV, 1 if prefixes_bt is None else 2)[None]
+        out = _in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
     else:
-        maps = _in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
+        maps, reads = _in_groups(jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups)
         of_fragments = [jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps) for i in range(num_fragments)]
         states = jnp.concatenate(entering_states(of_fragments, ranks))
-    out = _in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
+        out = _in_groups(lambda pair: read(*pair), (reads, states))
     return _in_order(out, q_btGK.shape[1], num_fragments)
 
 
@@ -69,9 +70,9 @@ def delta_rule_in_groups(
       fragment_GB, num_fragments: of `document_fragments.GroupTable`.
     """
     in_groups = functools.partial(_in_groups, at_once=groups_at_once(*groups.v_BLHV.shape[:3]))
-    maps = in_groups(jax.checkpoint(functools.partial(affine_map, scale=scale)), groups)
+    maps, reads = in_groups(jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups)
     states = states_of_groups(maps, fragment_GB, ranks, num_fragments)
-    return in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
+    return in_groups(lambda pair: read(*pair), (reads, states))
 
 
 @jax.named_scope(scopes.DELTA_RULE)
@@ -92,10 +93,10 @@ def continued_delta_rule(
     """
     groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None, None), ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
-    maps = _in_groups(functools.partial(affine_map, scale=scale), groups)
+    maps, reads = _in_groups(functools.partial(map_and_reads, scale=scale), groups)
     states = continued_states(maps, initial_bHKV, ranks)
-    out, leaving = _in_groups(lambda pair: outputs(*pair, scale=scale), (groups, states))
-    state = leaving[-1]
+    out = _in_groups(lambda pair: read(*pair), (reads, states))
+    state = jax.tree.map(lambda x: x[-1], maps)(states[-1])
     if ranks.size > 1:
         state = lax.psum(jnp.where(is_last(ranks), state, 0), ranks.axis)
     return _in_order(out, q_btGK.shape[1], 1), state
