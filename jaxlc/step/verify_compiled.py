@@ -16,6 +16,7 @@ from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.host_transfers import device_arrays, has_constant_offset, host_arguments
 from jaxlc.hlo.op_names import PASSES, components, is_in_token_mixing
+from jaxlc.models.blocks.mosaic_check import check_mosaic_product
 from jaxlc.runtime.transport import TransportSelection
 from jaxlc.sharding.rules import is_copied, is_vector
 from jaxlc.step.state import HOST
@@ -65,23 +66,36 @@ def mismatch(
     return None
 
 
-def check_kernels(step: TrainStep) -> str | None:
-    """Checks cuDNN's attention on a GPU of this process, if the step has it: compares its calls for packed documents
-    with the reference, and its version with what config.runtime.deterministic needs.
+def check_kernels(step: TrainStep) -> list[str]:
+    """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's calls for packed documents and
+    the Mosaic products of experts with the reference, and the version of cuDNN with what config.runtime.deterministic
+    needs.
 
     Returns:
-      A line with the error; None without such calls.
+      Lines with the errors; none without such kernels.
     Raises:
-      UserError: as `check_packed_cudnn` and `check_deterministic`.
+      UserError: as `check_packed_cudnn`, `check_deterministic` and `check_mosaic_product`.
     """
     config, device = step.config, jax.local_devices()[0]
-    kernels = step.kernels if device.platform == "gpu" and step.model is None else {}
+    if device.platform != "gpu" or step.model is not None:
+        return []
+    lines = _check_cudnn(step, device)
+    if config.runtime.expert_kernel == "mosaic":
+        model = config.model
+        ffn_dim = model.expert_ffn_dim // config.mesh.tensor
+        sizes = dict(num_experts=model.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim)
+        lines.append(check_mosaic_product(device, **sizes))
+    return lines
+
+
+def _check_cudnn(step: TrainStep, device: jax.Device) -> list[str]:
+    config, kernels = step.config, step.kernels
     if not any(kernel.name == "cudnn" for kernel in kernels.values()):
-        return None
+        return []
     if config.runtime.deterministic:
         check_deterministic(device)
     if not config.attention.document_mask:
-        return None
+        return []
     shapes = dict.fromkeys(config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn")
     lines = [
         check_packed_cudnn(
@@ -93,7 +107,7 @@ def check_kernels(step: TrainStep) -> str | None:
         )
         for shape in shapes
     ]
-    return "; ".join(dict.fromkeys(lines))
+    return list(dict.fromkeys(lines))
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:

@@ -251,10 +251,10 @@ def _make_progress() -> Progress:
 
 
 def _compile(stage: str, step: TrainStep, outputs: Outputs) -> jax.stages.Compiled:
-    """The compiled step; its attention kernel, its transport and its use of host memory are checked. What the compiled
+    """The compiled step; its kernels, its transport and its use of host memory are checked. What the compiled
     program needs is kept in the manifest."""
     progress = outputs.progress
-    if (line := check_kernels(step)) is not None:
+    for line in check_kernels(step):
         progress.log(line)
     with watchdog.phase("compilation", repeats=False), progress.compiling("the training step"):
         compiled = step.compile()
