@@ -65,8 +65,8 @@ def build_step(
         `policy_loss.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not support the custom model, loss or
-        optimizer.
+      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
+        support the custom model, loss or optimizer.
     """
     mixed_precision.check_devices(config.precision, mesh.devices.flat)
     if config.runtime.expert_kernel == "mosaic":

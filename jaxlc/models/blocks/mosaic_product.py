@@ -1,8 +1,8 @@
-"""Products of blocks of rows with their experts by JAX's Mosaic kernels for Hopper: config.runtime.expert_kernel=mosaic.
+"""Products of blocks of rows with their experts by JAX's Mosaic kernels for Hopper (config.runtime.expert_kernel).
 
-The kernels multiply the rows of each group with the weights of that group; a group is all blocks of an expert. They
-copy no weights for a block, and sum the gradient of the weights of an expert over all of its rows in float32 before it
-is rounded once. The blocks of all experts are all rows, so no row of a result is left uninitialized.
+The kernels multiply the rows of each group by the weights of that group; a group is all blocks of an expert. They copy
+no weights for a block, and sum the gradient of the weights of an expert over all of its rows in float32 before it is
+rounded once. The groups contain all rows, so no row of a result is left uninitialized.
 
 No GPU has measured these kernels: a run compares them with `expert_blocks.block_product` first (`mosaic_check`).
 """
