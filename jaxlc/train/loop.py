@@ -23,10 +23,11 @@ from jaxlc.runtime.memory_pools import explained
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
+from jaxlc.step.kernel_checks import check_kernels
 from jaxlc.step.losses.loss import TokenLoss
 from jaxlc.step.losses.policy_loss import PolicyLoss
 from jaxlc.step.step import TrainStep, build_step
-from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
+from jaxlc.step.verify_compiled import verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.preemption import PreemptionGuard
