@@ -36,7 +36,7 @@ class Roofline:
     attention_half_keys_unmasked: float = efficiency.HALF_KEYS_UNMASKED
     matmul_share: float | None = None
     f8_matmul_share: float | None = None
-    expert_kernel_share: float = efficiency.EXPERT_KERNEL  # products of runtime.expert_kernel=mosaic
+    expert_kernel_share: float | None = None  # products of runtime.expert_kernel=mosaic; None: an assumed value
     matmul_ramp_seconds: float | None = None
     matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
     memory_share: float | None = None
@@ -131,7 +131,7 @@ class Roofline:
     def _slowdown(self, device: Device, product: Product, share: float) -> float:
         """The time of a product relative to that of a large one, which achieves `share` of the peak."""
         if product.is_grouped:
-            return share / self.expert_kernel_share
+            return share / (self.expert_kernel_share or efficiency.EXPERT_KERNEL)
         shape = (product.rows, product.columns, product.batch)
         occupied = efficiency.wave_efficiency(*shape, efficiency.rates(device).num_multiprocessors)
         return 1 + self.matmul_wave_weight * (1 / occupied - 1)

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
 from jaxlc.models.blocks import mosaic_product
 from jaxlc.models.blocks.experts import CHOICE
+from jaxlc.step import kernel_checks
 from jaxlc.step.losses.expert_balance import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
 from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
@@ -296,6 +298,16 @@ def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatc
     assert calls == {("forward", up): 4, ("forward", down): 2} | {
         (name, shape): times for name in ("dx", "dw") for shape, times in ((up, 2), (down, 1))
     }
+
+
+def test_run_with_mosaic_compares_its_kernels_with_the_sizes_of_a_rank(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(kernel_checks, "check_mosaic_product", lambda device, **sizes: sizes)
+    for tensor in (1, 2):
+        step = SimpleNamespace(config=_mosaic_config(tensor=tensor), model=None, kernels={})
+        assert kernel_checks.check_kernels(step) == [dict(num_experts=8, model_dim=64, ffn_dim=256 // tensor)]
+    step.config = small_config(model=EXPERTS)
+    assert kernel_checks.check_kernels(step) == []
 
 
 def _mosaic_config(**mesh):
