@@ -218,6 +218,48 @@ def changed_cudnn_attention() -> str | None:
     return None
 
 
+def mosaic_ragged_dot(x_SK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, **settings: Any) -> jax.Array:
+    """Each row of x times the matrix of its group, [S, N] in x's dtype: JAX's Mosaic kernel for Hopper.
+
+    Args:
+      sizes_E: int32, rows of each group; rows after the last group are undefined in the result.
+      settings: `transpose_rhs` (w is [E, N, K]) and the tiles of the kernel.
+
+    Experimental: `jax.experimental.pallas.ops.gpu`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    return ragged_dot_mgpu.ragged_dot(x_SK, w_EKN, group_sizes=sizes_E, **settings)
+
+
+def mosaic_ragged_gradient(x_SK: jax.Array, dout_SN: jax.Array, sizes_E: jax.Array, **settings: Any) -> jax.Array:
+    """The product of x transposed and dout over the rows of each group, [E, K, N] in x's dtype; 0 for an empty one.
+
+    The kernel reads the number of multiprocessors of the default device, which fails if the GPU is absent, and which is
+    only the size of its grid. Here its module sees that of an H100 and H200.
+
+    Experimental: as `mosaic_ragged_dot`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+    transposed_ragged_dot_mgpu.jax = _JaxOnHopper()  # pyrefly: ignore
+    return transposed_ragged_dot_mgpu.transposed_ragged_dot(x_SK, dout_SN, group_sizes=sizes_E, **settings)
+
+
+class _JaxOnHopper:
+    """The module `jax`, with a default device of 132 multiprocessors."""
+
+    core_count = 132
+
+    def __getattr__(self, name: str) -> Any:
+        import jax
+
+        return getattr(jax, name)
+
+    def devices(self) -> list[_JaxOnHopper]:
+        return [self]
+
+
 def _cudnn_fused_attention():
     """The private module. Also lets programs with its primitives have more than one mesh.
 

@@ -1,6 +1,7 @@
 """One canary test per private JAX API: a failure here means that a new JAX version changed that API."""
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -156,6 +157,18 @@ def test_cudnn_attention_edits_device_requirements_in_calls_only():
         " assert not primitives & dispatch.prim_requires_devices_during_lowering"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_mosaic_products_of_groups_have_the_settings_and_shapes_that_are_used():
+    x, w, dout = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (3, 64, 128), (256, 128)))
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    tiles = dict(block_m=64, block_n=64, block_k=64, max_concurrent_steps=4, grid_block_n=1)
+    for transpose_rhs, operand, shape in ((False, x, dout.shape), (True, dout, x.shape)):
+        call = functools.partial(_jax_internals.mosaic_ragged_dot, transpose_rhs=transpose_rhs, **tiles)
+        assert jax.eval_shape(call, operand, w, sizes).shape == shape
+    call = functools.partial(_jax_internals.mosaic_ragged_gradient, **tiles)
+    assert jax.eval_shape(call, x, dout, sizes).shape == w.shape
+    assert not hasattr(jax.devices()[0], "core_count")  # otherwise `_JaxOnHopper` is not needed
 
 
 def test_import_leaves_jax_unloaded():

@@ -147,8 +147,9 @@ OTHER_PLANS = {
     ],
 }
 CONSTANTS = [
-    *("attention_half_keys_masked", "attention_half_keys_unmasked", "f8_matmul_share", "host_latency_seconds"),
-    *("host_share", "kernel_gap_seconds", "link_share", "matmul_ramp_seconds", "matmul_share", "matmul_wave_weight"),
+    *("attention_half_keys_masked", "attention_half_keys_unmasked", "expert_kernel_share", "f8_matmul_share"),
+    *("host_latency_seconds", "host_share", "kernel_gap_seconds", "link_share", "matmul_ramp_seconds"),
+    *("matmul_share", "matmul_wave_weight"),
     *("memory_share", "nccl_multiprocessors", "network_latency_seconds", "network_step_seconds"),
     *("nvlink_latency_seconds", "nvlink_step_seconds", "pair_spread", "time_scale", "time_spread"),
 ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jaxlc.core import scopes
 from jaxlc.hlo.async_ops import COLLECTIVES
-from jaxlc.hlo.kernel_costs import matrix_product
+from jaxlc.hlo.kernel_costs import MOSAIC, matrix_product
 from jaxlc.hlo.op_names import (
     Pass,
     has_window,
@@ -42,7 +42,6 @@ _PRODUCTS = {
     "mosaic_dkv": (2, 2),
 }
 _FORWARD_KERNELS = ("__cudnn$fmhaSoftmax", "flash_forward", "mosaic_forward")
-_MOSAIC_TARGET = "mosaic_gpu"  # with a version number
 
 
 class Sizes(NamedTuple):
@@ -151,7 +150,7 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
 
 def _is_mosaic(instruction: Instruction) -> bool:
     is_custom_call = instruction.opcode == "custom-call"
-    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(_MOSAIC_TARGET)
+    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(MOSAIC)
 
 
 def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall | None:

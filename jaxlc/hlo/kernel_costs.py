@@ -1,7 +1,8 @@
 """FLOPs of a kernel's matrix products, and the bytes it reads from and writes to device memory.
 
-Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, and as single `dot` instructions. All
-other arithmetic is assumed to cost nothing compared to the memory traffic.
+Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, as single `dot` instructions, and in the
+Mosaic kernels of experts (`models.blocks.mosaic_product`), which multiply each of their rows once, padding included.
+All other arithmetic is assumed to cost nothing compared to the memory traffic.
 
 Each operand is read once and each result written once. A slice reads only the part that it takes, and an in-place
 update writes only the part that it replaces; otherwise each round of a loop over layers would count all stacked
@@ -13,6 +14,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxlc.core.scopes import EXPERTS
+from jaxlc.hlo.op_names import components
 from jaxlc.hlo.parser import Computation, Instruction, Program
 
 # Instructions that only name arrays or parts of them; they run no kernel.
@@ -25,6 +28,7 @@ _UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}  # index of the oper
 _RENAMES = ("bitcast", "reshape")
 _FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
+MOSAIC = "mosaic_gpu"  # with a version number
 ALLOCATE_BUFFER = "AllocateBuffer"
 
 
@@ -36,6 +40,7 @@ class Product(NamedTuple):
     columns: int
     depth: int
     batch: int = 1
+    is_grouped: bool = False  # rows are sorted by expert, each of which has a matrix of its own
 
     @property
     def flops(self) -> float:
@@ -72,6 +77,17 @@ def _products(program: Program, computation: Computation, instruction: Instructi
         dims = instruction.backend_config["gemm_backend_config"]["dot_dimension_numbers"]
         batch_dims = ",".join(dims.get("lhs_batch_dimensions", ()))
         yield matrix_product(computation, instruction, ",".join(dims["lhs_contracting_dimensions"]), batch_dims)
+    elif is_expert_kernel(instruction):
+        # The last operands are x [S, K] and w [E, K, N] or [E, N, K], or x and dout [S, N].
+        x = next(y.arrays[0] for y in computation.operands(instruction) if len(y.arrays[0].dims) == 2)
+        rows, depth = x.dims
+        yield Product(x.dtype, rows, instruction.arrays[0].dims[-1], depth, is_grouped=True)
+
+
+def is_expert_kernel(instruction: Instruction) -> bool:
+    """Whether a custom call is a Mosaic kernel of experts."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    return target.startswith(MOSAIC) and EXPERTS in components(instruction.op_name)
 
 
 def matrix_product(

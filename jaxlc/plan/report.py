@@ -173,6 +173,8 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
         note = "on a GPU, XLA also tries cuBLAS and uses the faster one" if name == "triton gemm" else ""
         if name.startswith("cudnn_packed"):
             note = "kernel cudnn, with the lengths and offsets of documents"
+        elif name.startswith("mosaic experts"):
+            note = "compared with blocks before a run trains; estimated from an assumed rate"
         yield f"  {name:<34} {count:>7,}  {note}".rstrip()
     if plan.launches is not None:
         operations, launches, graphs, synchronizations = (f"{count:,}" for count in plan.launches)

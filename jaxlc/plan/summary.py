@@ -8,7 +8,8 @@ from typing import NamedTuple
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.attention_collectives import AttentionCollective
 from jaxlc.hlo.collectives import Collective, mesh_axes
-from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER
+from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER, is_expert_kernel
+from jaxlc.hlo.op_names import pass_of
 from jaxlc.hlo.parser import Instruction
 from jaxlc.simulate.time_model import TimeModel
 
@@ -89,6 +90,8 @@ def kernels(program: AnalyzedProgram) -> dict[str, int]:
 
 
 def _library_call(instruction: Instruction) -> str | None:
+    if is_expert_kernel(instruction):
+        return f"mosaic experts {pass_of(instruction.op_name)}"
     if instruction.opcode == "custom-call":
         name = instruction.attributes["custom_call_target"].strip('"')
         return None if name == ALLOCATE_BUFFER else name  # which runs nothing

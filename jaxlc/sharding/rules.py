@@ -121,6 +121,7 @@ class Sharder:
     weights_are_gathered: bool = False  # `weight` has already been applied to all weights
     weights_on_host: bool = False  # parameters and their gradients are stored in host memory
     reduces_in_float32: bool = False  # gradients of layer weights are summed over ranks in float32
+    expert_kernel: str = "blocks"  # config.runtime.expert_kernel: what multiplies the tokens of a rank with experts
 
     def fetched(self, params):
         """Copies a tree of parameters to the device; their gradients are copied back to where they are stored."""

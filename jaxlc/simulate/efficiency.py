@@ -63,6 +63,7 @@ _ATTENTION_ON_BLACKWELL = {
     "cudnn_packed": Efficiency(0.59, 0.46),
 }
 KERNELS = tuple(_ATTENTION_ON_HOPPER)
+EXPERT_KERNEL = 0.50  # fraction of the peak that the Mosaic products of experts achieve; assumed, no GPU measured them
 _RATES = MappingProxyType(
     {
         "8.0": Rates(0.82, 0.82, 0.79, _ATTENTION_ON_AMPERE, 108, 3.1e-6),

@@ -36,6 +36,7 @@ class Roofline:
     attention_half_keys_unmasked: float = efficiency.HALF_KEYS_UNMASKED
     matmul_share: float | None = None
     f8_matmul_share: float | None = None
+    expert_kernel_share: float | None = None  # products of runtime.expert_kernel=mosaic; None: an assumed value
     matmul_ramp_seconds: float | None = None
     matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
     memory_share: float | None = None
@@ -93,10 +94,11 @@ class Roofline:
             if family == "f8"
             else (self.matmul_share, published.bf16_matmul)
         )
-        rate = device.bf16_flops_per_second * _PEAK_OVER_BF16.get(family, 1.0) * (default if share is None else share)
+        share = default if share is None else share
+        rate = device.bf16_flops_per_second * _PEAK_OVER_BF16.get(family, 1.0) * share
         if not products:
             return flops / rate
-        seconds = sum(product.flops * self._wave_slowdown(device, product) for product in products) / rate
+        seconds = sum(product.flops * self._slowdown(device, product, share) for product in products) / rate
         ramp = published.matmul_ramp_seconds if self.matmul_ramp_seconds is None else self.matmul_ramp_seconds
         return seconds + ramp * len(products)
 
@@ -126,7 +128,10 @@ class Roofline:
         """The fraction of a GPU's multiprocessors that kernels have while an NCCL collective runs."""
         return 1 - self.nccl_multiprocessors / efficiency.rates(device).num_multiprocessors
 
-    def _wave_slowdown(self, device: Device, product: Product) -> float:
+    def _slowdown(self, device: Device, product: Product, share: float) -> float:
+        """The time of a product relative to that of a large one, which achieves `share` of the peak."""
+        if product.is_grouped:
+            return share / (self.expert_kernel_share or efficiency.EXPERT_KERNEL)
         shape = (product.rows, product.columns, product.batch)
         occupied = efficiency.wave_efficiency(*shape, efficiency.rates(device).num_multiprocessors)
         return 1 + self.matmul_wave_weight * (1 / occupied - 1)

@@ -149,8 +149,9 @@ def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
     product_seconds, other_seconds = simulator.product_seconds, simulator.other_seconds
     if not product_seconds[EXPERTS]:
         return 0.0
-    experts, num_rows = model.config.model.num_experts, _num_routed_rows(model.config)
-    used = num_rows / (num_blocks(num_rows, experts) * block_rows(num_rows, experts))
+    num_rows = _num_routed_rows(model.config)
+    sizes = num_rows, model.config.model.num_experts, model.config.runtime.expert_kernel
+    used = num_rows / (num_blocks(*sizes) * block_rows(*sizes))
     all_seconds = sum(product_seconds[scope] + other_seconds[scope] for scope in MIXTURE)
     return all_seconds - used * product_seconds[EXPERTS]
 

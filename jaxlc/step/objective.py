@@ -225,6 +225,7 @@ class Objective:
             nodes=self.nodes,
             weights_on_host=is_on_host(params),
             reduces_in_float32=self.config.precision.reduce == "fp32",
+            expert_kernel=self.config.runtime.expert_kernel,
         )
 
     @property

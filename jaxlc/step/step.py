@@ -17,6 +17,7 @@ from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import freezing
+from jaxlc.models.blocks import mosaic_product
 from jaxlc.runtime import compilation_cache, transport
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.nodes import nodes_of
@@ -64,10 +65,12 @@ def build_step(
         `policy_loss.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision, or a setting does not support the custom model, loss or
-        optimizer.
+      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
+        support the custom model, loss or optimizer.
     """
     mixed_precision.check_devices(config.precision, mesh.devices.flat)
+    if config.runtime.expert_kernel == "mosaic":
+        mosaic_product.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxlc.attention.kernels.cudnn import check_deterministic
-from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.core import scopes
 from jaxlc.core.axes import LAYER_STACKS
 from jaxlc.core.errors import UserError
@@ -63,37 +61,6 @@ def mismatch(
     if attention_collectives and not times_by_transport and requested.name != "nccl" and not requested.is_auto:
         return f"attention.strategy={strategy!r} makes no hops, and {_request(requested)}, which applies only to hops"
     return None
-
-
-def check_kernels(step: TrainStep) -> str | None:
-    """Checks cuDNN's attention on a GPU of this process, if the step has it: compares its calls for packed documents
-    with the reference, and its version with what config.runtime.deterministic needs.
-
-    Returns:
-      A line with the error; None without such calls.
-    Raises:
-      UserError: as `check_packed_cudnn` and `check_deterministic`.
-    """
-    config, device = step.config, jax.local_devices()[0]
-    kernels = step.kernels if device.platform == "gpu" and step.model is None else {}
-    if not any(kernel.name == "cudnn" for kernel in kernels.values()):
-        return None
-    if config.runtime.deterministic:
-        check_deterministic(device)
-    if not config.attention.document_mask:
-        return None
-    shapes = dict.fromkeys(config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn")
-    lines = [
-        check_packed_cudnn(
-            device,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=step.compute_dtype,
-        )
-        for shape in shapes
-    ]
-    return "; ".join(dict.fromkeys(lines))
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:

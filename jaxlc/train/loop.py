@@ -23,10 +23,11 @@ from jaxlc.runtime.memory_pools import explained
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
+from jaxlc.step.kernel_checks import check_kernels
 from jaxlc.step.losses.loss import TokenLoss
 from jaxlc.step.losses.policy_loss import PolicyLoss
 from jaxlc.step.step import TrainStep, build_step
-from jaxlc.step.verify_compiled import check_kernels, verify_compiled_step
+from jaxlc.step.verify_compiled import verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
 from jaxlc.train.preemption import PreemptionGuard
@@ -251,10 +252,10 @@ def _make_progress() -> Progress:
 
 
 def _compile(stage: str, step: TrainStep, outputs: Outputs) -> jax.stages.Compiled:
-    """The compiled step; its attention kernel, its transport and its use of host memory are checked. What the compiled
+    """The compiled step; its kernels, its transport and its use of host memory are checked. What the compiled
     program needs is kept in the manifest."""
     progress = outputs.progress
-    if (line := check_kernels(step)) is not None:
+    for line in check_kernels(step):
         progress.log(line)
     with watchdog.phase("compilation", repeats=False), progress.compiling("the training step"):
         compiled = step.compile()

@@ -107,6 +107,8 @@ def test_constants_file_replaces_every_curve():
     product = Product("bf16", 132 * 256, 64, 1)  # half of the best tile's columns are padding, or it fills a wave
     padded = 1 + 0.5 * (1 / efficiency.wave_efficiency(132 * 256, 64, 1, 132) - 1)
     assert model.matmul_seconds(device, "bf16", product.flops, (product,)) == product.flops * padded + 0.5
+    grouped = product._replace(is_grouped=True)
+    assert model.matmul_seconds(device, "bf16", grouped.flops, (grouped,)) == grouped.flops + 0.5
     assert model.nvlink_seconds(device, 1, 3) == model.network_seconds(device, 1, 3) == 0.5 + 2 * 0.5 + 1
     assert model.host_seconds(device, 1) == 1.5
     assert model.compute_share_during_nccl(device) == 0.5

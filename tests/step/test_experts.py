@@ -1,14 +1,19 @@
 """Layers of experts in the training step: meshes, tiles, rematerialization, and the losses of experts."""
 
 import functools
+from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxlc import _jax_internals
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
+from jaxlc.models.blocks import mosaic_product
 from jaxlc.models.blocks.experts import CHOICE
+from jaxlc.step import kernel_checks
 from jaxlc.step.losses.expert_balance import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
 from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
@@ -22,6 +27,8 @@ SIGMOID = dict(router="sigmoid", router_choice_bias=True, router_groups=4, route
 BIASED = DENSE_BETWEEN | SIGMOID | SHARED
 LOSSES = dict(balance_loss=0.5, router_z_loss=0.1)
 FP8 = dict(compute="fp8", fp8_matmuls=("query", "expert_gate", "expert_up", "expert_down"))
+NO_EXPERTS = dict(num_experts=0, experts_per_token=0, expert_ffn_dim=0, renormalize_router=False)
+MOSAIC, BF16 = dict(expert_kernel="mosaic"), dict(compute="bf16")
 
 
 def _step(axes=(), memory=(), model=(), **train):
@@ -146,13 +153,11 @@ def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
     """And the gradients: those of each microbatch alone, times its part of the tokens or of the microbatches."""
     rows = natural_rows()
     whole = _results(_step(gradient_accumulation_steps=2, balance_loss_over=over), rows=rows)
-    halves = [_step(global_batch_size=2, eval_sequences=2, balance_loss_over=over) for _ in range(2)]
-    results = [_results(step, rows=part) for step, part in zip(halves, (rows[:2], rows[2:]))]
+    results = _results_of_halves(rows, balance_loss_over=over)
     np.testing.assert_allclose(
         whole[3].balance_loss, sum(result[3].balance_loss for result in results), rtol=FLOAT32_PARITY
     )
-    without = [_results(_step(global_batch_size=2, eval_sequences=2, balance_loss=0, router_z_loss=0), rows=part)
-               for part in (rows[:2], rows[2:])]  # fmt: skip
+    without = _results_of_halves(rows, balance_loss=0, router_z_loss=0)
     weights = [sum(row["loss_weights"].sum() for row in part) for part in (rows[:2], rows[2:])]
     expected = jax.tree.map(
         lambda *x: x[2] + x[3] + sum(weights) / 2 * sum((x[i] - x[2 + i]) / weights[i] for i in (0, 1)),
@@ -162,13 +167,20 @@ def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
     assert max(jax.tree.leaves(errors)) <= 1e-4, errors
 
 
+def _results_of_halves(rows, **train):
+    """As `_results`, of the first and the second half of the rows, with one program."""
+    step = _step(global_batch_size=2, eval_sequences=2, **train)
+    run, params = jax.jit(step.objective.loss_and_grads), put_params(step, _params(()))
+    return [jax.device_get(run(params, make_batch(step, part))) for part in (rows[:2], rows[2:])]
+
+
 @pytest.mark.parametrize(
     "memory",
     [
         dict(remat="full"),
         dict(remat="attention", tile_tokens=24),
         dict(remat="full", layers_per_remat_group=2),
-        dict(remat="full", tile_tokens=24, layers_per_remat_group=2),
+        pytest.param(dict(remat="full", tile_tokens=24, layers_per_remat_group=2), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -247,6 +259,15 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
         (dict(model=SIGMOID | dict(router_groups=3)), "router_groups=3 does not divide"),
         (dict(model=SIGMOID | dict(experts_per_token=5)), "fewer than config.model.experts_per_token=5"),
         (dict(train=dict(balance_bias_rate=0.1)), "no effect without biases"),
+        (dict(runtime=MOSAIC, model=NO_EXPERTS), "expert_kernel='mosaic' has no effect in a model without experts"),
+        (dict(runtime=MOSAIC), "expert_kernel='mosaic' with config.precision.compute='fp32'; use compute=bf16"),
+        (dict(runtime=MOSAIC, precision=FP8), "'mosaic' with FP8 products of experts"),
+        (dict(runtime=MOSAIC, precision=dict(compute="bf16", reduce="fp32")), "precision.reduce='fp32'"),
+        (dict(runtime=MOSAIC, precision=BF16), "model_dim=32 .supported: multiples of 64.; use"),
+        (
+            dict(runtime=MOSAIC, precision=BF16, mesh=dict(tensor=2), model=dict(model_dim=64, expert_ffn_dim=64)),
+            "expert_ffn_dim=64 .supported: multiples of 64 x config.mesh.tensor=2",
+        ),
     ],
     ids=str,
 )
@@ -254,3 +275,47 @@ def test_unsupported_settings_of_experts_raise(sections, problem):
     model = EXPERTS | sections.pop("model", {})
     with pytest.raises(UserError, match=problem):
         small_config(model=model, **sections)
+
+
+def test_step_with_mosaic_on_cpu_raises():
+    with pytest.raises(UserError, match="expert_kernel='mosaic' needs GPUs of compute capability 9.0, and cpu is no"):
+        small_step(_mosaic_config())
+
+
+def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatch):
+    """Forward, recomputed, and the gradients of x and w, with the part of the weights of a rank."""
+    calls = Counter()
+
+    def dot(x, w, sizes, *, transpose_rhs, **tiles):
+        calls["dx" if transpose_rhs else "forward", w.shape] += 1
+        return jax.numpy.zeros((len(x), w.shape[1 if transpose_rhs else 2]), x.dtype)
+
+    def gradient(x, dout, sizes, **tiles):
+        calls["dw", (len(sizes), x.shape[1], dout.shape[1])] += 1
+        return jax.numpy.zeros((len(sizes), x.shape[1], dout.shape[1]), x.dtype)
+
+    monkeypatch.setattr(_jax_internals, "mosaic_ragged_dot", dot)
+    monkeypatch.setattr(_jax_internals, "mosaic_ragged_gradient", gradient)
+    monkeypatch.setattr(mosaic_product, "check_devices", lambda devices: None)
+    step = small_step(_mosaic_config(context=2, tensor=2))
+    jax.eval_shape(step.objective.loss_and_grads, step.abstract_state.params, step.abstract_batch)
+    up, down = (8, 64, 128), (8, 128, 64)
+    assert calls == {("forward", up): 4, ("forward", down): 2} | {
+        (name, shape): times for name in ("dx", "dw") for shape, times in ((up, 2), (down, 1))
+    }
+
+
+def test_run_with_mosaic_compares_its_kernels_with_the_sizes_of_a_rank(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(kernel_checks, "check_mosaic_product", lambda device, **sizes: sizes)
+    for tensor in (1, 2):
+        step = SimpleNamespace(config=_mosaic_config(tensor=tensor), model=None, kernels={})
+        assert kernel_checks.check_kernels(step) == [dict(num_experts=8, model_dim=64, ffn_dim=256 // tensor)]
+    step.config = small_config(model=EXPERTS)
+    assert kernel_checks.check_kernels(step) == []
+
+
+def _mosaic_config(**mesh):
+    return small_config(
+        model=EXPERTS | dict(model_dim=64, expert_ffn_dim=256), mesh=mesh, runtime=MOSAIC, precision=BF16
+    )

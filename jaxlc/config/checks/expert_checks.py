@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from jaxlc.config.frozen import Config
 from jaxlc.config.models.model_schema import DEFAULTS, EXPERT_SETTINGS
-from jaxlc.config.schema import EXPERT_PROJECTIONS, PrecisionConfig, TrainConfig
+from jaxlc.config.schema import EXPERT_PROJECTIONS, PrecisionConfig, RuntimeConfig, TrainConfig
 
 _MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense blocks and shared experts have them, in three settings
 _TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "balance_bias_rate", "router_z_loss")
+_MOSAIC_DIM_MULTIPLE = 64  # tiles of the kernels of models/blocks/mosaic_product.py
 _OF_ATTENTION = "query,key,value,attention_projected"
 
 
@@ -18,6 +19,7 @@ def expert_problems(config: Config) -> Iterator[str]:
         for section, values, defaults, names in (
             ("model", vars(model), DEFAULTS, EXPERT_SETTINGS),
             ("train", vars(train), vars(TrainConfig()), _TRAIN_SETTINGS),
+            ("runtime", vars(config.runtime), vars(RuntimeConfig()), ("expert_kernel",)),
         ):
             for name in names:
                 if values[name] != defaults[name]:
@@ -39,6 +41,8 @@ def expert_problems(config: Config) -> Iterator[str]:
         return
     yield from _size_problems(config)
     yield from _unsupported(config)
+    if config.runtime.expert_kernel == "mosaic":
+        yield from _mosaic_problems(config)
 
 
 def _size_problems(config: Config) -> Iterator[str]:
@@ -123,6 +127,32 @@ def _unsupported(config: Config) -> Iterator[str]:
                 )
     if lora.rank:
         yield from _names_of_no_layer(config, "lora.projections", lora.projections)
+
+
+def _mosaic_problems(config: Config) -> Iterator[str]:
+    """What the Mosaic kernels do not support. `mosaic_product.check_devices` checks the GPUs."""
+    precision, mosaic = config.precision, "config.runtime.expert_kernel='mosaic'"
+    of_experts = [name for name in precision.fp8_matmuls if name in EXPERT_PROJECTIONS]
+    if precision.compute in ("fp32", "fp16"):
+        yield f"unsupported: {mosaic} with config.precision.compute={precision.compute!r}; use compute=bf16"
+    if precision.compute == "fp8" and of_experts:
+        yield (
+            f"unsupported: {mosaic} with FP8 products of experts; use --config.precision.fp8_matmuls={_OF_ATTENTION},"
+            " or --config.runtime.expert_kernel=blocks"
+        )
+    if precision.reduce == "fp32":
+        yield (
+            f"unsupported: {mosaic}, whose gradients of weights are bf16, with config.precision.reduce='fp32'; use"
+            " --config.precision.reduce=compute, or --config.runtime.expert_kernel=blocks"
+        )
+    model, tensor = config.model, config.mesh.tensor
+    for name, dim, factor in (("model_dim", model.model_dim, 1), ("expert_ffn_dim", model.expert_ffn_dim, tensor)):
+        if dim % (_MOSAIC_DIM_MULTIPLE * factor):
+            split = f" x config.mesh.tensor={tensor}" if factor > 1 else ""
+            yield (
+                f"unsupported: {mosaic} with config.model.{name}={dim} (supported: multiples of"
+                f" {_MOSAIC_DIM_MULTIPLE}{split}); use --config.runtime.expert_kernel=blocks"
+            )
 
 
 def _names_of_no_layer(config: Config, setting: str, names: Sequence[str]) -> Iterator[str]:

@@ -48,18 +48,23 @@ STACKED_TENSORS = (
     MixerTensor("down_bias", "mlp.experts.down_proj_bias", None),
 )
 
-_MAX_BLOCK_ROWS = 512
+# By config.runtime.expert_kernel. mosaic copies no weights for a block.
+_MAX_BLOCK_ROWS = dict(blocks=512, mosaic=64)
 
 
-def block_rows(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads."""
+def block_rows(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
+    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads.
+
+    Args:
+      kernel: config.runtime.expert_kernel.
+    """
     mean = num_rows / num_experts
-    return min(_MAX_BLOCK_ROWS, 2 ** max(0, int(math.log2(max(1.0, mean / 4)))))
+    return min(_MAX_BLOCK_ROWS[kernel], 2 ** max(0, int(math.log2(max(1.0, mean / 4)))))
 
 
-def num_blocks(num_rows: int, num_experts: int) -> int:
+def num_blocks(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
     """Blocks that are enough for every routing of `num_rows` rows."""
-    rows = block_rows(num_rows, num_experts)
+    rows = block_rows(num_rows, num_experts, kernel)
     return (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxlc.core import scopes
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
+from jaxlc.models.blocks.mosaic_product import mosaic_product
 from jaxlc.models.matmuls import E4M3, E5M2, scaled_product, to_fp8
 
 _BLOCKS = (0,), (0,)  # the batch dimensions of products of blocks
@@ -40,15 +41,16 @@ class Assignments(NamedTuple):
         return len(self.token_S) // len(self.expert_n)
 
 
-def assign(chosen_Tk: jax.Array, num_experts: int) -> Assignments:
+def assign(chosen_Tk: jax.Array, num_experts: int, kernel: str = "blocks") -> Assignments:
     """Sorts the assignments by expert.
 
     Args:
       chosen_Tk: int32, the experts of each token.
+      kernel: config.runtime.expert_kernel, which determines the size of blocks.
     """
     num_tokens, num_chosen = chosen_Tk.shape
     num_rows = num_tokens * num_chosen
-    rows, blocks = block_rows(num_rows, num_experts), num_blocks(num_rows, num_experts)
+    rows, blocks = (size(num_rows, num_experts, kernel) for size in (block_rows, num_blocks))
     flat = chosen_Tk.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     expert = flat[order]
@@ -194,6 +196,9 @@ def _sum_of_blocks(x_n: jax.Array, expert_n: jax.Array, num_experts: int) -> jax
     return sums.reshape(num_experts, *dims, F)
 
 
+_PRODUCTS = dict(blocks=block_product, mosaic=mosaic_product)  # by config.runtime.expert_kernel
+
+
 class LowRank(NamedTuple):
     """The adapters of a projection of all experts (`models.lora`), in use by a layer."""
 
@@ -223,6 +228,7 @@ def expert_outputs(
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     adapter_scale: float = 1.0,
     fp8_names: Collection[str] = (),
+    kernel: str = "blocks",
 ) -> jax.Array:
     """out_TD in the dtype of x: the sum of the outputs of the chosen experts, times their weights.
 
@@ -231,13 +237,14 @@ def expert_outputs(
       activation: of the products with gate and up.
       adapter_scale: factor of the outputs of adapters.
       fp8_names: the products in FP8, of config.schema.EXPERT_PROJECTIONS.
+      kernel: config.runtime.expert_kernel, of the other products.
     """
-    assignments = assign(chosen_Tk, len(experts.gate_EDF))
+    assignments = assign(chosen_Tk, len(experts.gate_EDF), kernel)
     expert_n = assignments.expert_n
     rows_nmD = rows_of(x_TD, assignments)
 
     def product(name, x, w, bias, adapter):
-        out = (fp8_block_product if name in fp8_names else block_product)(x, w, expert_n)
+        out = (fp8_block_product if name in fp8_names else _PRODUCTS[kernel])(x, w, expert_n)
         if adapter is not None:
             out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)

@@ -85,7 +85,7 @@ class Experts(nnx.Module):
         dims = of_params(lambda param: param.dims)
         scale = 1.0 if self.lora is None else self.lora.scale
         settings = dict(activation=self.activation, adapter_scale=scale, fp8_names=self.fp8_names)
-        compute = functools.partial(_local_outputs, **settings)
+        compute = functools.partial(_local_outputs, **settings, kernel=shard.expert_kernel)
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
         if self.shared is not None:
@@ -154,7 +154,7 @@ def _logits(x_BTD: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array
 
 
 def _local_outputs(
-    tokens, experts: ExpertWeights, *, activation: str, adapter_scale: float, fp8_names: tuple[str, ...]
+    tokens, experts: ExpertWeights, *, activation: str, adapter_scale: float, fp8_names: tuple[str, ...], kernel: str
 ) -> jax.Array:
     """out_btD of the tokens and the weights of one rank."""
     x_btD, chosen_btk, weights_btk = tokens
@@ -163,7 +163,7 @@ def _local_outputs(
         experts = experts._replace(down_bias_ED=jnp.where(is_first, experts.down_bias_ED, 0))
     x_TD, chosen_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_btD, chosen_btk, weights_btk))
     activate = functools.partial(gated, activation)
-    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale, fp8_names)
+    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale, fp8_names, kernel)
     return out_TD.reshape(x_btD.shape)
 
 
