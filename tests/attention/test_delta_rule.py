@@ -10,7 +10,7 @@ import pytest
 
 import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
-from jaxlc.attention.delta_rule import sharded_rule, tiled_delta_net
+from jaxlc.attention.delta_rule import chunk_rule, sharded_rule, tiled_delta_net
 from jaxlc.attention.delta_rule.chunk_rule import unit_lower_inverse
 from jaxlc.attention.delta_rule.sharded_delta_net import Documents, ShardedDeltaNet
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
@@ -25,6 +25,12 @@ SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
 FLOAT64_PARITY = 1e-12
 NAMES = "out", "q", "k", "v", "g", "beta"
 CHAINS = 3
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """So that a rank has several chunks."""
+    monkeypatch.setattr(chunk_rule, "CHUNK_TOKENS", 64)
 
 
 def mesh_of(context=1, tensor=1):
@@ -316,17 +322,19 @@ def test_exchange_by_nodes_equals_natural_order_on_one_device(per_node):
             assert max_relative_error(a, b) < FLOAT64_PARITY, name
 
 
-def test_inverse_of_64_equal_keys_is_exact():
-    A = np.tril(np.ones((64, 64), np.float32), -1)
-    exact = np.linalg.inv(np.eye(64) + A.astype(np.float64))
+def test_inverse_of_equal_keys_is_exact():
+    A = np.tril(np.ones((128, 128), np.float32), -1)
+    exact = np.linalg.inv(np.eye(128) + A.astype(np.float64))
     assert max_relative_error(unit_lower_inverse(jnp.asarray(A)), exact) < FLOAT32_PARITY
 
 
-def test_64_equal_keys_without_decay():
+def test_equal_keys_of_a_chunk_without_decay(monkeypatch):
     """Each token replaces the value of the one before, so it reads its own value."""
-    k = jnp.ones((1, 64, 1, 4)) / 2
-    v = jax.random.normal(jax.random.key(1), (1, 64, 1, 4))
-    out = gated_delta_rule(k, k, v, jnp.zeros((1, 64, 1)), jnp.ones((1, 64, 1)), mesh=mesh_of(), scale=1.0)
+    monkeypatch.undo()
+    size = chunk_rule.CHUNK_TOKENS
+    k = jnp.ones((1, size, 1, 4)) / 2
+    v = jax.random.normal(jax.random.key(1), (1, size, 1, 4))
+    out = gated_delta_rule(k, k, v, jnp.zeros((1, size, 1)), jnp.ones((1, size, 1)), mesh=mesh_of(), scale=1.0)
     assert max_relative_error(out, v) < 1e-4
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = 128
 
 
 class Tokens(NamedTuple):
@@ -93,9 +93,9 @@ def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, d
     )
 
 
-def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> Affine:
+def affine_map(tokens: Tokens, scale: float) -> Affine:
     """The map of the states over all tokens, M [B, H, K, K] and U [B, H, K, V], float32 or wider."""
-    chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
+    chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
     chunks, key_dim = chunks._replace(q=None, scores=None), chunks.k.shape[-1]
 
     def step(columns, chunk: _Chunks):  # (M | U) is the recurrence of the state, started from (I | 0)
@@ -109,10 +109,10 @@ def affine_map(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -
     return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
-def map_and_reads(tokens: Tokens, scale: float, chunk_tokens: int = CHUNK_TOKENS) -> tuple[Affine, jax.Array]:
+def map_and_reads(tokens: Tokens, scale: float) -> tuple[Affine, jax.Array]:
     """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the state that enters the
     first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q."""
-    chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
+    chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
     key_dim = chunks.k.shape[-1]
 
     def step(columns, chunk: _Chunks):  # as in `affine_map`; outputs are linear in the columns
@@ -136,12 +136,10 @@ def read(reads: jax.Array, S_BHKV: jax.Array) -> jax.Array:
     return out.astype(reads.dtype).swapaxes(2, 3).reshape(shape)
 
 
-def outputs(
-    tokens: Tokens, S_BHKV: jax.Array, scale: float, chunk_tokens: int = CHUNK_TOKENS
-) -> tuple[jax.Array, jax.Array]:
+def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one; and the
     state that leaves the last one."""
-    chunks, dtype = _chunks(tokens, scale, chunk_tokens), tokens.q_BLGK.dtype
+    chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
 
     def step(S, chunk: _Chunks):
         new = chunk.u - product("bhck,bhkv->bhcv", chunk.w, S, dtype)
@@ -150,7 +148,7 @@ def outputs(
         return S, out.astype(dtype)
 
     S_BHKV, out_NBHCV = lax.scan(step, S_BHKV, chunks)
-    num_chunks, num_sequences, num_heads, _, value_dim = out_NBHCV.shape
+    num_chunks, num_sequences, num_heads, chunk_tokens, value_dim = out_NBHCV.shape
     shape = num_sequences, num_chunks * chunk_tokens, num_heads, value_dim
     return out_NBHCV.transpose(1, 0, 3, 2, 4).reshape(shape), S_BHKV
 
@@ -168,13 +166,13 @@ def one_output(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Arr
     return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
 
 
-def _chunks(tokens: Tokens, scale: float, chunk_tokens: int) -> _Chunks:
+def _chunks(tokens: Tokens, scale: float) -> _Chunks:
     num_sequences, num_tokens, num_heads, _ = tokens.v_BLHV.shape
     dtype = tokens.q_BLGK.dtype
     wide = jnp.promote_types(jnp.float32, dtype)
 
     def cut(x):  # [B, L, ...] -> [N, B, C, ...]
-        return x.reshape(num_sequences, num_tokens // chunk_tokens, chunk_tokens, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS, *x.shape[2:]).swapaxes(0, 1)
 
     def heads(x):  # [B, L, heads, ...] -> [N, B, H, C, ...]
         return jnp.moveaxis(jnp.repeat(cut(x), num_heads // x.shape[2], axis=3), 3, 2)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS
+from jaxlc.attention.delta_rule import chunk_rule
 from jaxlc.attention.delta_rule.sharded_rule import groups_at_once
 from jaxlc.attention.strategies.fragments import predecessors
 from jaxlc.core import scopes
@@ -35,7 +35,7 @@ class GroupTable(NamedTuple):
 def group_tokens(rank_tokens: int, num_fragments: int, most: int) -> int:
     """Tokens of a group: a power of 2 of at most `most`, with which empty places are few in proportion."""
     size = most
-    while size > CHUNK_TOKENS and 8 * num_fragments * size > rank_tokens:
+    while size > chunk_rule.CHUNK_TOKENS and 8 * num_fragments * size > rank_tokens:
         size //= 2
     return size
 

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Tokens, map_and_reads, outputs, read
+from jaxlc.attention.delta_rule import chunk_rule
+from jaxlc.attention.delta_rule.chunk_rule import Tokens, map_and_reads, outputs, read
 from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states, states_of_groups
 from jaxlc.attention.strategies.fragments import is_last, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 
 GROUP_TOKENS = 1024
-_GROUPS_AT_ONCE = 8  # of one sequence: about 3 GiB of temporaries with 32 heads of dimension 128
+_GROUPS_AT_ONCE = 4  # of one sequence: about 3 GiB of temporaries with 32 heads of dimension 128
 
 
 @jax.named_scope(scopes.DELTA_RULE)
@@ -129,7 +130,7 @@ def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
         segments_bt = jnp.ones((num_sequences, num_tokens), jnp.int32)
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
-    group_tokens = math.ceil(fragment_tokens / (num_groups * CHUNK_TOKENS)) * CHUNK_TOKENS
+    group_tokens = math.ceil(fragment_tokens / (num_groups * chunk_rule.CHUNK_TOKENS)) * chunk_rule.CHUNK_TOKENS
     tokens = Tokens(*arrays, segments_bt, None, prefixes_bt)
     parts = jax.tree.map(lambda x: jnp.split(x, num_fragments, axis=1), tokens)
     fragments = [

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention.delta_rule.chunk_rule import CHUNK_TOKENS, Affine, Tokens, affine_map, outputs
+from jaxlc.attention.delta_rule import chunk_rule
+from jaxlc.attention.delta_rule.chunk_rule import Affine, Tokens, affine_map, outputs
 from jaxlc.attention.delta_rule.convolution import convolved
 from jaxlc.attention.delta_rule.entering_states import entering_states, total
 from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
@@ -157,7 +158,7 @@ def _groups(arrays: tuple, segments: TileSegments) -> Tokens:
     tokens = Tokens(*arrays, _pieces(segments.of_tokens_Bt), None)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
-    group_tokens = math.ceil(num_tokens / (num_groups * CHUNK_TOKENS)) * CHUNK_TOKENS
+    group_tokens = math.ceil(num_tokens / (num_groups * chunk_rule.CHUNK_TOKENS)) * chunk_rule.CHUNK_TOKENS
     return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups, group_tokens)
 
 
