@@ -39,7 +39,7 @@ INCOMPLETE_CACHE_ENTRY = re.compile(
 # Lines of core/progress_lines.py, which a slow machine prints.
 PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILINE)
 
-HEAVY = {"extend_context", "long_context_chat", "own_model", "use_of_context"}  # more than 20 CPU seconds
+HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "use_of_context"}  # more than 20 CPU seconds
 
 # Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
 # `make test-full` runs the notebooks as they are stored.
@@ -66,6 +66,12 @@ SHORTER = {
         "config.mesh = dict(data=1, context=2)": "config.mesh = dict(data=2, context=1)",
         "prompts_per_step=16, answers_per_prompt=8": "prompts_per_step=2, answers_per_prompt=2",
         "steps=40, global_batch_size=16": "steps=2, global_batch_size=2",
+    },
+    "hybrid": {
+        "STEPS = 32, 128, 16, 500": "STEPS = 32, 128, 4, 3",
+        "warmup_steps=20": "warmup_steps=1",
+        "NUM_BOOKS = 512": "NUM_BOOKS = 8",
+        "log_every_steps=50": "log_every_steps=2",
     },
     "long_context_chat": {
         "range(400)": "range(100)",
