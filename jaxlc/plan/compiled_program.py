@@ -13,7 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.memory_dump import Dump, read
 from jaxlc.hlo.thunks import Launches, count_launches
-from jaxlc.simulate.topology import options_without_gpu
+from jaxlc.simulate.topology import FAILS_WITH_TRITON, NO_TRITON, options_without_gpu
 from jaxlc.step.absent_memory import place_params, place_state
 from jaxlc.step.step import TrainStep
 
@@ -84,7 +84,7 @@ def compile_program(
     start_seconds = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            compiled = compile_with({**options_without_gpu(compute), "xla_dump_to": directory})
+            compiled = _compiled_without_gpu(compile_with, {**options_without_gpu(compute), "xla_dump_to": directory})
         except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
             first_line = str(error).partition("\n")[0]
             if first_line.startswith("INTERNAL"):
@@ -94,3 +94,13 @@ def compile_program(
     seconds = time.perf_counter() - start_seconds
     program = analyze(compiled.as_text(), dump.thunks)
     return CompiledProgram(compiled=compiled, dump=dump, program=program, compile_seconds=seconds)
+
+
+def _compiled_without_gpu(compile_with: Callable[[dict], Compiled], options: dict) -> Compiled:
+    """As compiled with `options`; with cuBLAS for all products where Triton needs autotuning, that is, a GPU."""
+    try:
+        return compile_with(options)
+    except jax.errors.JaxRuntimeError as error:
+        if FAILS_WITH_TRITON not in str(error):
+            raise
+    return compile_with({**options, **NO_TRITON})

@@ -16,16 +16,15 @@ from jax.sharding import Mesh
 from jaxlc.config import MeshConfig
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
-from jaxlc.runtime.plugin import xla_version
 from jaxlc.sharding import mesh as sharding_mesh
 
 # Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine code is not run, so
 # ptxas need not optimize it.
 WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True})
 # Without autotuning XLA uses Triton for all products, also for those of 8 bits, for which a GPU would choose cuBLAS.
-# The XLA of JAX 0.11 then fails on some: "No supported config found for HLO: %gemm_fusion_dot".
-_NO_TRITON = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
-_FAILS_WITH_TRITON = (0, 11)
+# JAX 0.11 and 0.12 then fail on some products of float32: "No supported config found for HLO: %gemm_fusion_dot".
+NO_TRITON = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
+FAILS_WITH_TRITON = "No supported config found for HLO"  # in the message
 
 
 class _Chip(NamedTuple):
@@ -161,8 +160,7 @@ def make_mesh(gpus: Topology, config: MeshConfig) -> Mesh:
 
 def options_without_gpu(compute: str) -> dict[str, bool | int]:
     """Compile options for AOT compilation of a training step with this config.precision.compute."""
-    needs_cublas = compute == "fp8" or xla_version()[:2] == _FAILS_WITH_TRITON
-    return {**WITHOUT_GPU, **(_NO_TRITON if needs_cublas else {})}
+    return {**WITHOUT_GPU, **(NO_TRITON if compute == "fp8" else {})}
 
 
 def target_config(device: hardware.Device) -> str:
