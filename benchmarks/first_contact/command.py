@@ -22,6 +22,7 @@ from absl import app, flags, logging
 
 from benchmarks.first_contact import (
     constants,
+    expert_rows,
     host_rows,
     kernel_rows,
     long_rows,
@@ -61,6 +62,7 @@ PARTS = {  # the most important first
     "profile": Part(step_rows.profile_rows, True),
     "more_kernels": _part(kernel_rows.more_kernel_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
     "more_rates": _part(rate_rows.more_rate_rows, XLA_FLAGS=rows.FLAGS_WITHOUT_TRITON),
+    "experts": _part(expert_rows.expert_rows),
     "steps": _part(step_rows.step_rows, True),
     "ring": _part(ring_rows.ring_rows),
     "workspace": _part(long_rows.workspace_rows),

@@ -23,6 +23,7 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     constants: dict[str, Any] = dict(attention_share=attention_share)
     shares = {
         "matmul_share": _of(rows, "basics", name="product", dtype="bf16"),
+        "expert_kernel_share": _of(rows, "experts", name="product", kernel="mosaic"),
         "memory_share": _of(rows, "basics", name="device copy"),
         "host_share": _of(rows, "host", name="copy", direction="from host", index="loop counter", with_attention=False),
     }

@@ -155,6 +155,8 @@ def test_constants_of_rows_are_read_by_the_plan():
         dict(part="basics", name="product", dtype="bf16", share=0.7),
         dict(part="basics", name="product", dtype="bf16", share=0.8),
         dict(part="basics", name="product", dtype="bf16", share=0.5),
+        dict(part="experts", name="product", kernel="mosaic", which="forward", share=0.4),
+        dict(part="experts", name="product", kernel="blocks", which="forward", share=0.6),
         dict(part="basics", name="device copy", error="out of memory"),
         dict(part="basics", name="small kernels", graph_seconds=2e-6, single_seconds=5e-6),
         dict(part="basics", name="synchronization", seconds=3e-5),
@@ -164,6 +166,7 @@ def test_constants_of_rows_are_read_by_the_plan():
     assert read.attention_share["pallas"] == (0.4, pytest.approx(0.35))  # its program has 7 products instead of 5
     assert "blockwise" not in read.attention_share  # the published share remains
     assert (read.matmul_share, read.kernel_gap_seconds, read.synchronization_seconds) == (0.7, 2e-6, 3e-5)
+    assert read.expert_kernel_share == 0.4
     assert read.memory_share == roofline.Roofline().memory_share
 
 
