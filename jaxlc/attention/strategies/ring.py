@@ -72,8 +72,9 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
     if not _skips_steps(spec, ranks):
         return _prepared_steps(ranges, kernel, spec, ranks)
     has_keys = jnp.stack([(x[NUM_FIRST_RING_STEPS:] > 0).any() for x in jax.tree.leaves(ranges)]).any()
-    are_needed = lax.pmax(has_keys.astype(jnp.int32), jax.sharding.get_abstract_mesh().manual_axes) > 0
-    return SkippableSteps(_prepared_steps(ranges, kernel, spec, ranks), are_needed[None])
+    # An all-gather, as of the tokens, since transports other than NCCL have no all-reduce.
+    of_ranks = lax.all_gather(has_keys, jax.sharding.get_abstract_mesh().manual_axes)
+    return SkippableSteps(_prepared_steps(ranges, kernel, spec, ranks), of_ranks.any()[None])
 
 
 def _skips_steps(spec: AttentionSpec, ranks: Ranks) -> bool:
