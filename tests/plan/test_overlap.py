@@ -115,5 +115,7 @@ def test_whole_model_on_64_gpus_needs_under_6_gib():
     step = compile_step(load(config), topology("h100:8x8"))
     assert step.temp_bytes < 6 * 2**30
     exposed = [(x.collective.kind, x.times, x.collective.transfer.done.arrays[0].dtype) for x in not_hidden(step)]
-    # The last send of dK and dV in each layer; positions and segment ids of the documents, once per step.
-    assert sorted(exposed) == [("all-gather", 1, "s32"), ("collective-permute", 32, "f32")]
+    # The last send of dK and dV in each layer; once per step, positions and segment ids of the documents, and whether
+    # they need all ring steps.
+    once = [("all-gather", 1, "pred"), ("all-gather", 1, "s32")]
+    assert sorted(exposed) == [*once, ("collective-permute", 32, "f32")]
