@@ -1,7 +1,7 @@
 """The first measurements on an NVIDIA GPU, in parts: kernels, training steps, memory, host memory, checkpoints.
 
     python scripts/gpu_first_contact.py --parts=env,kernels,rates,basics,profile --out=out/1.jsonl --seconds=540
-    python scripts/gpu_first_contact.py --parts=host,hoststep,steps,save --out=out/2.jsonl --seconds=540
+    python scripts/gpu_first_contact.py --parts=experts,host,hoststep,steps,save --out=out/2.jsonl --seconds=540
     python scripts/gpu_first_contact.py --parts=more_kernels,more_rates,ring,workspace,long,memory,compile \
       --out=out/3.jsonl --seconds=540
     python scripts/gpu_first_contact.py --dry_run --out=out/dry_run.jsonl

@@ -32,7 +32,7 @@ class AnalyzedProgram(Program):
 
     @cached_property
     def execution_counts(self) -> Counter[str]:
-        """How often each computation runs, by name; every branch of a conditional counts."""
+        """How often each computation runs, by name; see `trip_counts.count_executions`."""
         return count_executions(self, skips_ring_steps=self.skips_ring_steps)
 
     @cached_property

@@ -201,10 +201,7 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
 def _estimate(
     name: str, sequences: Sequence[SequenceWork], works: Sequence[tuple[float, AttentionWork]], program: StepProgram
 ) -> PackingEstimate:
-    """
-    Args:
-      works: shares of the microbatches with their work.
-    """
+    """`works`: shares of the microbatches, and their work."""
     config, gpus = program.model.config, program.model.gpus
     num_tokens = config.data.seq_len
     predictions = [(share, _predict(work, program)) for share, work in works]

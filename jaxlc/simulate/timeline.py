@@ -8,7 +8,8 @@ run one after the other, in the order in which they start: XLA launches all coll
 (openxla/xla pull request 17749), and a copy engine executes the copies of one direction.
 
 A loop is simulated round by round as long as a transfer that began before it is in flight. All later rounds are alike:
-one is simulated and multiplied by their number. Of a conditional, the longest branch counts.
+one is simulated and multiplied by their number. Of a conditional, the longest branch counts; of a ring that may skip
+steps, the one that `AnalyzedProgram.skips_ring_steps` names.
 
 NCCL's kernels occupy some multiprocessors: kernels that are bound by compute take longer while a collective of NCCL
 runs. That additional time counts as waiting for NCCL_SMS. Where the host reads a predicate of a loop or a conditional,

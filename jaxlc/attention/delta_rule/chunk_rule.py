@@ -96,35 +96,45 @@ def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, d
 def affine_map(tokens: Tokens, scale: float) -> Affine:
     """The map of the states over all tokens, M [B, H, K, K] and U [B, H, K, V], float32 or wider."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
-    chunks, key_dim = chunks._replace(q=None, scores=None), chunks.k.shape[-1]
+    chunks = chunks._replace(q=None, scores=None)
 
-    def step(columns, chunk: _Chunks):  # (M | U) is the recurrence of the state, started from (I | 0)
-        new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
-        added = product("bhck,bhcm->bhkm", chunk.k, new, dtype)
-        return _decayed(columns, chunk.decay) + added, None
+    def step(columns, chunk: _Chunks):
+        return _next_columns(columns, chunk, dtype)[0], None
 
-    _, num_sequences, num_heads, _, value_dim = chunks.u.shape
-    start = identity(num_sequences, num_heads, key_dim, value_dim, chunks.u.dtype)
-    columns, _ = lax.scan(step, jnp.concatenate(start, axis=-1), chunks)
-    return Affine(columns[..., :key_dim], columns[..., key_dim:])
+    columns, _ = lax.scan(step, _first_columns(chunks), chunks)
+    return _affine(columns)
 
 
 def map_and_reads(tokens: Tokens, scale: float) -> tuple[Affine, jax.Array]:
     """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the state that enters the
     first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
-    key_dim = chunks.k.shape[-1]
 
-    def step(columns, chunk: _Chunks):  # as in `affine_map`; outputs are linear in the columns
-        new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
+    def step(columns, chunk: _Chunks):  # outputs are linear in the columns
+        next_columns, new = _next_columns(columns, chunk, dtype)
         out = product("bhck,bhkm->bhcm", chunk.q, columns, dtype) + product("bhij,bhjm->bhim", chunk.scores, new, dtype)
-        added = product("bhck,bhcm->bhkm", chunk.k, new, dtype)
-        return _decayed(columns, chunk.decay) + added, out.astype(dtype)
+        return next_columns, out.astype(dtype)
 
+    columns, reads = lax.scan(step, _first_columns(chunks), chunks)
+    return _affine(columns), reads.swapaxes(0, 1)
+
+
+def _first_columns(chunks: _Chunks) -> jax.Array:
+    """(M | U) of no tokens, [B, H, K, K + V]: (I | 0)."""
     _, num_sequences, num_heads, _, value_dim = chunks.u.shape
-    start = identity(num_sequences, num_heads, key_dim, value_dim, chunks.u.dtype)
-    columns, reads = lax.scan(step, jnp.concatenate(start, axis=-1), chunks)
-    return Affine(columns[..., :key_dim], columns[..., key_dim:]), reads.swapaxes(0, 1)
+    return jnp.concatenate(identity(num_sequences, num_heads, chunks.k.shape[-1], value_dim, chunks.u.dtype), axis=-1)
+
+
+def _next_columns(columns: jax.Array, chunk: _Chunks, dtype) -> tuple[jax.Array, jax.Array]:
+    """(M | U) after a chunk, by the recurrence of the state, and its values `new` [B, H, C, K + V]."""
+    key_dim = columns.shape[-2]
+    new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
+    return _decayed(columns, chunk.decay) + product("bhck,bhcm->bhkm", chunk.k, new, dtype), new
+
+
+def _affine(columns: jax.Array) -> Affine:
+    key_dim = columns.shape[-2]
+    return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
 def read(reads: jax.Array, S_BHKV: jax.Array) -> jax.Array:

@@ -11,7 +11,8 @@ compares them with the reference before it trains:
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,19 +63,10 @@ def check_packed_cudnn(
         problems, skipped = _problems(device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements)
         for problem in problems:
             ranges, inputs = problem.ranges(), problem.inputs(head_dim, dtype)
-            fill_free_memory_with_nan(device)
-            try:
-                results = jax.block_until_ready(problem.cudnn_results(ranges, *inputs))
-            except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-                raise UserError(
-                    f"cuDNN fails on packed documents on {device} ({reason_of(error)}): {_ADVICE}"
-                ) from error
+            call = functools.partial(problem.cudnn_results, ranges, *inputs)
+            results = results_among_nan(call, device, "cuDNN fails on packed documents", _ADVICE)
             largest = max(largest, problem.error(ranges, inputs, results))
-    if not largest <= MAX_ERROR:
-        raise UserError(
-            f"cuDNN is wrong on packed documents on {device}: relative error {largest:.2g}, expected at most"
-            f" {MAX_ERROR:g}: {_ADVICE}"
-        )
+    check_error(largest, device, "cuDNN is wrong on packed documents", _ADVICE)
     line = f"kernel     cudnn on packed documents: relative error {largest:.1e} on {device.device_kind}, measured now"
     return line + skipped
 
@@ -180,6 +172,23 @@ def _problems(
     num_tokens = min(-(-large_elements // (num_heads * head_dim)), _MAX_LARGE_TOKENS)
     factor = -(-num_tokens // small[0].num_tokens)
     return [*small, _Problem(*heads, tuple(factor * length for length in lengths), causal=True, samples_rows=True)], ""
+
+
+def results_among_nan(call: Callable, device: jax.Device, failure: str, advice: str) -> Any:
+    """The results of `call()` after free memory was filled with NaN. Raises UserError, which begins with `failure`."""
+    fill_free_memory_with_nan(device)
+    try:
+        return jax.block_until_ready(call())
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        raise UserError(f"{failure} on {device} ({reason_of(error)}): {advice}") from error
+
+
+def check_error(largest: float, device: jax.Device, failure: str, advice: str) -> None:
+    """Raises UserError, which begins with `failure`, if the error is above MAX_ERROR or NaN."""
+    if not largest <= MAX_ERROR:
+        raise UserError(
+            f"{failure} on {device}: relative error {largest:.2g}, expected at most {MAX_ERROR:g}: {advice}"
+        )
 
 
 def fill_free_memory_with_nan(device: jax.Device) -> None:

@@ -4,14 +4,14 @@ As cuDNN's calls for packed documents (`attention.kernels.packed_check`), they a
 memory that is filled with NaN: the result and both gradients, with the number of experts and the sizes of the model.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlc.attention.kernels.packed_check import MAX_ERROR, fill_free_memory_with_nan
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.attention.kernels.packed_check import check_error, results_among_nan
 from jaxlc.models.blocks.expert_blocks import block_product
 from jaxlc.models.blocks.mosaic_product import mosaic_product
 
@@ -35,20 +35,11 @@ def check_mosaic_product(
     with jax.default_device(device):
         for dims in ((model_dim, ffn_dim), (ffn_dim, model_dim)):
             inputs = _inputs(num_experts, *dims, dtype)
-            fill_free_memory_with_nan(device)
-            try:
-                results = jax.block_until_ready(_results(mosaic_product, *inputs))
-            except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-                raise UserError(
-                    f"the Mosaic kernels of experts fail on {device} ({reason_of(error)}): {_ADVICE}"
-                ) from error
+            call = functools.partial(_results, mosaic_product, *inputs)
+            results = results_among_nan(call, device, "the Mosaic kernels of experts fail", _ADVICE)
             errors = jax.device_get(jax.tree.map(_relative_error, results, _results(block_product, *inputs)))
             largest = max(largest, *(float(error) if np.isfinite(error) else np.inf for error in errors))
-    if not largest <= MAX_ERROR:
-        raise UserError(
-            f"the Mosaic kernels of experts are wrong on {device}: relative error {largest:.2g}, expected at most"
-            f" {MAX_ERROR:g}: {_ADVICE}"
-        )
+    check_error(largest, device, "the Mosaic kernels of experts are wrong", _ADVICE)
     return f"kernel     mosaic for experts: relative error {largest:.1e} on {device.device_kind}, measured now"
 
 

@@ -96,6 +96,6 @@ def _tile(dim: int) -> int:
 def _check_size(num_rows: int, width: int) -> None:
     if num_rows * width > _MAX_ELEMENTS:
         raise Unsupported(
-            f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {width:,} elements (supported: up to 2^31"
-            " elements); use a smaller --config.memory.tile_tokens, or --config.runtime.expert_kernel=blocks"
+            f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {width:,} elements (supported: fewer than"
+            " 2^31 elements); use a smaller --config.memory.tile_tokens, or --config.runtime.expert_kernel=blocks"
         )
