@@ -9,22 +9,32 @@ Over a chunk of C tokens with the cumulative gates G_i = g_1 + ... + g_i, let A 
 beta_i (k_i . k_j) exp(G_i - G_j), and u = (I + A)^-1 (beta v), w = (I + A)^-1 (beta exp(G) k). Then
 
     new = u - w S
-    out = (exp(G) q) S + (q k^T * exp(G_i - G_j) for j <= i) new
-    S' = exp(G_C) S + (exp(G_C - G) k)^T new
+    out = (exp(G) q) S + scores new, with the scores (q k^T * exp(G_i - G_j) for j <= i)
+    S' = exp(G_C) S + kept^T new, with kept = exp(G_C - G) k
 
-So consecutive tokens map the state that enters them affinely: S' = M S + U. Documents are masks: a token reads only
-tokens and states of its own segment. Gates of -inf instead would make differences of G undefined.
+Both are linear in S. So all products of tokens are computed for many chunks at once, and the recurrence over chunks has
+one product:
+
+    out = (exp(G) q - scores w) S + scores u
+    S' = exp(G_C) S - (kept^T w) S + kept^T u
+
+Consecutive tokens map the state that enters them affinely: S' = M S + U. Documents are masks: a token reads only tokens
+and states of its own segment. Gates of -inf instead would make differences of G undefined.
 
 Segments (branches) may continue another one, their prefix. Then a second state is passed on, that after the last token
 that is in no branch: a prefix is followed by its branches, so where a branch starts this is the state after its prefix.
 Both are one state [2 K, V]: q, k and w have 2 K columns, and the decay is a matrix [2, 2] of scalars.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxlc.attention.delta_rule.affine import Affine, identity, product
+from jaxlc.attention.delta_rule.unit_lower_inverse import unit_lower_inverse
 
 CHUNK_TOKENS = 128
 
@@ -42,94 +52,37 @@ class Tokens(NamedTuple):
     prefixes_BL: jax.Array | None = None  # the segment that a token's segment continues; 0, or None: it continues none
 
 
-class Affine(NamedTuple):
-    """The map of a state that enters tokens to the state that leaves them: S -> M S + U. With prefixes, K counts the
-    rows of both states."""
-
-    M: jax.Array  # [..., K, K]
-    U: jax.Array  # [..., K, V]
-
-    def __call__(self, S: jax.Array) -> jax.Array:
-        return product("...ij,...jv->...iv", self.M, S) + self.U
-
-    def after(self, first: "Affine") -> "Affine":
-        """The map of `first`, and then of this one."""
-        return Affine(product("...ij,...jk->...ik", self.M, first.M), self(first.U))
-
-
 class _Chunks(NamedTuple):
-    """What the recurrence over chunks needs: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied.
+    """The recurrence over chunks: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied.
 
-    With prefixes, K counts the columns of both states. Factors of products have the dtype of the tokens: a step reads
-    them, and converts nothing.
+    With prefixes, K counts the rows of both states. Factors of products have the dtype of the tokens.
     """
 
-    q: jax.Array | None  # [..., C, K], decayed since the start of the chunk; 0 in documents that start in it
-    k: jax.Array  # [..., C, K], decayed until the end of the chunk; 0 in documents that end before
-    u: jax.Array  # [..., C, V], float32 or wider, as decay
-    w: jax.Array  # [..., C, K]
-    scores: jax.Array | None  # [..., C, C]
-    # [..., states, states], of the states over the chunk; 0 if a document starts in it
-    decay: jax.Array
-
-
-def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
-    """An einsum that accumulates in float32 or wider, and returns that.
-
-    Args:
-      dtype: of the factors. None, float32, float64: exact products; bfloat16: those of tensor cores.
-    """
-    result = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
-    if dtype is not None and jnp.finfo(dtype).bits < 32:
-        return jnp.einsum(subscripts, a.astype(dtype), b.astype(dtype), preferred_element_type=result)
-    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=result)
-
-
-def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, dtype) -> Affine:
-    """The map of no tokens."""
-    shape = num_sequences, num_heads, key_dim
-    return Affine(
-        jnp.broadcast_to(jnp.eye(key_dim, dtype=dtype), (*shape, key_dim)), jnp.zeros((*shape, value_dim), dtype)
-    )
+    q: jax.Array  # [..., C, K]; outputs are q S + out
+    out: jax.Array  # [..., C, V], float32 or wider, as decay and added
+    decay: jax.Array  # [..., states, states], 0 if a document starts in the chunk; S' = decay S - correction S + added
+    correction: jax.Array  # [..., K, K]
+    added: jax.Array  # [..., K, V]
 
 
 def affine_map(tokens: Tokens, scale: float) -> Affine:
     """The map of the states over all tokens, M [B, H, K, K] and U [B, H, K, V], float32 or wider."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
-    chunks = chunks._replace(q=None, scores=None)
-
-    def step(columns, chunk: _Chunks):
-        return _next_columns(columns, chunk, dtype)[0], None
-
-    columns, _ = lax.scan(step, _first_columns(chunks), chunks)
-    return _affine(columns)
+    return _affine(_states(_first_columns(chunks), chunks, dtype)[0])
 
 
 def map_and_reads(tokens: Tokens, scale: float) -> tuple[Affine, jax.Array]:
     """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the state that enters the
     first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
-
-    def step(columns, chunk: _Chunks):  # outputs are linear in the columns
-        next_columns, new = _next_columns(columns, chunk, dtype)
-        out = product("bhck,bhkm->bhcm", chunk.q, columns, dtype) + product("bhij,bhjm->bhim", chunk.scores, new, dtype)
-        return next_columns, out.astype(dtype)
-
-    columns, reads = lax.scan(step, _first_columns(chunks), chunks)
-    return _affine(columns), reads.swapaxes(0, 1)
+    columns, entering = _states(_first_columns(chunks), chunks, dtype)
+    return _affine(columns), _outputs(chunks, entering, dtype)
 
 
 def _first_columns(chunks: _Chunks) -> jax.Array:
     """(M | U) of no tokens, [B, H, K, K + V]: (I | 0)."""
-    _, num_sequences, num_heads, _, value_dim = chunks.u.shape
-    return jnp.concatenate(identity(num_sequences, num_heads, chunks.k.shape[-1], value_dim, chunks.u.dtype), axis=-1)
-
-
-def _next_columns(columns: jax.Array, chunk: _Chunks, dtype) -> tuple[jax.Array, jax.Array]:
-    """(M | U) after a chunk, by the recurrence of the state, and its values `new` [B, H, C, K + V]."""
-    key_dim = columns.shape[-2]
-    new = jnp.pad(chunk.u, [(0, 0)] * 3 + [(key_dim, 0)]) - product("bhck,bhkm->bhcm", chunk.w, columns, dtype)
-    return _decayed(columns, chunk.decay) + product("bhck,bhcm->bhkm", chunk.k, new, dtype), new
+    _, num_sequences, num_heads, key_dim, value_dim = chunks.added.shape
+    return jnp.concatenate(identity(num_sequences, num_heads, key_dim, value_dim, chunks.added.dtype), axis=-1)
 
 
 def _affine(columns: jax.Array) -> Affine:
@@ -137,30 +90,85 @@ def _affine(columns: jax.Array) -> Affine:
     return Affine(columns[..., :key_dim], columns[..., key_dim:])
 
 
+def _outputs(chunks: _Chunks, entering: jax.Array, dtype) -> jax.Array:
+    """[B, N, H, C, V] in `dtype`, of the states that enter the chunks; or K + V columns, of maps of states."""
+    out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
+    return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
+
+
+def _add_last(x: jax.Array, added: jax.Array) -> jax.Array:
+    """x, with `added` added to the last columns."""
+    missing = x.shape[-1] - added.shape[-1]
+    return x + jnp.pad(added, [(0, 0)] * (added.ndim - 1) + [(missing, 0)])
+
+
+def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Array]:
+    """The state after all chunks; and those that enter the chunks, [N, *first.shape] in `dtype`, for products.
+
+    Args:
+      first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
+    """
+    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, jnp.dtype(dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _recurrence(first, decay, correction, added, dtype):
+    return _scan_chunks(first, decay, correction, added, dtype)
+
+
+def _recurrence_forward(first, decay, correction, added, dtype):
+    last, entering = _scan_chunks(first, decay, correction, added, dtype)
+    return (last, entering), (decay, correction, added, entering)
+
+
+def _recurrence_backward(dtype, residuals, gradients):
+    """The gradients of states by a recurrence of the same form, and those of its factors for all chunks at once."""
+    decay, correction, added, entering = residuals
+    dlast, dentering = gradients
+    dfirst, dleaving = _scan_chunks(dlast, decay.mT, correction, dentering, dtype, backwards=True)
+    of_states = [x.reshape(*x.shape[:3], decay.shape[-1], -1, x.shape[-1]) for x in (dleaving, entering)]
+    ddecay = product("nbhikm,nbhjkm->nbhij", *of_states)
+    dcorrection = -product("nbhim,nbhjm->nbhij", dleaving, entering, dtype)
+    dadded = dleaving[..., -added.shape[-1] :]
+    return dfirst, ddecay, dcorrection.astype(correction.dtype), dadded.astype(added.dtype)
+
+
+_recurrence.defvjp(_recurrence_forward, _recurrence_backward)
+
+
+def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
+    """See `_states`; from the last chunk to the first one, with corrections transposed, if `backwards`."""
+    subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
+
+    def step(carry, chunk):
+        (S, narrow), (decay, correction, added) = carry, chunk
+        S = _add_last(_decayed(S, decay) - product(subscripts, correction, narrow, dtype), added)
+        return (S, S.astype(dtype)), narrow
+
+    carry = first, first.astype(dtype)  # the kernel that computes a state converts it
+    (last, _), entering = lax.scan(step, carry, (decay, correction, added), reverse=backwards)
+    return last, entering
+
+
 def read(reads: jax.Array, S_BHKV: jax.Array) -> jax.Array:
     """The outputs [B, L, H, V] of tokens, from `map_and_reads`, with the state that enters the first one."""
     key_dim = S_BHKV.shape[-2]
     out = product("bnhck,bhkv->bnhcv", reads[..., :key_dim], S_BHKV, reads.dtype) + reads[..., key_dim:]
-    num_sequences, num_chunks, num_heads, chunk_tokens, value_dim = out.shape
-    shape = num_sequences, num_chunks * chunk_tokens, num_heads, value_dim
-    return out.astype(reads.dtype).swapaxes(2, 3).reshape(shape)
+    return _in_order(out.astype(reads.dtype))
+
+
+def _in_order(out_BNHCV: jax.Array) -> jax.Array:
+    """[B, N, H, C, V] -> [B, L, H, V]"""
+    num_sequences, _, num_heads, _, value_dim = out_BNHCV.shape
+    return out_BNHCV.swapaxes(2, 3).reshape(num_sequences, -1, num_heads, value_dim)
 
 
 def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one; and the
     state that leaves the last one."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
-
-    def step(S, chunk: _Chunks):
-        new = chunk.u - product("bhck,bhkv->bhcv", chunk.w, S, dtype)
-        out = product("bhck,bhkv->bhcv", chunk.q, S, dtype) + product("bhij,bhjv->bhiv", chunk.scores, new, dtype)
-        S = _decayed(S, chunk.decay) + product("bhck,bhcv->bhkv", chunk.k, new, dtype)
-        return S, out.astype(dtype)
-
-    S_BHKV, out_NBHCV = lax.scan(step, S_BHKV, chunks)
-    num_chunks, num_sequences, num_heads, chunk_tokens, value_dim = out_NBHCV.shape
-    shape = num_sequences, num_chunks * chunk_tokens, num_heads, value_dim
-    return out_NBHCV.transpose(1, 0, 3, 2, 4).reshape(shape), S_BHKV
+    S_BHKV, entering = _states(S_BHKV, chunks, dtype)
+    return _in_order(_outputs(chunks, entering, dtype)), S_BHKV
 
 
 def one_output(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
@@ -184,8 +192,11 @@ def _chunks(tokens: Tokens, scale: float) -> _Chunks:
     def cut(x):  # [B, L, ...] -> [N, B, C, ...]
         return x.reshape(num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS, *x.shape[2:]).swapaxes(0, 1)
 
-    def heads(x):  # [B, L, heads, ...] -> [N, B, H, C, ...]
-        return jnp.moveaxis(jnp.repeat(cut(x), num_heads // x.shape[2], axis=3), 3, 2)
+    def heads(x):  # [B, L, heads, ...] -> [N, B, heads, C, ...]
+        return jnp.moveaxis(cut(x), 3, 2)
+
+    def repeated(x):  # [N, B, G, ...] -> [N, B, H, ...]
+        return jnp.repeat(x, num_heads // x.shape[2], axis=2)
 
     q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
     beta, G = heads(tokens.beta_BLH.astype(wide)), jnp.cumsum(heads(tokens.g_BLH.astype(wide)), axis=-1)
@@ -200,24 +211,29 @@ def _chunks(tokens: Tokens, scale: float) -> _Chunks:
     # Elsewhere the difference may be positive, and its exponential infinite.
     decay = jnp.exp(jnp.where(paths.visible, G[..., :, None] - G[..., None, :], 0))
     decay = jnp.where(paths.visible, decay, 0)
-    A = jnp.tril(product("...ik,...jk->...ij", k, k, dtype) * decay * beta[..., None], -1)
+    qk, kk = (repeated(product("...ik,...jk->...ij", x, k, dtype)) for x in (q, k))
+    A = jnp.tril(kk * decay * beta[..., None], -1)
     inverse = unit_lower_inverse(A)
     since_start = [jnp.where(enters, jnp.exp(G), 0) for enters in paths.enters]
-    kept = [[_at(since, last) for since in since_start] for last in paths.last]
+    factors = [[_at(since, last) for since in since_start] for last in paths.last]
     if prefixes is not None:
-        kept[1][1] = jnp.broadcast_to(1 - paths.last[1].sum(-1).astype(wide), kept[1][1].shape)
+        factors[1][1] = jnp.broadcast_to(1 - paths.last[1].sum(-1).astype(wide), factors[1][1].shape)
     until_end = [_at(decay.mT, None if last is None else last[..., None, :]) for last in paths.last]
 
     def columns(x, factors):  # of all states
         return jnp.concatenate([x * factor[..., None] for factor in factors], axis=-1)
 
+    q, k = repeated(q), repeated(k)
+    u = product("...ij,...jv->...iv", inverse, v * beta[..., None])
+    w = product("...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start]))
+    scores = qk * decay
+    kept = columns(k, until_end)
     return _Chunks(
-        q=columns(q, since_start).astype(dtype),
-        k=columns(k, until_end).astype(dtype),
-        u=product("...ij,...jv->...iv", inverse, v * beta[..., None]),
-        w=product("...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start])).astype(dtype),
-        scores=(product("...ik,...jk->...ij", q, k, dtype) * decay).astype(dtype),
-        decay=jnp.stack([jnp.stack(row, -1) for row in kept], -2),
+        q=(columns(q, since_start) - product("...ij,...jk->...ik", scores, w, dtype)).astype(dtype),
+        out=product("...ij,...jv->...iv", scores, u, dtype),
+        decay=jnp.stack([jnp.stack(row, -1) for row in factors], -2),
+        correction=product("...ck,...cm->...km", kept, w, dtype).astype(dtype),
+        added=product("...ck,...cv->...kv", kept, u, dtype),
     )
 
 
@@ -259,43 +275,3 @@ def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
         return S * decay
     of_states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
     return sum(decay[..., i, None, None] * of_states[:, :, i][:, :, None] for i in range(num_states)).reshape(S.shape)
-
-
-@jax.custom_vjp
-def unit_lower_inverse(A: jax.Array) -> jax.Array:
-    """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is a power of 2.
-
-    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0], [-Q' X P', Q']] with
-    the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal in exact arithmetic, but its factors
-    cancel: with 64 equal keys its error is 2e9 in float32.
-    """
-    inverse, size = jnp.ones((*A.shape[:-1], 1, 1), A.dtype), 1
-    while size < A.shape[-1]:
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        below = _diagonal_blocks(A, 2 * size)[..., size:, :size]
-        corner = -product("...ij,...jk->...ik", second, product("...ij,...jk->...ik", below, first))
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        size *= 2
-    return inverse[..., 0, :, :]
-
-
-def _inverse_forward(A):
-    inverse = unit_lower_inverse(A)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse, gradient):
-    """-inverse^T gradient inverse^T: two products instead of the derivative of the substitution."""
-    gradient = product("...ji,...jk->...ik", inverse, gradient)
-    return (-jnp.tril(product("...ij,...kj->...ik", gradient, inverse), -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
-
-
-def _diagonal_blocks(A: jax.Array, size: int) -> jax.Array:
-    """[..., C, C] -> [..., C / size, size, size]"""
-    num_blocks = A.shape[-1] // size
-    blocks = A.reshape(*A.shape[:-2], num_blocks, size, num_blocks, size)
-    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.delta_rule.chunk_rule import Affine, identity, product
+from jaxlc.attention.delta_rule.affine import Affine, identity, product
 from jaxlc.attention.strategies.fragments import (
     gathered_in_node,
     is_last,

@@ -24,7 +24,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.delta_rule import chunk_rule
-from jaxlc.attention.delta_rule.chunk_rule import Affine, Tokens, affine_map, outputs
+from jaxlc.attention.delta_rule.affine import Affine
+from jaxlc.attention.delta_rule.chunk_rule import Tokens, affine_map, outputs
 from jaxlc.attention.delta_rule.convolution import convolved
 from jaxlc.attention.delta_rule.entering_states import entering_states, total
 from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
