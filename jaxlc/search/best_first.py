@@ -45,7 +45,7 @@ class Candidate(Point):
 
     def entry(self, time_ratio: float, working_ratio: float) -> Entry:
         """Its place among compiled candidates, by the corrected estimate."""
-        config, estimate = self.config, self.estimate
+        config, estimate, memory = self.config, self.estimate, self.config.memory
         usable_bytes, usable_host_bytes = usable_memory(self.gpus)
         device_bytes = estimate.exact_bytes + working_ratio * estimate.working_bytes
         return Entry(
@@ -57,7 +57,7 @@ class Candidate(Point):
             # It exceeds JAX's memory pool, or the pools of pinned host memory exceed the node.
             has_warnings=device_bytes > config.runtime.memory_fraction * self.gpus.device.memory_bytes
             or estimate.host_pools_bytes > usable_host_bytes,
-            uses_host=estimate.host_pools_bytes > 0,
+            host_kinds=ranking.host_kinds(memory.offload, memory.optimizer, memory.parameters),
         )
 
 

@@ -3,8 +3,9 @@
 Estimates with the same GPUs, mesh and microbatch share most errors and are compared to 2%: among equal ones, the one
 with the fewest departures from `defaults()` stands for the others, and of several the one with the most memory left.
 These are compared to 5%, across meshes: among equal ones, the one with the most memory left is first, then the one with
-the fewest departures. Copies to host memory have to pay: what uses it is first only if all others are slower by more
-than 5%. What its own plan warns about is first only if nothing else fits. Measurements are ordered by speed.
+the fewest departures. Copies to host memory have to pay: what copies more kinds of arrays (saved activations, optimizer
+state, parameters) is first only if all others are slower by more than 5%. What its own plan warns about is first only
+if nothing else fits. Measurements are ordered by speed.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ class Entry(NamedTuple):
     num_departures: int
     fits: bool = True
     has_warnings: bool = False
-    uses_host: bool = False
+    host_kinds: int = 0  # of `host_kinds`
 
     @property
     def shape(self) -> Hashable:
@@ -39,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(row: Row) -> Entry:
-    """The entry of an estimated row. Stored rows of earlier versions lack departures, warnings and pools."""
+    """The entry of an estimated row. Rows of a sweep lack departures, pools, and settings that do not vary."""
     return Entry(
         mesh=mesh_of(row),
         microbatches=row["gradient_accumulation_steps"],
@@ -48,8 +49,13 @@ def entry_of(row: Row) -> Entry:
         num_departures=row.get("departures", 0),
         fits=row["fits"],
         has_warnings=bool(row.get("warnings") or row.get("pools")),
-        uses_host=row["host_bytes_per_node"] > 0,
+        host_kinds=host_kinds(row.get("offload", ()), row.get("optimizer", ""), row.get("parameters", "")),
     )
+
+
+def host_kinds(offload: Sequence[str], optimizer: str, parameters: str) -> int:
+    """Kinds of arrays in host memory, from settings of memory: saved activations, optimizer state, parameters."""
+    return bool(offload) + (optimizer, parameters).count("host")
 
 
 def mesh_of(row: Row) -> tuple[Hashable, ...]:
@@ -85,17 +91,24 @@ def decisive(entries: Mapping[K, Entry]) -> list[K]:
 def _tiers(entries: Mapping[K, Entry]) -> Iterator[list[K]]:
     """What fits without warnings, what fits with warnings, the rest.
 
-    Of the first, what uses host memory is apart, unless everything else is slower by more than `_ACROSS_MESHES`.
+    Of what fits, those that copy more kinds of arrays to host memory follow the others, unless all others are slower by
+    more than `_ACROSS_MESHES`.
     """
     tiers: tuple[list[K], ...] = ([], [], [])
     for key, entry in entries.items():
         tiers[2 if not entry.fits else int(entry.has_warnings)].append(key)
-    on_device = [key for key in tiers[0] if not entries[key].uses_host]
-    if on_device:
-        seconds = [entries[_fastest(entries, tier)].seconds for tier in (on_device, tiers[0])]
-        if seconds[0] <= (1 + _ACROSS_MESHES) * seconds[1]:
-            tiers = (on_device, [key for key in tiers[0] if entries[key].uses_host], *tiers[1:])
-    yield from filter(None, tiers)
+    for tier in tiers[:2]:
+        yield from filter(None, _with_few_host_kinds(entries, tier))
+    yield from filter(None, tiers[2:])
+
+
+def _with_few_host_kinds(entries: Mapping[K, Entry], tier: Sequence[K]) -> tuple[list[K], list[K]]:
+    """Those with the fewest kinds of arrays in host memory that are not slower by more than `_ACROSS_MESHES`; others."""
+    for host_kinds in sorted({entries[key].host_kinds for key in tier}):
+        few = [key for key in tier if entries[key].host_kinds <= host_kinds]
+        if entries[_fastest(entries, few)].seconds <= (1 + _ACROSS_MESHES) * entries[_fastest(entries, tier)].seconds:
+            return few, [key for key in tier if entries[key].host_kinds > host_kinds]
+    return [], []
 
 
 def _first_of_shapes(entries: Mapping[K, Entry], tier: Sequence[K]) -> list[K]:

@@ -56,8 +56,10 @@ def entry(mesh: str = "a", seconds: float = 100.0, left: float = 10, departures:
         ([entry("a", 100, left=5), entry("b", 101, left=4), entry("b", 104, left=70)], 0),
         ([entry("a", 100, has_warnings=True), entry("b", 200)], 1),
         ([entry("a", 100, fits=False), entry("b", 200, has_warnings=True)], 1),
-        ([entry("a", 100, left=50, uses_host=True), entry("b", 104)], 1),  # copies to the host have to pay
-        ([entry("a", 100, left=50, uses_host=True), entry("b", 106)], 0),
+        ([entry("a", 100, left=50, host_kinds=1), entry("b", 104)], 1),  # copies to the host have to pay
+        ([entry("a", 100, left=50, host_kinds=1), entry("b", 106)], 0),
+        ([entry("a", 100, left=50, host_kinds=2), entry("b", 104, host_kinds=1), entry("c", 106)], 1),
+        ([entry("a", 100, has_warnings=True, left=50, host_kinds=1), entry("b", 104, has_warnings=True)], 1),
     ],
 )
 def test_places_first_follows_the_rules(entries, first):
@@ -114,12 +116,12 @@ def test_batch_that_no_mesh_divides_names_one_that_works():
 
 @pytest.mark.full
 @pytest.mark.gpu_compiler
-def test_command_64k_writes_ulysses_with_saved_mlp(tmp_path, monkeypatch):
-    """Compiles about ten full-size steps."""
+def test_command_64k_writes_a_config_with_saved_mlp(tmp_path, monkeypatch):
+    """Compiles about ten full-size steps. Several meshes are within 5%, so the test does not name one."""
     monkeypatch.chdir(tmp_path)
     assert main(["recommend", "--config=64k:ring", "--config.runtime.transport=auto", "--search_minutes=60"]) == 0
     config = load(read_config("recommended.py"))
-    assert (config.attention.strategy, config.memory.save) == ("ulysses", ("mlp_gate", "mlp_up"))
+    assert config.memory.remat == "attention" and {"mlp_gate", "mlp_up"} <= set(config.memory.save)
 
 
 def small() -> Config:
@@ -228,8 +230,7 @@ def test_candidate_whose_host_pools_exceed_the_node_has_a_warning():
     assert [host_pools_per_node_bytes(100 * GIB, x) for x in gpus] == [928 * GIB, 816 * GIB]
     free = candidate(1.0)
     pools = dataclasses.replace(free, estimate=free.estimate._replace(host_pools_bytes=2048 * GIB))
-    flags = [(x.has_warnings, x.uses_host) for x in (free.entry(1.0, 1.0), pools.entry(1.0, 1.0))]
-    assert flags == [(False, False), (True, True)]
+    assert [x.entry(1.0, 1.0).has_warnings for x in (free, pools)] == [False, True]
 
 
 @pytest.mark.gpu_compiler
