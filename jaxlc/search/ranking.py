@@ -103,7 +103,7 @@ def _tiers(entries: Mapping[K, Entry]) -> Iterator[list[K]]:
 
 
 def _with_few_host_kinds(entries: Mapping[K, Entry], tier: Sequence[K]) -> tuple[list[K], list[K]]:
-    """Those with the fewest kinds of arrays in host memory that are not slower by more than `_ACROSS_MESHES`; others."""
+    """Those with the fewest kinds of arrays in host memory within `_ACROSS_MESHES`; the rest."""
     for host_kinds in sorted({entries[key].host_kinds for key in tier}):
         few = [key for key in tier if entries[key].host_kinds <= host_kinds]
         if entries[_fastest(entries, few)].seconds <= (1 + _ACROSS_MESHES) * entries[_fastest(entries, tier)].seconds:
