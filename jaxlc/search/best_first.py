@@ -18,7 +18,7 @@ from jaxlc.search.space import Point
 from jaxlc.simulate.topology import Topology
 
 _MARGIN = 0.9  # factor on corrected estimates of memory: what exceeds the memory by less is compiled
-_FIRST_RATIOS = 1.0, 0.5  # compiled / estimated time and working memory, before anything was compiled
+_FIRST_WORKING = 0.5  # compiled / estimated working memory, before anything was compiled
 Compile = Callable[[Sequence["Candidate"]], Sequence[Row]]  # the rows of candidates, in the same order
 
 
@@ -35,9 +35,15 @@ class Candidate(Point):
 
     @cached_property
     def similar(self) -> tuple[Hashable, ...]:
-        """What was compiled with the first of these corrects the estimate."""
+        """What was compiled with the first of these corrects the estimate of the memory."""
         attention = self.config.attention
         return (self._mesh, attention.strategy, attention.ulysses_degree), self._mesh, ()
+
+    @cached_property
+    def similar_in_time(self) -> tuple[Hashable, ...]:
+        """What was compiled with the first of these corrects the estimate of the time."""
+        is_tiled = self.config.memory.tile_tokens > 0
+        return tuple((is_tiled, key) for key in self.similar)
 
     @cached_property
     def _num_departures(self) -> int:
@@ -74,6 +80,10 @@ def eligible(goal: str, fitting: Mapping[Candidate, Entry]) -> dict[Candidate, E
     return {candidate: entry for candidate, entry in fitting.items() if aim(candidate) == least}
 
 
+def _medians(ratios: Mapping[Hashable, list[float]]) -> dict[Hashable, float]:
+    return {key: statistics.median(values) for key, values in ratios.items()}
+
+
 class Search:
     """State and result of a search."""
 
@@ -81,7 +91,9 @@ class Search:
         self.goal, self.candidates = goal, candidates
         self.rows: dict[Candidate, Row] = {}  # compiled candidates
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
-        self._ratios: dict[Hashable, list[tuple[float, float]]] = {}  # compiled over estimated time, working memory
+        # Compiled over estimated time and working memory.
+        self._time_ratios: dict[Hashable, list[float]] = {}
+        self._working_ratios: dict[Hashable, list[float]] = {}
 
     def run(self, compile_candidates: Compile, is_over: Callable[[], bool], batch_size: int = 1) -> None:
         """Compiles candidates until the choice is known, or `is_over`."""
@@ -107,7 +119,7 @@ class Search:
 
     def working_ratio(self) -> float:
         """Compiled over estimated `Estimate.working_bytes`; 1 before anything was compiled."""
-        return statistics.median(memory for _, memory in self._ratios.get((), [(1.0, 1.0)]))
+        return statistics.median(self._working_ratios.get((), [1.0]))
 
     def add(self, candidate: Candidate, row: Row) -> None:
         """Adds what was compiled."""
@@ -116,7 +128,9 @@ class Search:
             estimate = candidate.estimate
             working = (row["device_peak_bytes"] - estimate.exact_bytes) / estimate.working_bytes
             for key in candidate.similar:
-                self._ratios.setdefault(key, []).append((row["step_seconds"] / estimate.step_seconds, working))
+                self._working_ratios.setdefault(key, []).append(working)
+            for key in candidate.similar_in_time:
+                self._time_ratios.setdefault(key, []).append(row["step_seconds"] / estimate.step_seconds)
 
     def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
@@ -126,11 +140,12 @@ class Search:
 
     def _entries(self) -> dict[Candidate, Entry]:
         """All candidates that fit, compiled or by their corrected estimates."""
-        ratios = {key: tuple(map(statistics.median, zip(*pairs))) for key, pairs in self._ratios.items()}
+        working_ratios, time_ratios = map(_medians, (self._working_ratios, self._time_ratios))
         entries = {}
         for candidate in self.candidates:
             row = self.rows.get(candidate)
-            time_ratio, working_ratio = next((ratios[x] for x in candidate.similar if x in ratios), _FIRST_RATIOS)
+            working_ratio = next((working_ratios[x] for x in candidate.similar if x in working_ratios), _FIRST_WORKING)
+            time_ratio = next((time_ratios[x] for x in candidate.similar_in_time if x in time_ratios), 1.0)
             if row is None and candidate.estimate.fits(candidate.gpus, _MARGIN * working_ratio):
                 entries[candidate] = candidate.entry(time_ratio, working_ratio)
             elif row is not None and row["status"] == "done" and row["fits"]:

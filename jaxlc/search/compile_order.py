@@ -33,6 +33,7 @@ from jaxlc.step.step import build_step
 
 _PRODUCTS = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")  # down: never recomputed
 _TILES_PER_STEP = 2  # keys of a kernel call in layers in tiles, about; see attention/tiles/query_tiles.py
+_GATHERED = 5  # arrays of activations of a layer that are gathered over tensor, forward and backward
 _LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its three values
 
 
@@ -148,6 +149,7 @@ class Layout:
         whole = ("residual", "key", "value")  # saved for all tokens, also with tiles
         tiled = [name for name in TENSOR_NAMES if name not in whole]
         layer = 2 * activation_bytes(config, whole, 1) + 2 * share * activation_bytes(config, tiled, 1)
+        layer += _GATHERED * share * 2 * self.tokens * (1 - 1 / mesh.tensor) * config.model.model_dim
         chunk = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS
         logits = 2 * 4 * chunk * config.model.vocab_size / mesh.tensor
         return layer * memory.layers_per_remat_group + 6 * self.head_params + logits

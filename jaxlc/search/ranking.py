@@ -48,7 +48,8 @@ def entry_of(row: Row) -> Entry:
         memory_left_bytes=row["device_usable_bytes"] - row["device_peak_bytes"],
         num_departures=row.get("departures", 0),
         fits=row["fits"],
-        has_warnings=bool(row.get("warnings") or row.get("pools")),
+        # As `Candidate.entry`. A larger heap of NVSHMEM takes no more memory than the plan counts.
+        has_warnings=bool(row.get("warnings")) or "runtime.memory_fraction" in row.get("pools", ()),
         host_kinds=host_kinds(row.get("offload", ()), row.get("optimizer", ""), row.get("parameters", "")),
     )
 

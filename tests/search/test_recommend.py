@@ -218,6 +218,14 @@ def test_search_step_does_not_fit_corrects_the_memory():
     assert [row["step_seconds"] for _, row in search.best] == [12.0]
 
 
+def test_search_time_of_tiles_does_not_correct_other_estimates():
+    """Tiles take 1.5 times as long as estimated. With 15 s, the other one would not be compiled."""
+    in_tiles = candidate(10, 4, **{"memory.tile_tokens": 256}, **steps(1))
+    search, compiler = searched({1: (15.0, 10), 2: (10.5, 20)}, [in_tiles, candidate(10.4, 8, **steps(2))])
+    assert compiler.compiled == [1, 2]
+    assert [row["step_seconds"] for _, row in search.best] == [10.5]
+
+
 def test_search_refused_candidate_is_replaced():
     pool = [candidate(10, **steps(1)), candidate(11, **steps(2))]
     search, compiler = searched({1: "unsupported", 2: (11.0, 9)}, pool)
