@@ -74,7 +74,8 @@ def test_figure_has_one_line_per_variant():
 def test_first_stage_of_retrieval_learns_to_retrieve(tmp_path):
     """About a minute of training on sequences of 128 tokens."""
     config = read_config("retrieval")
-    config.stages = config.stages[:1]
+    config.stages = [config.stages[0].changed(mesh=dict(data=8))]
+    config.runtime.simulated_devices = 8  # those of the tests
     config.data.cache_dir = str(tmp_path / "cache")
     result = jaxlc.train.run(config, workdir=tmp_path / "run")
     assert retrieval.score(result, 100, 40) > 50
