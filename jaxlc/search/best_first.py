@@ -80,8 +80,19 @@ def eligible(goal: str, fitting: Mapping[Candidate, Entry]) -> dict[Candidate, E
     return {candidate: entry for candidate, entry in fitting.items() if aim(candidate) == least}
 
 
-def _medians(ratios: Mapping[Hashable, list[float]]) -> dict[Hashable, float]:
-    return {key: statistics.median(values) for key, values in ratios.items()}
+class _Ratios:
+    """Compiled over estimated figures, by what compiled candidates have in common with others."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, list[float]] = {}
+
+    def add(self, keys: Sequence[Hashable], ratio: float) -> None:
+        for key in keys:
+            self._values.setdefault(key, []).append(ratio)
+
+    def median(self, keys: Sequence[Hashable], default: float) -> float:
+        """That of the first of `keys` that was added."""
+        return statistics.median(next((self._values[key] for key in keys if key in self._values), [default]))
 
 
 class Search:
@@ -91,9 +102,7 @@ class Search:
         self.goal, self.candidates = goal, candidates
         self.rows: dict[Candidate, Row] = {}  # compiled candidates
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
-        # Compiled over estimated time and working memory.
-        self._time_ratios: dict[Hashable, list[float]] = {}
-        self._working_ratios: dict[Hashable, list[float]] = {}
+        self._time_ratios, self._working_ratios = _Ratios(), _Ratios()
 
     def run(self, compile_candidates: Compile, is_over: Callable[[], bool], batch_size: int = 1) -> None:
         """Compiles candidates until the choice is known, or `is_over`."""
@@ -119,7 +128,7 @@ class Search:
 
     def working_ratio(self) -> float:
         """Compiled over estimated `Estimate.working_bytes`; 1 before anything was compiled."""
-        return statistics.median(self._working_ratios.get((), [1.0]))
+        return self._working_ratios.median(((),), 1.0)
 
     def add(self, candidate: Candidate, row: Row) -> None:
         """Adds what was compiled."""
@@ -127,10 +136,8 @@ class Search:
         if row["status"] == "done":
             estimate = candidate.estimate
             working = (row["device_peak_bytes"] - estimate.exact_bytes) / estimate.working_bytes
-            for key in candidate.similar:
-                self._working_ratios.setdefault(key, []).append(working)
-            for key in candidate.similar_in_time:
-                self._time_ratios.setdefault(key, []).append(row["step_seconds"] / estimate.step_seconds)
+            self._working_ratios.add(candidate.similar, working)
+            self._time_ratios.add(candidate.similar_in_time, row["step_seconds"] / estimate.step_seconds)
 
     def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
@@ -140,12 +147,11 @@ class Search:
 
     def _entries(self) -> dict[Candidate, Entry]:
         """All candidates that fit, compiled or by their corrected estimates."""
-        working_ratios, time_ratios = map(_medians, (self._working_ratios, self._time_ratios))
         entries = {}
         for candidate in self.candidates:
             row = self.rows.get(candidate)
-            working_ratio = next((working_ratios[x] for x in candidate.similar if x in working_ratios), _FIRST_WORKING)
-            time_ratio = next((time_ratios[x] for x in candidate.similar_in_time if x in time_ratios), 1.0)
+            working_ratio = self._working_ratios.median(candidate.similar, _FIRST_WORKING)
+            time_ratio = self._time_ratios.median(candidate.similar_in_time, 1.0)
             if row is None and candidate.estimate.fits(candidate.gpus, _MARGIN * working_ratio):
                 entries[candidate] = candidate.entry(time_ratio, working_ratio)
             elif row is not None and row["status"] == "done" and row["fits"]:

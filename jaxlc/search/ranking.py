@@ -48,7 +48,7 @@ def entry_of(row: Row) -> Entry:
         memory_left_bytes=row["device_usable_bytes"] - row["device_peak_bytes"],
         num_departures=row.get("departures", 0),
         fits=row["fits"],
-        # As `Candidate.entry`. A larger heap of NVSHMEM takes no more memory than the plan counts.
+        # As `Candidate.entry`. The size of NVSHMEM's heap is a setting of the config that the search writes.
         has_warnings=bool(row.get("warnings")) or "runtime.memory_fraction" in row.get("pools", ()),
         host_kinds=host_kinds(row.get("offload", ()), row.get("optimizer", ""), row.get("parameters", "")),
     )
@@ -105,10 +105,10 @@ def _tiers(entries: Mapping[K, Entry]) -> Iterator[list[K]]:
 
 def _with_few_host_kinds(entries: Mapping[K, Entry], tier: Sequence[K]) -> tuple[list[K], list[K]]:
     """Those with the fewest kinds of arrays in host memory within `_ACROSS_MESHES`; the rest."""
-    for host_kinds in sorted({entries[key].host_kinds for key in tier}):
-        few = [key for key in tier if entries[key].host_kinds <= host_kinds]
+    for limit in sorted({entries[key].host_kinds for key in tier}):
+        few = [key for key in tier if entries[key].host_kinds <= limit]
         if entries[_fastest(entries, few)].seconds <= (1 + _ACROSS_MESHES) * entries[_fastest(entries, tier)].seconds:
-            return few, [key for key in tier if entries[key].host_kinds > host_kinds]
+            return few, [key for key in tier if entries[key].host_kinds > limit]
     return [], []
 
 

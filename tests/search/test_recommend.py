@@ -116,12 +116,13 @@ def test_batch_that_no_mesh_divides_names_one_that_works():
 
 @pytest.mark.full
 @pytest.mark.gpu_compiler
-def test_command_64k_writes_a_config_with_saved_mlp(tmp_path, monkeypatch):
-    """Compiles about ten full-size steps. Several meshes are within 5%, so the test does not name one."""
+def test_command_64k_writes_ring_with_saved_products(tmp_path, monkeypatch):
+    """Compiles about ten full-size steps. Of several meshes within 5%, this one leaves the most memory."""
     monkeypatch.chdir(tmp_path)
     assert main(["recommend", "--config=64k:ring", "--config.runtime.transport=auto", "--search_minutes=60"]) == 0
     config = load(read_config("recommended.py"))
-    assert config.memory.remat == "attention" and {"mlp_gate", "mlp_up"} <= set(config.memory.save)
+    assert (config.attention.strategy, config.mesh.context, config.mesh.tensor) == ("ring", 4, 2)
+    assert config.memory.save == ("query", "key", "value", "mlp_gate", "mlp_up")
 
 
 def small() -> Config:
@@ -239,6 +240,11 @@ def test_candidate_whose_host_pools_exceed_the_node_has_a_warning():
     free = candidate(1.0)
     pools = dataclasses.replace(free, estimate=free.estimate._replace(host_pools_bytes=2048 * GIB))
     assert [x.entry(1.0, 1.0).has_warnings for x in (free, pools)] == [False, True]
+
+
+def test_candidate_counts_kinds_of_arrays_in_host_memory():
+    on_host = {"memory.optimizer": "host", "memory.remat": "full", "memory.offload": ("residual",)}
+    assert [candidate(1.0, **settings).entry(1.0, 1.0).host_kinds for settings in ({}, on_host)] == [0, 2]
 
 
 @pytest.mark.gpu_compiler

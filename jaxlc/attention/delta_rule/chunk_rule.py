@@ -108,7 +108,7 @@ def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Ar
     Args:
       first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
     """
-    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, jnp.dtype(dtype))
+    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
