@@ -59,7 +59,7 @@ def unknown_names(text: str) -> Iterator[str]:
         if flag not in (FLAGS.get(verb[1], ()) if verb else OTHER_FLAGS.union(*FLAGS.values())):
             yield f"--{flag}"
     yield from (verb for verb in re.findall(r"(?:`jaxlc |jaxlc (?=[a-z]+ --))([a-z]+)", text) if verb not in VERBS)
-    yield from (extra for extra in re.findall(r"jaxlc\[([a-z]+)\]", text) if extra not in EXTRAS)
+    yield from (extra for extra in extras_in(text) if extra not in EXTRAS)
     yield from (page for page in re.findall(r"docs/[\w/]+\.md", text) if not (ROOT / page).is_file())
     for name in re.findall(r"\bjaxlc((?:\.[a-z]\w*)+)", text):
         value = jaxlc
@@ -67,6 +67,11 @@ def unknown_names(text: str) -> Iterator[str]:
             value = getattr(value, part, None)
         if value is None:
             yield f"jaxlc{name}"
+
+
+def extras_in(text: str) -> list[str]:
+    """The extras in requirements of a checkout, such as '.[data]' and './jaxlc[all,cuda12]'."""
+    return [extra for extras in re.findall(r"\.(?:/jaxlc)?\[([a-z0-9,-]+)\]['\"]", text) for extra in extras.split(",")]
 
 
 def is_setting(path: str, value: str) -> bool:
@@ -97,7 +102,7 @@ def test_messages_name_only_what_exists():
         "pass --seq_lens",
         "`jaxlc plan --goal`",
         "run `jaxlc bench`",
-        'pip install "jaxlc[none]"',
+        "pip install -e '.[none]'",
         "see docs/none.md",
         "call jaxlc.nothing first",
     ],
@@ -111,7 +116,7 @@ def test_pip_finds_the_packages_that_messages_advise():
     """Without their dependencies; pip downloads nothing but metadata where the index offers it."""
     sources = "".join(path.read_text() for path in (ROOT / "jaxlc").rglob("*.py"))
     named = re.findall(r"pip install (?:--upgrade )?(nvidia-[\w-]+)", sources)
-    extras = set(re.findall(r"jaxlc\[([a-z-]+)\]", sources)) | {*extras_of_packages.values()}
+    extras = {*extras_in(sources)} | {*extras_of_packages.values()}
     requirements = {requirement for extra in extras for requirement in EXTRAS[extra]}
     requirements = {requirement for requirement in requirements if not requirement.startswith("jaxlc[")}
     assert len(named) == 3 and {"plan", "nvshmem", "hf", "plot"} <= extras

@@ -200,6 +200,39 @@ def test_parsing_rejects_stale_settings():
             check_arguments(["train", "--config=quickstart", stale])
 
 
+# The package is on no index: there, anyone can register its name. A requirement with a URL ("jaxlc @ git+...") is safe.
+FROM_INDEX = re.compile(
+    r"\binstall\b[^`]{0,40}?(?<![\w./])jaxlc\[[\w,-]+\](?! @)"
+    r"|\b(?:pip3?|pipx|uv|uv pip|conda) (?:install|add)(?: -\S+)* [\"']?jaxlc\b(?![/\w@[]|\.\w| @)"
+)
+
+
+def test_install_lines_do_not_name_the_package_of_an_index():
+    suffixes = (".py", ".md", ".ipynb", ".sh", ".toml", ".yaml", ".yml", "")
+    files = [path for folder in ("launch", "notebooks", "scripts", ".github") for path in (ROOT / folder).rglob("*")]
+    files += [*MODULES, *PAGES, *ROOT.glob("*.toml"), ROOT / "Makefile"]
+    texts = {path: path.read_text() for path in files if path.suffix in suffixes and path.is_file()}
+    lines = {str(path.relative_to(ROOT)): FROM_INDEX.findall(text) for path, text in texts.items()}
+    assert sum("pip install" in text for text in texts.values()) > 15
+    assert {name: found for name, found in lines.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_bad"),
+    [
+        ('pip install "jaxlc[data]"', True),
+        ("%pip install jaxlc\n", True),
+        ('"and `pip install",\n    \'"jaxlc[mosaic]"`\'', True),
+        ("uv add jaxlc==0.1.0", True),
+        ("pip install -e '.[data]' in a checkout of jaxlc", False),
+        ("pip install './jaxlc[all,cuda12]'", False),
+        ('pip install "jaxlc[plot] @ git+https://example.org/x"', False),
+    ],
+)
+def test_install_line_from_an_index_is_found(line, is_bad):
+    assert bool(FROM_INDEX.search(line)) == is_bad
+
+
 def test_docstring_commands_are_read():
     text = "Trains.\n\n    jaxlc train --config=a \\\n      --config.b.c=1   # small\n    make x\n\n    other\n"
     assert commands_of(indented_commands(text)) == ["jaxlc train --config=a --config.b.c=1", "make x"]

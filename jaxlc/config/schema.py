@@ -46,7 +46,7 @@ class AttentionConfig:
     # and for batches of the caller with prefix_ids.
     shared_prefixes: bool = False
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
-    # support the case is an error. mosaic needs the extra jaxlc[mosaic], and auto never selects it.
+    # support the case is an error. mosaic needs the extra `mosaic`, and auto never selects it.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
     query_block_tokens: From1[int] = 512  # query block size of the pallas and blockwise kernels, in tokens
     key_block_tokens: From1[int] = 512  # KV block size of the pallas and blockwise kernels, in tokens

@@ -26,7 +26,7 @@ def is_installed(package: str) -> bool:
 
 def install_hint(package: str) -> str:
     """The command that installs an optional package."""
-    return f'pip install "jaxlc[{EXTRAS[package]}]"'
+    return f"pip install -e '.[{EXTRAS[package]}]' in a checkout of jaxlc"
 
 
 def require(package: str, feature: str) -> None:

@@ -96,7 +96,7 @@ def unsupported(name: str, environment: TransportEnvironment) -> str | None:
     version = ".".join(map(str, environment.xla_version))
     if name == "nvshmem":
         if environment.xla_version > LAST_XLA_WITH_NVSHMEM:
-            return f'the XLA of JAX {version} has no NVSHMEM; JAX 0.10.1 has: pip install "jaxlc[nvshmem]"'
+            return f"the XLA of JAX {version} has no NVSHMEM; JAX 0.10.1 has: pip install -e '.[nvshmem]'"
         if environment.devices_per_process > 1:
             return f"NVSHMEM needs one process per GPU, and a process has {environment.devices_per_process} GPUs"
         if not environment.has_nvshmem:

@@ -92,7 +92,7 @@ class Topology:
         if not has_gpu_compiler():
             raise UserError(
                 f"ahead-of-time compilation for {self} needs the GPU compiler, which is not installed:"
-                f" pip install \"jaxlc[plan]\", or pip install -e '.[plan]' (or make plan) in a clone of the repository"
+                f" make plan, or pip install -e '.[plan]', in a checkout of jaxlc"
             )
         processes = self.gpus_per_domain // self.devices_per_process
         return topologies.get_topology_desc(

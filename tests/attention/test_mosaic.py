@@ -237,7 +237,7 @@ def test_target_inside_shard_map_is_that_of_the_mesh(gpu, generation):
     assert targets == [generation]
 
 
-needs_tokamax = pytest.mark.skipif(not extras.is_installed("tokamax"), reason='needs pip install "jaxlc[mosaic]"')
+needs_tokamax = pytest.mark.skipif(not extras.is_installed("tokamax"), reason="needs pip install -e '.[mosaic]'")
 
 
 @needs_tokamax

@@ -19,9 +19,8 @@ def test_require_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(extras, "is_installed", lambda package: False)
     with pytest.raises(UserError) as error:
         extras.require("matplotlib", "--timeline")
-    assert str(error.value) == (
-        '--timeline needs the package matplotlib, which is not installed: pip install "jaxlc[plot]"'
-    )
+    command = "pip install -e '.[plot]' in a checkout of jaxlc"
+    assert str(error.value) == f"--timeline needs the package matplotlib, which is not installed: {command}"
 
 
 def test_require_installed_package_passes():

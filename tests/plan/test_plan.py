@@ -281,7 +281,7 @@ def test_html_page_of_step_that_does_not_fit_lists_changes(result):
 def test_html_page_without_matplotlib_is_text(result, monkeypatch):
     monkeypatch.setattr("jaxlc.core.extras.is_installed", lambda package: False)
     text = result._repr_html_()
-    assert "<svg" not in text and "VERDICT: fits" in text and "pip install &quot;jaxlc[plot]&quot;" in text
+    assert "<svg" not in text and "VERDICT: fits" in text and "pip install -e &#x27;.[plot]&#x27;" in text
     with pytest.raises(UserError, match="needs the package matplotlib"):
         result.memory_figure()
 

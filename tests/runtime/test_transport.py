@@ -32,7 +32,7 @@ ENVIRONMENT = TransportEnvironment(
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("nvshmem", dict(xla_version=(0, 10, 2)), ["JAX 0.10.2 has no NVSHMEM", 'pip install "jaxlc[nvshmem]"']),
+        ("nvshmem", dict(xla_version=(0, 10, 2)), ["JAX 0.10.2 has no NVSHMEM", "pip install -e '.[nvshmem]'"]),
         ("nvshmem", dict(xla_version=(0, 12, 0, 1)), ["JAX 0.12.0.1 has no NVSHMEM"]),
         ("nvshmem", dict(devices_per_process=4), ["one process per GPU", "a process has 4 GPUs"]),
         ("nvshmem", dict(has_nvshmem=False), ["libnvshmem_host.so.3", "pip install nvidia-nvshmem-cu12"]),

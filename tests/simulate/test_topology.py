@@ -55,7 +55,7 @@ def test_make_mesh_of_another_size_raises():
 
 def test_make_mesh_without_gpu_compiler_raises(monkeypatch):
     monkeypatch.setattr(topology_module, "has_gpu_compiler", lambda: False)
-    with pytest.raises(UserError, match=r'pip install "jaxlc\[plan\]"'):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[plan\]'"):
         make_mesh(topology("h100:1x1"), MeshConfig())
 
 

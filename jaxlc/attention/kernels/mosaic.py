@@ -1,7 +1,7 @@
 """tokamax's attention for Hopper and Blackwell (`tokamax_kernels`): any key ranges. By name only.
 
 No GPU has verified this kernel yet, so `auto` does not select it (docs/support.md). It is an optional package:
-`pip install "jaxlc[mosaic]"`, Python 3.12 and later.
+`pip install -e '.[mosaic]'`, Python 3.12 and later.
 
 tokamax's forward skips KV blocks outside the ranges of a query block. Its backward does not: with ranges, it computes
 every pair of a query and a key that it is given. So the backward here calls it for pairs of blocks of

@@ -128,7 +128,7 @@ class _TensorBoard:
     a thread, so a kill would lose values that metrics.jsonl has."""
 
     def __init__(self, directory: Path, last_step: int):
-        # tensorboardX is optional: pip install "jaxlc[tensorboard]".
+        # tensorboardX is optional: pip install -e '.[tensorboard]'.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 

@@ -1,4 +1,4 @@
-"""Metrics for Weights & Biases. Needs the package wandb: pip install "jaxlc[wandb]".
+"""Metrics for Weights & Biases. Needs the package wandb: pip install -e '.[wandb]'.
 
 All calls to it are made in a thread, so that neither a slow server nor an error of the package delays or ends a run.
 """
