@@ -36,6 +36,16 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def register_plugins() -> None:
+    """Loads the installed plugins of GPUs, as the start of JAX's backends does first. Later calls have no effect.
+
+    Private: `jax._src.xla_bridge._discover_and_register_pjrt_plugins`. Checked: JAX 0.10.1, 0.12.0.1.
+    """
+    from jax._src import xla_bridge
+
+    xla_bridge._discover_and_register_pjrt_plugins()
+
+
 def coordination_client() -> Any:
     """The client of JAX's coordination service: its key-value store and barriers. None in a run of one process.
 

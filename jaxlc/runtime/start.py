@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxlc._jax_internals import backends_are_initialized
+from jaxlc._jax_internals import backends_are_initialized, register_plugins
 from jaxlc.config import Config, RuntimeConfig
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
@@ -22,6 +22,7 @@ from jaxlc.runtime import (
     transport,
     unified_memory,
 )
+from jaxlc.runtime.xla_flags import check_users_flags
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -67,8 +68,9 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
                 initialization_timeout=config.start_timeout_seconds,
                 heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS if is_watched else config.heartbeat_seconds,
             )
-    with _without_driver_notes():
-        platform = jax.devices()[0].platform
+    with _without_driver_notes():  # XLA parses its flags later, and ends the process at an unknown one
+        register_plugins()
+    platform = jax.devices()[0].platform
     compilation_cache.configure(config, platform)
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
 
@@ -107,6 +109,7 @@ def _set_environment(
     Args:
       config: with all values resolved.
     """
+    check_users_flags(environment)
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))

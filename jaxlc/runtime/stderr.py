@@ -1,27 +1,50 @@
 """Removes lines that C++ libraries write to stderr."""
 
 import contextlib
+import io
 import os
 import sys
-import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager
 def without_lines(notes: Sequence[str]) -> Iterator[None]:
-    """Removes lines that contain one of `notes` from stderr. All other lines are printed when the context ends.
+    """Removes lines that contain one of `notes` from stderr. A thread passes on all others as they are written.
 
-    For short calls only: the lines of a process that crashes in the meantime are lost.
+    Python's own messages take no detour, so those of a process that ends in the meantime are printed. Lines of C++ code
+    that ends the process at once, without giving the thread time, are lost: enter this only around calls that do not.
     """
     sys.stderr.flush()
-    real_stderr = os.dup(2)
-    with tempfile.TemporaryFile() as captured:
-        os.dup2(captured.fileno(), 2)
+    users, stderr_copy = sys.stderr, os.dup(2)
+    reader, writer = os.pipe()
+    os.dup2(writer, 2)
+    os.close(writer)
+    with contextlib.ExitStack() as stack:
+        if _descriptor_of(users) == 2:  # not in a notebook, which has another stream
+            sys.stderr = os.fdopen(os.dup(stderr_copy), "w", buffering=1, encoding=users.encoding, errors=users.errors)
+            stack.callback(sys.stderr.close)
+        relay = threading.Thread(target=_relay, args=(reader, stderr_copy, notes), daemon=True)
+        relay.start()
         try:
             yield
         finally:
-            os.dup2(real_stderr, 2)
-            os.close(real_stderr)
-            captured.seek(0)
-            lines = captured.read().decode(errors="replace").splitlines(keepends=True)
-            sys.stderr.write("".join(line for line in lines if not any(note in line for note in notes)))
+            sys.stderr = users
+            os.dup2(stderr_copy, 2)  # closes the writing end of the pipe
+            relay.join()
+
+
+def _relay(reader: int, target: int, notes: Sequence[str]) -> None:
+    """Copies the lines that contain none of `notes`, until the pipe is closed; then closes both."""
+    with os.fdopen(reader, "rb") as lines, os.fdopen(target, "wb", buffering=0) as output:
+        for line in lines:
+            if not any(note.encode() in line for note in notes):
+                output.write(line)
+
+
+def _descriptor_of(stream: io.TextIOBase) -> int | None:
+    """The file descriptor of a stream; None if it has none, as in a notebook."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None

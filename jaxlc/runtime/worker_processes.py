@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import signal
 import tempfile
@@ -90,7 +91,7 @@ class _Worker(NamedTuple):
         self.process.join()
         lines = self.log.read_text(errors="replace").strip().splitlines()
         self.log.unlink()
-        return row or dict(status="failed", reason=_exit_reason(self.process.exitcode, lines[-1] if lines else ""))
+        return row or dict(status="failed", reason=_exit_reason(self.process.exitcode, lines))
 
 
 @contextlib.contextmanager
@@ -130,11 +131,13 @@ def _exit_with_the_parent() -> None:
     os._exit(1)
 
 
-def _exit_reason(exit_code: int, last_line: str) -> str:
-    """The error message for a process that exited without a row."""
+def _exit_reason(exit_code: int, lines: Sequence[str]) -> str:
+    """The error message for a process that exited without a row, with the end of its output: the errors of C++ code,
+    which a list of all flags may follow, or the last line."""
+    last_lines = "; ".join([line for line in lines if re.match(r"[EF]\d{4} ", line)][-2:] or lines[-1:])
     if exit_code >= 0:
         reason = f"the process exited with status {exit_code}"
     else:
         name = signal.Signals(-exit_code).name
         reason = f"the process was killed by {name}" + (" (possibly out of host memory)" if name == "SIGKILL" else "")
-    return f"{reason}; its last line of output: {last_line}" if last_line else reason
+    return f"{reason}; its last output: {last_lines}" if last_lines else reason

@@ -7,9 +7,11 @@ docs/xla_flags.md shows the effect of each preset on a schedule. The compilers o
 all options of this module, except for those that depend on the version.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from jaxlc.core.errors import UserError
 from jaxlc.runtime.plugin import Version, xla_version
 
 Options = dict[str, bool | int | str]
@@ -145,6 +147,15 @@ def _for_version(options: Options, version: Version) -> Options:
     if version >= _FIRST_XLA_WITH_NEW_NAMES:
         return options
     return {_OLD_NAMES.get(name, name): True if name in _OLD_NAMES else value for name, value in options.items()}
+
+
+def check_users_flags(environment: Mapping[str, str]) -> None:
+    """Raises UserError for a word in XLA_FLAGS that is no flag, such as the name of a file. XLA ignores such words."""
+    for word in re.sub(r"'[^']*'|\"[^\"]*\"", "--", environment.get("XLA_FLAGS", "")).split():
+        if not word.startswith("-"):
+            raise UserError(
+                f"XLA_FLAGS contains {word}, which is no flag: write flags as --NAME=VALUE, with spaces between"
+            )
 
 
 def users_options(environment: Mapping[str, str]) -> dict[str, str]:

@@ -170,6 +170,36 @@ def test_start_twice_prints_one_line():
     assert (process.returncode, process.stderr) == (0, "an error\n")
 
 
+_END_WHILE_REMOVING = """
+import os, sys, time
+from jaxlc.runtime import stderr
+
+with stderr.without_lines(["a note"]):
+    os.write(2, b"a note\\nlast words of C++\\n")
+    time.sleep(0.5)
+    print("error of Python", file=sys.stderr)
+    os._exit(3)
+"""
+
+
+def test_process_that_ends_at_its_start_prints_why():
+    """XLA ends the process at flags that it cannot parse, and threads such as the watchdog's end it at any time."""
+    start_jax = "from jaxlc import runtime; from jaxlc.config import RuntimeConfig; runtime.start(RuntimeConfig())"
+    variables = [dict(XLA_FLAGS="--xla_nonsense=1"), dict(XLA_FLAGS="--xla_dump_hlo_as_text=maybe"), {}]
+    unknown, invalid, removing = run_python(start_jax, start_jax, _END_WHILE_REMOVING, variables=variables)
+    assert unknown.returncode and "Unknown flag in XLA_FLAGS: --xla_nonsense=1" in unknown.stderr
+    assert invalid.returncode and "value maybe for flag xla_dump_hlo_as_text" in invalid.stderr
+    assert (removing.returncode, removing.stderr) == (3, "last words of C++\nerror of Python\n")
+
+
+@pytest.mark.parametrize("flags", ["xla_dump_hlo_as_text=true", "flags.txt", "--xla_dump_to=a b"])
+def test_environment_word_that_is_no_xla_flag_is_refused(flags):
+    with pytest.raises(UserError, match=rf"XLA_FLAGS contains {flags.split()[-1]}"):
+        environment_for(RuntimeConfig(simulated_devices=2), XLA_FLAGS=flags)
+    quoted = "'--xla_dump_hlo_pass_re=a b' --xla_dump_to=c"
+    assert quoted in environment_for(RuntimeConfig(simulated_devices=2), XLA_FLAGS=quoted)["XLA_FLAGS"]
+
+
 def test_environment_on_gpus_reports_what_is_set(monkeypatch, capsys):
     """Each process gets its part of the GPUs; process 0 prints the pools and the variables that change a run."""
     monkeypatch.setattr(start, "_has_nvidia_driver", lambda: True)

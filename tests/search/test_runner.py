@@ -188,7 +188,7 @@ def test_run_other_config_adds_rows(tmp_path):
 
 @pytest.mark.parametrize("work, status, reason", [
     (fakes.killed_at_context_2, "failed",
-     "the process was killed by SIGKILL (possibly out of host memory); its last line of output: allocating the logits"),
+     "the process was killed by SIGKILL (possibly out of host memory); its last output: allocating the logits"),
     (fakes.exits_at_context_2, "failed", "the process exited with status 3"),
     (fakes.raises_at_context_2, "failed", "RuntimeError: RESOURCE_EXHAUSTED: out of memory"),
     (fakes.refuses_at_context_2, "refused", "unsupported: kernel cudnn"),
@@ -199,6 +199,16 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
     assert len(written(tmp_path)) == 3
     assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
+
+
+def test_exit_reason_is_the_error_above_a_list_of_flags():
+    lines = [
+        "W1127 13:07:00 a.cc:1] note",
+        "E1127 13:07:00 b.cc:2] value maybe for flag",
+        "F1127 13:07:00 parsing failed",
+    ]
+    reason = worker_processes._exit_reason(-6, [*lines, "Flags:", "\t--xla_last=false\tbool"])
+    assert reason == f"the process was killed by SIGABRT; its last output: {lines[1]}; {lines[2]}"
 
 
 _CONFIG = """
