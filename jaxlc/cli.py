@@ -29,7 +29,6 @@ VERBS = {
     ),
     "logprobs": Verb("jaxlc.logprobs", "add the log-probabilities of a model to traces, for post-training"),
     "checkpoint": Verb("jaxlc.checkpoints", "list, verify and delete the checkpoints of a run"),
-    "runs": Verb("jaxlc.runs", "list and compare the runs in a directory, with one picture"),
     "export": Verb("jaxlc.exporting", "write the weights of a run as a Hugging Face directory"),
 }
 

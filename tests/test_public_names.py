@@ -61,7 +61,7 @@ CLASSES = {  # name -> attributes
     "jaxlc.train.History": "",
     "jaxlc.train.LanguageModel": "loss",
     "jaxlc.train.Model": "",
-    "jaxlc.train.Result": "baselines config evaluate evaluation exit_status history loss_by_position_figure loss_figure"
+    "jaxlc.train.Result": "config evaluate evaluation exit_status history loss_by_position_figure loss_figure"
     " mesh model params paths reward_figure step tokenizer workdir",
     "jaxlc.train.RunInfo": "",
     "jaxlc.train.StopTraining": "",

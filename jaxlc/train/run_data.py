@@ -17,7 +17,6 @@ from jaxlc.data.reports.shares import share_lines
 from jaxlc.data.sequences.balance import BalancedSequences
 from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.sequences.loader import Sequences, batches
-from jaxlc.data.sequences.ngrams import ngram_losses
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
 from jaxlc.data.sequences.waiting import WaitingTime
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
@@ -46,14 +45,6 @@ class RunData:
     lines: list[str]  # description, printed at the start of the run
     corpus: Corpus | None = field(default=None, repr=False)  # None: user-provided batches
     waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)  # while the loop waits for `batches`
-
-    def baselines(self, config: Config) -> dict[str, float]:
-        """Held-out losses of n-gram models, in nats; empty without a corpus."""
-        if self.corpus is None:
-            return {}
-        num_sequences = min(config.train.eval_sequences, self.corpus.heldout.num_sequences)
-        unigram, bigram = ngram_losses(self.corpus.train, self.corpus.heldout, num_sequences, config.model.vocab_size)
-        return {"unigram": unigram, "bigram": bigram}
 
     def batches(
         self, step: TrainStep, next_sequence: int, num_steps: int, stop: Callable[[], object] = lambda: None

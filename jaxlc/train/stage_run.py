@@ -149,7 +149,6 @@ class StageRun(Outputs):
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
-        baselines: dict[str, float] = {}
         evaluation, evaluator, data = end.evaluation, self.stage.evaluator, self.stage.data
         if stop is Stop.DONE:
             if evaluator is not None:
@@ -159,11 +158,8 @@ class StageRun(Outputs):
                 with self.progress.progress_bar("evaluating with limited context") as update:
                     evaluation = evaluator.with_context_gain(end.state.params, evaluation, update)
             if jax.process_index() == 0:
-                baselines = data.baselines(self.stage.config)
                 num_tokens = num_tokens_until(stages, end.step)
-                self.progress.log(
-                    write_report(self.workdir, end.step, num_tokens, evaluation, baselines, data.waiting.share)
-                )
+                self.progress.log(write_report(self.workdir, end.step, num_tokens, evaluation, data.waiting.share))
         self.checkpoints.close(is_done=stop is Stop.DONE)
         self.metrics.close()
         return Result(
@@ -176,7 +172,6 @@ class StageRun(Outputs):
             train_step=self.stage.step,
             evaluate=functools.partial(self._evaluate_again, end),
             evaluation=evaluation if stop is Stop.DONE else None,
-            baselines=baselines,
         )
 
     def _evaluate_again(self, position: Position) -> Evaluation:

@@ -16,8 +16,6 @@ from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure,
 from tests.helpers import png_size
 from tests.step.synthetic import documents_evaluation
 
-BASELINES = dict(unigram=3.25, bigram=2.5)
-
 
 def save(figure: Figure, path: Path) -> tuple[int, int]:
     """Writes the figure; returns its width and height in pixels."""
@@ -55,15 +53,13 @@ def with_gain(evaluation: Evaluation, gain: float) -> Evaluation:
 
 
 def test_loss_figure_draws_every_curve(tmp_path):
-    figure = loss_figure(training_rows(), BASELINES)
+    figure = loss_figure(training_rows())
     width, height = save(figure, tmp_path / "loss.png")
     assert 800 < width < 1600 and 500 < height < 1000
     [axes] = figure.axes
-    train, heldout, *baselines = axes.lines
+    train, heldout = axes.lines
     assert list(train.get_xdata()) == [1, 2, 3, 4, *range(6, 21)]
     assert list(heldout.get_xdata()) == [10, 20] and list(heldout.get_ydata()) == [0.75, 0.5]
-    assert sorted(line.get_ydata()[0] for line in baselines) == [2.5, 3.25]
-    assert {text.get_text() for text in axes.texts} == {"unigram 3.25", "bigram 2.50"}
     assert "0.50" in axes.get_legend().get_texts()[1].get_text()
     assert "nats" in axes.get_ylabel() and axes.get_xlabel() == "step"
 
@@ -72,7 +68,7 @@ def test_loss_figure_draws_every_curve(tmp_path):
     "rows", [[], [dict(step=1, loss=3.0)], [dict(step=1, loss=None), dict(step=1, eval_loss=None)]]
 )
 def test_loss_figure_with_few_rows_is_drawn(tmp_path, rows):
-    assert save(loss_figure(rows, BASELINES), tmp_path / "loss.png")[0] > 800
+    assert save(loss_figure(rows), tmp_path / "loss.png")[0] > 800
 
 
 def test_optimizer_figure_draws_gradient_norm_and_learning_rate(tmp_path):

@@ -7,7 +7,7 @@ one with the earliest deadline is next.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
@@ -32,9 +32,6 @@ class PackedText(Protocol):
 
     def document_lengths(self, i: int) -> np.ndarray:
         """Tokens of the documents of sequence i, int64 [documents], in its order; reads no tokens."""
-
-    def documents(self) -> Iterator[np.ndarray]:
-        """Yields the stored tokens of each document."""
 
 
 class MixedSequences:
@@ -74,17 +71,6 @@ class MixedSequences:
         periods, place = divmod(i, PERIOD)
         source = self._source_of[place]
         return self.sources[source], int(periods * self._counts[source] + self._before[source, place])
-
-    def documents(self) -> Iterator[np.ndarray]:
-        """Yields the stored tokens of each document: one of each source in turn, until all are used."""
-        remaining = [source.documents() for source in self.sources]
-        while remaining:
-            for documents in list(remaining):
-                document = next(documents, None)
-                if document is None:
-                    remaining.remove(documents)
-                else:
-                    yield document
 
     def num_sequences_of_first(self, num_sequences: int) -> np.ndarray:
         """Sequences of each source among the first ones, int64 [sources]."""

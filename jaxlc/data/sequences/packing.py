@@ -8,7 +8,6 @@ Improve Language Modeling", https://arxiv.org/abs/2404.10830).
 
 import functools
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -126,11 +125,6 @@ class PackedSequences:
         epoch, index = divmod(i, self.num_sequences)
         sequence = epoch_order(self.num_sequences, self.seed, epoch)[index]
         return slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
-
-    def documents(self) -> Iterator[np.ndarray]:
-        """Yields the stored tokens of each document."""
-        for document in self.document_ids:
-            yield self.store.tokens[self.store.offsets[document] : self.store.offsets[document + 1]]
 
     def num_tokens_of_first(self, num_sequences: int) -> int:
         """Tokens of the first sequences, without padding."""

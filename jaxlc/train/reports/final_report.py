@@ -23,7 +23,6 @@ def write_report(
     step: int,
     num_tokens: int,
     evaluation: Evaluation | None,
-    baselines: dict[str, float],
     waiting_share: float | None = None,
 ) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
@@ -34,7 +33,6 @@ def write_report(
     Args:
       num_tokens: of these steps, over all devices, padding included.
       evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
-      baselines: name -> loss of n-gram models on the same sequences, in nats.
       waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
     """
     rows = read_rows(workdir / METRICS_FILE)
@@ -56,10 +54,6 @@ def write_report(
     if evaluation is not None:
         losses_text = _arrow([*eval_losses[:1], evaluation.loss])
         heldout.append(f"held-out loss   {losses_text}, over {count_text(evaluation.num_sequences, 'sequence')}")
-    if baselines:
-        named = ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items())
-        heldout.append(f"  baselines on the same sequences: {named}")
-    if evaluation is not None:
         heldout += _gain_lines(evaluation)
     return "\n".join(
         [
@@ -69,7 +63,7 @@ def write_report(
             *([] if waiting_share is None else [f"waiting         {waiting_share:.2%} of the time, for data"]),
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} {history.loss_unit}".rstrip(),
             *heldout,
-            *write_plots(workdir, rows, baselines, evaluation),
+            *write_plots(workdir, rows, evaluation),
             f"metrics         {displayed(workdir / METRICS_FILE)}{tensorboard}",
             f"checkpoints     {displayed(workdir / CHECKPOINTS_DIRECTORY)}",
             f"settings, log   {displayed(workdir / CONFIG_COPY)}, {displayed(workdir / LOG_FILE)}",
@@ -77,9 +71,7 @@ def write_report(
     )
 
 
-def write_plots(
-    workdir: Path, rows: list[Row], baselines: dict[str, float], evaluation: Evaluation | None
-) -> list[str]:
+def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -> list[str]:
     """Writes loss.png, optimizer.png and what else there is data for; returns lines with their paths.
 
     If plots are skipped, the only line has the reason.
@@ -88,7 +80,7 @@ def write_plots(
         return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
     from jaxlc.train.reports import expert_plot, loss_plots, times_plot  # imported here: matplotlib is slow
 
-    figures = {LOSS_PLOT: loss_plots.loss_figure(rows, baselines), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
+    figures = {LOSS_PLOT: loss_plots.loss_figure(rows), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
     if any("rollouts/reward" in row for row in rows):
         figures[REWARD_PLOT] = loss_plots.reward_figure(rows)
     if evaluation is not None:

@@ -23,12 +23,11 @@ _NUMBER = FuncFormatter(lambda value, _: f"{value:g}")
 _COUNT = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
-    """Training and held-out loss over steps, with the losses of n-gram models as baselines.
+def loss_figure(rows: Sequence[Row]) -> Figure:
+    """Training and held-out loss over steps.
 
     Args:
       rows: of metrics.jsonl.
-      baselines: name -> held-out loss in nats.
     """
     figure = new_figure(7.5, 4.4, dpi=150)
     axes = figure.subplots()
@@ -39,19 +38,6 @@ def loss_figure(rows: Sequence[Row], baselines: Mapping[str, float]) -> Figure:
     if len(losses):
         label = f"held out, {losses[-1]:.2f} at the end"
         axes.plot(steps, losses, "o:", color=RED, markersize=6, linewidth=1.0, label=label)
-    for name, loss in baselines.items():
-        axes.axhline(loss, color=GRAY, linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
-        is_highest = loss == max(baselines.values())
-        axes.annotate(
-            f"{name} {loss:.2f}",
-            (1.0, loss),
-            (5, 1 if is_highest else -1),  # points; one label above its line and one below
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="bottom" if is_highest else "top",
-            fontsize=9,
-            color=GRAY,
-        )
     axes.set(xlabel="step", ylabel=", ".join(filter(None, ["loss", history.loss_unit])))
     axes.set_title("Loss in training", loc="left")
     axes.legend(frameon=False)

@@ -48,7 +48,6 @@ class Result:
     # Held-out loss after the last step; None if a signal stopped the run before it, if the run was loaded, or if the
     # run has no held-out sequences.
     evaluation: Evaluation | None = None
-    baselines: dict[str, float] = field(default_factory=dict)  # name -> held-out loss of n-gram models, in nats
 
     @property
     def config(self) -> Config:
@@ -93,7 +92,7 @@ class Result:
         extras.require("matplotlib", "a figure of the loss")
         from jaxlc.train.reports.loss_plots import loss_figure
 
-        return loss_figure(self.rows, self.baselines)
+        return loss_figure(self.rows)
 
     def loss_by_position_figure(self) -> "Figure":
         """Held-out loss by position in the document. Evaluates if `evaluation` is None.
@@ -130,7 +129,6 @@ class Result:
             rows.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f} {self.history.loss_unit}"))
         if self.evaluation is not None:
             rows.append(("held-out loss", f"{self.evaluation.loss:.3f} nats per token"))
-        rows += [(f"  {name} baseline", f"{loss:.3f}") for name, loss in self.baselines.items()]
         if speed is not None:
             rows.append(("tokens/s (median)", f"{speed:,.0f}"))
         rows += [("mesh", mesh_text(self.mesh.shape)), ("workdir", displayed(self.workdir))]
