@@ -153,9 +153,7 @@ def check_users_flags(environment: Mapping[str, str]) -> None:
     """Raises UserError for a word in XLA_FLAGS that is no flag, such as the name of a file. XLA ignores such words."""
     for word in re.sub(r"'[^']*'|\"[^\"]*\"", "--", environment.get("XLA_FLAGS", "")).split():
         if not word.startswith("-"):
-            raise UserError(
-                f"XLA_FLAGS contains {word}, which is no flag: write flags as --NAME=VALUE, with spaces between"
-            )
+            raise UserError(f"XLA_FLAGS contains {word}, which is no flag: write --NAME=VALUE")
 
 
 def users_options(environment: Mapping[str, str]) -> dict[str, str]:
