@@ -7,7 +7,7 @@ ARGS ?=
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan notebooks docs test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 plan-jax0.11 test-all lint format lock clean
+.PHONY: help train plan notebooks docs reference test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 plan-jax0.11 test-all lint format lock clean
 
 help:  ## list the targets
 	@awk -F ':.*  ## ' '/^[a-z][^ ]*:.*  ## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -24,6 +24,9 @@ notebooks: $(READY) $(VENV)/.ready-plan  ## run all notebooks and store their ou
 docs: $(READY) .venv-docs/.ready  ## build the documentation site in build/site; broken links are errors
 	$(VENV)/bin/python -m benchmarks.site build/pages
 	.venv-docs/bin/zensical build --strict
+
+reference: $(READY)  ## write the generated parts of docs/: settings, plan fields, supported features, public API
+	$(VENV)/bin/python -m benchmarks.site --reference
 
 test: $(READY) $(VENV)/.ready-plan  ## run the tests on one JAX version
 	$(VENV)/bin/python $(PYTEST) -m "not heavy and not full" $(ARGS)

@@ -1,8 +1,6 @@
 """Which masks, meshes, head counts and dtypes each attention strategy and kernel supports.
 
-tests/attention runs the cases of this table. The page docs/support.md of the site is generated from it:
-
-    python -m benchmarks.support_table
+tests/attention runs the cases of this table. `make reference` writes it to docs/support.md.
 """
 
 import itertools
@@ -243,7 +241,3 @@ def _table(corner: str, names: list[str], rows: Iterator[tuple[str, list[str]]])
     yield "| --- " * (len(names) + 1) + "|"
     for name, cells in rows:
         yield f"| {name} | {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    print(tables(), end="")

@@ -1,7 +1,7 @@
 """Collects the pages of the site: README.md (its start), docs/, notebooks/, benchmarks/, and the project's own pages.
 
 Pages stay where they are in the repository, with links that work there. Here their links are rewritten to the places of
-the pages on the site, and comments are replaced by generated tables.
+the pages on the site. The reference pages end with text that is generated from the code and stored in the repository.
 """
 
 import functools
@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from benchmarks import support_table
-from benchmarks.site import notebook_page, reference
+from benchmarks.site import api, notebook_page, reference
 
 ROOT = Path(__file__).parents[2]
 _COPIED = (".css", ".jsonl", ".png", ".svg", ".txt")
@@ -20,12 +20,12 @@ _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 _BADGE = re.compile(r"^\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)\n", re.MULTILINE)
 _COMMENT = re.compile(r"^ *<!-- (not )?run: .*? -->\n", re.MULTILINE)
 _GENERATED = {
-    "settings": reference.settings,
-    "plan fields": reference.plan_fields,
-    "attention support": support_table.tables,
+    "api.md": api.text,
+    "config.md": reference.settings,
+    "plan_fields.md": reference.plan_fields,
+    "support.md": support_table.tables,
 }
-# The rest of the line is for readers of the file; the site has the table instead.
-_MARKER = re.compile(r"<!-- generated: (.*?) -->.*")
+_MARKER = "<!-- generated from the code: `make reference` writes what follows -->\n"
 
 
 def write(target: Path) -> None:
@@ -45,6 +45,15 @@ def write(target: Path) -> None:
             shutil.copyfile(source, path)
             continue
         path.write_text(page_text(text, source))
+
+
+def reference_pages() -> dict[Path, str]:
+    """The pages of docs/ that are generated from the code, and their texts, whose introduction is written by hand."""
+    pages = {ROOT / "docs" / name: generate for name, generate in _GENERATED.items()}
+    return {
+        path: f"{path.read_text().partition(_MARKER)[0]}{_MARKER}\n{generate().strip()}\n"
+        for path, generate in pages.items()
+    }
 
 
 @functools.cache
@@ -67,8 +76,7 @@ def page_text(text: str, source: Path) -> str:
     Args:
       source: its file, to which links are relative.
     """
-    text = _MARKER.sub(lambda match: _GENERATED[match[1]](), text)
-    text = _COMMENT.sub("", _BADGE.sub("", text))
+    text = _COMMENT.sub("", _BADGE.sub("", text.replace(_MARKER, "")))
     parts = _FENCE.split(text)  # text, fence, text, ...
     return "".join(part if index % 2 else _with_site_links(part, source) for index, part in enumerate(parts))
 

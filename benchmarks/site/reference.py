@@ -65,27 +65,22 @@ def settings() -> str:
 
 def _setting_row(setting: Setting) -> str:
     default = setting.default if setting.default in ("", _PRESET) else f"`{setting.default}`"
-    return f"| {_breakable(setting.key)} | {default} | {_cell(setting.meaning)} |"
-
-
-def _breakable(key: str) -> str:
-    """A name that narrow screens break after a dot or an underscore only."""
-    return "<code>" + re.sub("([._])", r"\1<wbr>", key) + "</code>"
+    return f"| `{setting.key}` | {default} | {_cell(setting.meaning)} |"
 
 
 def plan_fields() -> str:
     """Tables of the fields in the JSON of a plan."""
-    lines = [*_record_rows(PlanRecord), ""]
+    lines = [*record_rows(PlanRecord), ""]
     for heading, kind in _RECORDS.items():
-        lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *_record_rows(kind), ""]
-    lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *_record_rows(StagesPlan)]
-    lines += ["", "Each element of `stages`:", "", *_record_rows(StagePlan)]
-    lines += ["", "## `jaxlc generate --plan`", "", _first_paragraph(GenerationPlan), "", *_record_rows(GenerationPlan)]
-    lines += ["", "Each of `prefill` and `decode`:", "", *_record_rows(ProgramPlan)]
+        lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *record_rows(kind), ""]
+    lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *record_rows(StagesPlan)]
+    lines += ["", "Each element of `stages`:", "", *record_rows(StagePlan)]
+    lines += ["", "## `jaxlc generate --plan`", "", _first_paragraph(GenerationPlan), "", *record_rows(GenerationPlan)]
+    lines += ["", "Each of `prefill` and `decode`:", "", *record_rows(ProgramPlan)]
     return "\n".join(lines)
 
 
-def _record_rows(kind: type) -> Iterator[str]:
+def record_rows(kind: type) -> Iterator[str]:
     """The table of the fields of a dataclass or NamedTuple, and of its properties with a docstring."""
     comments = field_comments(kind)
     yield from ("| field | type | meaning |", "| --- | --- | --- |")
@@ -104,9 +99,8 @@ def _record_rows(kind: type) -> Iterator[str]:
 def _type_text(hint: Any) -> str:
     """A type as JSON has it."""
     text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-    for kind in _RECORDS.values():
-        text = text.replace(f"{kind.__module__}.", "")
-    return f"`{text.replace('typing.', '').replace(', ...', '').replace(' | ', ' or ')}`"
+    text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)  # modules
+    return f"`{text.replace(', ...', '').replace(' | ', ' or ')}`"
 
 
 def _first_paragraph(kind: type) -> str:
@@ -114,5 +108,9 @@ def _first_paragraph(kind: type) -> str:
 
 
 def _cell(text: str) -> str:
-    linked = re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", " ".join(text.split()))
-    return linked.replace("|", "\\|")
+    return with_links(" ".join(text.split())).replace("|", "\\|")
+
+
+def with_links(text: str) -> str:
+    """`text` with links to the pages that it names as docs/NAME.md."""
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)

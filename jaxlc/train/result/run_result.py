@@ -40,8 +40,8 @@ class Result:
     # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGINT (Ctrl-C) 130
     exit_status: int = 0
     params: dict  # the trained parameters, float32, sharded over the mesh
-    tokenizer: Tokenizer
-    workdir: Path
+    tokenizer: Tokenizer  # of the run: text to token ids and back
+    workdir: Path  # directory of metrics, plots and checkpoints
     rows: list[Row] = field(default_factory=list, repr=False)  # the content of metrics.jsonl
     train_step: TrainStep = field(repr=False)  # config, mesh, model, loss and optimizer of the run
     evaluate: Callable[[], Evaluation] = field(repr=False)  # evaluates `params` on the held-out sequences of the run
