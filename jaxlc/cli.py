@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxlc import __version__
 from jaxlc.config import shipped_configs
+from jaxlc.core import streams
 from jaxlc.core.suggestions import did_you_mean
 
 
@@ -39,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: the verb ended with its own exit status.
     """
-    arguments = list(sys.argv if argv is None else argv)[1:]
+    return streams.guarded(lambda: _run(list(sys.argv if argv is None else argv)[1:]))
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-help", "-h", "help"):
         print(help_text())
         return 0

@@ -5,8 +5,6 @@ comments are the help.
 """
 
 import dataclasses
-import os
-import signal
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from jaxlc.config.settings import Settings
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
 from jaxlc.config.values import as_argument, invalid_value, typed
-from jaxlc.core import interrupts
+from jaxlc.core import interrupts, streams
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.paths import local_path
 from jaxlc.core.suggestions import did_you_mean
@@ -99,20 +97,21 @@ def run_main(
       flags, base: see `parse`.
       interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt with a message replaces it.
     """
-    try:
-        with interrupts.handled(interrupted):
-            if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
-                print(help_text(description or "", flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
-                return 0
-            return main(parse(argv, flags=flags, base=base))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt as interrupt:
-        return interrupts.end(interrupt)
-    except BrokenPipeError:  # the reader of the output ended, as in `jaxlc plan --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
-        return 128 + signal.SIGPIPE
+
+    def run() -> int:
+        try:
+            with interrupts.handled(interrupted):
+                if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
+                    print(help_text(description or "", flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
+                    return 0
+                return main(parse(argv, flags=flags, base=base))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_status
+        except KeyboardInterrupt as interrupt:
+            return interrupts.end(interrupt)
+
+    return streams.guarded(run)
 
 
 def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Base | None = None) -> ParsedCommand[Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.core import streams
 from jaxlc.runtime import peers
 
 
@@ -48,5 +49,6 @@ def _latest_checkpoint(workdir: Path) -> str:
 
 
 if __name__ == "__main__":
+    streams.outlast()
     kept = "interrupted; the same command resumes from the latest checkpoint, if there is one"
     peers.exit_process(run_main(main, sys.argv, description=__doc__, interrupted=kept))

@@ -1,0 +1,70 @@
+"""Streams of commands: an encoding without the characters, a reader that ended, a full disk, or closed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlc.cli import VERBS
+
+ROOT = Path(__file__).parents[2]
+PREPARED = "import sys; from jaxlc.core import streams; streams.prepare(); "
+PRINT = PREPARED + "sys.exit(streams.guarded(lambda: print('x', file=sys.stderr) or print('⟦a▁⟧ \\ud83d') or 0))"
+
+
+def run(program: str, redirection: str = "", encoding: str = "utf-8") -> subprocess.CompletedProcess:
+    """Runs a Python program in a shell that redirects its streams."""
+    argv = ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, program]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": ""}
+    return subprocess.run(argv, capture_output=True, env=environment, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "encoding", "status", "out", "error"),
+    [
+        ("", "utf-8", 0, "⟦a▁⟧ \\ud83d\n", "x\n"),
+        ("", "ascii", 0, "[[a\\u2581]] \\ud83d\n", "x\n"),
+        ("", "latin-1", 0, "[[a\\u2581]] \\ud83d\n", "x\n"),
+        (">&-", "ascii", 0, "", "x\n"),
+        ("<&- 2>&-", "ascii", 0, "[[a\\u2581]] \\ud83d\n", ""),
+        ("<&- >&- 2>&-", "ascii", 0, "", ""),
+        (">/dev/full", "utf-8", 1, "", "x\nerror: cannot write the output: No space left on device\n"),
+        ("| exec sleep 0; exit ${PIPESTATUS[0]}", "utf-8", 141, "", "x\n"),
+        ("2>&1 | exec sleep 0; exit ${PIPESTATUS[0]}", "utf-8", 141, "", ""),
+    ],
+)
+def test_command_prints_to_any_stream(redirection, encoding, status, out, error):
+    late = PRINT.replace("import sys;", "import sys, time; time.sleep(0.1);") if "|" in redirection else PRINT
+    done = run(late, redirection, encoding)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, error)
+
+
+def test_files_do_not_get_the_number_of_a_closed_stream():
+    program = PREPARED + "sys.exit(open('/dev/null').fileno())"
+    assert run(program, "<&- >&- 2>&-").returncode > 2
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "| exec sleep 0; exit ${PIPESTATUS[0]}"])
+def test_outlasting_process_goes_on_without_a_reader(redirection):
+    program = (
+        PREPARED + "import time; streams.outlast(); time.sleep(0.1); [print('x' * 9999, flush=True)] * 2; sys.exit(7)"
+    )
+    done = run(program, redirection)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_error_of_other_files_is_raised():
+    program = PREPARED + "sys.exit(streams.guarded(lambda: open('/nowhere/x').read()))"
+    assert "FileNotFoundError" in run(program).stderr
+
+
+def test_commands_prepare_and_guard_their_streams():
+    """One help text stands for all verbs: each calls `run_main`, and `jaxlc` guards the others."""
+    program = "import sys, time; sys.argv = ['jaxlc', 'sweep', '--help']; from jaxlc.cli import main; sys.exit(main())"
+    done = run(program, "| exec sleep 0; exit ${PIPESTATUS[0]}", encoding="ascii")
+    assert (done.returncode, done.stderr) == (141, "")
+    paths = {verb: ROOT / package.replace(".", "/") for verb, (package, _) in VERBS.items()}
+    mains = {verb: path / "__main__.py" if path.is_dir() else path.with_suffix(".py") for verb, path in paths.items()}
+    assert [verb for verb, path in mains.items() if "run_main(" not in path.read_text()] == []
