@@ -4,7 +4,6 @@ Imports no jax.
 """
 
 import codecs
-import contextlib
 import io
 import os
 import signal
@@ -47,10 +46,12 @@ def guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        _discard(sys.stdout)
+        for stream in (sys.stdout, sys.stderr):
+            if not _accepts(stream, ""):
+                _discard(stream)
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if _accepts_line(sys.stdout):
+        if _accepts(sys.stdout, "\n"):  # the text of the error is not in the buffer any more
             raise
         _discard(sys.stdout)
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
@@ -86,15 +87,12 @@ def outlast() -> None:
 
 def _discard(stream: TextIO) -> None:
     """Discards what is printed from now on, and what Python prints at exit because it could not be written before."""
-    with contextlib.suppress(OSError):
-        stream.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _accepts_line(stream: TextIO) -> bool:
-    """Whether an empty line can be written: the text of an earlier error is not in the buffer any more."""
+def _accepts(stream: TextIO, text: str) -> bool:
     try:
-        print(file=stream, flush=True)
+        print(text, end="", file=stream, flush=True)
     except OSError:
         return False
     return True
