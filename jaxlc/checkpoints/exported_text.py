@@ -18,9 +18,10 @@ from jaxlc.config.models.pretrained import (
     eos_token_ids,
     read_json,
 )
-from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.chat_environment import without_generation_tags
 from jaxlc.data.tokens.fitting_template import end_of_turn_id
+from jaxlc.data.tokens.stops import stops_of, trained_template
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 
 _TEMPLATE_FILE, _TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
@@ -42,12 +43,14 @@ def write_text_files(config: Config, source: Pretrained | None, target: Path, *,
     changes: dict[str, Any] = {}
     has_tokenizer = (target / TOKENIZER_FILE).is_file()
     tokenizer = load_tokenizer(str(target), config.data.end_token) if has_tokenizer else load_tokenizer("bytes")
-    stop_ids = [] if source else [tokenizer.end_of_document_id]
-    if has_tokenizer and (config.data.chat_template or any(x.has_chats for x in config.data.mixture)):
-        changes, end_of_turn = _write_template(config, tokenizer, target)
-        base_ids = [] if source is None else eos_token_ids(source.directory)
-        known = [end_of_turn, tokenizer.end_of_document_id, *base_ids]
-        stop_ids = list(dict.fromkeys(number for number in known if number is not None))
+    template = trained_template(config, tokenizer) if has_tokenizer else None
+    known = eos_token_ids(source.directory) if source else []
+    stop_ids = stops_of(config, tokenizer, source, template).ids
+    if template is not None:
+        changes = _write_template(config, template, tokenizer, target)
+    elif set(stop_ids) <= set(known):
+        stop_ids = []
+    if stop_ids and (template is not None or (target / GENERATION_FILE).is_file()):
         settings = _read(target / GENERATION_FILE) or _known_ids(source)
         _write(target / GENERATION_FILE, settings | dict(eos_token_id=stop_ids))
     _write_tokenizer_settings(target, changes, longest)
@@ -77,22 +80,23 @@ def _tokenizer_directory(config: Config, base: Path | None) -> Path | None:
     return own.parent
 
 
-def _write_template(config: Config, tokenizer: Tokenizer, target: Path) -> tuple[dict[str, Any], int | None]:
+def _write_template(config: Config, template: ChatTemplate, tokenizer: Tokenizer, target: Path) -> dict[str, Any]:
     """Writes the template without tags that inference engines cannot parse.
 
     Returns:
-      The changes of tokenizer_config.json, where None removes a field, and the end-of-turn token.
+      The changes of tokenizer_config.json, where None removes a field.
     """
-    template = load_chat_template(config.data.chat_template, target / TOKENIZER_FILE)
-    end_of_turn, changes = end_of_turn_id(template, tokenizer), dict[str, Any]()
-    if end_of_turn is not None and "eos_token" not in template.source:  # which would render it otherwise
+    changes = dict[str, Any]()
+    if (
+        end_of_turn_id(template, tokenizer) is not None and "eos_token" not in template.source
+    ):  # which would render it otherwise
         changes["eos_token"] = template.end_of_turn
     source = without_generation_tags(template.source)
     if config.data.chat_template or source != template.source:
         (target / _TEMPLATE_FILE).write_text(source)
         (target / "chat_template.json").unlink(missing_ok=True)
         changes["chat_template"] = None  # transformers prefers the file
-    return changes, end_of_turn
+    return changes
 
 
 def _write_tokenizer_settings(target: Path, changes: dict[str, Any], longest: int) -> None:

@@ -10,12 +10,13 @@ import jax
 
 from jaxlc.checkpoints.checksums import checksums_of
 from jaxlc.config.checks.eval_checks import lengths_in_training
+from jaxlc.config.models.pretrained import original_of
 from jaxlc.data.tokens.fitting_template import fitting_template
+from jaxlc.data.tokens.stops import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.evals.evaluate_run import EvaluatedModel
 from jaxlc.evals.pictures import draw_maps, draw_overlays
 from jaxlc.evals.score_rows import ScoreRow, step_directories
-from jaxlc.generation.generate_text import stop_ids
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.prompts import PromptEncoder
 from jaxlc.step.language_model import LanguageModel
@@ -39,7 +40,7 @@ class TrainingScorer:
         self._generator: Generator | None = None
 
     def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
-        out, is_copied = workdir / "evals", False
+        out, is_copied, config = workdir / "evals", False, self._step.config
         params = jax.tree.map(_strongly_typed, params)
 
         def generator() -> Generator:
@@ -59,7 +60,9 @@ class TrainingScorer:
             encode=self._encode,
             token_losses=self._model.token_losses,
             generator=generator,
-            stop_ids=stop_ids(self._encode, workdir),
+            stops=stops_of(
+                config, self._tokenizer, original_of(config.model.init_from, workdir), self._encode.template
+            ),
             directory=out / f"step-{step}",
             identity=dict(model=str(workdir), step=step, parameters=_fingerprint(params)),
             replaces=True,

@@ -11,12 +11,13 @@ import numpy as np
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS
 from jaxlc.core.paths import local_path
+from jaxlc.data.tokens.stops import Stops
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.document_loss import TokenLosses, evaluate_loss
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import run_case
 from jaxlc.evals.score_rows import ScoreRow, store_scores
-from jaxlc.generation.generate_text import generator_of, stop_ids, warn_beyond_context
+from jaxlc.generation.generate_text import generator_of, stops_for, warn_beyond_context
 from jaxlc.generation.generator import Generator
 from jaxlc.generation.prompts import PromptEncoder, encoder_of
 from jaxlc.train.result.run_result import Result
@@ -31,7 +32,7 @@ class EvaluatedModel:
     encode: PromptEncoder
     token_losses: TokenLosses
     generator: Callable[[], Generator]  # the same one in every call
-    stop_ids: Sequence[int]
+    stops: Stops
     directory: Path  # where its results are written
     identity: dict  # in the first line of its results, which must be equal if an evaluation resumes
     replaces: bool = False  # results of another identity are replaced instead of refused
@@ -78,7 +79,7 @@ class EvaluatedModel:
 
     def _generate(self, examples: Sequence[Example], new_tokens: int) -> list[str]:
         ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
-        generations = self.generator()(ids, max_tokens=new_tokens, stop=self.encode.stop_texts, stop_ids=self.stop_ids)
+        generations = self.generator()(ids, max_tokens=new_tokens, stop=self.stops.texts, stop_ids=self.stops.ids)
         return [generation.text for generation in generations]
 
 
@@ -103,7 +104,7 @@ def evaluate_run(
         encode=encode,
         token_losses=result.model.token_losses,
         generator=lambda: generator_of(result),
-        stop_ids=stop_ids(encode, result.workdir),
+        stops=stops_for(result, encode.template),
         directory=out / f"step-{result.step}",
         identity=dict(model=str(result.workdir), step=result.step)
         | (dict(chat_template=chat_template) if chat_template else {}),

@@ -1,7 +1,8 @@
 """usage: python -m jaxlc.evals.harness --model_args path=SOURCE --tasks TASK,TASK [flags of `lm_eval run`]
 
 Evaluates a run or a Hugging Face directory with lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
-Arguments of the model, as NAME=VALUE,NAME=VALUE: path, step, max_length, chat_template, data, fsdp, context and tensor.
+Arguments of the model, as NAME=VALUE,NAME=VALUE: path, step, max_length, chat_template, seed, data, fsdp, context and
+tensor.
 """
 
 import sys

@@ -5,6 +5,7 @@ Needs the package lm_eval. Import this module only where it is used.
 
 import functools
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
-from jaxlc.generation.generate_text import generator_of, stop_ids
-from jaxlc.generation.prompts import encoder_of, template_of
+from jaxlc.generation.generate_text import generator_of, stops_for
+from jaxlc.generation.prompts import template_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.train.result.run_result import Result
 
@@ -48,6 +49,7 @@ class HarnessModel(TemplateLM):
         max_length: int = 0,
         device: str | None = None,
         chat_template: str = "",
+        seed: int | None = None,
         **mesh: int,
     ):
         """
@@ -60,19 +62,21 @@ class HarnessModel(TemplateLM):
           device: of PyTorch, which lm_eval always passes; it has no effect.
           chat_template: chatml, llama3 or a Jinja file, used with --apply_chat_template. "": that of the run or of the
             tokenizer.
+          seed: of sampling; each request has its own random numbers, in batches of any size. --gen_kwargs seed=N goes
+            first. None: the third number of --seed, as for the model `hf`.
           mesh: sizes of mesh axes, such as context=4. None: the mesh of the run.
         Raises:
           UserError: an unknown argument, or the model cannot be loaded.
         """
         super().__init__()
         if unknown := mesh.keys() - set(MESH_AXES):
-            expected = ", ".join(["path", "step", "max_length", "chat_template", *MESH_AXES])
+            expected = ", ".join(["path", "step", "max_length", "chat_template", "seed", *MESH_AXES])
             raise UserError(f"unknown argument {min(unknown)!r} of the model: expected {expected}")
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"invalid --batch_size={batch_size}: expected a number of at least 1")
         self._result = path if isinstance(path, Result) else jaxlc.load(path, step=step, mesh=mesh or None)
         self._tokenizer, self._template_setting = self._result.tokenizer, chat_template
-        self.batch_size = int(batch_size)
+        self.batch_size, self._seed = int(batch_size), _seed_of_lm_eval() if seed is None else int(seed)
         self.max_length = int(max_length) or _trained_length(self._result)
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
@@ -126,14 +130,15 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continues prompts up to a stop string, an end-of-text token or the number of tokens of the task."""
         ordered = Collator(
-            [request.args for request in requests],
+            [(*request.args, index) for index, request in enumerate(requests)],
             sort_fn=lambda request: (-len(request[0]), request[0]),
             group_fn=lambda request: request[1],
             group_by="gen_kwargs",
         )
         texts = []
         for batch in self._shown(ordered.get_batched(n=self.batch_size), "generate_until"):
-            texts += self._generate([prompt for prompt, _ in batch], batch[0][1])
+            prompts, (settings, *_), indices = zip(*batch)
+            texts += self._generate(prompts, settings, indices)
         return ordered.get_original(texts)
 
     def _windows(self, ids: list[int]) -> Iterable[tuple[list[int], list[int]]]:
@@ -148,12 +153,18 @@ class HarnessModel(TemplateLM):
           requests: (texts, ids of the context, ids of the continuation).
         """
         by_input: dict[tuple[int, ...], list[int]] = {}
-        for index, (_, context, continuation) in enumerate(requests):
+        for index, (texts, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"a continuation has {len(continuation):,} tokens, and max_length is {self.max_length:,}: pass a"
                     " larger max_length in --model_args"
                 )
+            if not continuation:
+                raise UserError(
+                    f"the continuation {texts[1]!r} of {texts[0][-50:]!r} has no token of its own: the tokenizer"
+                    " merges it into the last token of the context; change where the task splits the text"
+                )
+            context = context or [self.prefix_token_id]  # as for an empty text
             by_input.setdefault((*context, *continuation)[-self.max_length - 1 : -1], []).append(index)
         inputs = sorted(by_input, key=len, reverse=True)  # the longest first: it shows whether the memory suffices
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -176,16 +187,16 @@ class HarnessModel(TemplateLM):
                     results[index] = float(log_probs_n[its].sum(dtype=np.float64)), bool(is_best_n[its].all())
         return results
 
-    def _generate(self, prompts: Sequence[str], settings: dict) -> list[str]:
-        """The continuations of a batch of prompts."""
+    def _generate(self, prompts: Sequence[str], settings: dict, indices: Sequence[int]) -> list[str]:
+        """The continuations of a batch of prompts, with their indices among all requests."""
         wanted = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
         max_tokens, stop = wanted.pop("max_gen_toks"), wanted.pop("until", None) or []
         temperature = wanted.pop("temperature", 1.0 if wanted.pop("do_sample") else 0.0)
-        top_p = wanted.pop("top_p", 1.0)
+        top_p, seed = wanted.pop("top_p", 1.0), int(wanted.pop("seed", self._seed))
         if unknown := wanted.keys():
             raise UserError(
-                f"unsupported generation setting {min(unknown)!r}: expected do_sample, temperature, top_p, until or"
-                " max_gen_toks"
+                f"unsupported generation setting {min(unknown)!r}: expected do_sample, temperature, top_p, seed, until"
+                " or max_gen_toks"
             )
         if max_tokens >= self.max_length:
             raise UserError(
@@ -193,20 +204,16 @@ class HarnessModel(TemplateLM):
                 " max_length in --model_args, or --gen_kwargs max_gen_toks=N"
             )
         ids = [self.tok_encode(prompt)[-(self.max_length - max_tokens) :] for prompt in prompts]
-        ends = stop_ids(encoder_of(self._result, chat=False), self._result.workdir)
+        stops = stops_for(self._result)
         generations = generator_of(self._result)(
             [np.array(row, np.int32) for row in self._filled(ids)],
             max_tokens=max_tokens,
-            sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0),
-            stop=stop,
-            stop_ids=[*ends, self.eot_token_id, *self._special_ids(stop)],
+            sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0, seed=seed),
+            stop=[*stop, *stops.texts],
+            stop_ids=[*stops.ids, self.eot_token_id],
+            indices=self._filled(indices),
         )
         return [generation.text for generation in generations[: len(prompts)]]
-
-    def _special_ids(self, texts: Sequence[str]) -> list[int]:
-        """The special tokens among stop strings: they are not in the text of a generation."""
-        ids = [self._encode(text) for text in texts]
-        return [x[0] for x in ids if len(x) == 1 and not self._tokenizer.decode(np.array(x))]
 
     def _rows(self, rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
         """int32 [batch_size, length]: shorter rows are padded at the end, and rows repeat in an incomplete batch."""
@@ -236,6 +243,12 @@ class HarnessModel(TemplateLM):
     def _special_id(self, name: str) -> int | None:
         text = self._special_texts.get(name)
         return self._encode(text)[0] if text else None
+
+
+def _seed_of_lm_eval() -> int:
+    """The seed that lm_eval gave to PyTorch, if that is installed."""
+    torch = sys.modules.get("torch")
+    return torch.initial_seed() % 2**32 if torch else 0
 
 
 def _trained_length(result: Result) -> int:

@@ -3,16 +3,17 @@
 import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxlc.config.models.context_length import context_warning
-from jaxlc.config.models.pretrained import COPY_DIRECTORY, eos_token_ids
+from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.stops import Stops, stops_of
 from jaxlc.generation.generator import Generation, Generator, Stream
-from jaxlc.generation.prompts import PromptEncoder, encoder_of
+from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.train.result.run_result import Result
@@ -45,7 +46,7 @@ def generate_text(
         raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
     encode = encoder_of(result, chat=chat, chat_template=chat_template)
     encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
-    generator = generator_of(result)
+    generator, stops = generator_of(result), stops_for(result, encode.template)
     warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
     if frees_params:
         for stored, cast in zip(jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True):
@@ -55,8 +56,8 @@ def generate_text(
         encoded,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop=[*([stop] if isinstance(stop, str) else stop), *encode.stop_texts],
-        stop_ids=stop_ids(encode, result.workdir),
+        stop=[*([stop] if isinstance(stop, str) else stop), *stops.texts],
+        stop_ids=stops.ids,
         chunk_tokens=chunk_tokens,
         stream=stream,
         shows_progress=True,
@@ -86,7 +87,7 @@ def warn_beyond_context(result: Result, num_tokens: int) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def stop_ids(encode: PromptEncoder, workdir: Path) -> list[int]:
-    """The end-of-turn token of a chat, the end-of-document token, and the tokens that a pretrained model names."""
-    ids = {*encode.stop_ids, encode.tokenizer.end_of_document_id}
-    return sorted(ids.union(eos_token_ids(workdir), eos_token_ids(workdir / COPY_DIRECTORY)))
+def stops_for(result: Result, template: ChatTemplate | None = None) -> Stops:
+    """What ends the answers of the model of `result` to prompts in `template`."""
+    original = original_of(result.config.model.init_from, result.workdir)
+    return stops_of(result.config, result.tokenizer, original, template)

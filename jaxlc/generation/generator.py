@@ -71,6 +71,7 @@ class Generator:
         sampling: Sampling = Sampling(),  # noqa: B008
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
+        indices: Sequence[int] | None = None,
         chunk_tokens: int = 0,
         stream: Stream | None = None,
         shows_progress: bool = False,
@@ -82,6 +83,7 @@ class Generator:
           max_tokens: the largest number of new tokens of each prompt.
           stop: strings that end a continuation.
           stop_ids: token ids that end a continuation.
+          indices: of the prompts among those of all calls; each has its own random numbers. None: 0, 1, ...
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
           stream: called with new text as soon as it is known.
           shows_progress: print lines on stderr while long prompts are computed.
@@ -95,12 +97,13 @@ class Generator:
         if not prompts:
             return []
         batch = _Batch(self, prompts, max_tokens, chunk_tokens)
+        indices_P = np.array(range(len(prompts)) if indices is None else indices, np.int32)
         is_shown = shows_progress and jax.process_index() == 0
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
             logits_BV = jax.block_until_ready(batch.prefill(progress))
-        outputs = [_Output(self.tokenizer, stop, stop_ids, max_tokens, len(prompt)) for prompt in prompts]
+        outputs = [_Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts]
         while True:
-            tokens_B, log_probs_B = batch.choose(logits_BV, sampling)
+            tokens_B, log_probs_B = batch.choose(logits_BV, sampling, indices_P)
             for index, output in enumerate(outputs):
                 output.add(int(tokens_B[index]), float(log_probs_B[index]))
                 if stream and (text := output.take()):
@@ -167,8 +170,9 @@ class _Batch:
             list(tokens_B[:, None]), np.ones(len(tokens_B), np.int32), self._generator.cached_step.decode_tokens
         )
 
-    def choose(self, logits_BV: jax.Array, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-        indices_B = np.stack([np.arange(len(self._prompts), dtype=np.int32), self._num_tokens_B])
+    def choose(self, logits_BV: jax.Array, sampling: Sampling, indices_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        padded_B = np.pad(indices_P, (0, len(self._prompts) - len(indices_P)))
+        indices_B = np.stack([padded_B, self._num_tokens_B])
         return jax.device_get(
             choose_tokens(
                 logits_BV,
@@ -203,10 +207,10 @@ class _Output:
         stop: Sequence[str],
         stop_ids: Sequence[int],
         max_tokens: int,
-        num_prompt_tokens: int,
+        prompt: np.ndarray,
     ):
-        self._stream = TextStream(tokenizer.decode, stop)
-        self._stop_ids, self._max_tokens, self._num_prompt_tokens = set(stop_ids), max_tokens, num_prompt_tokens
+        self._stream = TextStream(tokenizer, stop, prompt)
+        self._stop_ids, self._max_tokens, self._num_prompt_tokens = set(stop_ids), max_tokens, len(prompt)
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self.finish_reason = ""  # empty: not finished
@@ -217,9 +221,9 @@ class _Output:
             return
         self._tokens.append(token)
         self._log_probs.append(log_prob)
-        if token not in self._stop_ids:
-            self._stream.add(token)
-        if token in self._stop_ids or self._stream.is_stopped:
+        is_end = token in self._stop_ids
+        self._stream.add(token, is_hidden=is_end)
+        if is_end or self._stream.is_stopped:
             self.finish_reason = "stop"
         elif len(self._tokens) == self._max_tokens:
             self.finish_reason = "length"

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.chat import ChatTemplate
-from jaxlc.data.tokens.fitting_template import end_of_turn_id, fitting_template
+from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.train.result.run_result import Result
 
@@ -38,17 +38,6 @@ class PromptEncoder:
         prompt = self.template.prompt([dict(role="user", content=text)])
         ((ids, _),) = self.tokenizer.encode_with_offsets([prompt + answer_prefix])
         return ids
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """The end-of-turn token of the chat template."""
-        number = None if self.template is None else end_of_turn_id(self.template, self.tokenizer)
-        return [] if number is None else [number]
-
-    @property
-    def stop_texts(self) -> list[str]:
-        """The text that ends an answer if it is not a token, as with the tokenizer `bytes`."""
-        return [] if self.template is None or self.stop_ids else [self.template.end_of_turn]
 
     @property
     def overhead_tokens(self) -> int:

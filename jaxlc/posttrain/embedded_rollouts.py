@@ -7,14 +7,14 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
+from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.data.sequences.packing import epoch_order
-from jaxlc.data.texts.chats import is_chat
 from jaxlc.data.texts.records import Record
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens.fitting_template import end_of_turn_id
+from jaxlc.data.tokens.stops import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import records_of
 from jaxlc.data.traces.rollout_files import decoded_text, write_rollouts
@@ -54,13 +54,13 @@ class EmbeddedRollouts:
             f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB"
         ]
 
-    def __call__(self, params: dict, step: int, path: Path) -> None:
+    def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists, as after a resume."""
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
         numbers = self._prompts_of_step(step)
-        generations = self._generate(params, numbers, step)
+        generations = self._generate(params, numbers, step, workdir)
         if jax.process_index() != 0:
             return
         numbers = np.repeat(numbers, self._step.config.rollouts.answers_per_prompt)
@@ -97,8 +97,9 @@ class EmbeddedRollouts:
         seed = self._step.config.data.seed
         return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
 
-    def _generate(self, params: dict, numbers: list[int], step: int) -> list[Generation]:
+    def _generate(self, params: dict, numbers: list[int], step: int, workdir: Path) -> list[Generation]:
         settings, config = self._step.config.rollouts, self._step.config
+        stops = stops_of(config, self._tokenizer, original_of(config.model.init_from, workdir))
         if self._generator is None:
             self._generator = Generator(self._step, params, self._tokenizer)
         else:
@@ -112,17 +113,11 @@ class EmbeddedRollouts:
                 [self._prompts[number][0] for number in numbers for _ in range(settings.answers_per_prompt)],
                 max_tokens=settings.max_tokens,
                 sampling=sampling,
-                stop_ids=self._stop_ids,
+                stop=stops.texts,
+                stop_ids=stops.ids,
             )
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
-
-    @property
-    def _stop_ids(self) -> list[int]:
-        ids = {self._tokenizer.end_of_document_id}
-        if any(is_chat(record.values["prompt"]) for record in self._records):
-            ids |= {end_of_turn_id(self._reader.template, self._tokenizer)} - {None}
-        return sorted(ids)
 
 
 def _trace(ids: np.ndarray, prompt: str, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:

@@ -208,7 +208,10 @@ class LanguageModel:
         )
 
     def _padded(self, tokens: Tokens) -> _Padded:
-        ids = self.tokenizer.encode(tokens.encode()) if isinstance(tokens, str) else np.asarray(tokens)
+        ids = np.asarray(tokens)
+        if isinstance(tokens, str):
+            start_ids = self.tokenizer.start_ids if self._is_pretrained else self.tokenizer.start_ids[:0]
+            ids = np.concatenate([start_ids, self.tokenizer.encode(tokens.encode())])
         ids_BT = np.atleast_2d(ids)
         if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
             raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")

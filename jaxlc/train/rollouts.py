@@ -37,7 +37,7 @@ class RolloutMaker(Protocol):
 
     lines: list[str]  # description, printed at the start of the run
 
-    def __call__(self, params: dict, step: int, path: Path) -> None:
+    def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
         """Writes the rollouts of `step` to `path`, unless it exists. Every process of a run makes the same call."""
 
 

@@ -74,7 +74,7 @@ class StageRun(Outputs):
         maker, sequences, step = self.stage.rollout_maker, self.stage.data.train, position.step + 1
         if maker is not None and step <= self.stage.end_step:
             with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
-                maker(position.state.params, step, sequences.path(step))
+                maker(position.state.params, step, sequences.path(step), self.workdir)
         sequences.need(step)
         return position
 

@@ -11,8 +11,6 @@ import jaxlc
 from jaxlc.core.errors import UserError
 from jaxlc.generation import generate_text
 from jaxlc.generation.__main__ import main
-from jaxlc.generation.generate_text import stop_ids
-from jaxlc.generation.prompts import encoder_of
 from jaxlc.generation.sampling import Sampling
 from jaxlc.step.step import TrainStep
 from tests.train import runs
@@ -60,19 +58,12 @@ def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys
     assert f"prompt {len(prompt)} tokens" in capsys.readouterr().err
 
 
-def test_stop_ids_include_those_of_the_pretrained_model(run, tmp_path):
+def test_stops_of_a_run_have_those_of_the_copy_of_its_original_model(run):
     result = jaxlc.load(run)
-    encode = encoder_of(result, chat=False)
-    assert stop_ids(encode, run) == [256]
+    assert generate_text.stops_for(result).ids == [256]
     (run / "pretrained").mkdir()
-    (run / "pretrained" / "config.json").write_text(json.dumps({"eos_token_id": 8}))
-    assert stop_ids(encode, run) == [8, 256]
-    (run / "pretrained" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert stop_ids(encode, run) == [7, 9, 256]
-    (run / "pretrained" / "generation_config.json").write_text("garbage")
-    with pytest.raises(UserError, match=r"cannot read .*generation_config.json"):
-        stop_ids(encode, run)
-    (run / "pretrained" / "generation_config.json").unlink()
+    (run / "pretrained" / "config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert generate_text.stops_for(result).ids == [256, 7, 9]
     (run / "pretrained" / "config.json").unlink()
 
 

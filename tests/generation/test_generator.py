@@ -16,6 +16,7 @@ from jaxlc.generation import cached_attention
 from jaxlc.generation.cache import CacheLayout, layout_for
 from jaxlc.generation.decode_attention import attend_one
 from jaxlc.generation.generator import Generator, _Batch, _Output
+from jaxlc.generation.sampling import Sampling
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.state import bytes_per_device
@@ -126,6 +127,15 @@ def test_generation_of_several_prompts_equals_single_ones(one_device):
     assert stopped.finish_reason == "stop" and len(stopped.tokens) == first + 1
 
 
+def test_random_numbers_belong_to_the_index_of_a_request_in_batches_of_any_size(one_device):
+    step = small_step(small_config())
+    generator, sampling = generator_of(step, one_device()[0]), Sampling(temperature=1.0, seed=3)
+    prompts = prompts_of((20,)) * 5
+    together = [x.tokens.tolist() for x in generator(prompts, max_tokens=6, sampling=sampling)]
+    alone = [generator(prompts[:1], max_tokens=6, sampling=sampling, indices=[i])[0].tokens.tolist() for i in (0, 4)]
+    assert alone == [together[0], together[4]] and len(set(map(tuple, together))) == 5
+
+
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
@@ -200,7 +210,7 @@ def test_decoding_copies_no_layer_of_the_cache(one_device):
 
 def test_stop_string_that_only_the_end_completes_is_the_reason():
     """The last token is the first byte of a character, which the end of the text replaces."""
-    output = _Output(ByteTokenizer(), ["b\ufffd"], [], max_tokens=3, num_prompt_tokens=1)
+    output = _Output(ByteTokenizer(), ["b\ufffd"], [], max_tokens=3, prompt=np.array([97]))
     for number in b"ab\xc3":
         output.add(number, 0.0)
     assert output.finish_reason == "stop" and output.result().text == "a"

@@ -14,7 +14,7 @@ from jaxlc.data.tokens.chat_environment import without_generation_tags
 from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.generation.prompts import PromptEncoder
-from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, STYLES, VARIABLES, cases, write_tokenizer
+from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, VARIABLES, cases, write_tokenizer
 
 TEXTS = ("", "Which number?", "A text.\n" * 40)
 
@@ -71,19 +71,6 @@ def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
     encode = PromptEncoder(tokenizer=tokenizer, template=fitting_template("chatml", tokenizer))
     expected = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n It"
     np.testing.assert_array_equal(encode("Hello", " It"), list(expected.encode()))
-
-    assert (encode.stop_ids, encode.stop_texts) == ([], ["<|im_end|>"])
-
-
-STYLES_AND_ENDS = dict(chatml="<|im_end|>", headers="<|eot_id|>", brackets="</s>", reasoning="<|im_end|>")
-
-
-@pytest.mark.parametrize("style, end_of_turn", STYLES_AND_ENDS.items())
-def test_answers_stop_at_the_end_of_turn_of_the_template(tmp_path, style, end_of_turn):
-    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
-    for source in (STYLES[style], without_generation_tags(STYLES[style])):
-        encode = PromptEncoder(tokenizer=tokenizer, template=fitting_template(source, tokenizer))
-        assert (encode.stop_ids, encode.stop_texts) == ([SPECIAL_TOKENS.index(end_of_turn)], [])
 
 
 @pytest.mark.parametrize("case", cases())

@@ -15,6 +15,7 @@ os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARAL
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from lm_eval import simple_evaluate  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -185,14 +186,44 @@ def test_command_prints_the_scores_and_invalid_arguments_are_named(models, tasks
     assert "|choices|" in capsys.readouterr().out
     assert harness.main(["harness", "--model_args", f"path={models['export']},contexts=2", *arguments]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "error: unknown argument 'contexts' of the model: expected path, step, max_length, chat_template, data, fsdp,"
-        " context, tensor"
+        "error: unknown argument 'contexts' of the model: expected path, step, max_length, chat_template, seed, data,"
+        " fsdp, context, tensor"
     )
     model = HarnessModel(models["export"], max_length=8)
     with pytest.raises(UserError, match="the task generates 12 tokens, and max_length is 8"):
         simple_evaluate(model, **tasks | dict(tasks=["answers"]))
     with pytest.raises(UserError, match="a continuation has .* tokens, and max_length is 2"):
         simple_evaluate(HarnessModel(models["export"], max_length=2), **tasks | dict(tasks=["choices"]))
+
+
+def samples(model, prompt: str = "the old", count: int = 6, **settings) -> list[str]:
+    """The texts of equal requests, as of a task with repeats."""
+    settings = dict(until=[], max_gen_toks=8, do_sample=True, temperature=1.0) | settings
+    request = Instance("generate_until", dict(), (prompt, settings), 0)
+    return model.generate_until([request] * count)
+
+
+def test_samples_differ_by_request_and_seed_and_not_by_batch_size(models):
+    small, large = (HarnessModel(models["export"], batch_size=size, seed=3) for size in (2, 8))
+    texts = samples(small)
+    assert samples(large) == samples(small) == texts and len(set(texts)) > 3
+    assert samples(HarnessModel(models["export"], seed="3")) == texts  # as --model_args passes it
+    seeded = samples(large, seed=4)
+    assert seeded == samples(small, seed=4) != texts
+    torch.manual_seed(4)  # what --seed of lm_eval does
+    assert samples(HarnessModel(models["export"])) == seeded
+    assert set(samples(small, temperature=0.0, do_sample=False)) == {samples(large, temperature=0.0)[0]}
+
+
+def test_continuation_without_tokens_raises_and_context_without_tokens_follows_the_prefix_token(models):
+    model = HarnessModel(models["export"])
+    with pytest.raises(UserError, match=r"the continuation 'e' of 'th' has no token of its own"):
+        model._loglikelihood_tokens([(("th", "e"), [3, 4], [])])
+    ids = model.tok_encode(" the old", add_special_tokens=False)
+    without_context, expected = model._loglikelihood_tokens(
+        [((" ", "the old"), [], ids), (("", " the old"), [model.prefix_token_id], ids)]
+    )
+    assert without_context == expected
 
 
 def test_other_processes_report_nothing(models, tasks, monkeypatch):

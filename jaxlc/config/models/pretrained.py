@@ -151,14 +151,19 @@ def copy_file(directory: Path, name: str, target: Path) -> None:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """The tokens that end generation in `transformers`: of generation_config.json or, without it, of config.json.
+    """The tokens that end generation: of generation_config.json or, if it names none, of config.json.
 
     Raises:
-      UserError: the file cannot be read.
+      UserError: a file cannot be read.
     """
-    path = next((path for name in (GENERATION_FILE, CONFIG_FILE) if (path := directory / name).is_file()), None)
-    named = read_json(path).get("eos_token_id") if path else None
-    return [number for number in (named if isinstance(named, list) else [named]) if isinstance(number, int)]
+    for name in (GENERATION_FILE, CONFIG_FILE):
+        content = read_json(directory / name) if (directory / name).is_file() else {}
+        for fields in (content, content.get("text_config") or {}):
+            named = fields.get("eos_token_id")
+            ids = [x for x in (named if isinstance(named, list) else [named]) if isinstance(x, int)]
+            if ids:
+                return ids
+    return []
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:
