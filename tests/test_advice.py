@@ -86,7 +86,8 @@ def is_setting(path: str, value: str) -> bool:
 
 
 def test_messages_name_only_what_exists():
-    messages = [text for path in (ROOT / "jaxlc").rglob("*.py") for text in texts(path.read_text())]
+    files = set((ROOT / "jaxlc").rglob("*.py")) - {ROOT / "jaxlc/config/other_names.py"}  # has a test of its own
+    messages = [text for path in files for text in texts(path.read_text())]
     assert len(messages) > 1000
     messages += [new for flags in PARSERS.values() for new in flags.moved.values()]
     assert [(name, text) for text in messages for name in unknown_names(text)] == []

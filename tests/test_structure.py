@@ -31,6 +31,7 @@ LAYERS = dict(
     preflight=10, profile=10, search=10,
     sweep=11, recommend=11,
     cli=12,
+    __main__=13,
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))

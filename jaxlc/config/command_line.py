@@ -18,7 +18,7 @@ from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
 from jaxlc.config.ranges import out_of_range
-from jaxlc.config.setting_paths import hint_at, is_part
+from jaxlc.config.setting_paths import advice_for, hint_at, is_part
 from jaxlc.config.settings import Settings
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
@@ -26,7 +26,7 @@ from jaxlc.config.values import as_argument, invalid_value, typed
 from jaxlc.core import interrupts, streams
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.paths import local_path
-from jaxlc.core.suggestions import did_you_mean
+from jaxlc.core.suggestions import did_you_mean, nearest_name
 
 _SETTING = "config."
 
@@ -102,7 +102,7 @@ def run_main(
         try:
             with interrupts.handled(interrupted):
                 if any(arg in ("--help", "-help", "-h") for arg in argv[1:]):
-                    print(help_text(description or "", flags, [arg for arg in argv[1:] if arg in HELP_SECTIONS]))
+                    print(help_text(description or "", flags, _help_sections(argv[1:], flags)))
                     return 0
                 return main(parse(argv, flags=flags, base=base))
         except UserError as error:
@@ -198,8 +198,11 @@ def _add_positional(values: dict[str, Any], word: str, hints: Mapping[str, Any],
         if is_tuple or name not in values:
             values[name] = (*values.get(name, ()), word) if is_tuple else word
             return
-    form = "settings as --config.section.key=value" if issubclass(flags, ConfigFlags) else "flags as --name=value"
-    raise UserError(f"{word!r} is not a flag; write {form}")
+    takes_config, name = issubclass(flags, ConfigFlags), word.partition("=")[0]
+    is_config = word.partition(":")[0] in shipped_configs() or Path(word).suffix == ".py"
+    advice = f"did you mean --config={word}?" if is_config else "=" in word and _setting_advice(name)
+    form = "settings as --config.section.key=value" if takes_config else "flags as --name=value"
+    raise UserError(f"{word!r} is not a flag: {(takes_config and advice) or f'write {form}'}")
 
 
 def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
@@ -217,9 +220,34 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     new = name.replace("-", "_")
     if new in flags.moved or new in known:
         raise UserError(f"unknown flag --{name}: use {flags.moved.get(new, f'--{new}')}")
-    is_setting = takes_config and name.partition(".")[0] in HELP_SECTIONS
-    candidates = [f"{_SETTING}{name}"] if is_setting else known
-    raise UserError(f"unknown flag --{name}: {did_you_mean(name, candidates, '--{}')}")
+    if nearest := nearest_name(new, known, cutoff=0.75):
+        advice = f"did you mean --{nearest}?"
+    else:
+        expected = f"expected one of {', '.join(sorted(map('--{}'.format, known)))}"
+        advice = (takes_config and _setting_advice(new)) or expected + ", or --config.SECTION.NAME" * takes_config
+    raise UserError(f"unknown flag --{name}: {advice}")
+
+
+def _setting_advice(path: str) -> str:
+    """The setting that a name means, as the end of a sentence; "" if it means none."""
+    try:
+        hint_at(path)
+    except UserError:
+        return advice_for(path, form=f"--{_SETTING}{{}}")
+    return f"did you mean --{_SETTING}{path}?"
+
+
+def _help_sections(arguments: Sequence[str], flags: type[VerbFlags]) -> list[str]:
+    """The sections of the config that follow --help.
+
+    Raises:
+      UserError: an unknown section.
+    """
+    sections = [word for word in arguments if word in HELP_SECTIONS]
+    words = [word for word in arguments if not word.startswith("-") and word not in sections]
+    if issubclass(flags, ConfigFlags) and len(words) > len(flags.positional):
+        raise UserError(f"unknown section {words[-1]!r}: {did_you_mean(words[-1], HELP_SECTIONS)}")
+    return sections
 
 
 def help_text(description: str, flags: type[VerbFlags] = ConfigFlags, sections: Sequence[str] = ()) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.models.hub import is_model_id
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.values import SettingError
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import did_you_mean, nearest_name
@@ -89,6 +91,9 @@ def _find(name: str) -> Path:
         if path.suffix != ".py":
             raise UserError(f"invalid config file {name!r}: expected a Python file that defines get_config(variant)")
         return path
+    if name in PRESETS or (is_model_id(name) and path.suffix != ".py" and not path.parent.is_dir()):
+        setting = "preset" if name in PRESETS else "init_from"
+        raise UserError(f"{name!r} is a model, not a config: use --config=64k --config.model.{setting}={name}")
     # Suggestions for a path are files of its own directory, but only where the file name is close to one of them.
     stems = {file.stem: str(file) for file in path.parent.glob("*.py")} if path.suffix or path.parent.name else {}
     nearest = nearest_name(path.stem, [*stems, *shipped])

@@ -18,9 +18,10 @@ from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.presets import PRESETS
+from jaxlc.config.other_names import meaning_of
 from jaxlc.config.stage_schema import StageConfig, refusal
 from jaxlc.config.values import SettingError, invalid_value, typed
-from jaxlc.core.suggestions import did_you_mean, nearest_name
+from jaxlc.core.suggestions import nearest_name
 
 NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
 
@@ -76,22 +77,51 @@ def hint_at(path: str) -> Any:
 
 def _unknown(part: type, prefix: str, path: str) -> str:
     """The error for a path that is not in `part`, which is at `prefix`."""
+    form = f"config.{joined(prefix, '{}')}"
+    section, keys = path.rpartition(".")[0], _keys(part)
+    own = [key for key in keys if section and key.startswith(f"{section}.")]
+    known = own or sorted({key.partition(".")[0] for key in keys})
+    advice = advice_for(path, part, form) or f"expected one of {', '.join(map(form.format, sorted(known)))}"
+    return f"unknown setting {form.format(path)}: {advice}"
+
+
+def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
+    """What to set instead of an unknown path in `part`, as the end of a sentence; "" if no setting can be meant.
+
+    It is what another program calls by this name, the setting of this name in another section, or one whose name is
+    spelled alike.
+
+    Args:
+      form: how a path in `part` is written.
+    """
+    keys = _keys(part)
+    section, _, name = path.lower().rpartition(".")
+    if meaning := meaning_of(path if section or part not in NAMED else f"{NAMED[part]}.{path}"):
+        return re.sub(
+            r"config\.([\w.]+)", lambda match: form.format(match[1]) if match[1] in keys else match[0], meaning
+        )
+    found = _named(name, keys)
+    if found and (nearest := nearest_name(section, [key.partition(".")[0] for key in found])):
+        found = [key for key in found if key.startswith(f"{nearest}.")]
+    own = [key for key in keys if section and key.startswith(f"{section}.")]
+    sections = [] if section else list({key.partition(".")[0] for key in keys})
+    for candidates in (own, keys, sections):
+        names = [key.rpartition(".")[2] for key in candidates]
+        found = found or _named(nearest_name(name, names, cutoff=0.75) or "", candidates)
+    return f"did you mean {' or '.join(map(form.format, found))}?" if found else ""
+
+
+def _keys(part: type) -> list[str]:
+    """The paths of all settings in `part` that can be set there."""
     keys: list[str] = []
     for name, hint in fields_of(part).items():
         keys += [f"{name}.{field}" for field in fields_of(hint)] if dataclasses.is_dataclass(hint) else [name]
-    if part is StageConfig:
-        keys = [key for key in keys if not refusal("", key)]
-    sections = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-    section, _, name = path.rpartition(".")
-    same_name = [key for key in keys if key.endswith("." + name)]
-    nearest = nearest_name(path, (section and same_name) or [*keys, *sections])
-    form = f"config.{joined(prefix, '{}')}"
-    if same_name and not (section and nearest):
-        question = f"did you mean {' or '.join(map(form.format, same_name))}?"
-    else:
-        known = [key for key in keys if section and key.startswith(f"{section}.")] or sections
-        question = did_you_mean(path, [nearest] if nearest else known, form)
-    return f"unknown setting {form.format(path)}: {question}"
+    return [key for key in keys if part is not StageConfig or not refusal("", key)]
+
+
+def _named(name: str, keys: Sequence[str]) -> list[str]:
+    """The paths in `keys` that end with `name`."""
+    return [key for key in keys if key.rpartition(".")[2] == name]
 
 
 def items_of(path: str, value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NewType
 
+from jaxlc.config import other_names
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
 
@@ -31,7 +32,11 @@ def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = (
       path: of a setting; or a flag, such as "--step".
       names: the valid values, if they are strings; the nearest one is suggested.
     """
-    question = suggestion(value, names) if isinstance(value, str) else ""
+    question, names = "", tuple(names)
+    if isinstance(value, str) and (meant := other_names.value_of(value, names)):
+        question = f" (did you mean {meant}?)"
+    elif isinstance(value, str) and not other_names.has_no_equivalent(value):
+        question = suggestion(value, names, cutoff=0.7)
     problem = f"invalid {path}={value}" if path.startswith("--") else f"invalid value {value!r} for config.{path}"
     return f"{problem}: expected {expected}{question}"
 

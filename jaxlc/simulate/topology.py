@@ -112,12 +112,13 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_gib: float 
     Raises:
       UserError: an unknown GPU or an invalid size.
     """
-    gpu, _, size = name.partition(":")
+    gpu, _, size = name.lower().partition(":")
     if gpu not in _CHIPS:
         raise UserError(f"invalid topology {name!r}: unknown GPU; expected one of {', '.join(_CHIPS)}, as in h100:8x8")
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
     if match is None:
-        raise UserError(f"invalid topology {name!r}: expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as {gpu}:8x8")
+        one_domain = f"{gpu}:1x{size}" if size.isdecimal() else f"{gpu}:8x8"
+        raise UserError(f"invalid topology {name!r}: expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as {one_domain}")
     num_domains, gpus_per_domain = int(match[1]), int(match[2])
     if devices_per_process < 1 or gpus_per_domain % devices_per_process:
         raise UserError(

@@ -147,7 +147,7 @@ def test_parse_missing_argument_says_what_it_is():
         (["--config"], "Missing value for flag --config"),
         ([QUICKSTART + ":mini"], "unknown variant 'mini': this config has no variants"),
         ([QUICKSTART, "--config.train.step=3"], "unknown setting config.train.step: did you mean config.train.steps?"),
-        ([QUICKSTART, "--config.steps=3"], "did you mean config.train.steps or config.profile.steps?"),
+        ([QUICKSTART, "--config.steps=3"], "unknown setting config.steps: use config.train.steps"),
         ([QUICKSTART, "--config.mesh=3"], "config.mesh is a section"),
         (
             [QUICKSTART, "--config.train.steps=1.5e0"],
@@ -251,6 +251,13 @@ def test_run_main_interrupted_prints_its_message_and_returns_130(capsys):
 def test_run_main_other_error_propagates():
     with pytest.raises(ZeroDivisionError):
         run_main(lambda command: 1 // 0, ["program", QUICKSTART], description="")
+
+
+def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
+    assert run_main(lambda command: 1, ["program", "--help", "optimiser"], description="") == 2
+    assert capsys.readouterr().err == "error: unknown section 'optimiser': did you mean optimizer?\n"
+    assert run_main(lambda command: 1, ["program", "--help", "mesh"], description="") == 0
+    assert "--config.train.steps" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

@@ -101,7 +101,7 @@ def _item(config):
         (lambda config: config.train.update(stps=3), "did you mean config.train.steps?"),
         (lambda config: config.update({"train": {"stps": 3}}), "did you mean config.train.steps?"),
         (lambda config: config.update_from_flattened_dict({"train.stps": 3}), "did you mean config.train.steps?"),
-        (lambda config: config.update_from_flattened_dict({"x.trian.steps": 3}, "x."), "mean config.train.steps?"),
+        (lambda config: config.update_from_flattened_dict({"x.trian.seed": 3}, "x."), "mean config.train.seed?"),
         (lambda config: config.update_from_flattened_dict({"train.steps": "x"}), "expected an integer"),
     ],
 )

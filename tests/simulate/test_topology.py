@@ -33,7 +33,7 @@ def test_topology_host_memory_defaults_to_whole_node():
         ("v100:8x8", "unknown GPU; expected one of a100, h100, h200, gh200, b200, gb200"),
         ("", "unknown GPU"),
         ("h100", "such as h100:8x8"),
-        ("h100:8", "expected GPU:DOMAINSxGPUS_PER_DOMAIN"),
+        ("H100:8", "expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as h100:1x8"),
         ("h100:0x8", "invalid topology"),
         ("h100:8x8x2", "invalid topology"),
     ],
@@ -41,6 +41,10 @@ def test_topology_host_memory_defaults_to_whole_node():
 def test_topology_with_invalid_name_raises(name, says):
     with pytest.raises(UserError, match=says):
         topology(name)
+
+
+def test_topology_in_capitals_is_the_same():
+    assert str(topology("H100:8X8")) == "h100:8x8"
 
 
 def test_topology_with_indivisible_processes_raises():
