@@ -177,14 +177,18 @@ def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str,
             raise UserError(f"invalid {word}: only a setting that is true or false has this form")
         if not has_value and hint is bool:
             value = str(not is_negated)
-        elif not has_value and (value := next(words, None)) is None:
+        elif not has_value and (value := next(words, "--")).startswith("--"):  # as after an empty shell variable
             raise UserError(f"Missing value for flag --{name}; write it as --name=value")
         given, key = (values, name) if name in hints else (overrides, name.removeprefix(_SETTING))
         if typing.get_origin(hint) is list:  # repeated as a whole, without commas
-            value = [*given.get(key, []), value]
+            value = [value] if value else []
         elif not is_part(hint):
             value = typed(key if given is overrides else f"--{key}", value, hint)
-        given[key] = (*given[key], *value) if isinstance(value, tuple) and key in given else value
+        if given is values and value == "":
+            raise UserError(f"invalid --{key}=: its value is empty; give one, or remove the flag")
+        if isinstance(value, (tuple, list)) and value:  # an empty list replaces the values before it
+            value = type(value)([*given.get(key, ()), *value])
+        given[key] = value
     for field in dataclasses.fields(flags):
         if field.default is dataclasses.MISSING and field.name not in values:
             raise UserError(f"no {field.name.upper()} is given: {field_comments(flags)[field.name]}")
@@ -194,6 +198,8 @@ def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str,
 def _add_positional(values: dict[str, Any], word: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> None:
     """Adds an argument without a name to `values`."""
     for name in flags.positional:
+        if not word:
+            raise UserError(f"invalid {name.upper()}: it is empty; expected {field_comments(flags)[name]}")
         is_tuple = typing.get_origin(hints[name]) is tuple
         if is_tuple or name not in values:
             values[name] = (*values.get(name, ()), word) if is_tuple else word

@@ -39,7 +39,8 @@ def _relay(reader: int, target: int, notes: Sequence[str]) -> None:
     with os.fdopen(reader, "rb") as lines, os.fdopen(target, "wb", buffering=0) as output:
         for line in lines:
             if not any(note.encode() in line for note in notes):
-                output.write(line)
+                with contextlib.suppress(OSError):  # nobody reads stderr
+                    output.write(line)
 
 
 def _descriptor_of(stream: io.TextIOBase) -> int | None:

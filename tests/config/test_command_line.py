@@ -59,9 +59,12 @@ def test_parse_integers_with_commas(given, layers):
     assert parse(["program", QUICKSTART, *overrides]).config.precision.bf16_layers == layers
 
 
-def test_parse_repeated_sources_accumulate():
-    config = parse(["program", QUICKSTART, "--config.data.sources=a", "--config.data.sources=b"]).config
-    assert config.data.sources == ("a", "b")
+def test_parse_repeated_sources_accumulate_and_an_empty_value_clears_them():
+    arguments = ["program", QUICKSTART, "--config.data.sources=a", "--config.data.sources=b"]
+    assert parse(arguments).config.data.sources == ("a", "b")
+    cleared = [*arguments, "--config.data.sources="]
+    assert parse([*cleared, "--config.data.traces=t"]).config.data.sources == ()
+    assert parse([*cleared, "--config.data.sources=c"]).config.data.sources == ("c",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +111,24 @@ def test_parse_flags_of_every_type(tmp_path):
         ("--advice", "unknown flag --advice: did you mean --advise?"),
         ("--noadvise", "unknown flag --noadvise: did you mean --advise?"),
         ("--price", "Missing value for flag --price; write it as --name=value"),
+        ("--topology=", "invalid --topology=: its value is empty; give one, or remove the flag"),
+        ("--workdir=", "invalid --workdir=: its value is empty; give one, or remove the flag"),
+        ("--stage=", "invalid --stage=: its value is empty; give one, or remove the flag"),
+        ("", "invalid PATHS: it is empty; expected files to read"),
     ],
 )
 def test_parse_invalid_flag_is_one_line(argument, words):
     assert error_of(QUICKSTART, argument, flags=Flags) == words
+
+
+def test_parse_flag_before_another_flag_has_no_value():
+    """As in `--workdir $EMPTY --topology=h100:1x8`."""
+    assert "Missing value for flag --workdir" in error_of(QUICKSTART, "--workdir", "--topology=h", flags=Flags)
+
+
+def test_parse_empty_flag_clears_its_list():
+    parsed = parse(["program", QUICKSTART, "--lengths=4K", "--lengths=", "--stop=a", "--stop="], flags=Flags).flags
+    assert (parsed.lengths, parsed.stop) == ((), [])
 
 
 def test_parse_arguments_of_a_verb_without_config():
