@@ -62,8 +62,10 @@ def config_of(directory: Path, num_tokens: int, mesh: dict, **model) -> ConfigDi
     )
 
 
-def step_of(directory: Path, num_tokens: int, mesh: dict, **model):
-    config = load(config_of(directory, num_tokens, mesh, **model))
+def step_of(directory: Path, num_tokens: int, mesh: dict, *, optimizer: dict | None = None, **model):
+    settings = config_of(directory, num_tokens, mesh, **model)
+    settings.optimizer = optimizer or {}
+    config = load(settings)
     return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
 
 
@@ -71,11 +73,11 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return np.abs(actual - expected).max() / (np.abs(expected).max() or 1)  # an expert without a token: gradient 0
 
 
-def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()):
-    """Logits [B, T, V] in natural order, and gradients of the mean loss.
+def batch_of(step, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()) -> Batch:
+    """One microbatch of the sequences `tokens` [B, T], in the order and with the sharding of the step.
 
     Args:
-      documents: the lengths of the documents of each sequence. Empty: it is one document.
+      documents: as in `evaluate`.
     """
     num_tokens = tokens.shape[1]
     lengths = documents or (num_tokens,)
@@ -86,7 +88,16 @@ def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, document
     segments = np.broadcast_to(np.repeat(np.arange(len(lengths)) + 1, lengths), tokens.shape)
     arrays = [tokens, np.roll(tokens, -1, 1), weights, positions, segments]
     arrays = [x if x.dtype == np.float32 else x.astype(np.int32) for x in arrays]
-    batch = Batch(*(jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC)) for x in arrays))
+    return Batch(*(jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC)) for x in arrays))
+
+
+def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()):
+    """Logits [B, T, V] in natural order, and gradients of the mean loss.
+
+    Args:
+      documents: the lengths of the documents of each sequence. Empty: it is one document.
+    """
+    batch = batch_of(step, tokens, first_position, documents)
 
     def compute(params, batch):
         features_BTD, head_DV = step.objective.features(params, jax.tree.map(lambda x: x[0], batch))
@@ -94,9 +105,10 @@ def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, document
         return jnp.einsum("BTD,DV->BTV", features_BTD, head_DV), gradients
 
     logits_BTV, gradients = jax.jit(compute)(params, batch)
-    natural = np.argsort(order)
+    natural = np.argsort(zigzag_order(tokens.shape[1], step.mesh.shape["context"]))
     logits_BTV = np.asarray(logits_BTV)[:, natural, : step.config.model.vocab_size]
-    return logits_BTV, jax.tree.map(lambda x: np.asarray(x) / weights.sum(), gradients)
+    num_targets = np.asarray(batch.loss_weights).sum()
+    return logits_BTV, jax.tree.map(lambda x: np.asarray(x) / num_targets, gradients)
 
 
 def by_names_in_files(step, params) -> dict[str, np.ndarray]:

@@ -123,22 +123,26 @@ def in_float64(model):
         torch.float, torch.float32, torch.Tensor.float = names
 
 
-def train(directory: str, batches: list, learning_rate: float, weight_decay: float) -> dict[str, np.ndarray]:
-    """The loss of each step of AdamW; biases and norms have no weight decay."""
-    model, losses = open_model(directory), []
-    parameters = list(model.parameters())
-    groups = [
-        dict(params=[x for x in parameters if x.ndim >= 2], weight_decay=weight_decay),
-        dict(params=[x for x in parameters if x.ndim < 2], weight_decay=0.0),
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
-    for tokens in batches:
-        optimizer.zero_grad()
-        _, loss = logits_and_loss(model, np.array(tokens))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return dict(losses=np.array(losses))
+def train(
+    directory: str, batches: list, learning_rate: float, weight_decay: float, float64: bool = False
+) -> dict[str, np.ndarray]:
+    """The loss of each step of AdamW, and the parameters after the first; biases and norms have no weight decay."""
+    model, losses, updated = open_model(directory), [], {}
+    with in_float64(model) if float64 else contextlib.nullcontext():
+        named = dict(model.named_parameters())
+        groups = [
+            dict(params=[x for x in named.values() if x.ndim >= 2], weight_decay=weight_decay),
+            dict(params=[x for x in named.values() if x.ndim < 2], weight_decay=0.0),
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
+        for tokens in batches:
+            optimizer.zero_grad()
+            _, loss = logits_and_loss(model, np.array(tokens))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            updated = updated or {f"updated/{name}": x.detach().numpy().copy() for name, x in named.items()}
+    return dict(losses=np.array(losses), **_by_expert(updated))
 
 
 def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndarray]:
