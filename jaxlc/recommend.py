@@ -22,11 +22,13 @@ from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import defaults
 from jaxlc.config.stage_schema import Stage
 from jaxlc.core.progress_lines import print_to_stderr as log
+from jaxlc.core.progress_lines import progress_lines
 from jaxlc.plan.terminal import NodeFlags, start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
 from jaxlc.search.config_file import check_path, config_source
 from jaxlc.search.results import row_text
+from jaxlc.search.runner import IsOver
 
 if TYPE_CHECKING:
     from jaxlc.search.best_first import Candidate, Compile
@@ -115,18 +117,20 @@ def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile
     """Compiles each candidate in a process of its own; results are rows of points.jsonl, as those of a sweep."""
     start_seconds = time.monotonic()
 
-    def compile_candidates(candidates: "Sequence[Candidate]") -> list[Row]:
-        rows = runner.estimate(
-            candidates,
-            topology,
-            flags.constants,
-            out=points,
-            num_workers=len(candidates),
-            log=lambda line: None,
-            host_memory_gib=flags.host_memory_gib,
-            devices_per_process=flags.devices_per_process,
-            document_lengths=flags.document_lengths or None,
-        )
+    def compile_candidates(candidates: "Sequence[Candidate]", is_over: IsOver) -> list[Row]:
+        with progress_lines(f"compiling {len(candidates)} combinations", log=log):
+            rows = runner.estimate(
+                candidates,
+                topology,
+                flags.constants,
+                out=points,
+                num_workers=len(candidates),
+                log=lambda line: None,
+                is_over=is_over,
+                host_memory_gib=flags.host_memory_gib,
+                devices_per_process=flags.devices_per_process,
+                document_lengths=flags.document_lengths or None,
+            )
         for candidate, row in zip(candidates, rows, strict=True):
             name = f"{candidate.gpus} {space.name_of(candidate.config)}"
             log(f"{time.monotonic() - start_seconds:5.0f} s  {name}: {row_text(row)}")

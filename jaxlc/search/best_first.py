@@ -14,12 +14,14 @@ from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
 from jaxlc.search.compile_order import Estimate, usable_memory
 from jaxlc.search.ranking import NUM_MESHES, Entry
+from jaxlc.search.runner import STOPPED, IsOver
 from jaxlc.search.space import Point
 from jaxlc.simulate.topology import Topology
 
 _MARGIN = 0.9  # factor on corrected estimates of memory: what exceeds the memory by less is compiled
 _FIRST_WORKING = 0.5  # compiled / estimated working memory, before anything was compiled
-Compile = Callable[[Sequence["Candidate"]], Sequence[Row]]  # the rows of candidates, in the same order
+# The rows of candidates, in the same order; the function ends compilations.
+Compile = Callable[[Sequence["Candidate"], IsOver], Sequence[Row]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,15 +106,16 @@ class Search:
         self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
         self._time_ratios, self._working_ratios = _Ratios(), _Ratios()
 
-    def run(self, compile_candidates: Compile, is_over: Callable[[], bool], batch_size: int = 1) -> None:
-        """Compiles candidates until the choice is known, or `is_over`."""
+    def run(self, compile_candidates: Compile, is_over: IsOver, batch_size: int = 1) -> None:
+        """Compiles candidates until the choice is known, or `is_over` for the rows so far."""
         while pending := self.pending():
-            if is_over():
+            if is_over(self.rows.values()):
                 self.num_left = len(pending)
                 return
             batch = pending[:batch_size]
-            for candidate, row in zip(batch, compile_candidates(batch), strict=True):
-                self.add(candidate, row)
+            for candidate, row in zip(batch, compile_candidates(batch, is_over), strict=True):
+                if row is not STOPPED:
+                    self.add(candidate, row)
 
     @property
     def best(self) -> list[tuple[Candidate, Row]]:

@@ -3,16 +3,20 @@
 import bisect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
 from jaxlc.core.axes import DATA, FSDP
+from jaxlc.core.counts import duration_text
 from jaxlc.core.errors import UserError
+from jaxlc.core.progress_lines import progress_lines
+from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Compile, Search
 from jaxlc.search.compile_order import Layout, Rates, usable_memory
+from jaxlc.search.runner import IsOver
 from jaxlc.search.space import Settings
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
@@ -55,24 +59,25 @@ def recommend(
 
     Args:
       batch_size: number of candidates in a call of `compile_candidates`.
-      limit_seconds: the search ends after this time; candidates in progress are completed.
+      limit_seconds: the search ends after this time, without candidates in progress, but not before one fits.
       log: called with lines that report progress.
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """
     pool: list[Candidate] = []
-    for part in topologies(goal, gpus):
-        rates = Rates(part, roofline)
-        for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
-            pool += (x for x in candidates(config, rates, seq_len) if x.estimate.fits(part, working_ratio=0.0))
+    with progress_lines("estimating combinations", log=log):
+        for part in topologies(goal, gpus):
+            rates = Rates(part, roofline)
+            for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
+                pool += (x for x in candidates(config, rates, seq_len) if x.estimate.fits(part, working_ratio=0.0))
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
     search = Search(goal, pool)
-    end_seconds = time.monotonic() + limit_seconds
-    search.run(compile_candidates, lambda: bool(search.best) and time.monotonic() > end_seconds, batch_size)
+    limit = duration_text(limit_seconds)
+    search.run(compile_candidates, _time_limit(search, limit_seconds, log), batch_size)
     if search.num_left:
-        log(f"stopped after {limit_seconds / 60:.3g} minutes, before the choice was certain; the same command resumes")
+        log(f"stopped at the limit of {limit}, before the choice was certain; the same command resumes")
     else:
         log(f"done: no other combination can change the choice; {len(search.rows)} compiled")
     if search.best:
@@ -92,6 +97,22 @@ def recommend(
         reason=_reason(config, rates, lengths(gpus.num_gpus)[-1]) if longest is None else "",
         fits_with_lora=not config.lora.rank and _may_fit(lora, rates, seq_len, ratio),
     )
+
+
+def _time_limit(search: Search, limit_seconds: float, log: Callable[[str], None]) -> IsOver:
+    """Ends compilations after `limit_seconds`, but not before something fits: there would be no result."""
+    end_seconds, limit = time.monotonic() + limit_seconds, duration_text(limit_seconds)
+    lines = iter([f"the limit of {limit} is over, but nothing that fits is compiled yet: the search ends when one is"])
+
+    def is_over(rows: Collection[Row]) -> bool:
+        if time.monotonic() < end_seconds:
+            return False
+        has_result = bool(search.best) or any(row.get("fits") for row in rows)
+        for line in () if has_result else lines:  # once
+            log(line)
+        return has_result
+
+    return is_over
 
 
 def topologies(goal: str, gpus: Topology) -> list[Topology]:

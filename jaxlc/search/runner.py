@@ -7,8 +7,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,14 @@ from jaxlc.config import Config, to_dict
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.errors import UserError
 from jaxlc.core.progress_lines import print_to_stderr as log
+from jaxlc.core.progress_lines import progress_lines
 from jaxlc.runtime.worker_processes import Row, Work, run_in_processes
 from jaxlc.search import worker
 from jaxlc.search.results import ROWS, read_rows, row_text
 from jaxlc.search.space import Point, name_of
+
+IsOver = Callable[[Collection[Row]], bool]
+STOPPED = dict(status="stopped", reason="at the time limit")
 
 
 def estimate(
@@ -30,6 +33,7 @@ def estimate(
     out: Path,
     num_workers: int,
     log: Callable[[str], None] = log,
+    is_over: IsOver = lambda rows: False,
     **options: Any,
 ) -> list[Row]:
     """AOT-compiles the points' steps and estimates their times, as `run` does.
@@ -43,7 +47,7 @@ def estimate(
     if constants:  # other constants give other rows
         about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
     work = functools.partial(worker.estimate, constants=constants, **options)
-    return run(points, work, about=about, out=out, num_workers=num_workers, log=log)
+    return run(points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over)
 
 
 def run(
@@ -54,6 +58,7 @@ def run(
     out: Path,
     num_workers: int,
     log: Callable[[str], None] = log,
+    is_over: IsOver = lambda rows: False,
 ) -> list[Row]:
     """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.
 
@@ -61,6 +66,7 @@ def run(
       work: computes the figures of one config; see `jaxlc.search.worker`.
       about: columns with the same value in all rows, such as the topology. The version of JAX is added.
       log: called with lines that report progress.
+      is_over: called about twice a second with the rows so far; when it is true, points without one are `STOPPED`.
     Raises:
       KeyboardInterrupt: with the number of finished points in its message.
     """
@@ -72,7 +78,6 @@ def run(
     new = {key: point for key, point in zip(keys, points) if key not in rows}
     if len(new) < len(points):
         log(f"{len(points) - len(new)} of {len(points)} points are already in {path}")
-    start_seconds = time.monotonic()
     with path.open("a") as file:
 
         def add(key: str, figures: Row) -> None:
@@ -90,24 +95,25 @@ def run(
         if total:
             log(f"running {total} points, {min(num_workers, total)} at a time; results go to {path}")
         try:
-            results = run_in_processes([*configs.values()], work, num_workers)
-            for num_run, (index, figures) in enumerate(results, start=1):
-                key, config = [*configs.items()][index]
-                add(key, figures)
-                left_seconds = (time.monotonic() - start_seconds) / num_run * (total - num_run)
-                log(f"{num_run}/{total} {_line(config, rows[key], left_seconds)}")
+            with progress_lines(f"running {total} points", is_shown=total > 0, log=log) as update:
+                ended = lambda: is_over([rows[key] for key in new if key in rows])  # noqa: E731
+                results = run_in_processes([*configs.values()], work, num_workers, ended)
+                for num_run, (index, figures) in enumerate(results, start=1):
+                    key, config = [*configs.items()][index]
+                    add(key, figures)
+                    update(num_run, total)
+                    log(f"{num_run}/{total} {_line(config, rows[key])}")
         except KeyboardInterrupt:
             num_done = sum(key in rows for key in keys)
             raise KeyboardInterrupt(
                 f"interrupted: {num_done} of {len(points)} points are in {path}; the same command resumes"
             ) from None
-    return [rows[key] for key in keys]
+    return [rows.get(key, STOPPED) for key in keys]
 
 
-def _line(config: Config, row: Row, left_seconds: float) -> str:
+def _line(config: Config, row: Row) -> str:
     """What the log shows of a finished point."""
-    left = f"; about {left_seconds / 60:.0f} min left" if left_seconds >= 60 else ""
-    return f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}: {row_text(row)}{left}"
+    return f"{name_of(config)}, {config.data.seq_len:,} tokens, {config.runtime.transport}: {row_text(row)}"
 
 
 def _key(config: Config, about: Row) -> str:

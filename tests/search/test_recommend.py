@@ -21,7 +21,7 @@ from jaxlc.plan import __main__ as plan_command
 from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.recommend import main
 from jaxlc.runtime.memory_pools import STAGING_BYTES, host_pool_bytes, pooled_host_bytes
-from jaxlc.search import ranking, space, worker
+from jaxlc.search import ranking, recommendation, space, worker
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.compile_order import Estimate, Layout, Rates
 from jaxlc.search.config_file import MARK, check_path, config_source
@@ -86,7 +86,7 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_among_the_first():
     """The space has it, and rough estimates expect it to be one of few that may be the choice."""
     compiled = []
 
-    def compile_candidates(candidates):
+    def compile_candidates(candidates, is_over):
         compiled.extend(candidates)
         raise KeyboardInterrupt
 
@@ -153,7 +153,7 @@ class StubCompiler:
     def __init__(self, results):
         self.results, self.compiled = results, []
 
-    def __call__(self, candidates):
+    def __call__(self, candidates, is_over=None):
         return [self._row(candidate) for candidate in candidates]
 
     def _row(self, candidate):
@@ -193,7 +193,7 @@ class StubCompiler:
 
 def searched(results, *pool: list[Candidate], limit_seconds: float = 1e9) -> tuple[Search, StubCompiler]:
     compiler, search = StubCompiler(results), Search("fastest", [x for group in pool for x in group])
-    search.run(compiler, lambda: bool(search.best) and limit_seconds == 0)
+    search.run(compiler, lambda rows: bool(search.best) and limit_seconds == 0)
     return search, compiler
 
 
@@ -262,6 +262,15 @@ def test_search_limit_ends_it_after_first_fit():
     pool = [candidate(10, **steps(1))], [candidate(11, **tensor(2))]
     search, compiler = searched({1: (11.0, 10), 2: (12.0, 10)}, *pool, limit_seconds=0)
     assert compiler.compiled == [1] and search.num_left == 1
+
+
+def test_time_limit_waits_for_a_first_fit_with_one_line(monkeypatch):
+    search, lines, now = Search("fastest", []), [], iter([0.0, 59.0, 60.0, 61.0, 62.0])
+    monkeypatch.setattr(recommendation.time, "monotonic", lambda: next(now))
+    is_over = recommendation._time_limit(search, 60.0, lines.append)
+    too_large, fitting = dict(status="done", fits=False), dict(status="done", fits=True)
+    assert not is_over([fitting]) and not is_over([]) and not is_over([dict(status="refused"), too_large])
+    assert is_over([too_large, fitting]) and len(lines) == 1 and "1:00" in lines[0]
 
 
 def test_page_names_what_the_estimate_cannot_order():
@@ -374,7 +383,7 @@ def recommend_longest(gpus):
     config = with_settings(load(model("llama3.2-1b")), {"attention.document_mask": False})
     compiled = []
 
-    def compile_candidates(candidates):
+    def compile_candidates(candidates, is_over):
         compiled.extend(candidates)
         row = StubCompiler(collections.defaultdict(lambda: (1.0, 10)))
         return [row([candidate])[0] for candidate in candidates]

@@ -14,6 +14,7 @@ import pytest
 
 from jaxlc import sweep
 from jaxlc.config import Config, command_line, defaults, load, with_settings
+from jaxlc.core import progress_lines
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, results, runner, worker
@@ -199,6 +200,20 @@ def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, re
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
     assert len(written(tmp_path)) == 3
     assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
+
+
+def test_run_ends_points_at_the_limit_and_prints_progress(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.1)
+    points, lines, pid = three_points(tmp_path), [], tmp_path / "pid"
+    options = dict(about=ABOUT, out=tmp_path, num_workers=3, log=lines.append)
+    ended = runner.run(
+        points, fakes.hangs_at_context_2, **options, is_over=lambda rows: len(rows) == 2 and pid.exists()
+    )
+    assert [row["status"] for row in ended] == ["done", "stopped", "done"] and len(written(tmp_path)) == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert "running 3 points: 0:00 so far" in lines
+    assert [row["status"] for row in runner.run(points, fakes.figures, **options)] == ["done"] * 3
 
 
 def test_exit_reason_is_the_error_above_a_list_of_flags():
