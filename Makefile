@@ -46,7 +46,7 @@ test-transformers: $(READY) .venv-transformers/.ready  ## compare with transform
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
 	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py \
 	  tests/hf/test_chat_templates.py tests/hf/test_lora.py tests/hf/test_expert_lora.py tests/hf/test_generation.py tests/hf/test_prompts.py \
-	  tests/hf/test_packed_documents.py tests/hf/test_experts.py tests/hf/test_trl_losses.py $(ARGS)
+	  tests/hf/test_packed_documents.py tests/hf/test_experts.py tests/hf/test_trl_losses.py tests/hf/test_saved_models.py $(ARGS)
 	.venv-transformers/bin/python -m pytest --durations=15 tests/hf/test_harness.py $(ARGS)
 
 test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)

@@ -27,9 +27,7 @@ from jaxlc.checkpoints.checkpoint_files import (
 )
 from jaxlc.checkpoints.checksums import Summary, keys_as_words, shapes_of, words_as_keys
 from jaxlc.checkpoints.reading import RestoreTarget, check_same_settings, check_same_shapes, read_arrays
-from jaxlc.config import ModelConfig
-from jaxlc.config.models.model_schema import LATER_SETTINGS
-from jaxlc.config.values import defaults_of, flattened
+from jaxlc.config.values import flattened
 
 _UNNEEDED_WARNING = "Global object size logging disabled"
 _PLACE = "place"  # key of the meta of a local checkpoint: the mesh and the number of processes that have written it
@@ -125,10 +123,8 @@ class Storage:
         if self._is_local and meta.pop(_PLACE, None) != _place_of(abstract_state):
             return None, "another mesh, or another number of processes, has written it"
         shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
-        defaults = defaults_of(ModelConfig)
-        earlier = {f"model.{name}": defaults[name] for name in LATER_SETTINGS}
         kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # not flattened
-        check_same_settings(directory, earlier | flattened(meta["config"]) | kinds, shape | target.trained)
+        check_same_settings(directory, flattened(meta["config"]) | kinds, shape | target.trained)
         if BASE in meta:
             abstract_state = target.without_frozen
         described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))

@@ -9,7 +9,6 @@ from jaxlc.config.chat_template_file import read_template, template_path
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, to_dict
-from jaxlc.config.models.model_schema import LATER_SETTINGS
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
@@ -76,8 +75,8 @@ def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
     A config that was loaded before has all of them, and init_from is not read again: the model may be gone.
     """
     shape = {**vars(PRESETS[model.get("preset", DEFAULT_PRESET)]), "kinds": dict[str, Any]()}
-    if shape.keys() - model.keys() <= set(LATER_SETTINGS):
-        return shape | model
+    if shape.keys() <= model.keys():
+        return model
     if not model.get("init_from"):
         return with_scaling(shape, model)
     explicit = {name: value for name, value in model.items() if name not in ("preset", "init_from") and value != {}}

@@ -18,7 +18,7 @@ from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf import mxfp4
-from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
+from jaxlc.hf.safetensors_files import DTYPES, JoinedTensor, StoredTensor, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
 
 _VOCAB = "vocab"  # name of the dimension that the mesh pads
@@ -69,10 +69,10 @@ def open_files(
       Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
-    files.tensors = _of_language_model(files.tensors, family, model)
+    files.tensors = _joined(_of_language_model(files.tensors, family, model), family)
     if family.quantization:
         files.tensors = mxfp4.joined(files.tensors)
-    layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model)
+    layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model, files.tensors)
     _check(files, layouts)
     return files, layouts
 
@@ -86,9 +86,17 @@ def left_out(directory: Path, family: Family, model: ModelConfig) -> str:
 
 
 def layouts_of(
-    family: Family, abstract: Mapping[str, Any], dims: Mapping[str, tuple[str, ...]], model: ModelConfig
+    family: Family,
+    abstract: Mapping[str, Any],
+    dims: Mapping[str, tuple[str, ...]],
+    model: ModelConfig,
+    names: Collection[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of the tensor of each parameter, by the parameter's path, without vocabulary padding."""
+    """The layout of the tensor of each parameter, by the parameter's path, without vocabulary padding.
+
+    Args:
+      names: of the tensors in the files, which may be aliases.
+    """
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of("attention")}
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
@@ -100,12 +108,18 @@ def layouts_of(
         tensors = family.tensors_of(layer.mixer, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
         own = {
-            path: _stacked_layout(tensor, tuple(abstract[path].shape), layers)
+            path: _stacked_layout(_as_stored(tensor, layers[0], names), tuple(abstract[path].shape), layers)
             for tensor, path in paths.items()
             if path in abstract
         }
         layouts |= {path: _part_of_rows(layout, own.values()) for path, layout in own.items()}
     return {path: layouts[path] for path in abstract}
+
+
+def _as_stored(tensor: Tensor, layer: int, names: Collection[str]) -> Tensor:
+    """`tensor`, or its alias if the files have that in this layer."""
+    alias = tensor.alias
+    return alias if alias is not None and alias.name.format(layer=layer, expert=0) in names else tensor
 
 
 def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:
@@ -147,6 +161,17 @@ def _of_language_model(tensors: Mapping[str, Any], family: Family, model: ModelC
             prefix = next((prefix for prefix in family.multimodal_prefixes if name.startswith(prefix)), "")
             renamed[family.multimodal_prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return renamed
+
+
+def _joined(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+    """`tensors`, with `family.joined_tensors` of all layers in place of their parts."""
+    for whole, ends in family.joined_tensors.items():
+        for name in [name for name in tensors if name.endswith(f".{ends[0]}")]:
+            layer = name.removesuffix(ends[0])
+            parts = [tensors.pop(layer + end) for end in ends if layer + end in tensors]
+            shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+            tensors[layer + whole] = JoinedTensor(**vars(parts[0]) | dict(shape=shape), parts=parts)
+    return tensors
 
 
 def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:

@@ -6,7 +6,6 @@ dtype, shape and byte range of each tensor, and the data, little-endian and row-
 
 import itertools
 import math
-import mmap
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,21 @@ class StoredTensor:
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
         """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as it is."""
         return read(self, *slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedTensor(StoredTensor):
+    """The rows of several tensors, one after the other."""
+
+    parts: Sequence[StoredTensor]
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        start, stop, _ = slices[0].indices(self.shape[0])
+        arrays = []
+        for part in self.parts:
+            arrays.append(read(part, slice(max(0, start), max(0, stop)), *slices[1:]))
+            start, stop = start - part.shape[0], stop - part.shape[0]
+        return np.concatenate(arrays)
 
 
 class TensorFiles:
@@ -77,19 +91,9 @@ class TensorFiles:
     def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor that is in a file as it is."""
         dtype = _STORED_DTYPES[tensor.dtype]
-        start = tensor.offset_bytes - tensor.offset_bytes % mmap.ALLOCATIONGRANULARITY
-        skipped_bytes, num_items = tensor.offset_bytes - start, math.prod(tensor.shape)
-        if num_items == 0:
+        if not math.prod(tensor.shape):  # an empty file cannot be mapped
             return np.empty(tensor.shape, dtype)[slices]
-        with (
-            tensor.path.open("rb") as file,
-            mmap.mmap(
-                file.fileno(), skipped_bytes + num_items * dtype.itemsize, access=mmap.ACCESS_READ, offset=start
-            ) as mapped,
-        ):
-            whole = np.frombuffer(mapped, dtype, num_items, skipped_bytes).reshape(tensor.shape)
-            part = whole[slices].copy()
-            del whole  # a mapping that is in use cannot be closed
+        part = np.array(np.memmap(tensor.path, dtype, "r", tensor.offset_bytes, tensor.shape)[slices])
         self.bytes_read += part.nbytes
         return part
 

@@ -8,6 +8,7 @@ functions below. All are on CPU in float32, unless `float64` is true. Without to
 
 import contextlib
 import json
+import math
 import pathlib
 import sys
 
@@ -51,6 +52,45 @@ def gradients(directory: str, tokens: list, first_position: int = 0, float64: bo
         loss.backward()
     arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
     return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays))
+
+
+def logits(directory: str, tokens: list) -> dict[str, np.ndarray]:
+    result, _ = logits_and_loss(open_model(directory).eval(), np.array(tokens))
+    return dict(logits=result.detach().numpy())
+
+
+def save(config: dict, tokens: list, directory: str, wrapper: str = "", **options) -> dict[str, np.ndarray]:
+    """Saves a random model of config.json with save_pretrained, and returns its logits.
+
+    Args:
+      wrapper: its model_type if it is one with images; then `config` is its text_config.
+      options: of save_pretrained.
+    """
+    fields = dict(config)
+    if wrapper:
+        vision = dict(depth=1, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        vision |= dict(num_heads=2, out_hidden_size=32, num_position_embeddings=16)
+        fields = dict(model_type=wrapper, text_config=fields, vision_config=vision)
+        fields["tie_word_embeddings"] = config["tie_word_embeddings"]
+    auto = transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
+    described = transformers.AutoConfig.for_model(**fields)
+    model = auto.from_config(described, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    for name, x in sorted(model.state_dict().items()):
+        if "rotary_emb" not in name:
+            x.copy_(_random(name, x.shape, generator))
+    model.save_pretrained(directory, **options)
+    logits = model.eval()(input_ids=torch.tensor(tokens), use_cache=False).logits
+    return dict(logits=logits.detach().numpy())
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Values with which every tensor has an effect, and logits a standard deviation above 1."""
+    if name.endswith(("A_log", "dt_bias")):
+        return 3 * torch.rand(shape, generator=generator) - 3
+    if len(shape) == 1:
+        return 0.5 + torch.rand(shape, generator=generator)
+    return torch.randn(shape, generator=generator) * 1.5 / math.prod(shape[1:]) ** 0.5
 
 
 def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -180,7 +220,7 @@ def main(jobs_path: str) -> None:
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
     functions = {
         function.__name__: function
-        for function in (gradients, balance_gradients, dequantize, peft_gradients, train, generate, chat)
+        for function in (gradients, logits, save, balance_gradients, dequantize, peft_gradients, train, generate, chat)
     }
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}

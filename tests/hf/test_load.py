@@ -35,7 +35,7 @@ from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
-from tests.hf.models import CASES, FULL, LINEAR, SLIDING, renamed, tensors_of, write_model, write_tensors
+from tests.hf.models import CASES, FULL, LINEAR, LLAMA3_ROPE, SLIDING, renamed, tensors_of, write_model, write_tensors
 
 DENSE = "dense"  # kind of the layers without experts of a model with experts
 
@@ -243,6 +243,63 @@ def test_load_of_a_model_with_images_reads_its_language_model(case, architecture
         np.testing.assert_array_equal(params[path], value, err_msg=path)
 
 
+def stack_experts(tensors):
+    """One tensor for all experts of a layer, as `save_pretrained(save_original_format=False)` writes it."""
+    stacked = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name in [name for name in tensors if name.endswith(".experts.0.up_proj.weight")]:
+        stem = name.removesuffix(".0.up_proj.weight")
+        gate, up, down = (
+            np.stack([tensors[f"{stem}.{expert}.{x}_proj.weight"] for expert in range(8)])
+            for x in ("gate", "up", "down")
+        )
+        stacked |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
+    return stacked
+
+
+def split_experts(tensors):
+    """A tensor for each expert."""
+    split = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for name in [name for name in tensors if name.endswith(".gate_up_proj")]:
+        stem = name.removesuffix(".gate_up_proj")
+        for expert, (gate_up, down) in enumerate(zip(tensors[name], tensors[f"{stem}.down_proj"])):
+            parts = zip(("gate", "up", "down"), (*np.split(gate_up, 2), down))
+            split |= {f"{stem}.{expert}.{x}_proj.weight": np.ascontiguousarray(part) for x, part in parts}
+    return split
+
+
+def rename_olmo_hybrid(tensors, cuts=(32, 64)):
+    """The names of released files; save_pretrained cuts the convolution into equal parts."""
+    names = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    result = {}
+    for name, value in tensors.items():
+        parts = zip("qkv", np.split(value, cuts)) if "conv1d" in name else ()
+        result |= {name.replace("conv1d", f"{x}_conv1d"): np.ascontiguousarray(part) for x, part in parts}
+        *layer, module, parameter = name.split(".")
+        if "conv1d" not in name:
+            result[".".join([*layer, names.get(module, module), parameter])] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("qwen3_moe", stack_experts),
+        ("glm4_moe", stack_experts),
+        ("qwen3_5_moe", split_experts),
+        ("olmo_hybrid", rename_olmo_hybrid),
+        ("olmo_hybrid", functools.partial(rename_olmo_hybrid, cuts=(24, 48))),
+    ],
+)
+def test_load_of_tensors_as_other_programs_save_them_equals_the_files(case, change, tmp_path):
+    directory = write_model(tmp_path / "model", case)
+    rewrite(directory, change)
+    _, params, line = loaded(directory, fsdp=2, tensor=2)
+    assert f"{sum(x.nbytes for x in tensors_of(case).values()):,} bytes read" in line
+    for path, value in expected_params(case).items():
+        array = np.asarray(params[path])
+        np.testing.assert_array_equal(array[tuple(map(slice, value.shape))], value, err_msg=path)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_load_converts_every_dtype_to_float32(dtype, tmp_path):
     _, params, line = loaded(write_model(tmp_path / "model", "llama", num_files=1, dtype=dtype))
@@ -325,14 +382,46 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; only silu"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         ("llama", dict(final_logit_softcapping=30.0), "unknown field final_logit_softcapping=30.0 (capped logits)"),
-        ("llama", dict(num_local_experts=8), "(a mixture of experts)"),
-        ("llama", dict(quantization_config=dict(bits=4)), "(quantized weights)"),
+        ("llama", dict(num_local_experts=8), "unknown field num_local_experts=8, which"),
+        (
+            "llama",
+            dict(quantization_config=dict(quant_method="fp8")),
+            "(model_type llama) has weights that are quantized",
+        ),
+        ("gpt_oss", dict(quantization_config=dict(quant_method="awq")), "quantized with awq (quantization_config)"),
+        ("llama", dict(is_causal=False), "is_causal=False; only true"),
+        ("llama", dict(mlp_bias="false"), "mlp_bias='false'; only false"),
+        ("qwen3_moe", dict(num_local_experts=4), "num_local_experts=4 and num_experts=8, which differ"),
+        ("qwen3_moe", dict(use_qk_norm=False), "use_qk_norm=False; only true"),
         ("llama", dict(rope_scaling=dict(type="proportional", factor=2.0)), "RoPE of type 'proportional'"),
-        ("llama", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "without original_max_position_embeddings"),
+        ("llama", dict(rope_scaling=dict(rope_type="yarn", original_max_position_embeddings=8)), "without factor"),
         ("llama", dict(rope_theta=None, rope_scaling=None), "rope_theta=null"),
-        ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)), "which differ"),
+        ("llama", dict(rope_theta=None, rope_parameters=dict(rope_type="default")), "rope_theta=null"),
+        ("llama", dict(rope_scaling=dict(LLAMA3_ROPE, rope_theta=7e4)), "which differ in rope_theta"),
+        ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)), "which differ in rope_scaling"),
+        ("qwen3", dict(rope_theta=1e4), "which differ in rope_theta"),
+        ("gemma3", dict(rope_parameters={FULL: dict(rope_theta=6e4)}), "which differ in rope_scaling"),
         ("llama", dict(architectures=["LlamaForSequenceClassification"]), "only LlamaForCausalLM"),
-        ("llama", dict(model_type="deepseek_v3", kv_lora_rank=512), "(multi-head latent attention)"),
+        (
+            "qwen3_moe",
+            dict(model_type="deepseek_v3", kv_lora_rank=512, quantization_config=dict(quant_method="fp8")),
+            "has model_type 'deepseek_v3' (multi-head latent attention)",
+        ),
+        (
+            "llama",
+            dict(model_type="kimi_vl", text_config=dict(model_type="deepseek_v3", kv_lora_rank=512)),
+            "has model_type 'kimi_vl' (multi-head latent attention)",
+        ),
+        (
+            "llama",
+            dict(model_type="mistral3", text_config=dict(model_type="mistral")),
+            "has model_type 'mistral3' (a model around one of type 'mistral')",
+        ),
+        (
+            "llama",
+            dict(model_type="gemma3n_text", intermediate_size=[8, 8], hidden_size_per_layer_input=8),
+            "has model_type 'gemma3n_text' (embeddings of each layer)",
+        ),
         ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
         ("llama", dict(hidden_sise=3), "did you mean hidden_size?"),
         ("mistral", dict(layer_types=["full_attention"] * 3), "layer_types=['full_attention', 'full_attention', 'full"),
@@ -356,13 +445,68 @@ def test_config_json_unsupported_field_raises(case, changes, words, tmp_path):
         config_of(directory)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+    may_be_removed = "unknown field" in words and "did you mean" not in words and "(" not in words
+    assert ("remove it" in str(error.value)) == may_be_removed
+
+
+ABSENT = (None, False, 0, [], {})
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "setting", "expected"),
+    [
+        ("olmo_hybrid", ("rope_theta", "rope_parameters"), "layer_kinds", ("gated_delta_net", "nope")),
+        ("olmo_hybrid", ("rope_parameters.rope_theta",), "layer_kinds", ("gated_delta_net", "nope")),
+        ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "num_experts", 8),
+        ("qwen3_moe", ("mlp_only_layers",), "layer_kinds", ("full",)),
+        ("llama", ("quantization_config", "attention_bias", "pruned_heads"), "qkv_bias", False),
+        ("llama", ("rope_scaling",), "rope_scaling", "none"),
+        ("mistral_window", ("sliding_window",), "layer_kinds", ("full",)),
+        ("llama", ("head_dim",), "head_dim", 8),
+        ("llama", ("num_key_value_heads",), "num_kv_heads", 4),
+        ("llama_tied", ("tie_word_embeddings",), "tie_embeddings", False),
+        ("gemma3", ("layer_types",), "layer_kinds", ("sliding",)),
+        ("glm4_moe", ("n_shared_experts", "first_k_dense_replace"), "shared_ffn_dim", 0),
+    ],
+)
+@pytest.mark.parametrize("value", ABSENT)
+def test_config_json_part_that_is_absent_may_have_any_empty_value(case, names, setting, expected, value):
+    config = CASES[case].config
+    for name in names:
+        config = _changed(config, name.split("."), value)
+    assert settings_of(config, "config.json")[setting] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(rope_scaling=dict(rope_type="linear", factor=2.0, rope_theta=70000.0)), (70000.0, "linear", 0)),
+        (dict(rope_parameters=dict(rope_type="linear", factor=2.0), rope_theta=3e4), (3e4, "linear", 0)),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), (1e4, "yarn", 64)),
+        (dict(rope_scaling=dict(LLAMA3_ROPE, original_max_position_embeddings=None)), (1e4, "llama3", 64)),
+        (
+            dict(
+                rope_scaling=dict(rope_type="linear", factor=2.0),
+                rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=7e4),
+            ),
+            (7e4, "linear", 0),
+        ),
+        (dict(rope_theta=5e4, rope_parameters=dict(LLAMA3_ROPE, rope_theta=50_000)), (5e4, "llama3", 32)),
+        (dict(rope_scaling=dict(type="default")), (1e4, "none", 0)),
+    ],
+)
+def test_config_json_rope_is_that_of_transformers(changes, expected):
+    config = {name: value for name, value in CASES["llama"].config.items() if not name.startswith("rope_")} | changes
+    settings = settings_of(config, "config.json")
+    names = ("rope_theta", "rope_scaling", "rope_scaling_original_tokens")
+    assert tuple(settings[name] for name in names) == expected
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
         ("hidden_size", "32", "has hidden_size='32': expected an integer, at least 1"),
-        ("rope_theta", [10000], "has rope_theta=[10000]: expected a number"),
+        ("rope_theta", [10000], "has rope_theta=[10000]: expected a number greater than 0"),
         ("tie_word_embeddings", "no", "has tie_word_embeddings='no': expected true or false"),
         ("rope_scaling.factor", "8", "has rope_scaling.factor='8': expected a number"),
         ("rope_scaling", "llama3", "has rope_scaling='llama3': expected an object"),
@@ -379,7 +523,9 @@ def test_config_json_with_any_value_raises_no_other_error(case):
     config = CASES[case].config
     paths = [[name] for name in config]
     paths += [[name, inner] for name, value in config.items() if isinstance(value, dict) for inner in value]
-    for path, value in itertools.product(paths, ("32", [1], {"a": 1}, True, 1.5, 0, -1, "", [], {}, [None])):
+    for path, value in itertools.product(
+        paths, ("32", [1], {"a": 1}, True, 1.5, 0, -1, "", [], {}, [None], None, False)
+    ):
         with contextlib.suppress(UserError):
             settings_of(_changed(config, path, value), "config.json")
 

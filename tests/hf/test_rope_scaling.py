@@ -78,6 +78,13 @@ CORNER_CASES = {
     "yarn, factor 1": (dict(_YARN, factor=1.0), {}),
     "yarn, factor 1 and an attention factor": (dict(_YARN, factor=1.0, attention_factor=1.3), {}),
     "llama3, factor 1": (dict(_LLAMA3, factor=1.0), {}),
+    "yarn, no original length": (dict(rope_type="yarn", factor=8.0), {}),
+    "llama3, no original length": (
+        dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        dict(max_position_embeddings=4096),
+    ),
+    "longrope, no original length": (dict(_LONGROPE, factor=4.0), dict(max_position_embeddings=4096)),
+    "linear, base": (dict(rope_type="linear", factor=2.0, rope_theta=70_000.0), {}),
     "yarn, factor null": (dict(_YARN, factor=None, mscale=1.0, mscale_all_dim=0.5), {}),
 }
 

@@ -4,11 +4,11 @@ A field that changes the computation and is not known is an error. `rope_json` r
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
-from jaxlc.config.models.json_types import check_types
+from jaxlc.config.models.json_types import typed_fields
 from jaxlc.config.models.layer_groups import first_and_group
 from jaxlc.config.models.model_schema import DELTA_SETTINGS, ModelConfig
 from jaxlc.config.models.own_format import (
@@ -39,10 +39,19 @@ _FIELDS = {  # config.json -> ModelConfig
     "tie_word_embeddings": "tie_embeddings",
     "rms_norm_eps": "norm_epsilon",
 }
+_DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields that are null
+    **dict.fromkeys(
+        ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), lambda x: x["num_heads"]
+    ),
+    "head_dim": lambda x: x["model_dim"] // x["num_heads"],
+    "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_key_heads"]),
+    "linear_value_head_dim": lambda x: 2 * x["delta_key_dim"],
+}
 _DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # transformers has them in all families
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     attention_dropout=(0,),
     is_decoder=(False, True),  # both are causal
+    is_causal=(True,),
     is_encoder_decoder=(False,),
     add_cross_attention=(False,),
 )
@@ -60,15 +69,12 @@ _IRRELEVANT = {
     *("task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads"),
     *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
 }
-_QUANTIZATION = "quantization_config"  # field of models with quantized weights
-_REASONS = {  # part of the name of a field -> what such models have
-    "quantization": "quantized weights",
-    "expert": "a mixture of experts",
-    "moe": "a mixture of experts",
+_QUANTIZATION = ("quantization_config", "compression_config")  # fields of models with quantized weights
+_REASONS = {  # part of the name of a field -> what such models have and no family does
     "lora_rank": "multi-head latent attention",
-    "linear_": "linear attention",
-    "softcap": "capped logits",
     "mamba": "state space layers",
+    "softcap": "capped logits",
+    "per_layer_input": "embeddings of each layer",
     "auto_map": "code of its own",
 }
 
@@ -83,17 +89,17 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
       UserError: a field is missing or has an invalid value or type.
       Unsupported: the decoder does not compute this model; the message names the field.
     """
-    check_types(config, where)
     if is_own_format(config):
         return own_settings(config, where)
     family = _family_of(config, where)
+    config = typed_fields(_by_names_of(family, config, where), where)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
     settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}
     for name, setting in _settings_of_fields(family).items():
         value = config.get(name, defaults.get(name))
         if value is None:
-            value = _derived(name, settings)
+            value = _DERIVED[name](settings) if name in _DERIVED else None
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
@@ -120,7 +126,8 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     family = next((family for family in families if family.multimodal_type == config.get("model_type")), None)
     if family is None or not isinstance(config.get("text_config"), dict):
         return config
-    outer = {name: config[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in config}
+    names = ("dtype", "torch_dtype", "tie_word_embeddings", *_QUANTIZATION)
+    outer = {name: config[name] for name in names if name in config}
     inner = dict(model_type=family.model_type, architectures=[family.architecture])
     return {**outer, **config["text_config"], **inner}
 
@@ -148,8 +155,8 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     family = family_of(base, model)
     fields = _fields_of(model, family)
     longest = max_position_embeddings(model, seq_len, (base or {}).get("max_position_embeddings") or 0)
-    dtype_field = "dtype" if "dtype" in (base or {}) else "torch_dtype"
-    changed = {"max_position_embeddings": longest, dtype_field: dtype}
+    dtype_fields = [name for name in ("dtype", "torch_dtype") if name in (base or {})] or ["torch_dtype"]
+    changed: dict[str, Any] = {"max_position_embeddings": longest, **dict.fromkeys(dtype_fields, dtype)}
     if family.model_type == MODEL_TYPE:
         tokens: Mapping[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         return {**(base or tokens), **own_fields(model), **changed}
@@ -160,7 +167,7 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
         first[family.activation_field] = _ACTIVATIONS[model.activation]
         fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
         return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
-    base = {name: value for name, value in base.items() if name != _QUANTIZATION}  # the weights are not, any more
+    base = {name: value for name, value in base.items() if name not in _QUANTIZATION}  # the weights are not, any more
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
@@ -179,10 +186,14 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    family = FAMILIES.get(str(model_type))
+    if family is None:
         names = ", ".join([*FAMILIES, MODEL_TYPE])
-        raise Unsupported(f"unsupported: {where} has model_type {model_type!r}{_reason(config)}; supported are {names}")
-    family = FAMILIES[model_type]
+        inner = config.get("text_config")
+        reason = _reason(config)
+        if isinstance(inner, dict):
+            reason = _reason(inner) or f" (a model around one of type {inner.get('model_type')!r})"
+        raise Unsupported(f"unsupported: {where} has model_type {model_type!r}{reason}; supported are {names}")
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise Unsupported(
@@ -191,10 +202,30 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     return family
 
 
+def _by_names_of(family: Family, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`config` with the names of `family.fields` in place of their aliases.
+
+    Raises:
+      UserError: both are there, with different values.
+    """
+    renamed = dict(config)
+    for alias, name in family.field_aliases.items():
+        value = renamed.pop(alias, None)
+        if value is not None and renamed.setdefault(name, value) != value:
+            raise UserError(
+                f"{where} has {alias}={value} and {name}={renamed[name]}, which differ; remove the wrong one"
+            )
+    return renamed
+
+
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
-    quantization = config.get(_QUANTIZATION) or {}
-    if family.quantization and quantization.get("quant_method") == family.quantization:
-        config = {name: value for name, value in config.items() if name != _QUANTIZATION}
+    name = next((name for name in _QUANTIZATION if config.get(name)), None)
+    method = config[name].get("quant_method", "an unnamed method") if name else family.quantization
+    if method != family.quantization:
+        raise Unsupported(
+            f"unsupported: {where} (model_type {family.model_type}) has weights that are quantized with {method}"
+            f" ({name}); use the model with weights in bfloat16, float16 or float32"
+        )
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
     required = {**_REQUIRED_VALUES, family.activation_field: (_ACTIVATIONS[activation],), **family.required_values}
     for name, values in required.items():
@@ -203,13 +234,14 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
             allowed = " or ".join("null" if x is None else str(x).lower() for x in values)
             raise Unsupported(f"unsupported: {where} has {name}={value!r}; only {allowed} is supported")
     known = {*_FIELDS, *family.fields, *required, *ROPE_FIELDS, "sliding_window", *_IRRELEVANT, *family.irrelevant}
-    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
+    unknown = sorted(name for name, value in config.items() if value and name not in (*known, *_QUANTIZATION))
     if unknown:
         name = unknown[0]
-        question = suggestion(name, known, cutoff=0.8)
+        reason = suggestion(name, known, cutoff=0.8) or _reason({name: True})
+        advice = "" if reason else f"; remove it if transformers does not read it in models of type {family.model_type}"
         raise Unsupported(
-            f"unsupported: {where} has the unknown field {name}={config[name]!r}{question}{_reason({name: 0})}, which"
-            " may change the computation; remove it if it does not"
+            f"unsupported: {where} has the unknown field {name}={config[name]!r}{reason}, which may change the"
+            f" computation{advice}"
         )
 
 
@@ -250,23 +282,7 @@ def _settings_of_fields(family: Family) -> dict[str, str]:
 
 def _reason(config: Mapping[str, Any]) -> str:
     """What models with such fields have, in parentheses; "" for other fields."""
-    reasons = (reason for part, reason in _REASONS.items() if any(part in name for name in config))
+    names = [name for name, value in config.items() if value]
+    reasons = (reason for part, reason in _REASONS.items() if any(part in name for name in names))
     reason = next(reasons, None)
     return f" ({reason})" if reason else ""
-
-
-def _derived(name: str, settings: Mapping[str, Any]) -> int | None:
-    """The value of a field that is null."""
-    if name == "num_key_value_heads":
-        return settings["num_heads"]
-    if name == "attention_bias":
-        return False
-    if name in ("linear_num_key_heads", "linear_num_value_heads"):
-        return settings["num_heads"]
-    if name == "linear_key_head_dim":
-        return int(0.75 * settings["model_dim"] / settings["delta_key_heads"])
-    if name == "linear_value_head_dim":
-        return 2 * settings["delta_key_dim"]
-    if name == "head_dim":
-        return settings["model_dim"] // settings["num_heads"]
-    return None

@@ -16,14 +16,10 @@ LAYER_KINDS = ("full", "sliding", "nope", "gated_delta_net")
 DELTA_SETTINGS = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv_taps")
 # How they differ between families.
 DELTA_VARIATIONS = ("delta_norm_placement", "delta_norm_epsilon", "delta_negative_eigenvalues")
-# Settings that configs and checkpoints of earlier versions do not have; they have their defaults there.
-LATER_SETTINGS = ("attention_out_bias", "attention_sinks", "attention_gate", "sliding_rope_scaling", "kinds")
-LATER_SETTINGS += (*DELTA_SETTINGS, *DELTA_VARIATIONS)
 # The settings of layers with experts.
 EXPERT_SETTINGS = ("num_experts", "experts_per_token", "expert_ffn_dim", "router", "renormalize_router", "expert_bias")
 EXPERT_SETTINGS += ("shared_ffn_dim", "shared_expert_gate", "router_choice_bias", "router_groups")
 EXPERT_SETTINGS += ("router_groups_per_token", "router_scale")
-LATER_SETTINGS += (*EXPERT_SETTINGS, "first_layer_kinds")
 
 
 @dataclass(frozen=True, kw_only=True)

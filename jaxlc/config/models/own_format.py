@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlc.config.models.families import COMMON_SETTINGS, Family
-from jaxlc.config.models.model_schema import LATER_SETTINGS, ModelConfig
+from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
 from jaxlc.core.mixers import expert_feed_forward
@@ -60,7 +60,7 @@ def own_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where} has no object {_SETTINGS!r}; export the model again")
     known = stored_settings(settings, where)
     names = [field.name for field in dataclasses.fields(ModelConfig)]
-    missing = [name for name in names if name not in (*known, *_NO_SETTINGS, *LATER_SETTINGS)]
+    missing = [name for name in names if name not in (*known, *_NO_SETTINGS)]
     if missing:
         raise UserError(f"{where} has no setting model.{missing[0]}: it is incomplete or of another version of jaxlc")
     return known

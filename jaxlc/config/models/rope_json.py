@@ -15,8 +15,9 @@ from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
+_THETA, _LOCAL_THETA, _SCALING = "rope_theta", "rope_local_base_freq", "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
-ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", _ORIGINAL, _PARTIAL})
+ROPE_FIELDS = frozenset({_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL})
 _TYPES = {  # rope_type -> model.rope_scaling
     "default": "none",
     "linear": "linear",
@@ -52,22 +53,22 @@ def rope_settings(config: Mapping[str, Any], where: str, family: Family, kinds: 
       Unsupported: a RoPE that the layers do not compute, or an unknown field.
     """
     if _has_no_rope(kinds):  # these have no effect
-        return {**DEFAULTS, "rope_theta": float(_theta(config, family)), "rope_fraction": 1.0, "rope_scaling": "none"}
-    theta, scaling, new = (config.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters"))
-    if "rope_theta" in config and theta is None and not new:
-        raise Unsupported(f"unsupported: {where} has rope_theta=null, a model without RoPE")
+        theta = float(config.get(_THETA) or _theta({}, family))
+        return {**DEFAULTS, "rope_theta": theta, "rope_fraction": 1.0, "rope_scaling": "none"}
     if family.rope_by_layer_type:  # transformers reads the length within rope_scaling only
         config = {name: value for name, value in config.items() if name != _ORIGINAL}
-    old = _old_form(config, where, family)
-    if not new:
-        settings = old
-    else:
-        settings = _new_form(config, where, family)
-        if (theta is not None or scaling) and settings != old:
-            raise UserError(
-                f"{where} has rope_parameters={new} and also rope_theta={theta} and rope_scaling={scaling}, which"
-                " differ; remove the wrong ones"
-            )
+    new, old = config.get("rope_parameters"), config.get(_SCALING)
+    settings = _settings(new or old or {}, config, where, family)
+    stated = dict(rope_theta=config.get(_THETA), sliding_rope_theta=config.get(_LOCAL_THETA))
+    if new and old:
+        stated |= _one_rope({_THETA: settings["rope_theta"], **old}, config, where, family)
+    wrong = next((name for name, value in stated.items() if value is not None and value != settings[name]), None)
+    if wrong:
+        fields = {
+            name: config[name] for name in (_THETA, _LOCAL_THETA, _SCALING, "rope_parameters") if config.get(name)
+        }
+        differ = " and ".join(f"{name}={value}" for name, value in fields.items())
+        raise UserError(f"{where} has {differ}, which differ in {wrong}; remove the wrong ones")
     return _of_kinds(settings, where, family, kinds)
 
 
@@ -120,39 +121,34 @@ def _has_no_rope(kinds: Collection[str]) -> bool:
     return "nope" in kinds and not {"full", "sliding"} & {*kinds}
 
 
-def _old_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
-    theta = _theta(config, family)
-    settings = _one_rope(dict(config.get("rope_scaling") or {}) | dict(rope_theta=theta), config, where, family)
-    local = config.get("rope_local_base_freq", family.defaults.get("rope_local_base_freq"))
-    return settings | dict(sliding_rope_theta=float(theta if local is None else local))
+def _theta(config: Mapping[str, Any], family: Family) -> Any:
+    """None: the base is null."""
+    return config.get(_THETA, family.defaults.get(_THETA, 10000.0))
 
 
-def _new_form(config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
-    parameters = dict(config["rope_parameters"])
-    theta = _theta(config, family)
+def _settings(parameters: Mapping[str, Any], config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
+    """The settings that rope_parameters or rope_scaling give, with the fields outside of them."""
+    nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
+    theta, full, sliding = _theta(config, family), parameters, dict[str, Any]()
+    local = config.get(_LOCAL_THETA, family.defaults.get(_LOCAL_THETA))
+    if nested or (family.rope_by_layer_type and config.get("rope_parameters")):
+        known = [f"{kind}_attention" for kind in ("full", "sliding")] if family.rope_by_layer_type else []
+        unknown = sorted(name for name in parameters if name not in known)
+        if unknown:
+            raise Unsupported(
+                f"unsupported: {where} has RoPE parameters of their own for {unknown[0]} layers; supported are"
+                f" {' and '.join(known) or 'only those for all layers'}"
+            )
+        full, sliding = (parameters.get(name) or {} for name in known)
+    settings = _one_rope({_THETA: theta, **full}, config, where, family)
     if not family.rope_by_layer_type:
-        nested = [name for name, value in parameters.items() if isinstance(value, dict)]
-        if nested:
-            raise Unsupported(f"unsupported: {where} has RoPE parameters of their own for {nested[0]} layers")
-        settings = _one_rope(dict(rope_theta=theta) | parameters, config, where, family)
         return settings | dict(sliding_rope_theta=settings["rope_theta"])
-    unknown = sorted(parameters.keys() - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise Unsupported(
-            f"unsupported: {where} has rope_parameters of {unknown[0]}; only those of full_attention and"
-            " sliding_attention are supported"
-        )
-    local = family.defaults.get("rope_local_base_freq", theta)
-    full = _one_rope(dict(rope_theta=theta) | (parameters.get("full_attention") or {}), config, where, family)
-    sliding = _one_rope(dict(rope_theta=local) | (parameters.get("sliding_attention") or {}), config, where, family)
-    if sliding["rope_scaling"] != "none":
+    if local is None:
+        local = theta if nested else settings["rope_theta"]
+    own = _one_rope({_THETA: local, **sliding}, config, where, family)
+    if own["rope_scaling"] != "none":
         raise Unsupported(f"unsupported: {where} scales RoPE of sliding_attention layers; only default is supported")
-    return full | dict(sliding_rope_theta=sliding["rope_theta"])
-
-
-def _theta(config: Mapping[str, Any], family: Family) -> float:
-    theta = config.get("rope_theta")
-    return family.defaults.get("rope_theta", 10000.0) if theta is None else theta
+    return settings | dict(sliding_rope_theta=own["rope_theta"])
 
 
 def _of_kinds(settings: dict[str, Any], where: str, family: Family, kinds: Collection[str]) -> dict[str, Any]:
@@ -171,7 +167,9 @@ def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str,
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type not in _TYPES:
         raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}")
-    theta, default = parameters.pop("rope_theta"), family.defaults.get(_PARTIAL, 1)
+    theta, default = parameters.pop(_THETA), family.defaults.get(_PARTIAL, 1)
+    if theta is None:
+        raise Unsupported(f"unsupported: {where} has {_THETA}=null, a model without RoPE")
     fraction = next((x for x in (parameters.pop(_PARTIAL, None), config.get(_PARTIAL)) if x is not None), default)
     if fraction != 1 and _PARTIAL not in family.defaults:
         raise Unsupported(f"unsupported: {where} has {_PARTIAL}={fraction}; only 1 is supported")
@@ -211,12 +209,16 @@ def _values(
 ) -> dict[str, Any]:
     """The values of `names`, or None: those of `parameters`; lengths outside of rope_scaling take precedence.
 
-    The factor of longrope, or a null factor of YaRN, is max_position_embeddings / original length. Longrope's only
-    gives the attention factor, which is 1 for a factor below 1.
+    The original length is max_position_embeddings if it is absent. The factor of longrope, or a null factor of YaRN, is
+    max_position_embeddings / original length. Longrope's only gives the attention factor, which is 1 for a factor below
+    1.
     """
     outside = {name: config[name] for name in (_LONGEST, _ORIGINAL) if config.get(name) is not None}
     values = {name: outside.get(name, parameters.get(name)) for name in names}
-    longest, original = outside.get(_LONGEST), values.get(_ORIGINAL)
+    longest = outside.get(_LONGEST)
+    if _ORIGINAL in values and values[_ORIGINAL] is None:
+        values[_ORIGINAL] = longest
+    original = values.get(_ORIGINAL)
     is_derived = rope_type == "longrope" or (rope_type == "yarn" and "factor" in parameters)
     if is_derived and values["factor"] is None and longest and original:
         values["factor"] = longest / original

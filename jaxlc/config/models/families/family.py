@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class Tensor:
     # The tensor has a first dimension for the experts; the other fields describe the part of one.
     is_stacked: bool = False
     is_float32: bool = False  # exports have it in float32, whatever the dtype of the other tensors
+    alias: "Tensor | None" = None  # the tensor that files of other programs may have in place of this one
 
 
 # Entry of "layer_types" -> kind.
@@ -111,6 +112,12 @@ class Family:
     other_prefixes: tuple[str, ...] = ()
     # Parameters of gated_delta_net layers whose tensors have other names than in `core.mixers` -> ends of these names.
     delta_tensors: Mapping[str, str] = field(default_factory=dict)
+    # What files of other programs have in place of these fields and tensors (transformers: attribute_map of configs, and
+    # conversion_mapping.py): other name of a field -> its name; other tensors of parameters; and the end of the name of
+    # a tensor -> those of the tensors that have its rows, one after the other.
+    field_aliases: Mapping[str, str] = field(default_factory=dict)
+    tensor_aliases: tuple[MixerTensor, ...] = ()
+    joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
     quantization: str = ""  # quant_method of the quantized weights that models may have; "": none
     expert_tensors: tuple[MixerTensor, ...] = ()  # of `expert_feed_forward`; empty: the family has no experts
@@ -127,7 +134,7 @@ class Family:
             names = {tensor.param: self.delta_tensors.get(tensor.param, tensor.tensor) for tensor in tensors}
             tensors = tuple(tensor._replace(tensor=names[tensor.param]) for tensor in tensors)
         mlp = self.expert_tensors if feed_forward == "experts" else FEED_FORWARDS[feed_forward].TENSORS
-        return _tensors(norm_placement, tensors, mlp)
+        return _tensors(norm_placement, tensors, mlp, self.tensor_aliases)
 
     def prefixes_left_out(self, model: ModelConfig) -> tuple[str, ...]:
         """`other_prefixes` of a model."""
@@ -167,43 +174,40 @@ class Family:
 
 @functools.cache
 def _tensors(
-    norm_placement: str, mixer: tuple[MixerTensor, ...], feed_forward: tuple[MixerTensor, ...]
+    norm_placement: str,
+    mixer: tuple[MixerTensor, ...],
+    feed_forward: tuple[MixerTensor, ...],
+    aliases: tuple[MixerTensor, ...],
 ) -> tuple[Tensor, ...]:
     """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
     parameters."""
-    prefix = "model.layers.{layer}."
+    alias_of = {alias.param: alias for alias in aliases}
 
-    def block(name: str, tensors: tuple[MixerTensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(
-            Tensor(
-                name=f"{prefix}{tensor.tensor}",
-                param=f"layers/{name}/{tensor.param}",
-                num_inputs=tensor.num_inputs,
-                is_convolution=tensor.is_convolution,
-                interleaved=tensor.interleaved,
-                is_stacked=tensor.is_stacked,
-                is_float32=tensor.is_float32,
-            )
-            for tensor in tensors
-        )
+    def tensor(block: str, x: MixerTensor, alias: MixerTensor | None) -> Tensor:
+        fields = x._asdict()
+        name, param = f"model.layers.{{layer}}.{fields.pop('tensor')}", f"layers/{block}{fields.pop('param')}"
+        return Tensor(name=name, param=param, alias=None if alias is None else tensor(block, alias, None), **fields)
 
-    def norm(name: str, param: str) -> Tensor:
-        return Tensor(name=f"{prefix}{name}.weight", param=f"layers/{param}/scale", num_inputs=0)
+    def layer(block: str, tensors: Iterable[MixerTensor]) -> Iterator[Tensor]:
+        return (tensor(block, x, alias_of.get(x.param)) for x in tensors)
 
-    before_attention, after_attention, before_mlp, after_mlp = _NORM_NAMES[norm_placement]
+    before_attention, after_attention, before_mlp, after_mlp = (
+        [MixerTensor(f"{param}/scale", f"{name}.weight") for name in names]
+        for param, names in zip(_NORM_PARAMS, _NORM_NAMES[norm_placement])
+    )
     return (
         Tensor(name="model.embed_tokens.weight", param="embedding"),
-        *(norm(name, "attention_norm") for name in before_attention),
-        *block("attention", mixer),
-        *(norm(name, "attention_post_norm") for name in after_attention),
-        *(norm(name, "mlp_norm") for name in before_mlp),
-        *block("mlp", feed_forward),
-        *(norm(name, "mlp_post_norm") for name in after_mlp),
+        *layer("", before_attention),
+        *layer("attention/", mixer),
+        *layer("", [*after_attention, *before_mlp]),
+        *layer("mlp/", feed_forward),
+        *layer("", after_mlp),
         Tensor(name="model.norm.weight", param="final_norm/scale", num_inputs=0),
         Tensor(name="lm_head.weight", param="head", num_inputs=1),  # absent if the embeddings are tied
     )
 
 
+_NORM_PARAMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 # norm_placement -> names of the norms before and after attention, before and after the MLP. post_attention_layernorm
 # is before the MLP in Llama and after attention in the others.
 _NORM_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {

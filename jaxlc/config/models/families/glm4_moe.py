@@ -11,7 +11,7 @@ from jaxlc.core.mixers import expert_feed_forward
 
 
 def _read_kinds(config: Fields) -> list[str]:
-    num_dense = config.get("first_k_dense_replace", 1)
+    num_dense = config.get("first_k_dense_replace", 1) or 0
     return ["dense" if layer < num_dense else "full" for layer in range(config["num_hidden_layers"])]
 
 
@@ -22,7 +22,7 @@ def _write_kinds(model: ModelConfig) -> dict[str, Any]:
 def _read_settings(config: Fields) -> dict[str, Any]:
     return dict(
         qk_norm="head" if config["use_qk_norm"] else "none",
-        shared_ffn_dim=config["n_shared_experts"] * config["moe_intermediate_size"],
+        shared_ffn_dim=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
     )
 
 
@@ -50,6 +50,7 @@ GLM4_MOE = Family(
         "topk_group": "router_groups_per_token",
         "routed_scaling_factor": "router_scale",
     },
+    field_aliases={"num_local_experts": "n_routed_experts"},
     read_settings=_read_settings,
     write_settings=_write_settings,
     varying=frozenset({"qk_norm", "shared_ffn_dim"}),
@@ -80,5 +81,6 @@ GLM4_MOE = Family(
         expert_feed_forward.CHOICE_BIAS,
         *expert_feed_forward.shared_tensors("shared_experts"),
     ),
+    tensor_aliases=expert_feed_forward.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),
 )

@@ -24,6 +24,7 @@ GPT_OSS = Family(
         "num_experts_per_tok": "experts_per_token",
         "intermediate_size": "expert_ffn_dim",
     },
+    field_aliases={"num_experts": "num_local_experts"},
     defaults=dict(
         num_key_value_heads=8,
         head_dim=64,

@@ -1,6 +1,6 @@
 """Olmo Hybrid: groups of three gated_delta_net layers and one with attention (transformers: models/olmo_hybrid).
 
-The published models have no RoPE: the base in rope_parameters is null. Without rope_parameters, the base is 10000.
+The published models have no RoPE: the base, in rope_parameters or not, is null. Without this field, it is 10000.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ _LINEAR = "gated_delta_net"
 
 def _read_kinds(config: Fields) -> list[str]:
     """Without layer_types, every fourth layer has attention, or the last one of fewer layers."""
-    parameters = config.get("rope_parameters") or {}
-    full = "nope" if parameters.get("rope_theta", 0) is None else "full"
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    full = "nope" if parameters.get("rope_theta", config.get("rope_theta", 0)) is None else "full"
     kinds = read_layer_types(config, default=(_LINEAR, _LINEAR, _LINEAR, "full"))
     if not config.get("layer_types") and "full" not in kinds:
         kinds[-1] = "full"
@@ -62,6 +62,11 @@ OLMO_HYBRID = Family(
         "wz": "linear_attn.g_proj.weight",
         "out_norm/scale": "linear_attn.o_norm.weight",
         "wo": "linear_attn.o_proj.weight",
+    },
+    joined_tensors={  # save_pretrained writes three equal parts of the convolution, whatever the sizes of q, k and v
+        "input_layernorm.weight": ("attention_layer_norm.weight",),
+        "post_attention_layernorm.weight": ("feedforward_layer_norm.weight",),
+        "linear_attn.conv1d.weight": tuple(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
     },
     required_values=dict(attention_bias=(False,)),
     irrelevant=frozenset(  # of initial values

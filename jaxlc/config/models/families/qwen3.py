@@ -8,6 +8,6 @@ QWEN3 = Family(
     settings=dict(qk_norm="head"),
     fields={"attention_bias": "qkv_bias"},
     defaults=dict(num_key_value_heads=32, head_dim=128, attention_bias=False),
-    required_values=dict(use_sliding_window=(False,)),
+    required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
     irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
 )

@@ -80,4 +80,5 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     # train.balance_loss has its own value
     irrelevant=QWEN3_5_TEXT.irrelevant | {"router_aux_loss_coef", "output_router_logits"},
     expert_tensors=(*expert_feed_forward.STACKED_LINEAR_TENSORS, *expert_feed_forward.shared_tensors("shared_expert")),
+    tensor_aliases=expert_feed_forward.TENSORS,
 )

@@ -33,6 +33,7 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": "expert_ffn_dim",
         "norm_topk_prob": "renormalize_router",
     },
+    field_aliases={"num_local_experts": "num_experts"},
     defaults=dict(
         num_key_value_heads=4,
         attention_bias=False,
@@ -41,7 +42,7 @@ QWEN3_MOE = Family(
         moe_intermediate_size=768,
         norm_topk_prob=False,
     ),
-    required_values=dict(use_sliding_window=(False,)),
+    required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
     irrelevant=frozenset(
         {
             *("max_window_layers", "sliding_window"),  # without effect: use_sliding_window is false
@@ -50,5 +51,6 @@ QWEN3_MOE = Family(
         }
     ),
     expert_tensors=expert_feed_forward.TENSORS,
+    tensor_aliases=expert_feed_forward.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),
 )

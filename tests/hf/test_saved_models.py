@@ -1,0 +1,87 @@
+"""Models of every family that `transformers` itself has saved, and what it reads of our exports.
+
+Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py. Nothing is renamed: the files are those of
+save_pretrained, of random models that transformers makes from the configs of tests/hf/models.py.
+"""
+
+import functools
+import json
+
+import pytest
+
+import jaxlc
+from jaxlc.checkpoints.checkpoint import Checkpoints
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.config import to_dict
+from jaxlc.config.models.families import FAMILIES
+from jaxlc.step.language_model import LanguageModel
+from tests.hf.comparison import needs_transformers, relative_error, run_jobs, step_of, tokens_of
+from tests.hf.models import CASES
+
+pytestmark = needs_transformers
+NUM_TOKENS = 48
+# Arguments of save_pretrained. Names of modules instead of those of files are also what state_dict() has.
+OPTIONS = {"files": {}, "modules": dict(save_original_format=False), "shards": dict(max_shard_size="20KB")}
+WITH_ALIASES = [x for x in CASES if (y := FAMILIES[CASES[x].config["model_type"]]).tensor_aliases or y.joined_tensors]
+# Models around a language model: their model_type.
+WRAPPERS = {
+    case: CASES[case].config["model_type"].removesuffix("_text") for case in ("gemma3", "qwen3_5_hybrid", "qwen3_5_moe")
+}
+SAVED = [(case, "files", "") for case in CASES] + [(case, "modules", "") for case in WITH_ALIASES]
+SAVED += [("gpt_oss", "shards", ""), ("olmo_hybrid", "shards", "")]
+SAVED += [(case, "files", wrapper) for case, wrapper in WRAPPERS.items()]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories and logits of transformers by (case, options, wrapper)."""
+    root = tmp_path_factory.mktemp("saved")
+    directories = {key: root / "-".join(key) for key in SAVED}
+    jobs = {
+        (case, options, wrapper): dict(
+            job="save",
+            config=CASES[case].config,
+            tokens=tokens_of(NUM_TOKENS).tolist(),
+            directory=str(directories[case, options, wrapper]),
+            wrapper=wrapper,
+            **OPTIONS[options],
+        )
+        for case, options, wrapper in SAVED
+    }
+    return {key: (directories[key], result["logits"]) for key, result in run_jobs(root, jobs).items()}
+
+
+@functools.cache
+def loaded(directory):
+    step = step_of(directory, NUM_TOKENS, {})
+    params, _ = load_pretrained(step)
+    return step, params, LanguageModel(step, params, None).logits(tokens_of(NUM_TOKENS))
+
+
+def test_saved_models_are_of_every_family():
+    assert {CASES[case].config["model_type"] for case, *_ in SAVED} == FAMILIES.keys()
+    assert {*WRAPPERS.values()} == {family.multimodal_type for family in FAMILIES.values()} - {""}
+
+
+@pytest.mark.parametrize(("case", "options", "wrapper"), SAVED)
+def test_saved_model_has_the_logits_of_transformers(case, options, wrapper, saved):
+    directory, expected = saved[case, options, wrapper]
+    assert expected.std() >= 1
+    assert relative_error(loaded(directory)[2], expected) <= 1e-4
+
+
+def test_exports_of_saved_models_have_their_logits_in_transformers(saved, tmp_path):
+    jobs, expected = {}, {}
+    for case in CASES:
+        directory, expected[case] = saved[case, "files", ""]
+        step, params, _ = loaded(directory)
+        checkpoints = Checkpoints(tmp_path / case / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
+        checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config)))
+        checkpoints.close()
+        out = jaxlc.export(tmp_path / case, tmp_path / f"{case}-out", dtype="fp32")
+        before, after = (json.loads((path / "config.json").read_text()) for path in (directory, out))
+        assert before.keys() <= after.keys(), case
+        jobs[case] = dict(job="logits", directory=str(out), tokens=tokens_of(NUM_TOKENS).tolist())
+    for case, result in run_jobs(tmp_path, jobs).items():
+        assert relative_error(result["logits"], expected[case]) <= 1e-4, case
