@@ -1,7 +1,8 @@
 """usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1] [--entropy]
 
 Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a Hugging Face directory.
-The output has one JSON line per record, in order, and a run that is interrupted resumes after the last one. Logits
+The output has one JSON line per record, in order, and a run that is interrupted resumes after the last one. What the
+values depend on, such as the model, is in OUT.header.json: the command does not add to values of something else. Logits
 exist for a chunk of tokens at a time.
 """
 
@@ -19,7 +20,10 @@ import jaxlc
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.ranges import Above0
+from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import read_json_file
+from jaxlc.core.identity import difference, file_fingerprint, fingerprint_of
 from jaxlc.core.paths import local_path
 from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.generation.__main__ import mesh_sizes
@@ -56,6 +60,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
     import jax
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
+    from jaxlc.checkpoints.checksums import model_fingerprint
+    from jaxlc.data.tokens.stops import template_if_any
     from jaxlc.data.traces.open_traces import records_of
     from jaxlc.data.traces.trace_records import TraceReader
 
@@ -63,11 +69,19 @@ def _score(command: ParsedCommand[Flags]) -> int:
     if out.resolve() == source.resolve():
         raise UserError(f"OUT is the file of the traces, {out}: use another OUT")
     make_writable(out.parent, "use another OUT")
-    # Processes must agree, also on file systems that show them different states of the file.
-    num_done = int(broadcast_one_to_all(np.int32(_num_records(out, flags.field) if jax.process_index() == 0 else 0)))
+    if out.suffix != ".jsonl":
+        raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
     run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
     chat_template = flags.chat_template or run.config.data.chat_template
     reader = TraceReader(run.tokenizer, chat_template, run.config.model.vocab_size)
+    template = template_if_any(chat_template, run.tokenizer)
+    header = dict(
+        model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
+        chat_template=template and fingerprint_of(template.source), traces=file_fingerprint(source), field=flags.field,
+        temperature=flags.temperature, entropy=flags.entropy,
+    )  # fmt: skip
+    # Processes must agree, also on file systems that show them different states of the file.
+    num_done = int(broadcast_one_to_all(np.int32(_num_records(out, header) if jax.process_index() == 0 else 0)))
     num_records = 0
     with full_disk_explained(out, lambda: f"{_KEPT} after you free space"), _opened(out, jax.process_index()) as file:
         for num_records, record in enumerate(records_of(source), start=1):
@@ -104,20 +118,22 @@ def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:
     return dict(zip(names, values)) if len(names) > 1 else values[0]
 
 
-def _num_records(out: Path, field: str) -> int:
-    """Records that an earlier run wrote; removes a line that it did not finish.
+def _num_records(out: Path, header: dict[str, Any]) -> int:
+    """Records that an earlier run wrote; removes a line that it did not finish. Writes the header of a new file.
 
     Raises:
-      UserError: the file is not one that this command writes. It is not changed.
+      UserError: the file has another header or none. It is not changed.
     """
-    if out.suffix != ".jsonl":
-        raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
+    path = out.with_suffix(".header.json")
     if not out.is_file() or not out.stat().st_size:
+        with replacing(path) as file:
+            file.write(json.dumps(header, indent=2).encode())
         return 0
+    if not path.is_file():
+        raise UserError(f"{out} exists, and not its header {path.name}: use another OUT, or remove the file")
+    if changed := difference(read_json_file(path), header):
+        raise UserError(f"{out} was made with something else ({changed}): use another OUT, or remove the file")
     with out.open("rb+") as file:
-        if f'"{field}": '.encode() not in file.readline():
-            raise UserError(f"{out} exists, and its first line has no {field}: use another OUT, or remove the file")
-        file.seek(0)
         lengths = [len(line) for line in file if line.endswith(b"\n")]
         file.truncate(sum(lengths))
     return len(lengths)

@@ -1,5 +1,6 @@
 """Names, shapes and checksums of the arrays of a checkpoint, and whether they are finite."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlc.config import Config
+from jaxlc.core.identity import fingerprint_of
 from jaxlc.runtime.barrier import Program
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
@@ -83,6 +86,12 @@ def stored_summary(array: np.ndarray) -> Summary:
 def checksums_of(state) -> dict[str, int]:
     """Name -> checksum of each array."""
     return {name: summary.checksum for name, summary in summaries_of(state).items()}
+
+
+def model_fingerprint(config: Config, params) -> str:
+    """Equal for equal parameters and settings of a model, on any mesh and from any directory. It reads no file."""
+    settings = dataclasses.replace(config.model, init_from="", preset="")
+    return fingerprint_of((sorted(checksums_of(params).items()), settings, config.lora))
 
 
 def nonfinite_param(summaries: dict[str, Summary]) -> str | None:

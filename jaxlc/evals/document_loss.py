@@ -19,8 +19,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.evals.predictions import resumed_rows, stored_rows
-from jaxlc.evals.score_rows import ScoreRow
+from jaxlc.evals.predictions import resumed_rows, stored_header, stored_rows
+from jaxlc.evals.score_rows import ScoreRow, read_scores
 from jaxlc.train.evaluation.document_sums import DocumentSums, estimate, position_edges
 
 TokenLosses = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> losses of tokens 1 .. T - 1 in nats [B, T - 1]
@@ -121,9 +121,11 @@ def losses_of(
 
 
 def stored_losses(directory: Path) -> list[DocumentLosses]:
-    """The losses in the directory of a checkpoint, shorter lengths first."""
+    """The losses in the directory of a checkpoint that belong to the model of its scores, shorter lengths first."""
     paths = {int(path.stem.partition("-")[2]): path for path in directory.glob(f"{LOSS}-*.jsonl")}
-    stored = {length: list(stored_rows(paths[length].read_text())) for length in sorted(paths)}
+    models = {row.model for row in read_scores(directory)}
+    texts = {length: paths[length].read_text() for length in sorted(paths)}
+    stored = {length: list(stored_rows(x)) for length, x in texts.items() if stored_header(x).get("model") in models}
     return [_losses_of_rows(length, rows) for length, rows in stored.items() if rows]
 
 

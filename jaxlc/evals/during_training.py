@@ -1,14 +1,13 @@
 """Evaluations during training: `config.evals`, with the live parameters and in the same process."""
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 
-from jaxlc.checkpoints.checksums import checksums_of
+from jaxlc.checkpoints.checksums import model_fingerprint
 from jaxlc.config.checks.eval_checks import lengths_in_training
 from jaxlc.config.models.pretrained import original_of
 from jaxlc.data.tokens.fitting_template import fitting_template
@@ -64,7 +63,7 @@ class TrainingScorer:
                 config, self._tokenizer, original_of(config.model.init_from, workdir), self._encode.template
             ),
             directory=out / f"step-{step}",
-            identity=dict(model=str(workdir), step=step, parameters=_fingerprint(params)),
+            fingerprint=model_fingerprint(config, params),
             replaces=True,
         )
         try:
@@ -82,11 +81,6 @@ class TrainingScorer:
 def _strongly_typed(x: jax.Array) -> jax.Array:
     """The initial norm scales are weakly typed, and trained ones are not: programs would be compiled twice."""
     return x.astype(x.dtype) if x.weak_type else x
-
-
-def _fingerprint(params: dict) -> str:
-    """Equal for equal parameters on any mesh."""
-    return hashlib.sha256(repr(sorted(checksums_of(params).items())).encode()).hexdigest()[:16]
 
 
 def _named(rows: Sequence[ScoreRow]) -> Iterator[NamedScore]:

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from jaxlc.checkpoints.checksums import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS
+from jaxlc.core.identity import fingerprint_of
 from jaxlc.core.paths import local_path
 from jaxlc.data.tokens.stops import Stops
 from jaxlc.evals.cases import text_cases
@@ -34,14 +36,14 @@ class EvaluatedModel:
     generator: Callable[[], Generator]  # the same one in every call
     stops: Stops
     directory: Path  # where its results are written
-    identity: dict  # in the first line of its results, which must be equal if an evaluation resumes
+    fingerprint: str  # of parameters and settings, in the first line of its results, which must be equal to resume
     replaces: bool = False  # results of another identity are replaced instead of refused
 
     def evaluate(self, settings: EvalsConfig, report: Report) -> list[ScoreRow]:
         """Evaluates the model, writes the scores, and returns them; `report` is called with each score."""
         rows = []
         for row in self._rows(settings):
-            rows.append(row)
+            rows.append(replace(row, model=self.fingerprint))
             report(row)
         if jax.process_index() == 0:
             store_scores(self.directory, rows)
@@ -49,7 +51,8 @@ class EvaluatedModel:
 
     def _rows(self, settings: EvalsConfig) -> Iterator[ScoreRow]:
         tokenizer = self.encode.tokenizer
-        identity = self.identity | dict(tokenizer=tokenizer.fingerprint, seed=settings.seed)
+        identity = dict(model=self.fingerprint, tokenizer=tokenizer.fingerprint, seed=settings.seed)
+        template = self.encode.template
         if LOSS in settings.tasks:
             yield from evaluate_loss(
                 settings, tokenizer, self._losses_after_start, self.directory, identity, self.replaces
@@ -65,7 +68,7 @@ class EvaluatedModel:
                 case,
                 self._generate,
                 self.directory,
-                identity | dict(haystack=subject["haystack"], chat=settings.chat),
+                identity | dict(template=template and fingerprint_of(template.source), stops=[*self.stops]),
                 batch_size=settings.batch_size,
                 replaces=self.replaces,
             )
@@ -106,7 +109,6 @@ def evaluate_run(
         generator=lambda: generator_of(result),
         stops=stops_for(result, encode.template),
         directory=out / f"step-{result.step}",
-        identity=dict(model=str(result.workdir), step=result.step)
-        | (dict(chat_template=chat_template) if chat_template else {}),
+        fingerprint=model_fingerprint(result.config, result.params),
     )
     return model.evaluate(settings, report)

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
 from jaxlc.core.foreign_files import parse_json
+from jaxlc.core.identity import difference
 from jaxlc.core.progress_lines import progress_lines
 from jaxlc.evals.example import Example
 from jaxlc.evals.scoring import Score, cleaned, score_of
@@ -29,6 +30,7 @@ class Case:
     match: Callable[[str, Sequence[str]], float]
     num_examples: int
     new_tokens: int
+    data: str = ""  # fingerprint of the text in its examples
 
 
 def resumed_rows(
@@ -52,12 +54,13 @@ def resumed_rows(
       UserError: the file has rows of another header.
     """
     text = _text_on_all_processes(path)
-    difference = _difference(_parsed(text.partition("\n")[0]) or {}, header) if text else ""
-    if difference and not replaces:
+    changed = difference(stored_header(text), header) if text else ""
+    if changed and not replaces:
         raise UserError(
-            f"{path} has predictions of other settings ({difference}): use another --out, or remove the file"
+            f"{path} has predictions of another model, data or settings ({changed}): use another --out, or remove"
+            f" {path.parent}"
         )
-    text = "" if difference else text
+    text = "" if changed else text
     rows = {row["index"]: row for row in stored_rows(text)}
     missing = [index for index in range(num_rows) if index not in rows]
     is_primary = jax.process_index() == 0
@@ -75,6 +78,10 @@ def resumed_rows(
                     file.writelines(json.dumps(row) + "\n" for row in made)
             update(first + len(indices), len(missing))
     return [rows[index] for index in range(num_rows)]
+
+
+def stored_header(text: str) -> dict:
+    return _parsed(text.partition("\n")[0]) or {}
 
 
 def stored_rows(text: str) -> Iterator[dict]:
@@ -109,7 +116,7 @@ def run_case(
             for example, text in zip(examples, texts, strict=True)
         ]
 
-    header = dict(case=case.name, new_tokens=case.new_tokens, **identity)
+    header = dict(case=case.name, new_tokens=case.new_tokens, data=case.data, **identity)
     path = directory / f"{case.name}.jsonl"
     rows = resumed_rows(path, header, case.num_examples, make_rows, batch_size=batch_size, replaces=replaces)
     return score_of([row["score"] for row in rows])
@@ -131,9 +138,3 @@ def _parsed(line: str) -> dict | None:
         return parse_json(line)
     except ValueError:
         return None
-
-
-def _difference(stored: dict, header: dict) -> str:
-    """The names and values of the header that the stored one does not have; empty: it has all."""
-    names = [name for name in header if stored.get(name) != header[name]]
-    return ", ".join(f"{name} {stored.get(name)!r} instead of {header[name]!r}" for name in names)

@@ -31,6 +31,7 @@ class ScoreRow:
     seconds: float  # time of this call; stored predictions take none
     unit: Literal["%", "nats"] = "%"  # nats: per token
     chat: bool = False  # the prompt was in a chat template
+    model: str = ""  # fingerprint of its parameters and settings
     # Ends of the 95% interval of a bootstrap over documents; None: no documents, or fewer than 5.
     low: float | None = None
     high: float | None = None
@@ -95,8 +96,10 @@ def step_directories(out: Path) -> list[Path]:
 
 
 def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
-    """Adds scores to those in `directory`; a score of the same subject is replaced."""
-    by_subject = {row.subject: row for row in [*read_scores(directory), *rows]}
+    """Adds scores to those in `directory`; scores of the same subject, and those of other models, are removed."""
+    models = {row.model for row in rows}
+    kept = [row for row in read_scores(directory) if row.model in models or not models]
+    by_subject = {row.subject: row for row in [*kept, *rows]}
     with replacing(directory / SCORES_FILE) as out:
         out.write("".join(map(_line, by_subject.values())).encode())
 

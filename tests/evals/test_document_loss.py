@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -90,8 +91,28 @@ def test_interrupted_evaluation_computes_the_missing_documents(run, texts, tmp_p
     resumed = jaxlc.evaluate(result, **settings, out=tmp_path)
     assert calls == [2] and [row.score for row in resumed] == [row.score for row in complete]
     assert path.read_text() == "".join(lines)
-    with pytest.raises(UserError, match=r"other settings \(documents"):
+    with pytest.raises(UserError, match=r"settings \(documents"):
         jaxlc.evaluate(result, **settings | dict(num_examples=3), out=tmp_path)
+
+
+def test_results_belong_to_the_content_of_model_and_documents(run, texts, tmp_path):
+    """Not to a path: a copy of the run resumes, and other parameters in the same directory do not."""
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    settings = _settings(tmp_path / "a.txt", lengths=[64], context_limits=[]) | dict(mesh=dict(context=1))
+    copy, out = shutil.copytree(run, tmp_path / "run"), tmp_path / "out"
+    rows = jaxlc.evaluate(run, **settings, out=out)
+    assert [row.score for row in jaxlc.evaluate(copy, **settings, out=out)] == [row.score for row in rows]
+    (tmp_path / "a.txt").write_text("more text " * 100)
+    with pytest.raises(UserError, match=r"another model, data or settings \(documents"):
+        jaxlc.evaluate(run, **settings, out=out)
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    shutil.rmtree(copy)
+    runs.write_untrained_run(copy, seed=1)
+    with pytest.raises(UserError, match=r"another model, data or settings \(model"):
+        jaxlc.evaluate(copy, **settings, out=out)
+    (out / "step-1" / "loss-64.jsonl").rename(out / "step-1" / "loss-128.jsonl")
+    assert jaxlc.evaluate(copy, **settings, out=out)[0].score != rows[0].score
+    assert [losses.length for losses in stored_losses(out / "step-1")] == [64]
 
 
 def test_gain_is_paired_by_document():

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -77,7 +78,7 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
 
 def test_predictions_of_another_checkpoint_raise(tmp_path):
     run_case(_case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=1), batch_size=2)
-    with pytest.raises(UserError, match=r"other settings \(step 1 instead of 2\)"):
+    with pytest.raises(UserError, match=r"\(step 1 instead of 2\)"):
         run_case(_case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=2), batch_size=2)
 
 
@@ -98,6 +99,24 @@ def test_predictions_of_another_checkpoint_raise(tmp_path):
 def test_invalid_settings_raise(values, message):
     with pytest.raises(UserError, match=message):
         eval_settings(dict(lengths=(1024,)) | values)
+
+
+def test_cases_have_the_fingerprint_of_their_text(tmp_path):
+    def data_of(text: str) -> dict[str, str]:
+        (tmp_path / "prose.txt").write_text(text)
+        settings = dict(tasks="needle,passkey,vt,niah_single_2", haystack=str(tmp_path / "prose.txt"), lengths=(1024,))
+        return {subject["task"]: case.data for case, subject in text_cases(eval_settings(settings), len)}
+
+    before, after = data_of("a text of words"), data_of("a text of other words")
+    assert before == data_of("a text of words") and {x for x in before if before[x] == after[x]} == {"passkey"}
+
+
+def test_scores_of_another_model_are_not_kept(tmp_path):
+    store_scores(tmp_path, [replace(_score(512, 80.0), model="a"), replace(_score(1024, 80.0), model="a")])
+    store_scores(tmp_path, [replace(_score(1024, 70.0), model="a")])
+    assert [row.score for row in read_scores(tmp_path)] == [80.0, 70.0]
+    store_scores(tmp_path, [replace(_score(2048, 60.0), model="b")])
+    assert [row.score for row in read_scores(tmp_path)] == [60.0]
 
 
 def test_files_of_close_depths_differ():
@@ -214,7 +233,7 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkey
     assert main(["eval", str(tmp_path / "run"), *chat, "--chat_template=chatml"]) == 0
     assert any(bytes(prompt.astype(np.uint8)).startswith(b"<|im_start|>user\n") for prompt in prompts)
     (stored,) = (tmp_path / "chat").glob("step-1/*passkey*.jsonl")
-    assert json.loads(stored.read_text().splitlines()[0])["chat_template"] == "chatml"
+    assert json.loads(stored.read_text().splitlines()[0])["template"]
     again = jaxlc.evaluate(
         tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
     )

@@ -64,12 +64,12 @@ def save_step_0(config, workdir: Path) -> Config:
     return config
 
 
-def write_untrained_run(directory: Path) -> Path:
+def write_untrained_run(directory: Path, seed: int = 0) -> Path:
     """Writes a run of a small model on bytes, with the checkpoint 1 of its initial parameters; returns `directory`."""
     config = defaults()
     config.model.update(vocab_size=257, num_layers=2, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32)
     config.mesh.context = config.runtime.simulated_devices = 2
-    config.data.seq_len = 64
+    config.data.seq_len, config.train.seed = 64, seed
     save_step_0(config, directory)
     return directory
 

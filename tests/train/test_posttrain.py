@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -54,10 +55,31 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_others_are_not_changed(scored, tmp_path, capsys):
     traces, other = scored.parent / "traces.jsonl", tmp_path / "other.jsonl"
     other.write_text('{"prompt": "a"}\n{"prompt": "no end of line"}')
-    for out, words in ((traces, "OUT is the file of the traces"), (other, "its first line has no reference_log_probs")):
+    for out, words in ((traces, "OUT is the file of the traces"), (other, "and not its header other.header.json")):
         content = out.read_text()
         assert logprobs.main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)]) == 2
         assert words in capsys.readouterr().err and out.read_text() == content
+
+
+def test_values_of_another_model_or_of_other_settings_are_not_resumed(scored, tmp_path, capsys):
+    """The content decides: the same model and traces in other places resume."""
+    run, traces = tmp_path / "run", tmp_path / "traces.jsonl"
+    shutil.copytree(scored.parent / "run", run)
+    shutil.copy(scored.parent / "traces.jsonl", traces)
+    command, others = ["logprobs", str(run), str(traces), str(scored)], ["--field=old_log_probs", "--entropy"]
+    assert logprobs.main([*command, *others]) == 0
+    assert "18 records, 18 of them in earlier runs" in capsys.readouterr().out
+    content = scored.read_text()
+    assert logprobs.main([*command, *others, "--temperature=0.5", "--chat_template=chatml"]) == 2
+    error = capsys.readouterr().err
+    assert "temperature 1.0 instead of 0.5" in error and "chat_template None instead of" in error
+    traces.write_text(traces.read_text().replace('"reward": 1', '"reward": 2'))
+    assert logprobs.main([*command, *others]) == 2 and "made with something else (traces " in capsys.readouterr().err
+    shutil.rmtree(run)
+    write_untrained_run(run, seed=1)
+    shutil.copy(scored.parent / "traces.jsonl", traces)
+    assert logprobs.main([*command, *others]) == 2 and "made with something else (model " in capsys.readouterr().err
+    assert scored.read_text() == content
 
 
 def test_log_probs_equal_those_of_the_model(scored):

@@ -40,19 +40,25 @@ def stops_of(
 def trained_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of the chats that a run trains on; None: it has none.
 
-    Traces and prompts of rollouts may be chats, which only their records say: they use the template of the tokenizer,
-    if it has one.
+    Traces and prompts of rollouts may be chats, which only their records say.
 
     Raises:
-      UserError: the template of data.chat_template, or of a source with chats, cannot be read.
+      UserError: the template of data.chat_template cannot be read.
     """
     data = config.data
-    has_chats = bool(data.chat_template) or any(source.has_chats for source in data.mixture)
-    if not has_chats and not data.traces and not config.rollouts.prompts:
-        return None
+    has_chats = any(source.has_chats for source in data.mixture) or data.traces or config.rollouts.prompts
+    return template_if_any(data.chat_template, tokenizer) if data.chat_template or has_chats else None
+
+
+def template_if_any(setting: str, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of data.chat_template, or else of the tokenizer; None: it has none.
+
+    Raises:
+      UserError: the template of `setting` cannot be read.
+    """
     try:
-        return load_chat_template(data.chat_template, tokenizer.file)
+        return load_chat_template(setting, tokenizer.file)
     except UserError:
-        if has_chats:
+        if setting:
             raise
         return None
