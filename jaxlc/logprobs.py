@@ -61,6 +61,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     from jaxlc.checkpoints.checksums import model_fingerprint
+    from jaxlc.data.tokens.encoder import Encoder
     from jaxlc.data.tokens.stops import template_if_any
     from jaxlc.data.traces.open_traces import records_of
     from jaxlc.data.traces.trace_records import TraceReader
@@ -73,7 +74,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
         raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
     run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
     chat_template = flags.chat_template or run.config.data.chat_template
-    reader = TraceReader(run.tokenizer, chat_template, run.config.model.vocab_size)
+    encoder = Encoder(run.tokenizer, chat_template)
+    reader = TraceReader(encoder, run.config.model.vocab_size)
     template = template_if_any(chat_template, run.tokenizer)
     header = dict(
         model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
@@ -87,7 +89,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
-            traces = list(reader.read(record))
+            traces = reader.read(record, is_sampled=True)
             scores = [_scores_of(run.model, trace, flags.temperature) for trace in traces]
             names = ["chosen", "rejected"] if len(traces) == 2 else [""]
             values = dict(record.values)
@@ -98,6 +100,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
             file.flush()
             if num_records % 100 == 0:
                 print(f"{num_records:,} records", flush=True)
+    for warning in encoder.notes.lines(str(source)):
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs")
     return 0
 

@@ -75,6 +75,9 @@ class DataConfig:
     # text of the token that ends each document, such as <|im_end|>. Empty: chosen from the special tokens of the
     # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
     end_token: str = ""
+    # True: the text of a special token, such as <|im_end|>, in documents, prompts and answers is encoded as this token.
+    # False: it is text; a warning has the number of such texts. In a rendered chat it is always the token.
+    parse_special_tokens: bool = False
     # sequence length in tokens, over all context ranks, such as 131072 or 128K; documents are packed into sequences.
     seq_len: Tokens = Tokens(4096)
     # field of records that holds the document; dots name fields of fields, such as data.text.

@@ -66,7 +66,7 @@ def open_corpus(
     Raises:
       UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used.
     """
-    tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token)
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token, config.parse_special_tokens)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
     check_max_tokens(eval_files, 1)
     opener = _StoreOpener(config, tokenizer, eval_files, progress, log)
@@ -117,6 +117,7 @@ class _StoreOpener:
                 f"{files[0].setting}: skipped records: {store.num_bad_records:,} (the first:"
                 f" {store.first_bad_record}){listed}"
             )
+        self.warnings += store.notes.lines(files[0].setting)
         return store
 
     def open_eval_store(self) -> TokenStore | None:

@@ -110,7 +110,7 @@ class HarnessModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt of a chat; without `add_generation_prompt` its last message is continued."""
-        return self._template.prompt(chat_history, continues_last=not add_generation_prompt)
+        return self._template.prompt(chat_history, continues_last=not add_generation_prompt).text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text with special tokens; start tokens come first unless the text has them."""
@@ -227,7 +227,7 @@ class HarnessModel(TemplateLM):
         return tqdm(batches, desc=f"batches of {what}", disable=not self._is_primary)
 
     def _encode(self, text: str) -> list[int]:
-        ((ids, _),) = self._tokenizer.encode_with_offsets([text])
+        ((ids, _),) = self._tokenizer.encode_with_offsets([text], special_tokens=True)
         return ids.tolist()
 
     @functools.cached_property

@@ -34,9 +34,11 @@ class PromptEncoder:
             assistant.
         """
         if self.template is None:
-            return np.concatenate([self.start_ids, self.tokenizer.encode((text + answer_prefix).encode())])
-        prompt = self.template.prompt([dict(role="user", content=text)])
-        ((ids, _),) = self.tokenizer.encode_with_offsets([prompt + answer_prefix])
+            return np.concatenate(
+                [self.start_ids, self.tokenizer.encode((text + answer_prefix).encode(errors="replace"))]
+            )
+        prompt = self.template.prompt([dict(role="user", content=text)]).text
+        ((ids, _),) = self.tokenizer.encode_with_offsets([prompt + answer_prefix], special_tokens=True)
         return ids
 
     @property

@@ -14,6 +14,7 @@ from jaxlc.core.paths import displayed
 from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.texts.records import Record
 from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.stops import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import records_of
@@ -37,7 +38,7 @@ class EmbeddedRollouts:
         self._step, self._tokenizer, self._generator = step, tokenizer, None
         config, settings = step.config, step.config.rollouts
         self._reward = load_reward(settings.reward)
-        self._reader = TraceReader(tokenizer, config.data.chat_template, config.model.vocab_size)
+        self._reader = TraceReader(Encoder(tokenizer, config.data.chat_template), config.model.vocab_size)
         files, _ = list_files(settings.prompts, "rollouts.prompts")
         self._records = [record for file in files for record in records_of(file.path)]
         self._prompts = [self._prompt(record) for record in self._records]

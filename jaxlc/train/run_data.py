@@ -190,7 +190,7 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     Raises:
       UserError: it cannot be loaded, or has IDs that the vocabulary of the model does not have.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens)
     if tokenizer.vocab_size > config.model.vocab_size:
         advice = f"set --config.model.vocab_size={tokenizer.vocab_size}"
         if config.model.init_from:
@@ -207,7 +207,7 @@ def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches |
     heldout = None if eval_batches is None else ListedSequences(eval_batches, **sizes)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
     return RunData(
-        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
+        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens),
         train=StreamedSequences(
             user_batches,
             batch_size=config.train.global_batch_size,

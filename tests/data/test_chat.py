@@ -10,8 +10,10 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.texts.records import BadRecord
-from jaxlc.data.tokens.chat import ChatTemplate, encode_chats, load_chat_template
+from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import CHATML, CHATS, HEADERS, TOOL_CHAT, VARIABLES, cases, without_markers, write_tokenizer
 
@@ -19,7 +21,7 @@ CASES = cases()
 
 
 def render(template: str, chat: dict):
-    return ChatTemplate(template, VARIABLES).render(chat["messages"], chat.get("tools"), "chats.jsonl:1")
+    return ChatTemplate(template, VARIABLES).render(Chat(chat["messages"], chat.get("tools")), "chats.jsonl:1")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,7 +47,7 @@ def test_encoded_answers_decode_to_the_text(tmp_path: Path):
     for name in ("bytes", str(write_tokenizer(tmp_path))):
         tokenizer = load_tokenizer(name)
         rendered = [render(CHATML, chat) for chat in CHATS]
-        for chat, (ids, spans) in zip(rendered, encode_chats(rendered, tokenizer)):
+        for chat, (ids, spans) in zip(rendered, Encoder(tokenizer).encode([(chat, "") for chat in rendered])):
             assert len(spans) == len(chat.answers)
             for (begin, end), (first, last) in zip(spans, chat.answers):
                 answer = chat.text[first:last] if name == "bytes" else chat.text[first:last].removesuffix("<|im_end|>")
@@ -76,15 +78,15 @@ def test_chat_template_is_found_next_to_the_tokenizer(tmp_path: Path):
     directory = write_tokenizer(tmp_path / "a", template=CHATML)
     file = directory / "tokenizer.json"
     expected = render(CHATML, CHATS[0])
-    assert load_chat_template("", file).render(CHATS[0]["messages"], None, "x") == expected
+    assert load_chat_template("", file).render(Chat(CHATS[0]["messages"]), "x") == expected
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "default", "template": CHATML}, {"name": "rag", "template": "{{ x }}"}]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_chat_template("", file).render(CHATS[0]["messages"], None, "x") == expected
+    assert load_chat_template("", file).render(Chat(CHATS[0]["messages"]), "x") == expected
     (directory / "chat_template.jinja").write_text(CHATML.replace("<|im_start|>", "<s>"))
-    assert load_chat_template("", file).render(CHATS[0]["messages"], None, "x").text.startswith("<s>user\n")
-    assert load_chat_template("chatml", None).render(CHATS[0]["messages"], None, "x").text == expected.text
-    llama3 = load_chat_template("llama3", file).render(CHATS[0]["messages"], None, "x")
+    assert load_chat_template("", file).render(Chat(CHATS[0]["messages"]), "x").text.startswith("<s>user\n")
+    assert load_chat_template("chatml", None).render(Chat(CHATS[0]["messages"]), "x").text == expected.text
+    llama3 = load_chat_template("llama3", file).render(Chat(CHATS[0]["messages"]), "x")
     assert llama3 == render(HEADERS, CHATS[0])
     with pytest.raises(UserError, match="data.tokenizer has no chat template.*data.chat_template"):
         load_chat_template("", None)

@@ -29,7 +29,7 @@ def read(record: dict, chat_format: str = "messages") -> Chat:
 
 def test_openai_record_becomes_that_of_transformers():
     chat = read(OPENAI_CHAT)
-    assert chat._asdict() == TRANSFORMERS_CHAT
+    assert chat == Chat(**TRANSFORMERS_CHAT)
     flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": None}]}
     (message,) = read({"messages": [flat]}).messages
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {}}}]
@@ -90,8 +90,8 @@ def test_other_formats_become_messages(chat_format: str, record: dict, expected:
         ("messages", {"messages": [USER, {**ANSWER, "content": ""}]}, r"messages\[1\] is an empty answer"),
         (
             "messages",
-            {"messages": [USER, {**ANSWER, "weight": 0}]},
-            r"messages\[1\].weight is 0: every answer is trained",
+            {"messages": [USER, {**ANSWER, "weight": 0.5}]},
+            r"messages\[1\].weight is 0.5: expected 0 or 1",
         ),
         (
             "messages",
@@ -136,12 +136,10 @@ def test_templates_refuse_what_they_would_leave_out():
         (llama3, read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}]}).messages, None, "text or one call"),
     ):
         with pytest.raises(BadRecord, match=f"^x: .*{problem}"):
-            template.render(messages, tools, "x")
+            template.render(Chat(messages, tools), "x")
     named = ChatTemplate("{# 'alien' #}" + HEADERS, VARIABLES)  # as the error advises
-    assert "alien" in named.render([alien, ANSWER], None, "x").text
-    several = chatml.render(
-        read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}, result, result]}).messages, None, "x"
-    )
+    assert "alien" in named.render(Chat([alien, ANSWER]), "x").text
+    several = chatml.render(read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}, result, result]}), "x")
     assert several.text.count("<tool_call>") == 2 and several.text.count("<|im_start|>user\n<tool_response>") == 1
 
 
@@ -151,9 +149,9 @@ def test_answer_that_renders_as_nothing_is_refused(marker: tuple[str, str]):
     text += "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     template = ChatTemplate(text.replace("BEGIN", marker[0]).replace("END", marker[1]), {})
     blank = {"role": "assistant", "content": " "}
-    assert len(template.render([USER, ANSWER, USER, ANSWER], None, "x").answers) == 2
+    assert len(template.render(Chat([USER, ANSWER, USER, ANSWER]), "x").answers) == 2
     with pytest.raises(BadRecord, match="renders no answer for message 3"):
-        template.render([USER, ANSWER, USER, blank], None, "x")
+        template.render(Chat([USER, ANSWER, USER, blank]), "x")
 
 
 def test_columns_of_parquet_equal_json_lines(tmp_path: Path):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxlc.core.errors import UserError
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens import template_process
 from jaxlc.data.tokens.chat import ChatTemplate
@@ -58,17 +59,17 @@ def children() -> set[str]:
 )
 def test_template_that_exceeds_a_limit_is_an_error(source, message):
     with pytest.raises(UserError, match=message):
-        ChatTemplate(source, {}).render(CHAT, None, "f:1")
+        ChatTemplate(source, {}).render(Chat(CHAT), "f:1")
 
 
 def test_process_that_hangs_is_replaced():
     template = ChatTemplate(IF_LOOPS + PLAIN, {})
-    expected = template.render(CHAT, None, "f:1")
+    expected = template.render(Chat(CHAT), "f:1")
     assert expected.text == "user: q</s>assistant: a</s>"
     before = children()
     with pytest.raises(BadRecord, match="^f:2: the chat template needs more than"):
-        template.render([dict(role="user", content="loop"), CHAT[1]], None, "f:2")
-    assert template.render(CHAT, None, "f:3") == expected
+        template.render(Chat([dict(role="user", content="loop"), CHAT[1]]), "f:2")
+    assert template.render(Chat(CHAT), "f:3") == expected
     assert len(children()) == len(before)
     del template
     assert len(children()) == len(before) - 1
@@ -76,16 +77,17 @@ def test_process_that_hangs_is_replaced():
 
 def test_answer_of_an_abandoned_chat_is_not_that_of_the_next():
     """The first chat ends with an error after two of four renderings."""
-    template = ChatTemplate("{% if messages | length == 4 %}x{% endif %}" + PLAIN, {})
-    with pytest.raises(BadRecord, match="renders message 1 differently") as raised:
-        template.render(CHAT * 2, None, "f:1")
-    assert template.render(CHAT, None, "f:2").text == "user: q</s>assistant: a</s>", raised
+    without_roles = PLAIN.replace("{{ m.role }}: ", "{{ m.role if messages | length < 4 }}: ")
+    template = ChatTemplate("{% if messages | length == 4 %}x{% endif %}" + without_roles, {})
+    with pytest.raises(BadRecord, match="renders a message differently") as raised:
+        template.render(Chat(CHAT * 2), "f:1")
+    assert template.render(Chat(CHAT), "f:2").text == "user: q</s>assistant: a</s>", raised
 
 
 def test_chats_that_are_asked_together_equal_single_ones():
     """Also after one that ends the process, one with an error, one that is not asked, and one that is long."""
     contents = ["0", "loop", "2", "\ufdd0", "error", "5" * 40_000, "6"]
-    chats = [([dict(role="user", content=content), CHAT[1]], None, f"f:{i}") for i, content in enumerate(contents)]
+    chats = [(Chat([dict(role="user", content=x), CHAT[1]]), f"f:{i}") for i, x in enumerate(contents)]
     if_error = "{% if messages[0].content == 'error' %}{{ raise_exception('E') }}{% endif %}"
     template = ChatTemplate(IF_LOOPS + if_error + PLAIN, {})
     results = list(template.render_all(chats))
@@ -103,11 +105,11 @@ def test_chats_that_are_asked_together_equal_single_ones():
 
 def test_chats_that_were_asked_and_not_read_are_not_those_of_the_next():
     template = ChatTemplate(PLAIN, {})
-    chats = [([dict(role="user", content=str(i)), CHAT[1]], None, "f:1") for i in range(5)]
+    chats = [(Chat([dict(role="user", content=str(i)), CHAT[1]]), "f:1") for i in range(5)]
     results = template.render_all(chats)
     assert next(results).text.startswith("user: 0")
     results.close()
-    assert template.render(CHAT, None, "f:2").text == "user: q</s>assistant: a</s>"
+    assert template.render(Chat(CHAT), "f:2").text == "user: q</s>assistant: a</s>"
     assert [result.text[6] for result in template.render_all(chats)] == list("01234")
 
 
@@ -119,7 +121,7 @@ def test_text_of_the_process_equals_that_in_this_process():
     here, there = ChatTemplate(source, {}), ChatTemplate("{# #}" + source, {})
     tools = [{"name": "f", "é": [1, 2.5, None, {"a": "\ud800"}]}]
     for chat in chats:
-        assert there.render(chat, tools, "f:1") == here.render(chat, tools, "f:1")
+        assert there.render(Chat(chat, tools), "f:1") == here.render(Chat(chat, tools), "f:1")
         assert there.prompt(chat) == here.prompt(chat)
     assert there.end_of_turn == here.end_of_turn == "<|im_end|>"
 
@@ -128,29 +130,30 @@ def test_threads_share_a_process():
     template = ChatTemplate(PLAIN, {})
     chats = [[dict(role="user", content=str(i)), CHAT[1]] for i in range(50)]
     with ThreadPoolExecutor(4) as executor:
-        texts = list(executor.map(lambda chat: template.render(chat, None, "f:1").text, chats))
+        texts = list(executor.map(lambda chat: template.render(Chat(chat), "f:1").text, chats))
     assert texts == [f"user: {i}</s>assistant: a</s>" for i in range(50)]
 
 
 def test_pickled_template_renders_the_same():
     template = ChatTemplate(PLAIN + "{{ eos_token }}", {"eos_token": "</e>"}, "T")
-    expected = template.render(CHAT, None, "f:1")
+    expected = template.render(Chat(CHAT), "f:1")
     copy = pickle.loads(pickle.dumps(template))
-    assert (copy.render(CHAT, None, "f:1"), copy.identity, copy.name) == (expected, template.identity, "T")
+    assert (copy.render(Chat(CHAT), "f:1"), copy.identity, copy.name) == (expected, template.identity, "T")
 
 
 _PROGRAM = f"""
 import os, sys
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.tokens.chat import ChatTemplate
 template = ChatTemplate({PLAIN!r}, {{}})
-text = template.render({CHAT!r}, None, "f:1").text
+text = template.render(Chat({CHAT!r}), "f:1").text
 for _ in range(2):
     if not os.fork():
-        assert template.render({CHAT!r}, None, "f:1").text == text
+        assert template.render(Chat({CHAT!r}), "f:1").text == text
         sys.exit()  # runs the exit functions, which must not end the process of the parent
     assert os.wait()[1] == 0
 process = template._process._child._process
-assert template.render({CHAT!r}, None, "f:1").text == text and process is template._process._child._process
+assert template.render(Chat({CHAT!r}), "f:1").text == text and process is template._process._child._process
 print(process.pid)
 """
 

@@ -15,6 +15,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.sequences.user_batches import EndOfBatches, complete_batch
 from jaxlc.data.texts.records import BadRecord, Record
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_traces
 from jaxlc.data.traces.rollout_files import RolloutSequences, write_rollouts
@@ -186,7 +187,7 @@ def test_groups_are_held_out_whole(tmp_path):
         ([dict(tokens=[-7, 2], loss_mask=[0, 1])], {}, "token -7, expected 0 to 511"),
         ([dict(tokens=[[1], [2, 3]], loss_mask=[0, 1])], {}, "tokens is a list, expected"),
         ([dict(tokens=[1, 2], loss_mask=[0, 0])], {}, "no token is in the loss"),
-        ([dict(prompt="a", chosen=USER, rejected=USER)], CHATS, "prompt is a str and chosen a list of messages"),
+        ([dict(prompt="a", chosen=USER, rejected=USER)], CHATS, "messages of 'chosen' are another chat"),
         (
             [answer([6], advantage=1.0, reference_log_probs=[-1])] * 2,
             dict(posttrain=dict(loss="dpo")),
@@ -242,4 +243,4 @@ def test_invalid_prefixes_raise(prefix_ids, message):
 
 def test_reader_of_a_bad_record_names_it():
     with pytest.raises(BadRecord, match="file:3"):
-        list(TraceReader(ByteTokenizer(), "", 257).read(Record("file:3", 3, dict(prompt="a"))))
+        list(TraceReader(Encoder(ByteTokenizer()), 257).read(Record("file:3", 3, dict(prompt="a"))))

@@ -14,10 +14,12 @@ from jaxlc.checkpoints.checkpoint_files import read_meta
 from jaxlc.config import defaults, load
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core.errors import UserError
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens.chat import encode_chats, load_chat_template
+from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer, load_tokenizer
 from jaxlc.data.traces.open_traces import records_of
 from jaxlc.data.traces.trace_records import TraceReader
@@ -126,7 +128,7 @@ def _read_tokenizer(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory / "tokenizer.json"), "</s>")
     tokenizer.decode(tokenizer.encode(b"the cat"))
     template = load_chat_template("", directory / "tokenizer.json")
-    template.render(_CHAT, None, "chat")
+    template.render(Chat(_CHAT), "chat")
     template.prompt(_CHAT[:1])
 
 
@@ -189,7 +191,7 @@ def _traces() -> bytes:
 
 
 def _read_traces(directory: Path) -> None:
-    reader = TraceReader(load_tokenizer("bytes"), "chatml", 257)
+    reader = TraceReader(Encoder(load_tokenizer("bytes"), "chatml"), 257)
     for record in records_of(directory / "traces.jsonl"):
         for trace in reader.read(record):
             assert len(trace.tokens)
@@ -204,12 +206,12 @@ def _checkpoint_meta() -> bytes:
 
 def _read_chats(directory: Path) -> None:
     """With a template in this process, which does not catch the errors of its own."""
-    template = load_chat_template("chatml", None)
+    encoder = Encoder(ByteTokenizer(), "chatml")
     bad = BadRecords(limit=10**6)
     for document in read_documents(list_files([str(directory)]).files[0], Fields(chat="messages"), bad):
         assert document.chat is not None
         try:
-            encode_chats([template.render(*document.chat, document.where)], ByteTokenizer())
+            encoder.encode([(encoder.template.render(document.chat, document.where), "")])
         except BadRecord as error:
             bad.add(error)
     _raise(bad)

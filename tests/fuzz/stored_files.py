@@ -17,6 +17,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens import parts, store
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenized_pieces import Reader, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.data.traces.rollout_files import RolloutSequences
@@ -83,9 +84,12 @@ def token_store() -> dict[str, bytes]:
         store.open_store(files, config, Fields(), ByteTokenizer())
         renamed = files_below(Path(directory, "cache")).items()
         kept = {f"x.{name.partition('.')[2]}": content for name, content in renamed}
-        reader = Reader(Fields(), BadRecords())
-        arrays = parts.part_arrays(tokenized_pieces(files, reader, ByteTokenizer(), print), np.dtype(np.uint16))
-        parts.save_part(Path(directory, "part.npz"), arrays | {"bad_records": np.zeros(0, np.uint8)})
+        reader = Reader(Fields(), BadRecords(), Encoder(ByteTokenizer()))
+        arrays = parts.part_arrays(tokenized_pieces(files, reader, print), np.dtype(np.uint16))
+        parts.save_part(
+            Path(directory, "part.npz"),
+            arrays | dict(bad_records=np.zeros(0, np.uint8), notes=np.frombuffer(b"{}", np.uint8)),
+        )
         return kept | {"part.npz": Path(directory, "part.npz").read_bytes()}
 
 
@@ -99,7 +103,7 @@ def read_store(directory: Path) -> None:
 
 
 def read_part(directory: Path) -> None:
-    parts.bad_records_of_part(directory / "part.npz")
+    parts.add_records_of_part(directory / "part.npz", Reader(Fields(), BadRecords(10**6), Encoder(ByteTokenizer())))
     for piece in parts.read_part(directory / "part.npz", is_chats=True):
         assert piece.ids.ndim == 1
 

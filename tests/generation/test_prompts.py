@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, processors
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.chat_environment import without_generation_tags
 from jaxlc.data.tokens.fitting_template import fitting_template
@@ -79,7 +80,7 @@ def test_template_without_tags_renders_the_same_text(case):
     template = "{#- {% generation %} is a comment #}\n" + template
     without = without_generation_tags(template)
     assert "generation %}" not in without.partition("#}")[2]
-    arguments = chat["messages"], chat.get("tools"), "chat"
+    arguments = Chat(chat["messages"], chat.get("tools")), "chat"
     expected = ChatTemplate(template, VARIABLES).render(*arguments).text
     assert ChatTemplate(without, VARIABLES).render(*arguments).text == expected
 

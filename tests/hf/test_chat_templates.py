@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.data.tokens.chat import encode_chats, load_chat_template
+from jaxlc.data.texts.chats import Chat
+from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import cases, without_markers, write_tokenizer
 from tests.hf.comparison import PYTHON, needs_transformers
@@ -54,8 +56,8 @@ def test_answers_equal_assistant_masks_of_transformers(expected, tmp_path: Path,
     directory = write_tokenizer(tmp_path, template if has_markers else without_markers(template))
     chat_template = load_chat_template("", directory / "tokenizer.json")
     tokenizer = load_tokenizer(str(directory), end_token="</s>")
-    rendered = chat_template.render(chat["messages"], chat.get("tools"), "chat")
-    ((ids, answers),) = encode_chats([rendered], tokenizer)
+    rendered = chat_template.render(Chat(chat["messages"], chat.get("tools")), "chat")
+    ((ids, answers),) = Encoder(tokenizer).encode([(rendered, "chat")])
     expected_ids, expected_mask = expected[case]
     assert ids.tolist() == expected_ids
     mask = np.zeros(len(ids), int)

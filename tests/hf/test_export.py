@@ -20,6 +20,7 @@ from jaxlc.config import load
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.tokens import chat
 from jaxlc.exporting import main
 from jaxlc.hf.write import TensorWriter
@@ -182,8 +183,8 @@ def test_export_of_a_chat_run_of_a_base_model_stops_at_the_end_of_turn(tmp_path)
         assert older == dict(bos_token="<s>", eos_token="<|im_end|>")
         exported = chat.load_chat_template("", out / "tokenizer.json")
         assert exported.source == (out / "chat_template.jinja").read_text() and "endgeneration" not in exported.source
-        expected = chat.ChatTemplate(chat.TEMPLATES["chatml"], {}).render(_QUESTION, None, "x").text
-        assert exported.render(_QUESTION, None, "x").text == expected
+        expected = chat.ChatTemplate(chat.TEMPLATES["chatml"], {}).render(Chat(_QUESTION), "x").text
+        assert exported.render(Chat(_QUESTION), "x").text == expected
     for directory in (tmp_path / "second", outs[0]):
         generation = jaxlc.generate(directory, "hi", max_tokens=4, chat=True)
         assert (generation.tokens.tolist(), generation.text, generation.finish_reason) == ([END], "", "stop")

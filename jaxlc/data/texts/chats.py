@@ -3,13 +3,20 @@
 messages  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}: as the API of OpenAI. The content may
           be a list of parts, of which all are text; it is null in a message of the assistant with `tool_calls`.
 sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "...", "tools": [...]}
-alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "..."}: one question and its answer
+alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."], ...]}: a
+          question and its answer, after earlier ones
 
-`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON.
+`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON. A
+message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss. Fields of other programs that change what is
+trained on (`_UNSUPPORTED`) are refused.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxlc.core.foreign_files import parse_json
 from jaxlc.data.texts.records import BadRecord, kind_of
@@ -19,10 +26,22 @@ ASSISTANT = "assistant"
 CHAT_FIELDS = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
 # Other fields of a record that each format uses.
 OTHER_FIELDS = {
-    "messages": ("tools",),
+    "messages": ("tools", "system"),
     "sharegpt": ("tools", "system"),
-    "alpaca": ("tools", "system", "input", "output"),
+    "alpaca": ("tools", "system", "input", "output", "history"),
 }
+LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # of OpenAI, ms-swift and Axolotl
+# Field of a record or message -> what to do instead.
+_UNSUPPORTED = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
+    **dict.fromkeys(("train_detail", "training_detail", "loss_scale"), "only whole messages can be without a loss"),
+    **dict.fromkeys(("function_call", "functions"), "write tool_calls and tools"),
+    **dict.fromkeys(
+        ("rejected_response", "rejected_messages", "rejected_output"), "write pairs as prompt, chosen and rejected"
+    ),
+    "chat_template_kwargs": "write a template with these values",
+}
+UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED)
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
@@ -35,12 +54,14 @@ _SHAREGPT_ROLES = {
 
 class Chat(NamedTuple):
     messages: list[dict[str, Any]]  # role and content, and what else a message has, such as tool_calls
-    tools: list[Any] | None
+    tools: list[Any] | None = None
+    masked: frozenset[int] = frozenset()  # numbers of the messages that have no loss
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is a list of messages."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and m.get("role") for m in value)
+    """Whether a value is a message or a list of messages, with role and content or with from and value."""
+    items = value if isinstance(value, list) else [value]
+    return bool(items) and all(isinstance(x, dict) and (x.get("role") or x.get("from")) for x in items)
 
 
 def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: str, where: str) -> Chat:
@@ -54,13 +75,74 @@ def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: st
     Raises:
       BadRecord: the record has another form, a part of it cannot be trained on, or an answer is empty.
     """
+    with _located(where):
+        return _chat(_FORMATS[chat_format](value, values, field), values)
+
+
+def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
+    """The chat of a prompt and its answer, where at least one of them has messages; only the answer has a loss.
+
+    The answer may repeat the prompt: start with its messages, or have a message with its text.
+
+    Args:
+      field: of the answer. In a pair, chosen or rejected, only its last message has a loss.
+    Raises:
+      BadRecord: as `read_chat`, or the answer starts with another prompt.
+    """
+    with _located(where):
+        prompt = next((values[name] for name in ("prompt", "messages", "conversations") if name in values), None)
+        before, turns = _turns(prompt, "prompt", "user"), _turns(values[field], field, ASSISTANT)
+        num_before, contents = len(before), [message.get("content") for message in turns.values()]
+        if list(turns.values())[:num_before] == list(before.values()):
+            before = {}
+        elif isinstance(prompt, str) and prompt in contents:
+            before, num_before = {}, contents.index(prompt) + 1
+        elif before and next(iter(turns.values()))["role"] != ASSISTANT:
+            raise BadRecord(f"the messages of {field!r} are another chat than those of the prompt")
+        chat = _chat(before | turns, values)
+        answers = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        num_before += len(chat.messages) - len(before | turns)  # a system message
+        first = num_before if field == "completion" else max(answers, default=0)
+        return chat._replace(masked=chat.masked | {number for number in answers if number < first})
+
+
+def read_prompt(values: Mapping[str, Any], where: str) -> Chat:
+    """The chat in the field prompt, which may have no answer.
+
+    Raises:
+      BadRecord: as `read_chat`.
+    """
+    with _located(where):
+        return _chat(_turns(values["prompt"], "prompt", "user"), values)
+
+
+def check_fields(values: Mapping[str, Any], path: str = "") -> None:
+    """Raises BadRecord if a record or a message has a field that is unsupported."""
+    for name in _UNSUPPORTED.keys() & values.keys():
+        if values[name] is not None and values[name] is not False and np.size(values[name]):
+            raise BadRecord(f"unsupported: the field {path + name!r}: {_UNSUPPORTED[name]}")
+
+
+@contextlib.contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Adds the place to errors."""
     try:
-        messages = _FORMATS[chat_format](value, values, field)
-        if values.get("system") and "system" in OTHER_FIELDS[chat_format]:
-            messages = {"system": {"role": "system", "content": values["system"]}} | messages
-        return Chat([_checked(message, path) for path, message in messages.items()], _tools(values))
+        yield
     except BadRecord as error:
         raise BadRecord(f"{where}: {error}") from None
+
+
+def _chat(messages: "_Messages", values: Mapping[str, Any]) -> Chat:
+    check_fields(values)
+    if system := values.get("system"):
+        first = next(iter(messages.values()))
+        if first["role"] != "system":
+            messages = {"system": {"role": "system", "content": system}} | messages
+        elif first.get("content") != system:
+            raise BadRecord("the field 'system' and the first message, of the system, differ: remove one of them")
+    checked = [_checked(message, path) for path, message in messages.items()]
+    masked = frozenset(number for number, (_, has_loss) in enumerate(checked) if not has_loss)
+    return Chat([message for message, _ in checked], _tools(values), masked)
 
 
 # Path of a message in the record, for errors -> the message.
@@ -74,7 +156,7 @@ def _messages(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
 
 
 def _sharegpt(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
-    other = "messages" if is_chat(value) else ""
+    other = "messages" if isinstance(value, list) and is_chat(value) and "role" in value[0] else ""
     messages = _Messages()
     for path, turn in _items(value, field, ("from", "value"), "turn with from and value", other).items():
         role = _SHAREGPT_ROLES.get(str(turn["from"]))
@@ -87,11 +169,19 @@ def _sharegpt(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
 
 def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
     texts = {field: value, "input": values.get("input") or "", "output": values.get("output")}
+    earlier = values.get("history") or []
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in earlier):
+        raise BadRecord("the field 'history' is not a list of [question, answer]")
+    for i, (question, answer) in enumerate(earlier):
+        texts |= {f"history[{i}][0]": question, f"history[{i}][1]": answer}
     for name, text in texts.items():
         if not isinstance(text, str):
             raise BadRecord(f"the field {name!r} is {kind_of(text)}, expected text")
     question = f"{value}\n\n{texts['input']}" if texts["input"] else value
-    return {field: {"role": "user", "content": question}, "output": {"role": ASSISTANT, "content": texts["output"]}}
+    pairs = {name: text for name, text in texts.items() if name.startswith("history")}
+    pairs |= {field: question, "output": texts["output"]}
+    roles = itertools.cycle(("user", ASSISTANT))
+    return {name: {"role": role, "content": text} for (name, text), role in zip(pairs.items(), roles)}
 
 
 _FORMATS: dict[str, Callable[[Any, Mapping[str, Any], str], _Messages]] = {
@@ -120,8 +210,21 @@ def _items(value: Any, field: str, keys: tuple[str, ...], item: str, other_forma
     return {f"{field}[{i}]": x for i, x in enumerate(value)}
 
 
-def _checked(message: dict[str, Any], path: str) -> dict[str, Any]:
-    """A message with its content as one text and with the arguments of its calls as dictionaries, without empty fields.
+def _turns(value: Any, field: str, role: str) -> "_Messages":
+    """The messages of a field: a text of `role`, a message, or a list of messages with role and content or with from
+    and value; none without the field."""
+    if value is None or (isinstance(value, list) and not value):
+        return {}
+    if isinstance(value, str):
+        return {field: {"role": role, "content": value}}
+    turns = [value] if isinstance(value, dict) else value
+    is_sharegpt = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
+    return (_sharegpt if is_sharegpt else _messages)(turns, {}, field)
+
+
+def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
+    """A message with its content as one text and with the arguments of its calls as dictionaries, without empty fields
+    and flags, and whether it has a loss.
 
     Args:
       path: of the message in the record, for errors.
@@ -130,14 +233,19 @@ def _checked(message: dict[str, Any], path: str) -> dict[str, Any]:
     content, is_answer = message.get("content"), message["role"] == ASSISTANT
     if content is None and not (is_answer and "tool_calls" in message):
         raise BadRecord(f"{path}.content is null, expected text{' or tool_calls' * is_answer}")
-    if message.get("weight", 1) != 1:
-        raise BadRecord(f"{path}.weight is {message['weight']!r}: every answer is trained on; remove the record")
+    check_fields(message, f"{path}.")
+    flags = {name: message.pop(name) for name in LOSS_FLAGS if name in message}
+    for name, flag in flags.items():
+        if flag not in (0, 1) or (flag and not is_answer and name != "weight"):
+            raise BadRecord(
+                f"{path}.{name} is {flag!r}: {'expected 0 or 1' if is_answer else 'only answers have a loss'}"
+            )
     message["content"] = content if content is None else _text(content, f"{path}.content")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
-    if is_answer and not any(x for name, x in message.items() if name not in ("role", "name", "weight")):
+    if is_answer and not any(x for name, x in message.items() if name not in ("role", "name")):
         raise BadRecord(f"{path} is an empty answer")
-    return message
+    return message, all(flags.values())
 
 
 def _text(content: Any, path: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlc.config.data_schema import SourceConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.chats import CHAT_FIELDS, OTHER_FIELDS, Chat, is_chat, read_chat
+from jaxlc.data.texts.chats import CHAT_FIELDS, OTHER_FIELDS, UNSUPPORTED_FIELDS, Chat, is_chat, read_chat
 from jaxlc.data.texts.records import (
     MEGATRON_SUFFIX,
     RECORD_SUFFIXES,
@@ -45,7 +45,7 @@ class Fields(NamedTuple):
     @property
     def others(self) -> tuple[str, ...]:
         """Other fields of the record that the document may need."""
-        return OTHER_FIELDS[self.chat_format] if self.chat else ()
+        return (*OTHER_FIELDS[self.chat_format], *UNSUPPORTED_FIELDS) if self.chat else ()
 
     def setting(self, files_setting: str) -> str:
         """The setting that names the field of the files that `files_setting` lists: "data.text_field"."""

@@ -7,32 +7,31 @@ Only the answers of the assistant are trained on. Their place in the rendered te
 - Otherwise, answer k is the text between the prompt of message k, rendered from the messages before it with
   `add_generation_prompt`, and the end of the text rendered from the messages up to it. White space behind its last
   end-of-turn token belongs to the template and not to the answer. A template may render earlier messages differently,
-  for instance without their reasoning; then the answer ends at the next end-of-turn token.
+  for instance without their reasoning; then the answer ends at the next end-of-turn token. If that makes a prompt
+  differ, as after a call of a tool and another question, answer k follows the header of an answer number k.
 
-A token is trained on if it contains a character of an answer. Text is encoded as a whole, with special tokens.
+So every answer is trained on as the template renders it at the end of the chat. What it leaves out is counted.
 """
 
 import contextlib
 import functools
+import itertools
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxlc.config.chat_template_file import ADVICE, read_template, template_path
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.data.texts.chats import ASSISTANT
+from jaxlc.data.texts.chats import ASSISTANT, Chat
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.named_templates import TEMPLATES
 from jaxlc.data.tokens.template_process import RenderError, TemplateError, TemplateProcess
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
-
-if TYPE_CHECKING:
-    from jaxlc.data.tokens.tokenizers import Tokenizer
 
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")  # that any template may have
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
@@ -40,11 +39,16 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, 
 _END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
 _MAX_SOURCE_CHARACTERS = 1 << 18
 _QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
+_NO_TEXT = ("role", "name", "tool_call_id", "id", "type")  # fields that templates need not render; "name" also of calls
+_ADVICE = "use a template with {% generation %} in data.chat_template"
 
 
-class RenderedChat(NamedTuple):
+class MarkedText(NamedTuple):
+    """A text and its answers; `data.tokens.encoder` encodes it."""
+
     text: str
     answers: tuple[tuple[int, int], ...]  # begin and end of each answer in the text, in order
+    left_out: tuple[str, ...] = ()  # what of the chat is not in the text
 
 
 class ChatTemplate:
@@ -80,7 +84,7 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
         return ChatTemplate, (self.source, self._special_tokens, self.name)
 
-    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> RenderedChat:
+    def render(self, chat: Chat, where: str) -> MarkedText:
         """Renders a chat.
 
         Args:
@@ -89,14 +93,12 @@ class ChatTemplate:
           BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
             answer as nothing.
         """
-        question = self._question(messages, tools, where)
+        question = self._question(chat, where)
         if isinstance(question, BadRecord):
             raise question
         return self._answered(question)
 
-    def render_all(
-        self, chats: Iterable[tuple[list[dict[str, Any]], list[Any] | None, str]]
-    ) -> Iterator[RenderedChat | BadRecord]:
+    def render_all(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[MarkedText | BadRecord]:
         """Renders several chats, the arguments of `render`, and yields its results or errors. A template that is
         rendered in another process works on the next ones in the meantime."""
         questions = [self._question(*chat) for chat in chats]
@@ -113,34 +115,57 @@ class ChatTemplate:
             else:
                 yield question
 
-    def _question(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> "_Question | BadRecord":
+    def _question(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]] = ()) -> "_Question | BadRecord":
+        """
+        Args:
+          renderings: other ones than those of the chat and of the prompts of its answers.
+        """
+        messages, tools, masked = chat
         try:
-            text = _json_of(messages, tools)
+            text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         except RecursionError as error:
             return BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})")
         if _BEGIN in text or _END in text:
             return BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not renderings and masked.issuperset(numbers):
+            kind = "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
+            return BadRecord(f"{where}: {kind}, so there is nothing to train on")
         for problem in self._problems(messages, tools):
             return BadRecord(f"{where}: {problem}")
-        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not self._has_markers:
+            numbers = [number for number in numbers if number not in masked]
         prompts = [x for number in numbers for x in ((number, True), (number + 1, False))] * (not self._has_markers)
-        return _Question(messages, tools, where, text, numbers, [(len(messages), False), *prompts])
+        return _Question(chat, where, text, numbers, renderings or [(len(messages), False), *prompts])
 
-    def _answered(self, question: "_Question") -> RenderedChat:
-        where, numbers = question.where, question.numbers
-        with contextlib.closing(self._render(*question)) as texts:
+    def _answered(self, question: "_Question") -> MarkedText:
+        chat, where, numbers = question.chat, question.where, question.numbers
+        with contextlib.closing(self._render(question)) as texts:
             marked = next(texts)
             parts = re.split(f"[{_BEGIN}{_END}]", marked)
             if self._has_markers:
                 ends = np.cumsum([len(part) for part in parts]).tolist()
                 spans = list(zip(ends[0::2], ends[1::2]))
             else:
-                spans = list(self._answers_by_prompts(marked, zip(numbers, texts, texts), where))
+                spans = self._answers_by_prompts(marked, zip(numbers, texts, texts), question)
+        text = "".join(parts)
+        if spans is None:  # after `_render`, since the headers need other renderings
+            spans = self._answers_by_header(text, question)
+        if len(spans) == len(numbers):
+            for number, span in zip(numbers, spans):
+                answer = text[slice(*span)]
+                if not _MARKER.sub("", answer).strip() and not _has_text(chat.messages[number], answer):
+                    raise BadRecord(f"{where}: {self.name} renders no answer for message {number}")
+            spans = [span for number, span in zip(numbers, spans) if number not in chat.masked]
+        elif chat.masked:
+            raise BadRecord(
+                f"{where}: {self.name} renders {len(spans)} answers of {len(numbers)} messages of the role"
+                f" {ASSISTANT!r}, so that it is unknown which of them have a loss"
+            )
         answers = tuple((begin, end) for begin, end in spans if begin < end)
-        empty = [number for number, (begin, end) in zip(numbers, spans) if begin == end]
-        if not answers or (empty and len(spans) == len(numbers)):
-            raise BadRecord(f"{where}: {self.name} renders no answer for message {(empty or numbers)[0]}")
-        return RenderedChat("".join(parts), answers)
+        if not answers:
+            raise BadRecord(f"{where}: {self.name} renders no answer for message {numbers[0]}")
+        return MarkedText(text, answers, left_out=_left_out(chat, text))
 
     @functools.cached_property
     def markers(self) -> tuple[str, ...]:
@@ -153,20 +178,42 @@ class ChatTemplate:
         marker = _MARKER.match(self._example.rpartition(_ANSWER)[2].lstrip())
         return marker[0] if marker else ""
 
-    @functools.cached_property
+    @property
     def _example(self) -> str:
         """A rendered chat; "" if the template raises an error for it."""
-        messages = [dict(role="user", content=_QUESTION), dict(role=ASSISTANT, content=_ANSWER)]
-        try:
-            [marked] = self._render(messages, None, "example", _json_of(messages, None), [], [(len(messages), False)])
-            return re.sub(f"[{_BEGIN}{_END}]", "", marked)
-        except BadRecord:
+        return self._examples[0]
+
+    @functools.cached_property
+    def _header(self) -> str:
+        """What precedes every answer, such as <|im_start|>assistant and a newline; "" if there is nothing."""
+        answered, question, prompt, following = self._examples
+        texts = (answered, prompt, following)
+        if not all(text.startswith(question) for text in texts):
             return ""
+        start = functools.reduce(_common_start, (text[len(question) :] for text in texts))
+        return re.sub(r"[<\[][^<>\[\]\s]*$", "", start)  # without the start of a marker
+
+    @functools.cached_property
+    def _examples(self) -> Sequence[str]:
+        """A question and its answer, the question, its prompt, and both with another question."""
+        messages = [dict(role=role, content=x) for role, x in (("user", _QUESTION), (ASSISTANT, _ANSWER))]
+        try:
+            return self._texts(
+                Chat([*messages, messages[0]]), "example", [(2, False), (1, False), (1, True), (3, False)]
+            )
+        except BadRecord:
+            with contextlib.suppress(BadRecord):
+                return [*self._texts(Chat(messages), "example", [(2, False)]), "", "", ""]
+            return [""] * 4
+
+    def _texts(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]]) -> list[str]:
+        question = self._question(chat, where, renderings)
+        if isinstance(question, BadRecord):
+            raise question
+        return [re.sub(f"[{_BEGIN}{_END}]", "", marked) for marked in self._render(question)]
 
     def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
-        """What of a chat has no loss, or would be left out."""
-        if not any(message["role"] == ASSISTANT for message in messages):
-            yield f"no message has the role {ASSISTANT!r}, so there is nothing to train on"
+        """Parts of a chat that the template does not know."""
         for number, role in enumerate(message["role"] for message in messages):
             if role not in ROLES and f"'{role}'" not in self.source and f'"{role}"' not in self.source:
                 yield (
@@ -179,58 +226,66 @@ class ChatTemplate:
         if tools and "tools" not in self.source:
             yield f"{self.name} does not render tools; {advice}"
 
-    def prompt(self, messages: list[dict[str, Any]], *, continues_last: bool = False) -> str:
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        where: str = "prompt",
+        *,
+        continues_last: bool = False,
+    ) -> MarkedText:
         """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the last message.
 
         Raises:
-          BadRecord: the template raises an error.
+          BadRecord: the template raises an error or does not know a part of the chat.
         """
-        renderings = [(len(messages), not continues_last)]
-        [marked] = self._render(messages, None, "prompt", _json_of(messages, None), [], renderings)
-        text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
+        chat = Chat(messages, tools)
+        [text] = self._texts(chat, where, [(len(messages), not continues_last)])
         if continues_last:
             last = messages[-1]["content"]  # which templates may strip
             text = "".join(text.rpartition(last if last in text else last.strip())[:2])
-        return text
+        return MarkedText(text, (), left_out=_left_out(chat, text))
 
     def _answers_by_prompts(
-        self, text: str, rendered: Iterable[tuple[int, str, str]], where: str
-    ) -> Iterator[tuple[int, int]]:
-        """Yields the begin and end of each answer in the rendered text, for a template without markers.
+        self, text: str, rendered: Iterable[tuple[int, str, str]], question: "_Question"
+    ) -> list[tuple[int, int]] | None:
+        """The begin and end of each answer in the rendered text, for a template without markers; None: a prompt is not
+        the start of the text.
 
         Args:
           rendered: the number of the message, its prompt, and the text up to the end of the message.
         """
-        advice = "use a template with {% generation %} in data.chat_template"
+        spans = []
         for number, prompt, through in rendered:
             if not text.startswith(prompt) or not through.startswith(prompt):
                 # The prompt of the template may begin the answer, for instance with an empty reasoning.
                 prompt = _common_start(prompt, through)
                 if not text.startswith(prompt):
-                    raise BadRecord(
-                        f"{where}: {self.name} renders message {number} differently in its prompt and in the chat;"
-                        f" {advice}"
-                    )
+                    return None
             answer = through[len(prompt) :].rstrip()
             if text.startswith(through):
-                yield len(prompt), len(prompt) + len(answer)
+                spans.append((len(prompt), len(prompt) + len(answer)))
             else:
                 end_of_turn = _END_OF_TURN.search(answer)
                 end = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
                 if end_of_turn is None or end < 0:
-                    raise BadRecord(f"{where}: the end of message {number} cannot be found; {advice}")
-                yield len(prompt), end + len(end_of_turn[0])
+                    raise BadRecord(f"{question.where}: the end of message {number} cannot be found; {_ADVICE}")
+                spans.append((len(prompt), end + len(end_of_turn[0])))
+        return spans
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        where: str,
-        chat: str,
-        numbers: list[int],
-        renderings: Sequence[tuple[int, bool]],
-    ) -> Generator[str, None, None]:
-        """Yields the texts of several renderings of a chat, a `_Question`; see `TemplateProcess.render`.
+    def _answers_by_header(self, text: str, question: "_Question") -> list[tuple[int, int]]:
+        roles = [message["role"] for message in question.chat.messages]
+        begins = [match.end() for match in re.finditer(re.escape(self._header), text)] if self._header else []
+        ends = [text.find(self.end_of_turn, begin) + len(self.end_of_turn) for begin in begins]
+        if len(begins) != roles.count(ASSISTANT) or not self.end_of_turn or any(e < b for b, e in zip(begins, ends)):
+            raise BadRecord(
+                f"{question.where}: {self.name} renders a message differently in its prompt and in the chat, and its"
+                f" answers cannot be found by their headers; {_ADVICE}"
+            )
+        return [(begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in question.numbers)]
+
+    def _render(self, question: "_Question") -> Generator[str, None, None]:
+        """Yields the texts of the renderings of a chat; see `TemplateProcess.render`.
 
         Raises:
           BadRecord: the template raises an error, or needs more time or memory than it may use.
@@ -238,11 +293,12 @@ class ChatTemplate:
         """
         from jaxlc.data.tokens.chat_environment import render
 
-        with self._errors(where):
+        messages, tools, _ = question.chat
+        with self._errors(question.where):
             if self._template is None:
-                yield from self._process.render(chat, renderings)
+                yield from self._process.render(question.json, question.renderings)
                 return
-            for number, has_prompt in renderings:
+            for number, has_prompt in question.renderings:
                 yield render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)
 
     @contextlib.contextmanager
@@ -262,16 +318,52 @@ class ChatTemplate:
 class _Question(NamedTuple):
     """A chat, and what is asked of its template."""
 
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None
+    chat: Chat
     where: str
     json: str  # messages and tools
-    numbers: list[int]  # of the answers among the messages
-    renderings: list[tuple[int, bool]]  # see `TemplateProcess.render`
+    numbers: list[int]  # of the answers among the messages; without markers, of those that have a loss
+    renderings: Sequence[tuple[int, bool]]  # see `TemplateProcess.render`
 
 
-def _json_of(messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-    return json.dumps([messages, tools], ensure_ascii=False, default=str)
+def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
+    """The fields of messages, and tools, that have a text which is not in the rendered one; white space is ignored."""
+    functions = [tool.get("function", tool) for tool in chat.tools or ()]
+    names = [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
+    missing = dict.fromkeys([] if all(name in text for name in names) else ["tools"])
+    squeezed, at = "", 0
+    for message in chat.messages:
+        for field, part in _parts(message):
+            found = text.find(part, at)  # messages are in order
+            if found >= 0:
+                at = found
+                continue
+            squeezed = squeezed or _squeezed(text)
+            if not any(_squeezed(x) in squeezed for x in (part, json.dumps(part, ensure_ascii=False)[1:-1])):
+                missing[f"{field} of {message['role']}"] = None
+    return tuple(missing)
+
+
+def _has_text(message: Mapping[str, Any], text: str) -> bool:
+    return any(part in text for _, part in _parts(message))
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The texts of a message with their fields, without white space around them."""
+    for field, value in message.items():
+        if field not in _NO_TEXT:
+            yield from ((field, text.strip()) for text in _strings(value) if text.strip())
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        items = value if isinstance(value, list) else [x for name, x in value.items() if name not in _NO_TEXT]
+        yield from itertools.chain.from_iterable(map(_strings, items))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _common_start(a: str, b: str) -> str:
@@ -306,22 +398,3 @@ def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str
     if not isinstance(template, str):
         raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
-
-
-def encode_chats(chats: Sequence[RenderedChat], tokenizer: "Tokenizer") -> list[tuple[np.ndarray, np.ndarray]]:
-    """The token IDs, int32 [tokens], and the answers, int64 [answers, 2], begin and end in the tokens, of each chat."""
-    encoded = tokenizer.encode_with_offsets([chat.text for chat in chats])
-    return [(ids, _token_spans(offsets, chat.answers)) for (ids, offsets), chat in zip(encoded, chats)]
-
-
-def _token_spans(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The spans of tokens that contain a character of each span of characters.
-
-    Args:
-      offsets: int [tokens, 2], begin and end of each token in the text, increasing.
-    """
-    spans = np.array(answers, np.int64).reshape(-1, 2)
-    begins = np.searchsorted(offsets[:, 1], spans[:, 0], side="right")
-    ends = np.searchsorted(offsets[:, 0], spans[:, 1], side="left")
-    begins[1:] = np.maximum(begins[1:], ends[:-1])  # a token belongs to one answer
-    return np.stack([begins, ends], axis=1)[begins < ends]

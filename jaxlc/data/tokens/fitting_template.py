@@ -45,5 +45,5 @@ def _split_markers(template: ChatTemplate, setting: str, tokenizer: Tokenizer) -
 
 
 def _token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    ((ids, _),) = tokenizer.encode_with_offsets([marker])
+    ((ids, _),) = tokenizer.encode_with_offsets([marker], special_tokens=True)
     return int(ids[0]) if len(ids) == 1 else None

@@ -16,10 +16,10 @@ from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile
-from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.parts import (
     Part,
-    bad_records_of_part,
+    add_records_of_part,
     files_from_json,
     part_arrays,
     plan_parts,
@@ -28,7 +28,7 @@ from jaxlc.data.tokens.parts import (
     write_manifest,
 )
 from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
-from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 
 MIN_BYTES = 64 << 20  # a smaller corpus is tokenized by the threads of one process, which starts sooner
 _PART_BYTES = 32 << 20
@@ -37,7 +37,7 @@ _SECONDS_BETWEEN_POLLS = 0.05
 
 
 def parallel_pieces(
-    directory: Path, files: Sequence[SourceFile], reader: Reader, config: DataConfig, tokenizer: Tokenizer, log: Log
+    directory: Path, files: Sequence[SourceFile], reader: Reader, config: DataConfig, log: Log
 ) -> Iterator[TokenizedPiece]:
     """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize them.
 
@@ -48,7 +48,7 @@ def parallel_pieces(
     """
     directory.mkdir(exist_ok=True)
     parts = plan_parts(files, _PART_BYTES, _MAX_WORKER_BYTES)
-    write_manifest(directory / "manifest.json", parts, tokenizer=tokenizer.name, fields=reader.fields)
+    write_manifest(directory / "manifest.json", parts, tokenizer=reader.tokenizer.name, fields=reader.fields)
     paths = [directory / f"{number:06d}.npz" for number in range(len(parts))]
     waiting = [number for number, part in enumerate(parts) if not part.is_inline and not paths[number].exists()]
     num_processes = min(config.tokenizing_processes or os.cpu_count() or 1, len(waiting) or 1)
@@ -59,7 +59,7 @@ def parallel_pieces(
     try:
         for number, part in enumerate(parts):
             if part.is_inline:
-                yield from tokenized_pieces(part.files, reader, tokenizer, log)
+                yield from tokenized_pieces(part.files, reader, log)
                 continue
             while True:
                 _poll(running)
@@ -69,8 +69,7 @@ def parallel_pieces(
                 if paths[number].exists():
                     break
                 time.sleep(_SECONDS_BETWEEN_POLLS)
-            for error in bad_records_of_part(paths[number]):
-                reader.bad_records.add(error)
+            add_records_of_part(paths[number], reader)
             yield from read_part(paths[number], bool(reader.fields.chat))
     finally:
         for process in running.values():
@@ -102,6 +101,7 @@ def _start(part: Part, path: Path, reader: Reader, config: DataConfig) -> subpro
         fields=list(reader.fields),
         tokenizer=config.tokenizer,
         end_token=config.end_token,
+        parse_special_tokens=config.parse_special_tokens,
         chat_template=config.chat_template,
         max_bad_records=config.max_bad_records,
     )
@@ -121,13 +121,15 @@ def tokenize_part(job: dict[str, Any]) -> None:
       UserError: as `tokenized_pieces`.
     """
     fields = Fields(*job["fields"])
-    tokenizer = load_tokenizer(job["tokenizer"], job["end_token"])
-    template = load_chat_template(job["chat_template"], tokenizer.file) if fields.chat else None
+    encoder = Encoder(
+        load_tokenizer(job["tokenizer"], job["end_token"], job["parse_special_tokens"]), job["chat_template"]
+    )
     bad_records = io.BytesIO()  # at most one line per record of the part
-    reader = Reader(fields, BadRecords(job["max_bad_records"], bad_records), template)
-    tokenized = tokenized_pieces(files_from_json(job["files"]), reader, tokenizer, lambda line: None)
-    arrays = part_arrays(tokenized, np.min_scalar_type(tokenizer.vocab_size - 1))
-    save_part(Path(job["path"]), arrays | {"bad_records": np.frombuffer(bad_records.getvalue(), np.uint8)})
+    reader = Reader(fields, BadRecords(job["max_bad_records"], bad_records), encoder)
+    tokenized = tokenized_pieces(files_from_json(job["files"]), reader, lambda line: None)
+    arrays = part_arrays(tokenized, np.min_scalar_type(encoder.tokenizer.vocab_size - 1))
+    texts = dict(bad_records=bad_records.getvalue(), notes=json.dumps(encoder.notes.counts).encode())
+    save_part(Path(job["path"]), arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.foreign_files import read_arrays
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
-from jaxlc.data.tokens.tokenized_pieces import Counts, Piece, TokenizedPiece
+from jaxlc.data.tokens.tokenized_pieces import Counts, Piece, Reader, TokenizedPiece
 
 _SEPARATOR = "\0"  # between names of documents
 
@@ -129,10 +129,12 @@ def read_part(path: Path, is_chats: bool) -> Iterator[TokenizedPiece]:
         at, answers_at = at + length, answers_at + int(num_answers[number])
 
 
-def bad_records_of_part(path: Path) -> list[BadRecord]:
-    """The errors of the records of a part that were skipped."""
-    lines = _arrays(path)["bad_records"].tobytes().decode(errors="replace").split("\n")[:-1]
-    return [BadRecord(line) for line in lines]
+def add_records_of_part(path: Path, reader: Reader) -> None:
+    """Adds the errors of the records of a part that were skipped, and its notes, to those of `reader`."""
+    texts = [_arrays(path)[name].tobytes().decode(errors="replace") for name in ("bad_records", "notes")]
+    for line in texts[0].split("\n")[:-1]:
+        reader.bad_records.add(BadRecord(line))
+    reader.encoder.notes.update(json.loads(texts[1]))
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -142,7 +144,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         num_names = arrays["names"].tobytes().count(_SEPARATOR.encode()) + 1
         shapes = {lengths.shape, num_answers.shape, arrays["counts"].shape[:1], (num_names if len(lengths) else 0,)}
         is_valid = len(shapes) == 1 and (lengths >= 0).all() and (num_answers >= 0).all()
-        is_valid &= "bad_records" in arrays
+        is_valid &= {"bad_records", "notes"} <= arrays.keys()
         if not is_valid or lengths.sum() != len(ids) or num_answers.sum() != len(answers):
             raise ValueError("its arrays do not fit each other")
     except (OSError, ValueError, KeyError, TypeError) as error:

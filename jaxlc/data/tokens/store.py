@@ -13,6 +13,7 @@ Making it takes memory for two batches of text with their tokens, and 24 bytes p
 
 import functools
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -35,7 +36,7 @@ from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens import parallel_tokenizing
-from jaxlc.data.tokens.fitting_template import fitting_template
+from jaxlc.data.tokens.encoder import Encoder, Notes
 from jaxlc.data.tokens.token_writer import TokenWriter
 from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -82,6 +83,7 @@ class TokenStore:
     num_bad_records: int = 0  # skipped
     first_bad_record: str = ""  # the error of the first one
     bad_records_file: Path | None = None  # the errors of all; None: there are none, or an older version wrote the store
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def num_documents(self) -> int:
@@ -121,9 +123,8 @@ def open_store(
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
     """
     directory = local_path(config.cache_dir)
-    template = fitting_template(config.chat_template, tokenizer) if fields.chat else None
-    reader = Reader(fields, BadRecords(config.max_bad_records), template)
-    key = _cache_key(files, reader, tokenizer)
+    reader = Reader(fields, BadRecords(config.max_bad_records), Encoder(tokenizer, config.chat_template))
+    key = _cache_key(files, reader)
     paths = _Paths(*(directory / f"{key}.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt")))
     log = log or (lambda line: None)
 
@@ -140,10 +141,10 @@ def open_store(
                     _delete_leftovers(directory, key)
                     parts = directory / f"{key}.parts"
                     if sum(file.size_bytes for file in files) < parallel_tokenizing.MIN_BYTES:
-                        stream = tokenized_pieces(files, reader, tokenizer, log)
+                        stream = tokenized_pieces(files, reader, log)
                     else:
-                        stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, tokenizer, log)
-                    _write(paths, files, stream, reader, tokenizer, progress)
+                        stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, log)
+                    _write(paths, files, stream, reader, progress)
                     _keep_manifest(parts, directory / f"{key}.manifest.json")
         store = _read(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
@@ -155,14 +156,14 @@ def open_store(
     return store
 
 
-def _cache_key(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer) -> str:
+def _cache_key(files: Sequence[SourceFile], reader: Reader) -> str:
     described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
     fields = reader.fields
     if fields.chat:
         read = (*fields, reader.chat_template_identity)
     else:  # as in older versions
         read = (fields.tokens, "", ()) if fields.tokens else fields.text
-    return hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint, read, described)).encode()).hexdigest()[:24]
+    return hashlib.sha256(repr((_FORMAT, reader.tokenizer.fingerprint, read, described)).encode()).hexdigest()[:24]
 
 
 def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
@@ -175,6 +176,7 @@ def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
         answers = index.get("answers")
         num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
         first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
+        notes = Notes(json.loads(str(index["notes"])) if "notes" in index else {})
         tokens = np.load(paths.tokens, mmap_mode="r", allow_pickle=False)
         is_valid = _is_valid(tokens, offsets, split_hashes, answers)
     except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, TokenError...
@@ -195,6 +197,7 @@ def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
         num_bad_records=num_bad_records,
         first_bad_record=first_bad_record,
         bad_records_file=paths.bad_records if paths.bad_records.exists() else None,
+        notes=notes,
     )
 
 
@@ -223,9 +226,9 @@ def _write(
     files: Sequence[SourceFile],
     stream: Iterator[TokenizedPiece],
     reader: Reader,
-    tokenizer: Tokenizer,
     progress: Progress | None,
 ) -> None:
+    tokenizer = reader.tokenizer
     total_bytes, ended_bytes, piece_bytes = sum(file.size_bytes for file in files), 0, 0
     split_hashes, invalid, answers = array("d"), InvalidUtf8(), array("q")
     bad_records = reader.bad_records
@@ -258,6 +261,7 @@ def _write(
             first_invalid_utf8=invalid.first_document.encode(errors="replace").decode(),
             num_bad_records=bad_records.num_records,
             first_bad_record=bad_records.first.encode(errors="replace").decode(),
+            notes=json.dumps(reader.encoder.notes.counts),
             **({"answers": np.array(answers).reshape(-1, 2)} if reader.fields.chat else {}),
         )
     if progress is not None:

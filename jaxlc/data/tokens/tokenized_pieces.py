@@ -11,7 +11,8 @@ import numpy as np
 from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
-from jaxlc.data.tokens.chat import ChatTemplate, RenderedChat, encode_chats
+from jaxlc.data.tokens.chat import MarkedText
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 Log = Callable[[str], None]  # prints one line
@@ -46,7 +47,7 @@ class DocumentCounts:
 class Piece(NamedTuple):
     """A part of a document that is tokenized on its own: text, token IDs, or a chat."""
 
-    content: bytes | str | np.ndarray | RenderedChat
+    content: bytes | str | np.ndarray | MarkedText
     document: str  # name
     counts: DocumentCounts | Counts  # complete at the last piece
     is_last: bool
@@ -55,7 +56,7 @@ class Piece(NamedTuple):
     @property
     def size(self) -> int:
         """Characters, bytes or tokens."""
-        return len(self.content.text if isinstance(self.content, RenderedChat) else self.content)
+        return len(self.content.text if isinstance(self.content, MarkedText) else self.content)
 
 
 class TokenizedPiece(NamedTuple):
@@ -70,25 +71,27 @@ class Reader:
 
     fields: Fields
     bad_records: BadRecords
-    chat_template: ChatTemplate | None = None  # if fields.chat is set
+    encoder: Encoder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.encoder.tokenizer
 
     @property
     def chat_template_identity(self) -> tuple:
         """What the text of chats depends on."""
-        return () if self.chat_template is None else self.chat_template.identity
+        return self.encoder.template.identity if self.fields.chat else ()
 
 
-def tokenized_pieces(
-    files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, log: Log
-) -> Iterator[TokenizedPiece]:
+def tokenized_pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[TokenizedPiece]:
     """Yields the pieces of all documents with their token IDs, in order.
 
     Each batch of pieces is tokenized by all cores, while the caller uses the batch before it.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
         pending = None
-        for batch in _batches(_pieces(files, reader, tokenizer, log)):
-            following = executor.submit(_tokenized, batch, tokenizer)
+        for batch in _batches(_pieces(files, reader, log)):
+            following = executor.submit(_tokenized, batch, reader.encoder)
             if pending is not None:
                 yield from _with_answers(pending.result(), reader)
             pending = following
@@ -105,14 +108,14 @@ def _with_answers(tokenized: Iterable[TokenizedPiece], reader: Reader) -> Iterat
             reader.bad_records.add(BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer"))
 
 
-def _tokenized(batch: list[Piece], tokenizer: Tokenizer) -> list[TokenizedPiece]:
-    chats = [piece.content for piece in batch if isinstance(piece.content, RenderedChat)]
+def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
+    chats = [(piece.content, piece.where) for piece in batch if isinstance(piece.content, MarkedText)]
     texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
-    encoded_chats = iter(encode_chats(chats, tokenizer) if chats else ())
-    encoded_texts = iter(tokenizer.encode_pieces(texts) if texts else ())
+    encoded_chats = iter(encoder.encode(chats))
+    encoded_texts = iter(encoder.tokenizer.encode_pieces(texts) if texts else ())
     tokenized = []
     for piece in batch:
-        if isinstance(piece.content, RenderedChat):
+        if isinstance(piece.content, MarkedText):
             tokenized.append(TokenizedPiece(piece, *next(encoded_chats)))
         elif isinstance(piece.content, np.ndarray):
             tokenized.append(TokenizedPiece(piece, piece.content))
@@ -121,7 +124,7 @@ def _tokenized(batch: list[Piece], tokenizer: Tokenizer) -> list[TokenizedPiece]
     return tokenized
 
 
-def _pieces(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
+def _pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[Piece]:
     for file in files:
         documents = read_documents(file, reader.fields, reader.bad_records)
         for is_chat, group in itertools.groupby(documents, lambda document: document.chat is not None):
@@ -131,26 +134,28 @@ def _pieces(files: Sequence[SourceFile], reader: Reader, tokenizer: Tokenizer, l
                 continue
             for document in group:
                 if document.ids is not None:
-                    yield from _id_pieces(document, reader, tokenizer)
+                    yield from _id_pieces(document, reader)
                 else:
-                    yield from _text_pieces(document, tokenizer, log)
+                    yield from _text_pieces(document, reader.encoder, log)
 
 
-def _text_pieces(document: Document, tokenizer: Tokenizer, log: Log) -> Iterator[Piece]:
-    counts = DocumentCounts(document.blocks)
+def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Piece]:
+    counts, tokenizer = DocumentCounts(document.blocks), encoder.tokenizer
     texts = tokenizer.pieces(counts)
-    text = next(texts)
+    text, has_special = next(texts), False
     while text is not None:
         following = next(texts, None)
+        if not has_special and isinstance(text, str):
+            has_special = encoder.note_text(text, document.name)
         if len(text) > _LONG_PIECE:
             log(_long_piece_warning(document.name, len(text), tokenizer))
         yield Piece(text, document.name, counts, is_last=following is None)
         text = following
 
 
-def _id_pieces(document: Document, reader: Reader, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _id_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
     """The token IDs of a document without its end-of-document token, which the store appends."""
-    ids = document.ids
+    ids, tokenizer = document.ids, reader.tokenizer
     assert ids is not None
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
         wrong = ids.min() if ids.min() < 0 else ids.max()
@@ -163,9 +168,8 @@ def _id_pieces(document: Document, reader: Reader, tokenizer: Tokenizer) -> Iter
 
 
 def _chat_pieces(documents: Sequence[Document], reader: Reader) -> Iterator[Piece]:
-    assert reader.chat_template is not None
-    chats = [(*document.chat, document.where) for document in documents if document.chat is not None]
-    for document, rendered in zip(documents, reader.chat_template.render_all(chats), strict=True):
+    chats = [(document.chat, document.where) for document in documents if document.chat is not None]
+    for document, rendered in zip(documents, reader.encoder.render(chats), strict=True):
         if isinstance(rendered, BadRecord):
             reader.bad_records.add(rendered)
         else:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,9 +57,14 @@ class Tokenizer(Protocol):
     def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
         """Converts pieces to int32 IDs [tokens] each, in parallel."""
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Converts texts with special tokens, such as rendered chats.
+    def has_special_text(self, text: str) -> bool:
+        """Whether a text contains that of a special token, which `encode` converts as text."""
 
+    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Converts texts.
+
+        Args:
+          special_tokens: the text of a special token means this token, as in rendered chats.
         Returns:
           For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
         """
@@ -67,18 +73,19 @@ class Tokenizer(Protocol):
         """Converts IDs [tokens] to text, with or without special tokens; invalid UTF-8 is replaced with U+FFFD."""
 
 
-def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+def load_tokenizer(name: str, end_token: str = "", parse_special_tokens: bool = False) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
       name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
       end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
         eos_token of tokenizer_config.json in the same directory.
+      parse_special_tokens: `encode` converts the text of a special token to this token.
     Raises:
       UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
     """
     if name != "bytes":
-        return HuggingFaceTokenizer(name, end_token)
+        return HuggingFaceTokenizer(name, end_token, parse_special_tokens)
     if end_token:
         raise UserError(
             f"config.data.end_token={end_token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
@@ -106,7 +113,10 @@ class ByteTokenizer:
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         return [self.encode(piece) for piece in pieces]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def has_special_text(self, text: str) -> bool:
+        return False
+
+    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
@@ -124,7 +134,7 @@ def _byte_offsets(text: str) -> np.ndarray:
 class HuggingFaceTokenizer:
     """A tokenizer.json, loaded with the package `tokenizers`."""
 
-    def __init__(self, name: str, end_token: str = ""):
+    def __init__(self, name: str, end_token: str = "", parse_special_tokens: bool = False):
         extras.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
@@ -139,19 +149,20 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()  # many files contain the length limit of their model
         self._tokenizer.no_padding()
         self._content = content.decode()
-        self._tokenizer.encode_special_tokens = True  # the text "</s>" in a document is not a special token
+        # By default, the text "</s>" in a document is not a special token.
+        self._tokenizer.encode_special_tokens = not parse_special_tokens
         self.name = name
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # IDs may have gaps
         if self.vocab_size > _MAX_VOCAB_SIZE:  # the package would list the gaps
             raise UserError(f"data.tokenizer {name!r} has the token ID {self.vocab_size - 1}; {_EXPECTED}")
-        self._cuts = safe_cuts(parse_json(self._tokenizer.to_str()))
+        self._cuts = None if parse_special_tokens else safe_cuts(parse_json(self._tokenizer.to_str()))
         self.no_pieces_reason = "" if self._cuts else "is not known to give the same tokens for text in pieces"
         usual = self._usual_end_token(path)
         self.end_of_document_id = self._end_token_id(end_token or usual)
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        if end_token not in ("", usual):
-            identity = (self.fingerprint, self.end_of_document_id)
+        if end_token not in ("", usual) or parse_special_tokens:
+            identity = (self.fingerprint, self.end_of_document_id, *["special tokens"] * parse_special_tokens)
             self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -170,8 +181,16 @@ class HuggingFaceTokenizer:
             ) from None
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        encodings = self._with_special_tokens.encode_batch(list(texts), add_special_tokens=False)
+    def has_special_text(self, text: str) -> bool:
+        return self._tokenizer.encode_special_tokens and self._special_text.search(text) is not None
+
+    @functools.cached_property
+    def _special_text(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, filter(None, self._special_tokens()))) or r"(?!)")
+
+    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        tokenizer = self._with_special_tokens if special_tokens else self._tokenizer
+        encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64)) for encoding in encodings]
 
     @functools.cached_property

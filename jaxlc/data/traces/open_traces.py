@@ -10,11 +10,13 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.texts.documents import BadRecords
 from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
 from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.packed_traces import PackedTraces, fingerprint, with_advantages
-from jaxlc.data.traces.trace_records import CHOSEN, FIELDS, OTHER_FIELDS, REJECTED, Trace, TraceReader
+from jaxlc.data.traces.trace_records import CHOSEN, FIELDS, REJECTED, Trace, TraceReader
 from jaxlc.data.traces.trace_trees import Tree, groups_of, trees_of
 
 _SETTING = "data.traces"
@@ -74,22 +76,17 @@ def open_traces(
 
 
 def _read(sources: Sequence[str], config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator[Trace]:
-    files, _ = list_files(sources, _SETTING)
-    reader = TraceReader(tokenizer, config.data.chat_template, config.model.vocab_size)
-    num_bad, first_bad = 0, None
-    for file in files:
-        for record in records_of(file.path, (*FIELDS, *OTHER_FIELDS)):
+    encoder, bad_records = Encoder(tokenizer, config.data.chat_template), BadRecords(config.data.max_bad_records)
+    reader = TraceReader(encoder, config.model.vocab_size)
+    for file in list_files(sources, _SETTING).files:
+        for record in records_of(file.path, FIELDS):
             try:
                 yield from reader.read(record)
             except BadRecord as error:
-                num_bad, first_bad = num_bad + 1, first_bad or error
-                if num_bad > config.data.max_bad_records:
-                    raise UserError(
-                        f"{error}; to skip such records, set config.data.max_bad_records, which is"
-                        f" {config.data.max_bad_records}"
-                    ) from None
-    if num_bad:
-        warnings.append(f"data.traces: skipped records: {num_bad:,} (the first: {first_bad})")
+                bad_records.add(error)
+    if bad_records.num_records:
+        warnings.append(f"data.traces: skipped records: {bad_records.num_records:,} (the first: {bad_records.first})")
+    warnings += encoder.notes.lines(_SETTING)
 
 
 def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:

@@ -1,9 +1,14 @@
-"""Traces: records of one prompt and one answer each, or of a pair of answers, in JSON lines, Parquet or Arrow files.
+"""Traces: records of one prompt and one answer each, or of a pair of answers, in JSON, Parquet or Arrow files.
 
     {"tokens": [...], "loss_mask": [0, 0, 1, ...]}          token ids; 1: the token is in the loss
     {"messages": [...], "tools": [...]}                      a chat; the answers of the assistant are in the loss
-    {"prompt": "...", "completion": "..."}                   text; the completion is in the loss
-    {"prompt": ..., "chosen": ..., "rejected": ...}          a pair: texts, lists of messages, or lists of token ids
+    {"conversations": [...]}, {"instruction": "..."}         the same in other formats; see `data.texts.chats`
+    {"prompt": ..., "completion": ...}                       the completion is in the loss
+    {"prompt": ..., "chosen": ..., "rejected": ...}          a pair
+
+Prompts and answers are texts, lists of messages, or lists of token ids. A text that is an answer ends with the
+end-of-document token, which is in the loss, unless it is truncated. Recorded log-probabilities are of tokens that have
+been sampled: prompt and answer are then encoded apart, and the end has a loss only if it has a log-probability.
 
 The other fields are optional. Pairs have only reference_log_probs, as {"chosen": [...], "rejected": [...]}:
 
@@ -16,23 +21,33 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
 """
 
 import dataclasses
-import functools
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlc.data.texts.chats import is_chat, read_chat
+from jaxlc.data.texts.chats import (
+    CHAT_FIELDS,
+    OTHER_FIELDS,
+    UNSUPPORTED_FIELDS,
+    Chat,
+    check_fields,
+    is_chat,
+    read_answer,
+    read_chat,
+    read_prompt,
+)
 from jaxlc.data.texts.records import BadRecord, Record, kind_of
-from jaxlc.data.tokens.chat import ChatTemplate, encode_chats, load_chat_template
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.chat import MarkedText
+from jaxlc.data.tokens.encoder import Encoder
 
-FIELDS = ("tokens", "messages", "prompt")  # one of them is in every record
-OTHER_FIELDS = (
-    "loss_mask", "tools", "completion", "chosen", "rejected", "group", "reward", "advantage", "old_log_probs",
-    "reference_log_probs", "truncated", "policy_step",
+FIELDS = (  # of traces
+    "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "reward", "advantage",
+    "old_log_probs", "reference_log_probs", "truncated", "policy_step", "label", "kto_tag",
+    *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
 LOG_PROBS = ("old_log_probs", "reference_log_probs")
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
@@ -45,6 +60,7 @@ class Trace:
     where: str  # FILE:NUMBER, for errors
     tokens: np.ndarray  # int32 [n]
     in_loss: np.ndarray  # bool [n]; False for the first token
+    prompt: bytes  # a hash of what precedes the first answer
     group: str | None = None
     reward: float | None = None
     advantage: float | None = None
@@ -69,39 +85,47 @@ class Trace:
         )
 
 
+class _Encoded(NamedTuple):
+    tokens: np.ndarray  # int [n]
+    in_loss: np.ndarray  # bool [n]
+    prompt: str | bytes  # what precedes the first answer
+    has_end: bool = False  # the last token is the end of a text that is an answer
+
+
 class TraceReader:
     """Reads traces from records."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str, vocab_size: int):
+    def __init__(self, encoder: Encoder, vocab_size: int):
         """
         Args:
-          chat_template: the setting data.chat_template.
           vocab_size: of the model, which may have more ids than the tokenizer, and sample them.
         """
-        self._tokenizer, self._chat_template, self._vocab_size = tokenizer, chat_template, vocab_size
+        self.encoder, self._vocab_size = encoder, vocab_size
 
-    def read(self, record: Record) -> Iterator[Trace]:
-        """Yields the trace of a record, or the two of a pair.
+    def read(self, record: Record, *, is_sampled: bool = False) -> list[Trace]:
+        """The trace of a record, or the two of a pair.
 
+        Args:
+          is_sampled: as if the record had log-probabilities.
         Raises:
           BadRecord: the record has another form, or nothing in it is in the loss.
           UserError: the record is a chat, and there is no chat template.
         """
-        if isinstance(record.values, BadRecord):
-            raise record.values
-        values, where = {name: x for name, x in record.values.items() if x is not None}, record.where
-        if "chosen" in values or "rejected" in values:
-            for name, advantage in (("chosen", CHOSEN), ("rejected", REJECTED)):
-                tokens, in_loss = self._checked(*self._of_pair(values, name, where), where)
-                log_probs = values.get("reference_log_probs")
-                fields = {} if log_probs is None else {"reference_log_probs": _of_answer(log_probs, name, where)}
-                yield Trace(
-                    where=where, tokens=tokens, in_loss=in_loss, group=f"pair {where}", advantage=advantage,
-                    log_probs=_all_log_probs(fields, in_loss, where),
-                )  # fmt: skip
-        else:
-            tokens, in_loss = self._checked(*self._of_answer(values, where), where)
-            yield Trace(where=where, tokens=tokens, in_loss=in_loss, **_other_fields(values, in_loss, where))
+        values, where = _values(record), record.where
+        is_sampled |= any(name in values for name in LOG_PROBS)
+        if "chosen" not in values and "rejected" not in values:
+            return [self._trace(values, "completion", where, is_sampled, **_other_fields(values, where))]
+        chosen, rejected = (
+            self._trace(
+                values | {name: _of_answer(values[name], name, answer, where) for name in LOG_PROBS if name in values},
+                answer, where, is_sampled, group=f"pair {where}", advantage=advantage,
+                is_truncated=bool(values.get("truncated", False)),
+            )
+            for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED))
+        )  # fmt: skip
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            self.encoder.notes.add("pairs with equal chosen and rejected answers, which have no gradient", where)
+        return [chosen, rejected]
 
     def prompt(self, record: Record) -> tuple[np.ndarray, str]:
         """The token ids and the text of the field prompt: a text, a list of messages, or token ids.
@@ -109,77 +133,116 @@ class TraceReader:
         Raises:
           BadRecord: the record has no such field, or it has another form.
         """
-        if isinstance(record.values, BadRecord):
-            raise record.values
-        value = record.values.get("prompt")
+        values, where = _values(record), record.where
+        value = values.get("prompt")
         if value is None:
-            raise BadRecord(f"{record.where}: no field prompt (the fields are {', '.join(record.values)})")
-        if is_chat(value):
-            text = self.template.prompt(value)
-            ((ids, _),) = self._tokenizer.encode_with_offsets([text])
-            return ids, text
-        ids = self._ids(value, "prompt", record.where)
-        return ids, value if isinstance(value, str) else self._tokenizer.decode(ids)
+            raise BadRecord(f"{where}: no field prompt (the fields are {', '.join(values)})")
+        if isinstance(value, str) or is_chat(value):
+            ids, text = self.encoder.prompt(value if isinstance(value, str) else read_prompt(values, where), where)
+            return self._checked(ids, where), text
+        ids = self._checked(_token_ids(value, "prompt", where), where)
+        return ids, self.encoder.tokenizer.decode(ids)
 
-    def _of_answer(self, values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _trace(self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, **fields: Any) -> Trace:
+        encoded = self._encoded(values, answer, where, is_sampled)
+        tokens, in_loss = self._checked(encoded.tokens, where), encoded.in_loss
+        in_loss[:1] = False  # the first token has no earlier one
+        recorded = {name: values[name] for name in LOG_PROBS if name in values}
+        if encoded.has_end and any(_array(x).shape == (in_loss.sum() - 1,) for x in recorded.values()):
+            tokens, in_loss = tokens[:-1], in_loss[:-1]
+        if not in_loss.any():
+            raise BadRecord(f"{where}: no token is in the loss")
+        prompt = encoded.prompt if isinstance(encoded.prompt, bytes) else encoded.prompt.encode(errors="replace")
+        return Trace(
+            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(prompt).digest()[:16], **fields,
+            log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
+        )  # fmt: skip
+
+    def _encoded(self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool) -> _Encoded:
+        if values.get("label") is False or values.get("kto_tag") is False:
+            raise BadRecord(f"{where}: unsupported: an answer with label=false (KTO); remove it, or write pairs")
+        is_truncated = bool(values.get("truncated", False))
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
             in_loss = _array(values.get("loss_mask", ()))
             if in_loss.shape != tokens.shape or not np.isin(in_loss, (0, 1)).all():
                 raise BadRecord(f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens")
-            return tokens, in_loss.astype(bool)
-        if "messages" in values:
-            return self._of_chat(values["messages"], values, where)
-        if "prompt" in values and "completion" in values:
-            return self._joined(values["prompt"], values["completion"], "completion", where)
-        raise BadRecord(
-            f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages, prompt"
-            " and completion, or prompt, chosen and rejected"
+            in_loss = in_loss.astype(bool)
+            return _Encoded(tokens, in_loss, tokens[: in_loss.argmax()].astype(np.int64).tobytes())
+        prompt, answer = values.get("prompt"), values.get(name)
+        if name != "completion" and is_chat(answer) or answer is not None and (is_chat(prompt) or is_chat(answer)):
+            return self._of_chat(read_answer(values, name, where), where, is_truncated)
+        if name == "completion":
+            for chat_format, field in CHAT_FIELDS.items():
+                if field in values:
+                    value = values[field]
+                    is_messages = (
+                        isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
+                    )
+                    chat_format = "messages" if is_messages else chat_format
+                    return self._of_chat(read_chat(value, values, chat_format, field, where), where, is_truncated)
+        if prompt is None or answer is None:
+            raise BadRecord(
+                f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages,"
+                " prompt and completion, or prompt, chosen and rejected"
+            )
+        check_fields(values, f"{where}: ")
+        return self._joined(prompt, answer, name, where, is_truncated, is_sampled)
+
+    def _joined(
+        self, prompt: Any, answer: Any, name: str, where: str, is_truncated: bool, is_sampled: bool
+    ) -> _Encoded:
+        has_end = isinstance(answer, str) and not is_truncated
+        if isinstance(prompt, str) and isinstance(answer, str) and not is_sampled:
+            text = prompt + answer
+            self.encoder.note_text(text, where)
+            marked = MarkedText(text, ((len(prompt), len(text)),))
+            ((tokens, spans),) = self.encoder.encode([(marked, where)], special_tokens=False)
+            in_loss = _mask(spans, len(tokens))
+        else:
+            parts = [
+                self.encoder.plain(x, where) if isinstance(x, str) else _token_ids(x, field, where)
+                for x, field in ((prompt, "prompt"), (answer, name))
+            ]
+            tokens, in_loss = np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts])
+        if has_end:
+            tokens = np.append(tokens, self.encoder.tokenizer.end_of_document_id)
+            in_loss = np.append(in_loss, True)
+        return _Encoded(
+            tokens, in_loss, prompt if isinstance(prompt, str) else np.asarray(prompt, np.int64).tobytes(), has_end
         )
 
-    def _of_pair(self, values: Mapping[str, Any], name: str, where: str) -> tuple[np.ndarray, np.ndarray]:
-        prompt, answer = values.get("prompt"), values.get(name)
-        if is_chat(answer):
-            if prompt is not None and not is_chat(prompt):
-                raise BadRecord(f"{where}: prompt is {kind_of(prompt)} and {name} a list of messages; use two lists")
-            tokens, in_loss = self._of_chat([*(prompt or ()), *answer], values, where)
-            answers = np.flatnonzero(np.diff(in_loss.astype(int), prepend=0) == 1)
-            in_loss[: answers[-1]] = False  # only the last answer
-            return tokens, in_loss
-        if answer is None or prompt is None:
-            raise BadRecord(f"{where}: a pair has the fields prompt, chosen and rejected")
-        return self._joined(prompt, answer, name, where)
+    def _of_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
+        (marked,) = self.encoder.render([(chat, where)])
+        if isinstance(marked, BadRecord):
+            raise marked
+        if is_truncated:  # without the end of its last answer
+            begin, end = marked.answers[-1]
+            text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
+            marked = marked._replace(text=text, answers=(*marked.answers[:-1], (begin, len(text))))
+        ((tokens, spans),) = self.encoder.encode([(marked, where)])
+        return _Encoded(tokens, _mask(spans, len(tokens)), marked.text[: marked.answers[0][0]])
 
-    def _joined(self, prompt: Any, answer: Any, name: str, where: str) -> tuple[np.ndarray, np.ndarray]:
-        parts = [self._ids(x, name, where) for x, name in ((prompt, "prompt"), (answer, name))]
-        in_loss = np.repeat([False, True], [len(part) for part in parts])
-        return np.concatenate(parts), in_loss
-
-    def _ids(self, value: Any, name: str, where: str) -> np.ndarray:
-        return self._tokenizer.encode(value.encode()) if isinstance(value, str) else _token_ids(value, name, where)
-
-    def _of_chat(self, value: Any, values: Mapping[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-        chat = read_chat(value, values, "messages", "messages", where)
-        ((tokens, spans),) = encode_chats([self.template.render(*chat, where)], self._tokenizer)
-        in_loss = np.zeros(len(tokens), bool)
-        for begin, end in spans:
-            in_loss[begin:end] = True
-        return tokens, in_loss
-
-    @functools.cached_property
-    def template(self) -> ChatTemplate:
-        """The template of chats. Raises UserError if there is none."""
-        return load_chat_template(self._chat_template, self._tokenizer.file)
-
-    def _checked(self, tokens: np.ndarray, in_loss: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if wrong.size:
             expected = f"expected 0 to {self._vocab_size - 1} (config.model.vocab_size)"
             raise BadRecord(f"{where}: token {wrong[0]}, {expected}")
-        in_loss[:1] = False  # the first token has no earlier one
-        if not in_loss.any():
-            raise BadRecord(f"{where}: no token is in the loss")
-        return tokens.astype(np.int32), in_loss
+        return tokens.astype(np.int32)
+
+
+def _values(record: Record) -> dict[str, Any]:
+    """The fields that are not null."""
+    if isinstance(record.values, BadRecord):
+        raise record.values
+    return {name: x for name, x in record.values.items() if x is not None}
+
+
+def _mask(spans: np.ndarray, num_tokens: int) -> np.ndarray:
+    mask = np.zeros(num_tokens, bool)
+    for begin, end in spans:
+        mask[begin:end] = True
+    return mask
 
 
 def _array(value: Any) -> np.ndarray:
@@ -197,7 +260,7 @@ def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
     return ids
 
 
-def _other_fields(values: Mapping[str, Any], in_loss: np.ndarray, where: str) -> dict[str, Any]:
+def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     numbers = {}
     for name in ("reward", "advantage"):
         value = values.get(name)
@@ -213,19 +276,13 @@ def _other_fields(values: Mapping[str, Any], in_loss: np.ndarray, where: str) ->
         policy_step=policy_step,
         group=None if group is None else str(group),
         is_truncated=bool(values.get("truncated", False)),
-        log_probs=_all_log_probs(values, in_loss, where),
     )
 
 
-def _of_answer(log_probs: Any, name: str, where: str) -> Any:
-    if not isinstance(log_probs, dict) or name not in log_probs:
-        raise BadRecord(f'{where}: expected reference_log_probs of a pair as {{"chosen": [...], "rejected": [...]}}')
-    return log_probs[name]
-
-
-def _all_log_probs(values: Mapping[str, Any], in_loss: np.ndarray, where: str) -> dict[str, np.ndarray]:
-    names = [name for name in LOG_PROBS if name in values]
-    return {name: _log_probs(values[name], name, in_loss, where) for name in names}
+def _of_answer(log_probs: Any, name: str, answer: str, where: str) -> Any:
+    if not isinstance(log_probs, dict) or answer not in log_probs:
+        raise BadRecord(f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}')
+    return log_probs[answer]
 
 
 def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: str) -> np.ndarray:

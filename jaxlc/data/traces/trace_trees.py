@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.core.errors import UserError
 from jaxlc.data.traces.trace_records import Trace
 
 
@@ -29,13 +30,22 @@ class Tree:
 
 
 def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
-    """Yields the traces of each group: of equal `group`, or neighbors with equal prompts."""
+    """Yields the traces of each group: of equal `group`, or neighbors with equal prompts.
+
+    Raises:
+      UserError: traces of equal `group` have different prompts.
+    """
     groups: dict[object, list[Trace]] = {}
     previous: list[Trace] = []
     for number, trace in enumerate(traces):
         if trace.group is not None:
             previous = groups.setdefault(trace.group, [])
-        elif not previous or previous[-1].group is not None or not _have_equal_prompts(previous[-1], trace):
+            if previous and previous[0].prompt != trace.prompt and previous[0].where != trace.where:
+                raise UserError(
+                    f"{previous[0].where} and {trace.where} have group {trace.group!r} and different prompts: a group"
+                    " has the answers to one prompt; use other groups in each file"
+                )
+        elif not previous or previous[-1].group is not None or previous[-1].prompt != trace.prompt:
             previous = groups.setdefault(number, [])
         previous.append(trace)
     yield from groups.values()
@@ -61,10 +71,6 @@ def trees_of(group: Sequence[Trace], seq_len: int, *, shares: bool) -> Iterator[
         taken.append(trace)
         num_tokens += num_more
     yield Tree(traces=tuple(taken), num_prefix_tokens=num_prefix_tokens)
-
-
-def _have_equal_prompts(a: Trace, b: Trace) -> bool:
-    return np.array_equal(a.tokens[: a.num_prompt_tokens], b.tokens[: b.num_prompt_tokens])
 
 
 def _num_common_tokens(group: Sequence[Trace]) -> int:

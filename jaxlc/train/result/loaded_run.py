@@ -72,7 +72,7 @@ def load(
     return Result(
         step=step,
         params=params,
-        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token),
+        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens),
         workdir=workdir,
         rows=[row for row in read_rows(workdir / METRICS_FILE) if row["step"] <= step],
         train_step=train_step,

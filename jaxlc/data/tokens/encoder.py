@@ -1,0 +1,134 @@
+"""Encodes texts and chats: the one place where corpora, traces, rollouts, generation and evaluation get their tokens.
+
+A prompt and its answer are encoded as one text. A token that contains a character of an answer belongs to the answer.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxlc.data.texts.chats import ASSISTANT, Chat
+from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.tokens.chat import ChatTemplate, MarkedText
+from jaxlc.data.tokens.fitting_template import fitting_template
+from jaxlc.data.tokens.tokenizers import Tokenizer
+
+_SPECIAL_AS_TEXT = (
+    "texts that contain the text of a special token, which is encoded as text (set data.parse_special_tokens=True to"
+    " encode it as the token)"
+)
+_SPECIAL_IN_CHAT = "chats with a message that contains the text of a special token, which becomes that token"
+_STRADDLING = "answers that begin within a token, which is in the loss"
+
+
+@dataclass
+class Notes:
+    """What was noticed in records: a sentence -> how often, and the first record."""
+
+    counts: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def add(self, note: str, where: str, number: int = 1) -> None:
+        before, first = self.counts.get(note, (0, ""))
+        self.counts[note] = (before + number, first or where)
+
+    def update(self, counts: dict[str, tuple[int, str]]) -> None:
+        for note, (number, first) in counts.items():
+            self.add(note, first, number)
+
+    def lines(self, setting: str) -> list[str]:
+        """Warnings, one line each."""
+        return [f"{setting}: {note}: {number:,} (the first: {first})" for note, (number, first) in self.counts.items()]
+
+
+class Encoder:
+    """Turns texts and chats into token ids and the spans of their answers."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str = ""):
+        """
+        Args:
+          chat_template: the setting data.chat_template.
+        """
+        self.tokenizer, self.notes = tokenizer, Notes()
+        self._chat_template = chat_template
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The template of chats.
+
+        Raises:
+          UserError: there is none, or it does not fit the tokenizer.
+        """
+        return fitting_template(self._chat_template, self.tokenizer)
+
+    def render(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[MarkedText | BadRecord]:
+        """Renders chats, each with the place of its record, FILE:NUMBER; yields errors instead of raising them."""
+        chats = list(chats)
+        for (chat, where), rendered in zip(chats, self.template.render_all(chats), strict=True):
+            if isinstance(rendered, MarkedText):
+                self._note_chat(chat, rendered, where)
+            yield rendered
+
+    def encode(
+        self, texts: Sequence[tuple[MarkedText, str]], *, special_tokens: bool = True
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The token IDs, int32 [tokens], and the answers, int64 [answers, 2], begin and end in the tokens, of each one.
+
+        Args:
+          texts: each with the place of its record.
+          special_tokens: the text of a special token means this token, as in rendered chats.
+        """
+        encoded = self.tokenizer.encode_with_offsets([text.text for text, _ in texts], special_tokens)
+        spans = [_token_spans(offsets, text.answers) for (_, offsets), (text, _) in zip(encoded, texts)]
+        for (_, offsets), found, (text, where) in zip(encoded, spans, texts):
+            if any(offsets[begin, 0] < start for (begin, _), (start, _) in zip(found, text.answers)):
+                self.notes.add(_STRADDLING, where)
+        return [(ids, found) for (ids, _), found in zip(encoded, spans)]
+
+    def note_text(self, text: str, where: str) -> bool:
+        """Counts a text that contains the text of special tokens; returns whether it does."""
+        has_special = self.tokenizer.has_special_text(text)
+        if has_special:
+            self.notes.add(_SPECIAL_AS_TEXT, where)
+        return has_special
+
+    def plain(self, text: str, where: str) -> np.ndarray:
+        """The token IDs of a text, int32 [tokens]."""
+        self.note_text(text, where)
+        return self.tokenizer.encode(text.encode(errors="replace"))
+
+    def prompt(self, prompt: str | Chat, where: str) -> tuple[np.ndarray, str]:
+        """The token IDs of a prompt, up to the start of its answer, and its text. An answer that ends a chat is
+        continued.
+
+        Raises:
+          BadRecord: see `ChatTemplate.prompt`.
+        """
+        if isinstance(prompt, str):
+            return self.plain(prompt, where), prompt
+        messages, tools, _ = prompt
+        is_continued = messages[-1]["role"] == ASSISTANT
+        rendered = self.template.prompt(messages, tools, where, continues_last=is_continued)
+        self._note_chat(prompt, rendered, where)
+        ((ids, _),) = self.encode([(rendered, where)])
+        return ids, rendered.text
+
+    def _note_chat(self, chat: Chat, rendered: MarkedText, where: str) -> None:
+        for name in rendered.left_out:
+            self.notes.add(f"chats with a part that {self.template.name} does not render ({name})", where)
+        if any(self.tokenizer.has_special_text(message.get("content") or "") for message in chat.messages):
+            self.notes.add(_SPECIAL_IN_CHAT, where)
+
+
+def _token_spans(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The spans of tokens that contain a character of each span of characters.
+
+    Args:
+      offsets: int [tokens, 2], begin and end of each token in the text, increasing.
+    """
+    spans = np.array(answers, np.int64).reshape(-1, 2)
+    begins = np.searchsorted(offsets[:, 1], spans[:, 0], side="right")
+    ends = np.searchsorted(offsets[:, 0], spans[:, 1], side="left")
+    begins[1:] = np.maximum(begins[1:], ends[:-1])  # a token belongs to one answer
+    return np.stack([begins, ends], axis=1)[begins < ends]
