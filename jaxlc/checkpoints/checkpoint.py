@@ -5,28 +5,32 @@ DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary 
     meta/                   JSON: the step, the next sequence ("next_row"), the corpus fingerprint, the config
     checksums/              JSON: one checksum per array, to detect corruption
 DIRECTORY/STEP.unreadable/  a checkpoint that failed validation; it is never read again
+DIRECTORY/evaluations.json  the held-out loss and the scores of checkpoints, which are known after they are saved
 LOCAL/process-N/STEP/       a local checkpoint: the same, with the parts of the arrays that process N has
 """
 
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxlc.checkpoints.checkpoint_files import UNREADABLE
+from jaxlc.checkpoints.checkpoint_files import UNREADABLE, first_words
 from jaxlc.checkpoints.checksums import nonfinite_param, summaries_of
 from jaxlc.checkpoints.reading import RestoreTarget
-from jaxlc.checkpoints.retention import BestLosses, policy_of
+from jaxlc.checkpoints.retention import EVALUATIONS_FILE, Evaluations, policy_of
 from jaxlc.checkpoints.storage import Storage
 from jaxlc.core.errors import UserError
-from jaxlc.core.write_errors import full_disk_explained
+from jaxlc.core.time_limit import call_within
+from jaxlc.core.write_errors import full_disk_explained, write_errors_explained
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
 
+_SETTLE_SECONDS = 300.0  # below the watchdog's limit, at which other processes would end this one
 _NUM_LOCAL = 2  # the last one may not be complete in each process
 
 
@@ -57,8 +61,8 @@ class Checkpoints:
           local_directory: of local checkpoints, which may be on a disk of each machine.
         """
         self._directory, self._warn, self._finite_params = Path(directory).absolute(), warn, finite_params
-        self._best = BestLosses(keep_best, self._directory)
-        policy = policy_of(keep, keep_steps, keep_every, self._best)
+        self._evaluations = Evaluations(self._directory, keep_best, warn)
+        policy = policy_of(keep, keep_steps, keep_every, self._evaluations)
         self._shared = Storage(self._directory, policy, is_local=False, finite_params=finite_params)
         self._local = None
         if local_directory is not None:
@@ -73,23 +77,26 @@ class Checkpoints:
     def _local_steps(self) -> list[int]:
         return [] if self._local is None else self._local.steps()
 
-    def save(self, step: int, state, meta: dict, *, is_local: bool = False) -> None:
+    def save(self, step: int, state, meta: dict, *, is_local: bool = False) -> bool:
         """Copies the state from the devices and returns; the checkpoint is written in the background.
 
         If some arrays are in host memory, it returns when the checkpoint is committed. A saved step is not saved again.
+        Before, it waits for the checkpoint before.
 
         Args:
           state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated afterwards.
           meta: JSON values, among them `meta["config"]["model"]`, which `restore_latest` compares.
           is_local: saves a local checkpoint.
+        Returns:
+          Whether the step was not saved before.
         Raises:
           UserError: the parameters have NaN or infinite values.
         """
         storage = self._local if is_local else self._shared
         assert storage is not None
         if self._shared.has(step) or storage.has(step):
-            return
-        self.wait()  # for the checkpoint before
+            return False
+        self.wait()
         summaries = summaries_of(state)
         if self._finite_params and (problem := nonfinite_param(summaries)):
             kept = ", ".join(map(str, self.steps())) or "none"
@@ -97,12 +104,27 @@ class Checkpoints:
                 f"{problem} after step {step}, so this step is not saved; checkpoints in {self._directory}: {kept};"
                 " lower optimizer.learning_rate"
             )
-        if not is_local:
-            self._best.add(step, meta)
+        self._evaluations.add_checkpoint(step, meta)
         with self._explained(storage):
             storage.save(step, state, meta, summaries)
         if is_on_host(state):  # Orbax may read these buffers later, and the caller donates them
             self.wait()
+        return True
+
+    def evaluation(self, step: int) -> dict[str, Any]:
+        """What is known of the checkpoint of `step`: "eval_loss", None if it was not finite, and "scores" by name."""
+        return self._evaluations.of(step)
+
+    def add_evaluation(self, step: int, **values: Any) -> None:
+        """Stores what an evaluation of the parameters of `step` has found, if the step is saved.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
+        if any(storage.has(step) for storage in self._storages()):
+            advice = f"run the same command again to evaluate step {step} and to continue"
+            with write_errors_explained(self._directory / EVALUATIONS_FILE, advice):
+                self._evaluations.add(step, **values)
 
     def wait(self) -> None:
         """Waits until the last checkpoint is committed; raises the errors of the background thread."""
@@ -111,15 +133,45 @@ class Checkpoints:
                 with self._explained(storage):
                     storage.wait()
 
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """After an exception in the block, waits for the checkpoint that is still being written, for a limited time.
+
+        Not after Ctrl-C.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            with watchdog.phase("checkpoint files", repeats=False):
+                problem = call_within(_SETTLE_SECONDS, self._problem)
+            if problem is None:
+                problem = f"it was not complete after {_SETTLE_SECONDS:.0f} s"
+            if problem and problem not in str(error):
+                self._warn(f"warning: the last checkpoint was not saved: {problem}")
+            raise
+
+    def _problem(self) -> str:
+        """Waits for the last checkpoint; returns why it was not written, "" if it was."""
+        try:
+            for storage in self._storages():
+                storage.wait()
+        except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others
+            return first_words(error)
+        return ""
+
     def close(self, *, is_done: bool = False) -> None:
         """Waits until the last checkpoint is committed.
 
         Args:
-          is_done: the run is complete, so its local checkpoints are deleted.
+          is_done: the run is complete, so its local checkpoints are deleted, and those that its last evaluation has
+            made superfluous.
         """
         self.wait()
         if is_done:
             self._delete_local(valid=())
+            self._shared.delete_superfluous()
         for storage in self._storages():
             storage.close()
 
@@ -156,6 +208,8 @@ class Checkpoints:
             if problem is None:
                 self._set_aside(damaged, step)
                 self._delete_local(valid=[other for other in local if other <= step])
+                self._evaluations.forget_after(step)
+                self._evaluations.add_checkpoint(step, restored[1])
                 return restored
             if is_local:
                 self._warn(f"the local checkpoint of step {step} is not used: {problem}")
@@ -168,6 +222,7 @@ class Checkpoints:
                 " remove that directory to start from step 0, or use a different --workdir"
             )
         self._delete_local(valid=())
+        self._evaluations.forget_after(-1)
         return None
 
     def _delete_local(self, valid: Sequence[int]) -> None:

@@ -1,54 +1,131 @@
-"""Which checkpoints of a run are kept: the latest, every n-th, the best, and those at stage boundaries."""
+"""The evaluations of the checkpoints of a run, and which checkpoints are kept: the latest, every n-th, the best, and
+those at stage boundaries.
 
-from collections.abc import Sequence
+A checkpoint is written before its parameters are evaluated, since an evaluation may fail. So held-out losses and scores
+are in a file of their own, DIRECTORY/evaluations.json: {STEP: {"eval_loss": LOSS, "scores": {NAME: SCORE}}}.
+"""
+
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from jaxlc.checkpoints.checkpoint_files import committed_steps, read_valid_meta
+from jaxlc.core.atomic_files import replacing
+from jaxlc.core.foreign_files import read_json_file
+from jaxlc.runtime.barrier import text_of_process_0
+
+EVALUATIONS_FILE = "evaluations.json"  # in the directory of the checkpoints
+EVAL_LOSS, SCORES = "eval_loss", "scores"
+EVALUATED = "evaluated"  # key of the stored meta: the names of the evaluations that follow the checkpoint
 
 
-class BestLosses:
-    """A policy of Orbax: preserves the checkpoints with the lowest held-out losses of each stage.
+def read_evaluations(directory: Path) -> dict[int, dict[str, Any]]:
+    """The evaluations of the checkpoints in `directory` by their steps.
 
-    Orbax's BestN reads metrics from files of its own, which checkpoints of earlier versions do not have.
+    Raises:
+      ValueError: the file is damaged.
+      OSError: the file cannot be read.
+    """
+    path = directory / EVALUATIONS_FILE
+    stored = read_json_file(path) if path.exists() else {}
+    if not isinstance(stored, dict) or not all(isinstance(values, dict) for values in stored.values()):
+        raise ValueError(f"{path} has another form")
+    return {int(step): values for step, values in stored.items()}
+
+
+def stored_evaluation(meta: dict) -> dict[str, Any]:
+    """The evaluation in the meta of a checkpoint; only earlier versions wrote it there."""
+    return {name: meta[name] for name in (EVAL_LOSS, SCORES) if name in meta}
+
+
+class Evaluations:
+    """What is known of the parameters of each checkpoint; equal on all processes, and process 0 writes the file.
+
+    It is also a policy of Orbax, which preserves the checkpoints with the lowest held-out losses of each stage, and
+    those that wait for their evaluation.
     """
 
-    def __init__(self, num_kept: int, directory: Path):
+    def __init__(self, directory: Path, num_best: int, warn: Callable[[str], None]):
         """
         Args:
-          num_kept: of each stage; losses of different stages are those of different sequences.
           directory: of the checkpoints.
+          num_best: of each stage; losses of different stages are those of different sequences.
+          warn: called with one line if the file is damaged.
         """
-        self._num_kept = num_kept
-        self._losses: dict[int, tuple[str, float]] = {}
-        for step in committed_steps(directory) if num_kept else []:
+        self._directory, self._num_best = directory, num_best
+        self._stages: dict[int, str] = {}
+        self._expected: dict[int, set[str]] = {}  # names of the values that follow a checkpoint
+        text = text_of_process_0("evaluations", self._text(warn))
+        self._values = {int(step): values for step, values in json.loads(text).items()}
+        for step in committed_steps(directory) if num_best else []:
             try:
-                self.add(step, read_valid_meta(directory / str(step)))
+                self.add_checkpoint(step, read_valid_meta(directory / str(step)))
             except (OSError, ValueError):  # damaged
                 continue
 
-    def add(self, step: int, meta: dict) -> None:
-        """Adds a checkpoint with this meta, as `StageRun.save` makes it."""
-        self._losses.pop(step, None)
-        if (loss := meta.get("eval_loss")) is not None:
-            self._losses[step] = (meta.get("stage", {}).get("name", ""), loss)
+    def _text(self, warn: Callable[[str], None]) -> str:
+        if jax.process_index() == 0:
+            try:
+                return json.dumps(read_evaluations(self._directory))
+            except (OSError, ValueError) as error:
+                warn(f"warning: the evaluations of the checkpoints are not known: {error}")
+        return "{}"
+
+    def of(self, step: int) -> dict[str, Any]:
+        """The known values of a checkpoint; a loss is None if it was not finite."""
+        return self._values.get(step, {})
+
+    def add_checkpoint(self, step: int, meta: dict) -> None:
+        """Adds a checkpoint that was saved with this meta."""
+        self._stages[step] = meta.get("stage", {}).get("name", "")
+        self._expected[step] = set(meta.get(EVALUATED, ()))
+        if stored := stored_evaluation(meta):
+            self._values.setdefault(step, stored)
+
+    def add(self, step: int, **values: Any) -> None:
+        """Adds values of a checkpoint and replaces the file.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        self._values[step] = self.of(step) | values
+        self._write()
+
+    def forget_after(self, step: int) -> None:
+        """Removes the values of later steps, which are trained again."""
+        later = [other for other in self._values if other > step]
+        for other in later:
+            del self._values[other]
+        if later:
+            self._write()
+
+    def _write(self) -> None:
+        if jax.process_index() == 0:
+            with replacing(self._directory / EVALUATIONS_FILE) as out:
+                out.write(json.dumps(self._values).encode())
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Called by Orbax with the steps of all checkpoints."""
-        steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in self._losses]
-        kept = set()
-        for stage in {self._losses[step][0] for step in steps}:
-            of_stage = [step for step in steps if self._losses[step][0] == stage]
-            kept |= set(sorted(of_stage, key=lambda step: (self._losses[step][1], step))[: self._num_kept])
+        kept, losses = set[int](), dict[str, list[tuple[float, int]]]()
+        for step in (checkpoint.step for checkpoint in checkpoints) if self._num_best else ():
+            values = self.of(step)
+            if (loss := values.get(EVAL_LOSS)) is not None:
+                losses.setdefault(self._stages.get(step, ""), []).append((loss, step))
+            if self._expected.get(step, set()) - values.keys():
+                kept.add(step)
+        for in_stage in losses.values():
+            kept |= {step for _, step in sorted(in_stage)[: self._num_best]}
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
-def policy_of(keep: int, keep_steps: Sequence[int], keep_every: int, best: BestLosses) -> Any:
+def policy_of(keep: int, keep_steps: Sequence[int], keep_every: int, evaluations: Evaluations) -> Any:
     """The policy with the arguments of `Checkpoints`."""
     policies = ocp.checkpoint_managers
-    kept: list[Any] = [policies.LatestN(keep), policies.CustomSteps(list(keep_steps)), best]
+    kept: list[Any] = [policies.LatestN(keep), policies.CustomSteps(list(keep_steps)), evaluations]
     if keep_every:
         kept.append(policies.EveryNSteps(keep_every))
     return policies.AnyPreservationPolicy(kept)

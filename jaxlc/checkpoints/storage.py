@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jaxlc.checkpoints.checkpoint_files import (
 )
 from jaxlc.checkpoints.checksums import Summary, keys_as_words, shapes_of, words_as_keys
 from jaxlc.checkpoints.reading import RestoreTarget, check_same_settings, check_same_shapes, read_arrays
+from jaxlc.checkpoints.stored_checkpoints import remove
 from jaxlc.config.values import flattened
 
 _UNNEEDED_WARNING = "Global object size logging disabled"
@@ -49,6 +51,7 @@ class Storage:
           finite_params: see `jaxlc.checkpoints.checkpoint.Checkpoints`.
         """
         self.directory, self._is_local, self._finite_params = directory, is_local, finite_params
+        self._policy = policy
         processes = ocp.options.MultiprocessingOptions()
         if is_local:
             logging.getLogger("absl").addFilter(_is_needed)  # has no effect the second time
@@ -139,6 +142,14 @@ class Storage:
         if problem:
             return None, problem
         return (words_as_keys(state, abstract_state) if self._is_local else state, meta), None
+
+    def delete_superfluous(self) -> None:
+        """Process 0 deletes the complete checkpoints of a shared directory that the policy no longer preserves."""
+        infos = [SimpleNamespace(step=step) for step in self._manager.all_steps()]
+        kept = self._policy.should_preserve(infos, context=None)
+        for info, is_kept in zip(infos, kept):
+            if not is_kept and jax.process_index() == 0:
+                remove(self.directory / str(info.step))
 
     def delete_except(self, steps: Sequence[int]) -> None:
         """Deletes the checkpoints of other steps in the directory of this process."""

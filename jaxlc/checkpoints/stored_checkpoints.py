@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from jaxlc.checkpoints.checkpoint_files import (
     read_valid_meta,
 )
 from jaxlc.checkpoints.checksums import named_leaves, nonfinite_param, stored_summary
+from jaxlc.checkpoints.retention import EVAL_LOSS, read_evaluations, stored_evaluation
 from jaxlc.core.errors import UserError
 from jaxlc.core.lock import LockHeld, locked
 
@@ -45,19 +46,26 @@ class StoredCheckpoint(NamedTuple):
 
 def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     """The committed checkpoints in ascending order of their steps."""
-    return [_stored(directory / str(step), step) for step in committed_steps(directory)]
+    try:
+        evaluations = read_evaluations(directory)
+    except (OSError, ValueError):  # damaged: a run that resumes says so
+        evaluations = {}
+    return [_stored(directory / str(step), step, evaluations) for step in committed_steps(directory)]
 
 
-def _stored(path: Path, step: int) -> StoredCheckpoint:
+def _stored(path: Path, step: int, evaluations: dict[int, dict[str, Any]]) -> StoredCheckpoint:
     num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    meta: dict[str, Any] = {}
     try:
         meta, problem = read_valid_meta(path), ""
-    except (OSError, ValueError) as error:
-        meta, problem = {}, first_words(error)
-    return StoredCheckpoint(
-        step, meta.get("stage", {}).get("name", ""), num_bytes, written, meta.get("eval_loss"), problem
-    )
+        read_checksums_and_shapes(path)
+    except MemoryError:
+        raise
+    except Exception as error:  # as in `_problem_of`
+        problem = first_words(error)
+    stage, evaluation = meta.get("stage", {}).get("name", ""), stored_evaluation(meta) | evaluations.get(step, {})
+    return StoredCheckpoint(step, stage, num_bytes, written, evaluation.get(EVAL_LOSS), problem)
 
 
 def leftovers(directory: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from jaxlc._jax_internals import coordination_client
 from jaxlc.runtime import watchdog
 
 _DAY_SECONDS = 24 * 3600
-_num_barriers = itertools.count()  # each barrier needs its own name
+_num_names = itertools.count()  # each barrier and each text needs its own name
 
 
 def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
@@ -20,7 +20,21 @@ def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
     if (client := coordination_client()) is None:
         return
     with watchdog.phase("waiting for processes", repeats=False):
-        client.wait_at_barrier(f"jaxlc/{name} {next(_num_barriers)}", 1000 * timeout_seconds)
+        client.wait_at_barrier(f"jaxlc/{name} {next(_num_names)}", 1000 * timeout_seconds)
+
+
+def text_of_process_0(name: str, text: str) -> str:
+    """`text` of process 0, on every process; that of other processes is not used."""
+    import jax
+
+    if (client := coordination_client()) is None:
+        return text
+    key = f"jaxlc/{name} {next(_num_names)}"
+    if jax.process_index() == 0:
+        client.key_value_set(key, text)
+        return text
+    with watchdog.phase("waiting for processes", repeats=False):
+        return client.blocking_key_value_get(key, 1000 * _DAY_SECONDS)
 
 
 class Program:

@@ -2,9 +2,9 @@
 
 import enum
 import signal
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from jaxlc.step.state import TrainState
 from jaxlc.train.evaluation.held_out import Evaluation
@@ -31,7 +31,7 @@ class Position:
     step: int  # optimizer steps done
     next_sequence: int  # index of the first training sequence of the stage that no step has used
     evaluation: Evaluation | None = None  # None: the parameters were not evaluated
-    scores: dict[str, float] = field(default_factory=dict)  # by name; empty: the parameters were not scored
+    rows: Sequence[dict[str, Any]] = ()  # of metrics.jsonl, which may not have them yet
 
 
 class Action(NamedTuple):

@@ -46,7 +46,8 @@ class Callback:
         """Called after an evaluation of the parameters of `step` on held-out sequences; see `Result.evaluation`."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Called after a checkpoint is copied from the devices. It is written to `path` in the background."""
+        """Called after a checkpoint is copied from the devices, which is before the other events of its step. It is
+        written to `path` in the background."""
 
     def on_end(self, result: Any) -> None:
         """Called at the end of the run, also after a signal or `StopTraining`; `run` returns `result`."""

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -38,6 +39,7 @@ from jaxlc.train.prepared_stages import (
     check_weights,
     first_position,
     stage_after,
+    stage_until,
     start_lines,
 )
 from jaxlc.train.reference_model import Reference, reference_lines
@@ -101,7 +103,8 @@ def run(
         ]
         progress.log("\n".join(start_lines(prepared, lines)))
         outputs = _open_outputs(prepared, path, progress, callbacks)
-        with watchdog.watching(first.runtime, path), contextlib.closing(outputs.stragglers):
+        watched = watchdog.watching(first.runtime, path)
+        with watched, contextlib.closing(outputs.stragglers), outputs.checkpoints.settled():
             result = _run_stages(prepared, outputs)
         if result.exit_status:
             progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
@@ -175,13 +178,15 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         return position
 
     position, stop = next_position(), Stop.DONE
-    metrics = _open_metrics(stages[0].config, outputs, position.step or None)
+    metrics = _open_metrics(stages, outputs, position)
     for stage in stages:
-        if position.step >= stage.end_step and stage is not stages[-1]:
-            continue
         run = StageRun(**vars(outputs), stage=stage, metrics=metrics.for_stage(stage.name))
         if position.step < stage.end_step:
             position, stop = _train(run, position, compiled(stage.name))
+        elif position.step == stage.end_step and stage.missing_evaluations(position.step, run.checkpoints):
+            position = run.score(run.evaluate(position))
+        elif stage is not stages[-1]:
+            continue
         if stop is not Stop.DONE or run.callbacks.stop_requested or stage is stages[-1]:
             break
         run.checkpoints.wait()
@@ -190,12 +195,23 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     return run.finish(stages, position, stop)
 
 
-def _open_metrics(config: Config, outputs: Outputs, resume_step: int | None) -> MetricsLog:
+def _open_metrics(stages: Sequence[PreparedStage], outputs: Outputs, position: Position) -> MetricsLog:
+    """The metrics, as they were after the step of `position`."""
     is_primary, writers, workdir = jax.process_index() == 0, [], outputs.workdir
+    config, stage = stages[0].config, stage_until(stages, position.step)
     if is_primary and config.train.wandb_project:
         run_id, settings = read_manifest(workdir)["run_id"], stored_settings(workdir)
         writers.append(WandbWriter(config.train.wandb_project, run_id, workdir, settings, outputs.progress.log))
-    return open_metrics(workdir, resume_step=resume_step, is_primary=is_primary, writers=writers)
+    return open_metrics(
+        workdir,
+        resume_step=position.step or None,
+        is_primary=is_primary,
+        writers=writers,
+        warn=outputs.progress.log,
+        stage=stage.name,
+        rows=position.rows,
+        repeated=stage.missing_evaluations(position.step, outputs.checkpoints),
+    )
 
 
 def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Stop]:
@@ -204,7 +220,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     flops_per_step = None if stage.step.model is not None else stage.config.flops_per_step
     run.progress.start_stage(stage.name, stage.end_step, flops_per_step)
     run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
-    actions, position = run.actions, start
+    saves, actions, position = run.saves, run.actions, start
     position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
     reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
     num_steps = stage.end_step - start.step
@@ -226,20 +242,26 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
                 stop = Stop.DONE
 
             # Metrics are fetched after the next step is dispatched, so that the devices always have work. Actions and
-            # callbacks wait for them: a checkpoint follows the rows of its step, and StopTraining stops at that step.
-            waits = any(action.is_due(step, stop) for action in actions)
-            reports.report(step if waits or run.callbacks else step - 1, waits=waits)
-            if run.callbacks.stop_requested:
-                stop = Stop.DONE
+            # callbacks wait for them: a state is saved if its metrics are finite, and StopTraining stops at that step.
+            # It is saved before anything that may fail: reports, callbacks, evaluations.
+            waits = any(action.is_due(step, stop) for action in (*saves, *actions))
+            reports.fetch(step if waits or run.callbacks else step - 1, waits=waits)
             if stop is Stop.DONE:
-                reports.report_last(step)
+                reports.fetch_last(step)
+            position = run_due(saves, replace(position, rows=reports.rows), stop)
+            reports.write()
+            if run.callbacks.stop_requested and stop is not Stop.DONE:
+                stop = Stop.DONE
+                reports.fetch_last(step)
+                position = run_due(saves, replace(position, rows=reports.rows), stop)
+                reports.write()
             position = run_due(actions, position, stop)
             if stop is not None:
                 return position, stop
             if waits:
                 reports.pending.restart_clock(step)
         if (stop := guard.stop()) is not None:  # while the run waited for rollouts
-            return run_due([action for action in actions if action.at_signal], position, stop), stop
+            return run_due(saves, position, stop), stop
     raise UserError(
         f"batches ended before step {start.step + 1}: pass an iterable that starts with the batch of step 1"
     )

@@ -18,6 +18,7 @@ from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
 from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.retention import EVAL_LOSS, SCORES
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.models.context_length import context_warning
@@ -26,7 +27,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.models.frozen_names import trained_settings
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
-from jaxlc.train.actions import Position, TrainingStopped
+from jaxlc.train.actions import Position, TrainingStopped, is_period
 from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluator
 from jaxlc.train.evaluation.scorer import Scorer, make_scorer
@@ -62,6 +63,19 @@ class PreparedStage(Stage):
         """None: the policy makes no rollouts."""
         return make_rollout_maker(self.step, self.data.tokenizer)
 
+    def evaluations_due(self, step: int) -> list[str]:
+        """The names of the evaluations that follow the checkpoint of `step`."""
+        every = {}
+        if self.evaluator is not None:
+            every[EVAL_LOSS] = self.config.train.eval_every_steps
+        if self.scorer is not None:
+            every[SCORES] = self.config.evals.every_steps
+        return [name for name in every if step == self.end_step or is_period(step, every[name])]
+
+    def missing_evaluations(self, step: int, checkpoints: Checkpoints) -> list[str]:
+        """The evaluations of the checkpoint of `step` that are due and not known, such as after a kill."""
+        return [name for name in self.evaluations_due(step) if name not in checkpoints.evaluation(step)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
@@ -80,14 +94,14 @@ def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
     return next((stage for stage in stages if step < stage.end_step), stages[-1])
 
 
-def _stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
+def stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
     """The stage of `step`, which wrote its checkpoint; the first one for step 0."""
     return next((stage for stage in stages if step <= stage.end_step), stages[-1])
 
 
 def _restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
     """What the checkpoint of `step` contains, and the shardings with which training continues."""
-    written_by, continued_by = _stage_until(stages, step).config, stage_after(stages, step).step
+    written_by, continued_by = stage_until(stages, step).config, stage_after(stages, step).step
     return RestoreTarget(
         continued_by.abstract_state,
         to_dict(written_by)["model"],
@@ -119,7 +133,7 @@ def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> N
     Raises:
       UserError: the stages have changed.
     """
-    now, stored = _stage_until(stages, step), meta["stage"]
+    now, stored = stage_until(stages, step), meta["stage"]
     if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
         before, after = (
             f"stage {name}, which starts after step {first}" if name else "a run without stages"
@@ -131,25 +145,25 @@ def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> N
         )
 
 
-def _check_gate(stages: Sequence[PreparedStage], stage: PreparedStage, meta: dict, checkpoints: Path) -> None:
+def _check_gate(stages: Sequence[PreparedStage], stage: PreparedStage, evaluation: dict, checkpoints: Path) -> None:
     """Checks the gates of the stage before `stage`.
 
     Args:
-      meta: of the checkpoint at the end of the stage before.
+      evaluation: of the checkpoint at the end of the stage before.
     Raises:
       TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
     """
-    before, step = _stage_until(stages, stage.first_step), stage.first_step
+    before, step = stage_until(stages, stage.first_step), stage.first_step
     stopped = f"stage {stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
     advice = f"train stage {before.name} longer, or continue with --config.stages.{before.name}"
-    limit, loss = before.max_eval_loss, meta["eval_loss"]
+    limit, loss = before.max_eval_loss, evaluation.get(EVAL_LOSS)
     if limit and (loss is None or loss > limit):
         enough = limit if loss is None else math.ceil(100 * loss) / 100
         raise TrainingStopped(
             f"stage {before.name} ended with held-out loss {'unknown' if loss is None else format(loss, '.4f')}, and"
             f" its limit is max_eval_loss={limit:g}: {stopped}; {advice}.max_eval_loss={enough:g}"
         )
-    scores = meta["scores"]
+    scores = evaluation.get(SCORES, {})
     for name, least in parse_min_scores(before.min_scores, "min_scores").items():
         if scores.get(name) is None or scores[name] < least:
             score = "unknown" if scores.get(name) is None else format(scores[name], ".4g")
@@ -168,6 +182,16 @@ def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
     return stage.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
 
 
+def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainState, dict] | None:
+    """The state, with the frozen parameters, and the meta of the latest valid checkpoint."""
+    restored = outputs.checkpoints.restore_latest(functools.partial(_restore_target, stages))
+    if restored is None or BASE not in restored[1]:
+        return restored
+    (state, meta), step = restored, int(restored[0].step)
+    path = outputs.workdir / CHECKPOINTS_DIRECTORY / str(step)
+    return state._replace(params=with_base(stage_after(stages, step).step, state.params, meta[BASE], path)), meta
+
+
 def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Position:
     """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set.
 
@@ -175,26 +199,31 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
       TrainingStopped: the gate of the stage before is closed.
     """
     workdir, progress = outputs.workdir, outputs.progress
-    restored = outputs.checkpoints.restore_latest(functools.partial(_restore_target, stages))
+    restored = _restored(stages, outputs)
     if restored is None:
         return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored
     step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
     _check_position(stages, step, meta)
     stage = stage_after(stages, step)
-    if BASE in meta:
-        state = state._replace(params=with_base(stage.step, state.params, meta[BASE], directory / str(step)))
+    rows = meta.get("rows", ())
     if 0 < step == stage.first_step:
-        _check_gate(stages, stage, meta, directory)
+        if (before := stage_until(stages, step)).missing_evaluations(step, outputs.checkpoints):
+            progress.log(f"the checkpoint of step {step}, the end of stage {before.name}, is evaluated first")
+            del state, restored  # frees their memory
+            restored = _restored([before], outputs)  # on the mesh of the stage before
+            assert restored is not None
+            return Position(state=restored[0], step=step, next_sequence=meta["next_row"], rows=rows)
+        _check_gate(stages, stage, outputs.checkpoints.evaluation(step), directory)
         progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
-        return Position(state=_first_state(stage, state), step=step, next_sequence=0)
+        return Position(state=_first_state(stage, state), step=step, next_sequence=0, rows=rows)
     for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
         progress.log(line)
     if stage.config.rollouts.source:
         stage.data.train.check_digests(meta.get(ROLLOUTS, {}))
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
-    return Position(state=state, step=step, next_sequence=next_sequence)
+    return Position(state=state, step=step, next_sequence=next_sequence, rows=rows)
 
 
 def check_weights(step: TrainStep, workdir: Path) -> None:

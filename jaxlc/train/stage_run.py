@@ -1,7 +1,6 @@
 """A stage while it is trained: evaluates and saves its state, and writes the report at the end of the run."""
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 
 from jaxlc.checkpoints.base_model import base_meta, checkpoint_part
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.retention import EVAL_LOSS, EVALUATED, SCORES
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import watchdog
@@ -17,7 +17,7 @@ from jaxlc.train.actions import Action, Position, Stop, TrainingStopped
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.prepared_stages import Outputs, PreparedStage, num_tokens_until
 from jaxlc.train.reports.final_report import write_report
-from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, read_rows
+from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
 from jaxlc.train.result.run_result import Result
 from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts, write_decoded
 
@@ -30,17 +30,22 @@ class StageRun(Outputs):
     metrics: MetricsLog
 
     @property
+    def saves(self) -> tuple[Action, ...]:
+        """They run before everything else that follows a step, since that may fail."""
+        train = self.stage.config.train
+        local = [Action(train.local_checkpoint_every_steps, self.save_locally)] if train.local_checkpoints else []
+        return Action(train.checkpoint_every_steps, self.save, at_signal=True), *local
+
+    @property
     def actions(self) -> tuple[Action, ...]:
-        """In their order: a checkpoint stores the evaluation and the scores of its step."""
+        """The others, in their order."""
         config = self.stage.config
         with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
-        measures, has_local = config.runtime.straggler_every_steps, config.train.local_checkpoints != ""
+        measures = config.runtime.straggler_every_steps
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
-            Action(config.train.eval_every_steps, self.evaluate, at_start=True),
-            Action(config.evals.every_steps, self.score, at_start=True),
-            Action(config.train.checkpoint_every_steps, self.save, at_signal=True),
-            *([Action(config.train.local_checkpoint_every_steps, self.save_locally)] if has_local else []),
+            Action(config.train.eval_every_steps, self.evaluate, at_start=True, at_resume=True),
+            Action(config.evals.every_steps, self.score, at_start=True, at_resume=True),
             *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
             *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
@@ -79,18 +84,21 @@ class StageRun(Outputs):
         return position
 
     def evaluate(self, position: Position) -> Position:
-        """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences."""
-        if self.stage.evaluator is None:
+        """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences and it is not
+        known."""
+        if self.stage.evaluator is None or EVAL_LOSS in self.checkpoints.evaluation(position.step):
             return position
         with watchdog.phase("evaluation"), self.progress.progress_bar("evaluating") as update:
             evaluation = self.stage.evaluator(position.state.params, update)
         self.metrics.write(step=position.step, eval_loss=evaluation.loss)
+        self.checkpoints.add_evaluation(position.step, **{EVAL_LOSS: finite(evaluation.loss)})
         self.callbacks("on_evaluation", position.step, evaluation)
         return replace(position, evaluation=evaluation)
 
     def score(self, position: Position) -> Position:
-        """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks."""
-        if self.stage.scorer is None:
+        """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks and they are not
+        known."""
+        if self.stage.scorer is None or SCORES in self.checkpoints.evaluation(position.step):
             return position
         with watchdog.phase("scores"), self.progress.spinner("evaluating tasks"):
             scores = self.stage.scorer(position.state.params, position.step, self.workdir, self.progress.log)
@@ -98,7 +106,8 @@ class StageRun(Outputs):
             name = f"scores/{score.name}"
             others = {f"{name}/{key}": value for key, value in score._asdict().items() if key not in ("name", "score")}
             self.metrics.write(step=position.step, **{name: score.score}, **others)
-        return replace(position, scores={score.name: score.score for score in scores})
+        self.checkpoints.add_evaluation(position.step, **{SCORES: {x.name: finite(x.score) for x in scores}})
+        return position
 
     def save(self, position: Position) -> Position:
         """Saves a checkpoint, which is written in the background.
@@ -113,8 +122,9 @@ class StageRun(Outputs):
             )
         with watchdog.phase("checkpoint"), self.timings.saving():
             meta = self._meta(position, self.stage.config.train.checkpoint_every_steps)
-            self.checkpoints.save(position.step, checkpoint_part(self.stage.step, position.state), meta)
-        self.callbacks("on_checkpoint", position.step, directory / str(position.step))
+            is_new = self.checkpoints.save(position.step, checkpoint_part(self.stage.step, position.state), meta)
+        if is_new:
+            self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
 
     def save_locally(self, position: Position) -> Position:
@@ -127,15 +137,15 @@ class StageRun(Outputs):
 
     def _meta(self, position: Position, every: int) -> dict[str, Any]:
         """The meta of a checkpoint, which is saved every `every` steps."""
-        stage, evaluation = self.stage, position.evaluation
+        stage = self.stage
         return dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
             corpus=stage.data.fingerprint,
             config=to_dict(stage.config),
             stage=dict(name=stage.name, first_step=stage.first_step),
-            eval_loss=evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None,
-            scores={name: score for name, score in position.scores.items() if math.isfinite(score)},
+            rows=[{name: finite(value) for name, value in row.items()} for row in position.rows],
+            **{EVALUATED: stage.evaluations_due(position.step)},
             **base_meta(stage.step, position.state.params),
             **self._rollouts_meta(position.step, every),
         )

@@ -18,12 +18,12 @@ def position(step: int) -> Position:
         (1, None, ""),
         (2, None, "evaluate"),
         (3, None, "save"),
-        (6, None, "evaluate save"),
+        (6, None, "save evaluate"),
         (1, Stop.SIGTERM, "save"),
-        (2, Stop.SIGINT, "evaluate save"),
+        (2, Stop.SIGINT, "save"),
         (4, None, "evaluate roll"),
-        (4, Stop.SIGTERM, "evaluate save"),
-        (1, Stop.DONE, "evaluate score save roll"),
+        (4, Stop.SIGTERM, "save"),
+        (1, Stop.DONE, "save evaluate score roll"),
     ],
     ids=str,
 )
@@ -34,9 +34,9 @@ def test_actions_run_at_their_periods_and_when_the_run_stops(step, stop, names):
         return Action(every, lambda position: ran.append(name) or position, **when)
 
     actions = (
-        action("evaluate", 2, at_start=True),
-        action("score", 0, at_start=True),
         action("save", 3, at_signal=True),
+        action("evaluate", 2, at_start=True, at_resume=True),
+        action("score", 0, at_start=True, at_resume=True),
         action("roll", 4, at_resume=True),
     )
     run_due(actions, position(step), stop)
@@ -46,7 +46,7 @@ def test_actions_run_at_their_periods_and_when_the_run_stops(step, stop, names):
 def test_later_action_gets_what_an_earlier_one_added():
     saved = []
     actions = (
-        Action(1, lambda position: dataclasses.replace(position, scores={"passkey@512": 50.0})),
-        Action(1, lambda position: saved.append(position.scores) or position),
+        Action(1, lambda position: dataclasses.replace(position, rows=[dict(step=1)])),
+        Action(1, lambda position: saved.append(position.rows) or position),
     )
-    assert run_due(actions, position(1)).scores == saved[0] == {"passkey@512": 50.0}
+    assert run_due(actions, position(1)).rows == saved[0] == [dict(step=1)]

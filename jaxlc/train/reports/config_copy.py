@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxlc.config import Stage, read_config
 from jaxlc.config.config_text import config_text
@@ -15,11 +13,11 @@ from jaxlc.config.setting_paths import converted
 from jaxlc.config.values import flattened
 from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.barrier import text_of_process_0
 from jaxlc.train.reports.manifest import joined_text, make_manifest, split_text
 
 CONFIG_COPY = "resolved_config.py"
 _MAX_NAMES = 8  # changed settings in one line
-_RUN_ID_BYTES = 12
 
 
 def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
@@ -72,9 +70,7 @@ def read_manifest(workdir: Path) -> dict[str, Any]:
 
 def run_id_everywhere(workdir: Path) -> str:
     """The identifier of the run on all processes, as process 0 has written it."""
-    text = read_manifest(workdir)["run_id"] if jax.process_index() == 0 else ""
-    codes = np.frombuffer(text.encode().ljust(_RUN_ID_BYTES)[:_RUN_ID_BYTES], np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(codes))).decode().strip()
+    return text_of_process_0("run id", read_manifest(workdir)["run_id"] if jax.process_index() == 0 else "")
 
 
 def stored_settings(workdir: Path) -> dict[str, Any]:

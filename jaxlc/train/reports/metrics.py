@@ -1,17 +1,19 @@
 """Metrics on disk: WORKDIR/metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard.
 
-The loop writes the rows of a step before it saves the checkpoint of that step. So if the checkpoint of step n exists,
-all rows up to n exist. A run that resumes from it drops the later rows, so its file equals the file of an uninterrupted
-run. A row is passed to the operating system in one write, so killing the process truncates at most the last line.
+The rows of a step are written after its checkpoint is saved, since that may fail; so the checkpoint contains them. A
+run that resumes from it adds those that are missing and drops the later ones, so its file equals the file of an
+uninterrupted run. A row is passed to the operating system in one write, so killing the process truncates at most the
+last line.
 """
 
 import contextlib
 import json
 import math
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from jaxlc.core import extras
 from jaxlc.core.atomic_files import replacing
@@ -36,7 +38,7 @@ def is_timing(name: str) -> bool:
 class Timings:
     """Times of what a run does between steps, which join the next row of a step.
 
-    A row of their own would be lost if the run is killed after a checkpoint, whose rows are written before it.
+    A row of their own would be lost if the run is killed after a checkpoint, which contains the rows of its step.
     """
 
     def __init__(self):
@@ -65,14 +67,22 @@ class MetricsWriter(Protocol):
     """Where rows go besides metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Called with each row; must neither wait nor raise for reasons outside of this machine."""
+        """Called with the finite values of a row; must neither wait nor raise for reasons outside of this machine."""
 
     def close(self) -> None:
         """Called at the end of the run."""
 
 
 def open_metrics(
-    workdir: str | Path, *, resume_step: int | None, is_primary: bool, writers: Iterable[MetricsWriter] = ()
+    workdir: str | Path,
+    *,
+    resume_step: int | None,
+    is_primary: bool,
+    writers: Iterable[MetricsWriter] = (),
+    warn: Callable[[str], None] = print,
+    stage: str = "",
+    rows: Sequence[Row] = (),
+    repeated: Sequence[str] = (),
 ) -> "MetricsLog":
     """Opens the metrics of a run in `workdir`.
 
@@ -80,6 +90,10 @@ def open_metrics(
       resume_step: the step that the run resumes from: rows after it are dropped. None: a new run, all rows are dropped.
       is_primary: False on all processes but one; they write nothing.
       writers: get each row as well, besides the event files for TensorBoard.
+      warn: called with one line if the file is deleted during the run.
+      stage: of `resume_step`.
+      rows: of the last steps, with their losses; those that the file lacks are added.
+      repeated: names of metrics, or of their groups, that are measured again at `resume_step`: their rows are dropped.
     Raises:
       UserError: a line of metrics.jsonl, other than a truncated last one, is not a metrics row.
     """
@@ -87,35 +101,74 @@ def open_metrics(
         return MetricsLog(None)
     last_step = -1 if resume_step is None else resume_step
     path = Path(workdir) / METRICS_FILE
-    kept = [row for row in read_rows(path) if row["step"] <= last_step]
+    prefixes = tuple(repeated)
+
+    def is_kept(row: Row) -> bool:
+        is_repeated = row["step"] == last_step and any(name.startswith(prefixes) for name in row)
+        return row["step"] <= last_step and not (prefixes and is_repeated)
+
+    kept = list(filter(is_kept, read_rows(path)))
     with replacing(path) as out:
         out.write("".join(map(_line, kept)).encode())
     directory = Path(workdir) / TENSORBOARD_DIRECTORY
     tensorboard = [_TensorBoard(directory, last_step)] if extras.is_installed("tensorboardX") else []
-    return MetricsLog(path.open("a"), [*tensorboard, *writers])
+    log = MetricsLog(_RowFile(path, warn), [*tensorboard, *writers])
+    known = {row["step"] for row in kept if "loss" in row}
+    for row in rows:
+        if row["step"] not in known:
+            log.for_stage(stage).write(**row)
+    return log
+
+
+class _RowFile:
+    """A file to which lines are appended. If it is deleted or replaced, it is written again."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]):
+        self._path, self._warn = path, warn
+        self._file = path.open("a+")
+
+    def append(self, line: str) -> None:
+        if self._path.parent.exists() and not self._is_in_place():
+            self._warn(f"warning: {self._path} was deleted or replaced during the run: its rows are written again")
+            self._file.seek(0)
+            with replacing(self._path) as out:
+                out.write(self._file.read().encode())
+            self.close()
+            self._file = self._path.open("a+")
+        self._file.write(line)
+        self._file.flush()
+
+    def _is_in_place(self) -> bool:
+        return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def finite(value: float | None) -> float | None:
+    """`value`, None if it is not finite: JSON has no NaN or infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 class MetricsLog:
     """Appends metrics rows; made by `open_metrics`."""
 
-    def __init__(self, file: TextIO | None, writers: Sequence[MetricsWriter] = (), stage: str = ""):
+    def __init__(self, file: _RowFile | None, writers: Sequence[MetricsWriter] = (), stage: str = ""):
         self._file, self._writers, self._stage = file, writers, stage
 
     def for_stage(self, name: str) -> "MetricsLog":
         """The same log, whose rows name a stage; "": none."""
         return MetricsLog(self._file, self._writers, name)
 
-    def write(self, *, step: int, **values: float) -> None:
-        """Appends a row. Values that are not finite become null, since JSON has no NaN or infinity."""
+    def write(self, *, step: int, **values: float | None) -> None:
+        """Appends a row. Values that are not finite become null."""
         if self._file is None:
             return
         stage = dict(stage=self._stage) if self._stage else {}
-        measured = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        row = dict(step=step) | stage | measured
-        self._file.write(_line(row))
-        self._file.flush()
+        measured = {name: finite(value) for name, value in values.items()}
+        self._file.append(_line(dict(step=step) | stage | measured))
         for writer in self._writers:
-            writer.write(step, values)
+            writer.write(step, {name: value for name, value in measured.items() if value is not None})
 
     def close(self) -> None:
         for log in (self._file, *self._writers):
@@ -145,8 +198,6 @@ class _TensorBoard:
         from tensorboardX.summary import scalar
 
         for name, value in values.items():
-            if not math.isfinite(value):  # tensorboardX would warn
-                continue
             self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
         self._events.flush()
 

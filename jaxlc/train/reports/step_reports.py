@@ -1,6 +1,9 @@
 """Reports on training steps: rows of metrics, progress, callbacks, and an error for a loss that is not finite."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +23,13 @@ _MAX_STEPS_IN_FLIGHT = 8
 
 
 class StepReports:
-    """Fetches, checks and reports the metrics of the steps that the loop adds to `pending`."""
+    """Fetches and checks the metrics of the steps that the loop adds to `pending`, then writes its reports on them.
+
+    Between both, the loop saves the state: a report may fail, and callbacks are code of the user.
+
+    Attributes:
+      rows: of metrics.jsonl, which `write` has not written yet.
+    """
 
     def __init__(self, run: StageRun, step: int):
         """
@@ -29,9 +38,12 @@ class StepReports:
         """
         self._run, self._config = run, run.stage.config
         self.pending, self._logged_step = PendingMetrics(step), step
+        self.rows: list[dict[str, float]] = []
+        self._reports: list[Callable[[], None]] = []  # in their order
 
-    def report(self, until: int, *, waits: bool = False) -> None:
-        """Logs the steps up to `until` that are due, and fetches and checks the metrics of the steps before them.
+    def fetch(self, until: int, *, waits: bool = False) -> None:
+        """Prepares the reports on the steps up to `until` that are due, and checks the metrics of the steps before
+        them.
 
         Args:
           waits: fetches the metrics of all steps up to `until`. That also happens if too many are in flight.
@@ -46,14 +58,20 @@ class StepReports:
             if logs:
                 self._log(step)
 
-    def report_last(self, step: int) -> None:
-        """`report` for the last step of the run, which is always logged."""
-        self.report(step, waits=True)
+    def fetch_last(self, step: int) -> None:
+        """`fetch` for the last step of the run, which is always logged."""
+        self.fetch(step, waits=True)
         if self._logged_step < step:
             self._log(step)
 
+    def write(self) -> None:
+        """Writes the reports on the steps that were fetched, and calls the callbacks."""
+        reports, self._reports, self.rows = self._reports, [], []
+        for report in reports:
+            report()
+
     def _log(self, step: int) -> None:
-        """Writes one metrics row: the metrics of `step` and the mean time of the steps since the clock was started."""
+        """Prepares a metrics row: the metrics of `step` and the mean time of the steps since the clock was started."""
         metrics, seconds = self.pending.last, self.pending.seconds_per_step
         row = dict(
             step=step,
@@ -75,13 +93,17 @@ class StepReports:
             row |= _balance(metrics.experts)
             every, end_step = self._config.train.log_every_steps, self._run.stage.end_step
             if jax.process_index() == 0 and is_recorded(step, every, end_step):
-                write_loads(self._run.workdir, step, metrics.experts.load_LE)
+                self._add(write_loads, self._run.workdir, step, metrics.experts.load_LE)
         row |= self._run.timings.take()
-        self._run.metrics.write(**row)
-        self._run.progress.update(**row)
-        self._run.callbacks("on_log", row)
+        self.rows.append(row)
+        for report in (self._run.metrics.write, self._run.progress.update):
+            self._reports.append(functools.partial(report, **row))
+        self._add(self._run.callbacks, "on_log", row)
         self._logged_step = step
         self.pending.restart_clock(step)
+
+    def _add(self, report: Callable[..., None], *arguments: Any) -> None:
+        self._reports.append(functools.partial(report, *arguments))
 
     def _document_rates(self, step_seconds: float) -> dict[str, float]:
         """Model FLOP/s with the query-key pairs of the documents, and as a fraction of the peak if that is known."""
@@ -91,20 +113,23 @@ class StepReports:
         return rates | dict(mfu_documents=rate / peak) if peak else rates
 
     def _check_finite(self, fetched: list[tuple[int, StepMetrics]]) -> None:
-        """Calls `on_step`; reports steps whose loss or gradient is not finite, whose update the step has skipped."""
+        """Prepares the calls of `on_step`, and reports on steps whose loss or gradient is not finite, whose update was
+        skipped."""
         for step, metrics in fetched:
-            self._run.callbacks("on_step", step, {name: float(getattr(metrics, name)) for name in _STEP_METRICS})
+            self._add(
+                self._run.callbacks, "on_step", step, {name: float(getattr(metrics, name)) for name in _STEP_METRICS}
+            )
             if metrics.is_finite:
                 continue
             if is_retried(metrics.loss_scale, self._config.precision):
                 scale = f"{metrics.loss_scale:g}"
-                self._run.progress.log(f"step {step} overflows at loss scale {scale}: its update is skipped")
+                self._add(self._run.progress.log, f"step {step} overflows at loss scale {scale}: its update is skipped")
                 continue
             problem = f"step {step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}"
             if self._config.train.nonfinite == "skip":
-                self._run.progress.log(f"{problem}: its update is skipped")
+                self._add(self._run.progress.log, f"{problem}: its update is skipped")
                 continue
-            self._run.checkpoints.close()
+            self._run.checkpoints.wait()
             last_good = max(self._run.checkpoints.steps(), default=None)
             where = (
                 "there is no checkpoint yet" if last_good is None else f"the last good checkpoint is step {last_good}"

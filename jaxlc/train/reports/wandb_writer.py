@@ -3,7 +3,6 @@
 All calls to it are made in a thread, so that neither a slow server nor an error of the package delays or ends a run.
 """
 
-import math
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -41,9 +40,8 @@ class WandbWriter:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Passes a row to the thread; does not wait."""
-        row = {name: value for name, value in values.items() if math.isfinite(value)}
         try:
-            self._rows.put_nowait((step, row))
+            self._rows.put_nowait((step, dict(values)))
         except queue.Full:
             self._num_dropped += 1
 

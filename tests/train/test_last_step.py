@@ -1,0 +1,122 @@
+"""The state of a step is saved before anything that may fail, and an evaluation that is missing comes first."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxlc
+from jaxlc.checkpoints.checkpoint_files import committed_steps
+from jaxlc.checkpoints.retention import Evaluations, read_evaluations
+from jaxlc.train import stage_run
+from jaxlc.train.callbacks import Callbacks
+from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.evaluation.scorer import NamedScore
+from jaxlc.train.prepared_stages import PreparedStage
+from jaxlc.train.reports import final_report
+from jaxlc.train.reports.metrics import MetricsLog
+from jaxlc.train.stage_run import StageRun
+from tests.train import runs
+
+STEPS = 24
+
+
+class Bigram:
+    """A model that compiles fast."""
+
+    def init(self, key):
+        return {"table": jax.random.normal(key, (64, 64))}
+
+    def apply(self, params, batch, mesh):
+        return params["table"][batch.tokens]
+
+
+class Killed(BaseException):
+    """Ends a run like a kill."""
+
+
+class Recorder(jaxlc.train.Callback):
+    pass
+
+
+def train(workdir, steps=STEPS, callbacks=(), **settings):
+    config = jaxlc.config.defaults()
+    config.model.vocab_size = config.data.seq_len = 64
+    config.mesh.data, config.optimizer.learning_rate, config.optimizer.schedule = 8, 0.1, "constant"
+    config.runtime.straggler_every_steps = config.evals.every_steps = 2
+    config.evals.tasks = ("needle",)
+    config.train.update(steps=steps, global_batch_size=8, eval_sequences=8)
+    config.train.update(dict(checkpoint_every_steps=2, eval_every_steps=2) | settings)
+    tokens = np.random.default_rng(0).integers(64, size=(STEPS, 8, 64), dtype=np.int32)
+    batches = [{"tokens": batch} for batch in tokens]
+    return jaxlc.train.run(
+        config, workdir, model=Bigram(), batches=batches, eval_batches=batches[:1], callbacks=callbacks
+    )
+
+
+def saved_steps(workdir) -> list[int]:
+    return committed_steps(workdir / "checkpoints")
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """Without plots and measurements of devices; every evaluation has a score."""
+    monkeypatch.setattr(final_report, "write_plots", lambda *_: [])
+    monkeypatch.setattr("jaxlc.train.stragglers.Stragglers.measure", lambda *_: {})
+    score = NamedScore("needle@64", 50.0, 1.0, 4, 0.1)
+    monkeypatch.setattr(PreparedStage, "scorer", lambda *_: [score])
+
+
+def fail(monkeypatch, owner, name: str, step: int, error: BaseException, event: str = "") -> None:
+    """`owner.name` raises if it is called for `step`, and for the callback `event`."""
+    original = getattr(owner, name)
+
+    def failing(*arguments, **keywords):
+        numbers = [keywords.get("step"), *(getattr(x, "step", x) for x in arguments if not isinstance(x, dict))]
+        numbers += [x.get("step") for x in arguments if isinstance(x, dict)]
+        if step in numbers and event in ("", *(x for x in arguments if isinstance(x, str))):
+            raise error
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def test_run_that_fails_after_every_second_step_ends_like_an_undisturbed_one(tmp_path, monkeypatch):
+    """Each start fails in another place after its second step, which is saved; the next start continues from there."""
+    places = [
+        (MetricsLog, "write"), (Callbacks, "__call__", "on_step"), (Callbacks, "__call__", "on_log"),
+        (Callbacks, "__call__", "on_checkpoint"), (StageRun, "evaluate"), (Evaluations, "add"),
+        (Callbacks, "__call__", "on_evaluation"), (StageRun, "score"), (StageRun, "compare_processes"),
+        (stage_run, "write_report"), (Callbacks, "__call__", "on_end"),
+    ]  # fmt: skip
+    errors = [RuntimeError("it fails"), Killed("it fails")]
+    workdir, last = tmp_path / "disturbed", 2 * len(places)
+    for number, (owner, name, *event) in enumerate(places, start=1):
+        step = min(2 * number, last - 2)
+        with monkeypatch.context() as patch, pytest.raises((RuntimeError, Killed), match="it fails"):
+            fail(patch, owner, name, step, errors[number % 2], *event)
+            train(workdir, steps=last - 2, callbacks=[Recorder()])
+        assert saved_steps(workdir)[-1] == step, name
+    train(workdir, steps=last)
+    train(tmp_path / "whole", steps=last)
+    assert runs.rows(workdir) == runs.rows(tmp_path / "whole")
+    first, second = (read_evaluations(path / "checkpoints") for path in (workdir, tmp_path / "whole"))
+    assert first == second and first[last] == dict(eval_loss=first[last]["eval_loss"], scores={"needle@64": 50.0})
+
+
+@pytest.mark.parametrize("losses, kept", [((3, 1, 2), [4, 6]), ((1, 1, 1), [2, 6]), ((np.nan, 5, np.nan), [4, 6])])
+def test_best_checkpoint_is_kept_although_its_evaluation_was_interrupted(tmp_path, monkeypatch, losses, kept):
+    """keep_best_checkpoints=1: the kill comes between save and evaluation. Of equal losses the first is the best; one
+    that is not finite is none."""
+    monkeypatch.setattr(Evaluation, "loss", property(lambda self: values[0]))
+    values = [0.0]
+    for step, loss in zip((2, 4, 6), losses):
+        values[0] = float(loss)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            fail(patch, StageRun, "evaluate", step, Killed())
+            train(tmp_path, steps=6, keep_checkpoints=1, keep_best_checkpoints=1)
+        assert step in saved_steps(tmp_path)
+        with monkeypatch.context() as patch, pytest.raises(Killed):  # the missing evaluation is first
+            fail(patch, StageRun, "score", step, Killed())
+            train(tmp_path, steps=6, keep_checkpoints=1, keep_best_checkpoints=1)
+    train(tmp_path, steps=6, keep_checkpoints=1, keep_best_checkpoints=1)
+    assert saved_steps(tmp_path) == kept
