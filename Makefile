@@ -6,6 +6,8 @@ ARGS ?=
 
 PYTEST = -m pytest -n auto --dist=worksteal --durations=15
 
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
 .DEFAULT_GOAL := help
 .PHONY: help train plan notebooks docs reference test test-rest test-full test-transformers test-heavy test-jax0.12 smoke-jax0.11 plan-jax0.11 test-all lint format lock clean
 
@@ -107,7 +109,7 @@ define INSTALL
 	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and jaxlc needs 3.11 or newer; use make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv --clear $(@D) || { echo "the venv module is missing; install your system's python3-venv package"; exit 1; }
 	@echo "installing the packages of $(1) into $(@D) (about 700 MB, one to three minutes)"
-	$(@D)/bin/python -m pip install --quiet --requirement $(1)
+	$(@D)/bin/python -m pip install --requirement $(1)
 	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --config-settings editable_mode=compat --editable .
 	@touch $@
 endef
@@ -115,12 +117,12 @@ endef
 .venv-transformers/.ready: tests/hf/requirements.txt requirements.lock
 	$(PYTHON) -m venv --clear $(@D)
 	@echo "installing torch, transformers and lm_eval into $(@D) (about 2 GB on Linux with the CPU build of torch)"
-	$(@D)/bin/python -m pip install --quiet --requirement tests/hf/requirements.txt --requirement requirements.lock
+	$(@D)/bin/python -m pip install --requirement tests/hf/requirements.txt --requirement requirements.lock
 	@touch $@
 
 .venv-docs/.ready: requirements-docs.lock
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --requirement requirements-docs.lock
+	$(@D)/bin/python -m pip install --requirement requirements-docs.lock
 	@touch $@
 
 $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
@@ -128,11 +130,11 @@ $(READY) .venv-jax0.12/.ready: requirements.lock pyproject.toml
 
 # The GPU compiler; it needs neither a GPU nor NVIDIA's libraries.
 %/.ready-plan: %/.ready requirements-plan.lock
-	$*/bin/python -m pip install --quiet --no-deps --requirement requirements-plan.lock
+	$*/bin/python -m pip install --no-deps --requirement requirements-plan.lock
 	@touch $@
 
 .venv-jax0.11/.ready-plan: .venv-jax0.11/.ready
-	$(@D)/bin/python -m pip install --quiet --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2
+	$(@D)/bin/python -m pip install --no-deps jax-cuda12-plugin==0.11.2 jax-cuda12-pjrt==0.11.2
 	@touch $@
 
 .venv-jax0.11/.ready: requirements.lock pyproject.toml
