@@ -1,10 +1,13 @@
 """A notebook as a Markdown page, with its stored outputs; nothing is executed."""
 
 import base64
+import html
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+_INSTALL = "JAXLC_SOURCE"  # in the cell that installs jaxlc where it is missing
 
 
 def markdown(notebook: Path, page: Path) -> str:
@@ -20,6 +23,9 @@ def markdown(notebook: Path, page: Path) -> str:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             parts.append(source)
+        elif _INSTALL in source:
+            text = _one_line(f"<pre><code>{html.escape(source)}</code></pre>")
+            parts.append(f"<details><summary>Installation</summary>{text}</details>")
         elif cell["cell_type"] == "code":
             parts.append(f"```python\n{source}\n```")
             parts += [_output(output, page, pictures) for output in cell["outputs"]]
@@ -45,7 +51,7 @@ def _text_block(text: str) -> str:
     return f"```text\n{text}\n```" if text else ""
 
 
-def _one_line(html: str) -> str:
+def _one_line(text: str) -> str:
     """HTML without line breaks, which would end it in Markdown; those of preformatted text become references."""
-    parts = re.split(r"(<pre.*?</pre>)", html, flags=re.DOTALL)
+    parts = re.split(r"(<pre.*?</pre>)", text, flags=re.DOTALL)
     return "".join(part.replace("\n", "&#10;" if index % 2 else " ") for index, part in enumerate(parts))

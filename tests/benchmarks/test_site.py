@@ -91,11 +91,14 @@ def test_notebook_outputs_become_text_and_html(tmp_path):
         {"output_type": "stream", "text": ["\x1b[1ma\x1b[0m\n"]},
         {"output_type": "display_data", "data": {"text/html": ["<b>\n</b><pre>1\n2</pre>"], "text/plain": ["x"]}},
     ]
-    cells = [{"cell_type": "code", "source": ["f()"], "outputs": outputs}]
+    install = {"cell_type": "code", "source": ['JAXLC_SOURCE = "<x>"\n', "pip()"], "outputs": []}
+    cells = [install, {"cell_type": "code", "source": ["f()"], "outputs": outputs}]
     notebook = tmp_path / "n.ipynb"
     notebook.write_text(json.dumps({"cells": cells}))
     html = '<div class="notebook-output"><b> </b><pre>1&#10;2</pre></div>'
-    expected = f"```python\nf()\n```\n\n```text\na\n```\n\n{html}\n"
+    folded = "<pre><code>JAXLC_SOURCE = &quot;&lt;x&gt;&quot;&#10;pip()</code></pre>"
+    details = f"<details><summary>Installation</summary>{folded}</details>"
+    expected = f"{details}\n\n```python\nf()\n```\n\n```text\na\n```\n\n{html}\n"
     assert notebook_page.markdown(notebook, tmp_path / "n.md") == expected
 
 
