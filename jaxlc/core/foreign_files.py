@@ -1,6 +1,7 @@
 """Files of JSON and of arrays that others may have written. Imports no jax."""
 
 import json
+import re
 import stat
 import tokenize
 import zipfile
@@ -14,16 +15,31 @@ from jaxlc.core.errors import UserError, reason_of
 MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much memory
 
 
+# Escapes of surrogates, which JSON may have alone, and the surrogates themselves.
+_ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+_ESCAPE_BYTES = re.compile(_ESCAPE.pattern.encode())
+
+
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text.
+    """The value of a JSON text, with U+FFFD for lone surrogates, which UTF-8 cannot encode.
 
     Raises:
       ValueError: it is not JSON, is nested too deeply, or is not UTF-8.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        has_surrogates = _ESCAPE.search(text) if isinstance(text, str) else _ESCAPE_BYTES.search(text)
+        return _valid(value) if has_surrogates else value
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply: {error}") from None
+
+
+def _valid(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_valid(name): _valid(x) for name, x in value.items()}
+    return [_valid(x) for x in value] if isinstance(value, list) else value
 
 
 def read_json_file(path: Path) -> Any:

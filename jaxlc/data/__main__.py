@@ -2,9 +2,10 @@
        jaxlc data show --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--num=3]
 
 report prints the documents and tokens of each source by length, and the shares and epochs of the run, and writes a
-picture of them to WORKDIR/data.png. show prints documents and rendered chats of each source as the run trains on them,
-with the tokens that have a loss in green, or in brackets where the output has no colors. Sources that are not tokenized
-yet are tokenized, as a run would do. JAX does not start.
+picture of them to WORKDIR/data.png; of traces also groups, shared prefixes and rewards. show prints documents, rendered
+chats, groups of traces and prompts of rollouts as the run uses them, with the tokens that have a loss in green, or in
+brackets where the output has no colors. Sources that are not tokenized yet are tokenized, as a run would do. JAX does
+not start.
 """
 
 import os
@@ -32,7 +33,7 @@ class Flags(ConfigFlags):
     positional: ClassVar[tuple[str, ...]] = ("action",)
 
     action: str  # report or show
-    num: From1[int] | None = None  # show: number of documents of each source; default: 3
+    num: From1[int] | None = None  # show: number of documents, prompts or groups of each source; default: 3
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,18 +62,23 @@ def _show(command: ParsedCommand[Flags]) -> int:
 def _report(command: ParsedCommand[Flags]) -> int:
     if command.flags.num is not None:
         raise UserError("--num has no effect on report: remove it, or use show")
-    from jaxlc.data.corpus import open_corpus
-    from jaxlc.data.reports.data_report import report_text, source_lengths, stage_shares
+    from jaxlc.data.reports.data_report import report_text, source_lengths, stage_shares, trace_lines
+    from jaxlc.data.reports.examples import open_training_data
+    from jaxlc.data.traces.open_traces import TraceData
 
-    sources, stages, warnings = {}, [], {}
+    sources, stages, warnings, lines = {}, [], {}, {}
     for stage in command.stages:
         config = stage.config
-        corpus = open_corpus(config.data, log=print_to_stderr)
-        warnings |= dict.fromkeys(corpus.warnings)
-        sources |= {source.name: source for source in source_lengths(corpus)}
-        stages.append(stage_shares(stage.name, corpus, stage.num_steps * config.train.global_batch_size))
+        opened = open_training_data(config, print_to_stderr)
+        warnings |= dict.fromkeys(opened.warnings)
+        sources |= {source.name: source for source in source_lengths(opened)}
+        lines |= dict.fromkeys(trace_lines(opened) if isinstance(opened, TraceData) else ())
+        stages.append(stage_shares(stage.name, opened, stage.num_steps * config.train.global_batch_size, config))
+    stages = [stage for stage in stages if stage]
     _print_warnings(warnings)
-    print(report_text(list(sources.values()), stages))
+    print("\n".join([report_text(list(sources.values()), stages), *[""] * bool(lines), *lines]))
+    if not stages:
+        return 0
     if extras.is_installed("matplotlib"):
         from jaxlc.data.reports.data_report_plot import report_figure
 

@@ -11,7 +11,13 @@ from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
-from jaxlc.data.corpus_checks import check_max_tokens, check_num_tokens, text_warnings, without_eval_files
+from jaxlc.data.corpus_checks import (
+    check_has_loss,
+    check_max_tokens,
+    check_num_tokens,
+    text_warnings,
+    without_eval_files,
+)
 from jaxlc.data.sequences.mixed import MixedSequences, PackedText
 from jaxlc.data.sequences.packing import PackedSequences
 from jaxlc.data.sequences.selection import overlong_rule, packed_source
@@ -213,6 +219,8 @@ def _open_source(
             f"config.{_setting(source)} selects none of its {store.num_documents:,} documents, the longest of"
             f" {longest:,} tokens; change its min_tokens, max_tokens, pool, length_weights or overlong, or data.seq_len"
         )
+    for sequences, what in ((train, ""), (heldout, ", held out")):
+        opener.warnings += check_has_loss(sequences, f"config.{_setting(source)}{what}")
     return CorpusSource(name=source.name, share=share, train=train, heldout=heldout)
 
 

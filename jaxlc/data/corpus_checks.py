@@ -3,10 +3,34 @@
 from collections.abc import Iterator
 
 from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.packing import PackedSequences
 from jaxlc.data.sequences.split import Split
-from jaxlc.data.texts.records import COMPRESSED_SUFFIXES
+from jaxlc.data.texts.records import RECORD_SUFFIXES
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.store import TokenStore
+
+MANY = 0.1  # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
+
+
+def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str]:
+    """Warns about chats of which many have no token in the loss.
+
+    Args:
+      what: the setting of the source, and which of its chats, for errors.
+    Raises:
+      UserError: none has one.
+    """
+    num_chunks, num_without = (0, 0) if sequences is None else sequences.num_without_loss()
+    rule = (
+        "overlong=truncate or cut separates long prompts from their answers; use a larger config.data.seq_len, or drop"
+    )
+    if num_without == num_chunks > 0:
+        raise UserError(f"{what}: no chat has a token in the loss, of {num_chunks:,}: {rule}")
+    if num_without > MANY * num_chunks:
+        yield (
+            f"{what}: chats, or parts of chats, without a token in the loss: {num_without:,} of {num_chunks:,}"
+            f" ({num_without / num_chunks:.0%}): {rule}"
+        )
 
 
 def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], setting: str) -> list[SourceFile]:
@@ -17,6 +41,8 @@ def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], se
     """
     eval_paths = {file.path.resolve() for file in eval_files}
     train_files = [file for file in files if file.path.resolve() not in eval_paths]
+    if not files:
+        raise UserError(f"{setting} is empty: set it to the files to train on")
     if not train_files:
         raise UserError(f"all files of {setting} are in data.eval_sources: add files to train on to {setting}")
     return train_files
@@ -24,12 +50,13 @@ def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], se
 
 def check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
     """Checks before tokenizing that `files` may contain `min_tokens` tokens: at most one per byte, and two per document
-    for its end and for a space that a tokenizer prepends. The size of a compressed file is no bound.
+    for its end and for a space that a tokenizer prepends. A file of records may be compressed, or have bad records,
+    which are better errors.
 
     Raises:
       UserError: they cannot.
     """
-    if files and not any(file.path.name.endswith(COMPRESSED_SUFFIXES) for file in files):
+    if files and not any(file.path.name.endswith(RECORD_SUFFIXES) for file in files):
         max_tokens = sum(file.size_bytes + 2 for file in files if file.size_bytes)
         check_num_tokens(max_tokens, min_tokens, "at most ", files[0].setting)
 
@@ -56,14 +83,20 @@ def text_warnings(store: TokenStore, split: Split, setting: str, has_own_text: b
 
     Args:
       has_own_text: False: invalid UTF-8 is expected, as in some files of Python's standard library.
+    Raises:
+      UserError: the documents are not text.
     """
     invalid = store.invalid_utf8
     if invalid.num_documents and has_own_text:
-        yield (
+        fraction = invalid.num_characters / int(store.offsets[-1])
+        line = (
             f"{setting}: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
             f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"
             " convert them to UTF-8"
         )
+        if fraction > MANY:
+            raise UserError(f"{line}, or remove them: this is {fraction:.0%} of the text")
+        yield line
     if split.tail_tokens:
         yield (
             f"{setting}: too few documents ({store.num_documents:,}) for a split by document: the last"

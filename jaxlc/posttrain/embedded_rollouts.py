@@ -12,14 +12,10 @@ from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.data.sequences.packing import epoch_order
-from jaxlc.data.texts.records import Record
-from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.stops import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.data.traces.open_traces import records_of
+from jaxlc.data.traces.open_traces import Prompt, open_prompts
 from jaxlc.data.traces.rollout_files import decoded_text, write_rollouts
-from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.rollout_memory import rollout_memory
 from jaxlc.generation.sampling import Sampling
@@ -38,21 +34,17 @@ class EmbeddedRollouts:
         self._step, self._tokenizer, self._generator = step, tokenizer, None
         config, settings = step.config, step.config.rollouts
         self._reward = load_reward(settings.reward)
-        self._reader = TraceReader(Encoder(tokenizer, config.data.chat_template), config.model.vocab_size)
-        files, _ = list_files(settings.prompts, "rollouts.prompts")
-        self._records = [record for file in files for record in records_of(file.path)]
-        self._prompts = [self._prompt(record) for record in self._records]
-        if not self._prompts:
-            raise UserError("config.rollouts.prompts has no prompt")
+        self._prompts, _, self._warnings = open_prompts(config, tokenizer)
 
     @property
     def lines(self) -> list[str]:
         """Memory of the rollouts, for the start report."""
-        longest = max(len(ids) for ids, _ in self._prompts)
+        longest = max(len(prompt.ids) for prompt in self._prompts)
         memory = rollout_memory(self._step, longest + self._step.config.rollouts.max_tokens)
         return [
+            *(f"warning: {warning}" for warning in self._warnings),
             f"rollouts   {memory.num_sequences:,} sequences of up to {memory.num_tokens:,} tokens; beside the training"
-            f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB"
+            f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB",
         ]
 
     def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
@@ -66,7 +58,7 @@ class EmbeddedRollouts:
             return
         numbers = np.repeat(numbers, self._step.config.rollouts.answers_per_prompt)
         traces = [
-            _trace(*self._prompts[number], generation, f"{step}-{number}", step - 1)
+            _trace(self._prompts[number], generation, f"{step}-{number}", step - 1)
             for number, generation in zip(numbers, generations, strict=True)
         ]
         try:
@@ -79,18 +71,8 @@ class EmbeddedRollouts:
         write_rollouts(traces, path)
 
     def _rewarded(self, number: int, trace: dict[str, Any]) -> float:
-        record, limit_seconds = self._records[number].values, self._step.config.rollouts.reward_seconds
+        record, limit_seconds = self._prompts[number].record, self._step.config.rollouts.reward_seconds
         return rewarded(self._reward, trace["text"]["prompt"], trace["text"]["answer"], record, limit_seconds)
-
-    def _prompt(self, record: Record) -> tuple[np.ndarray, str]:
-        ids, text = self._reader.prompt(record)
-        num_tokens, seq_len = len(ids) + self._step.config.rollouts.max_tokens, self._step.config.data.seq_len
-        if num_tokens - 1 > seq_len:
-            raise UserError(
-                f"{record.where}: a prompt of {len(ids):,} tokens and config.rollouts.max_tokens do not fit into"
-                f" config.data.seq_len={seq_len:,}; increase it to {num_tokens - 1:,}, or remove the prompt"
-            )
-        return ids, text
 
     def _prompts_of_step(self, step: int) -> list[int]:
         num_prompts, per_step = len(self._prompts), self._step.config.rollouts.prompts_per_step
@@ -111,7 +93,7 @@ class EmbeddedRollouts:
         )
         try:
             return self._generator(
-                [self._prompts[number][0] for number in numbers for _ in range(settings.answers_per_prompt)],
+                [self._prompts[number].ids for number in numbers for _ in range(settings.answers_per_prompt)],
                 max_tokens=settings.max_tokens,
                 sampling=sampling,
                 stop=stops.texts,
@@ -121,8 +103,9 @@ class EmbeddedRollouts:
             self._generator.set_params(None)
 
 
-def _trace(ids: np.ndarray, prompt: str, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:
+def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:
     """The record of an answer, without its reward."""
+    ids = prompt.ids
     return dict(
         tokens=[*ids.tolist(), *generation.tokens.tolist()],
         loss_mask=[0] * len(ids) + [1] * len(generation.tokens),
@@ -130,5 +113,5 @@ def _trace(ids: np.ndarray, prompt: str, generation: Generation, group: str, pol
         policy_step=policy_step,
         truncated=generation.finish_reason == "length",
         old_log_probs=[float(x) for x in generation.log_probs],
-        text=decoded_text(prompt, generation.text),
+        text=decoded_text(prompt.text, generation.text),
     )

@@ -47,7 +47,7 @@ def corpus(tmp_path: Path) -> Path:
 def test_read_documents_every_format_is_read(corpus: Path):
     documents = documents_of(corpus)
     texts = {name: f"text of {name} \xff".encode("latin-1") for name in ("a.txt", "sub/b.py", "sub/c.md", "sub/d.rst")}
-    lines = {"g.jsonl:1": "née".encode(), "g.jsonl:4": b"lone ?", "h.jsonl.gz:1": b"zipped"}
+    lines = {"g.jsonl:1": "née".encode(), "g.jsonl:4": b"lone \xef\xbf\xbd", "h.jsonl.gz:1": b"zipped"}
     records = {f"i.parquet:{i + 1}": f"record {i}".encode() for i in range(600)}
     assert documents == texts | lines | records
     assert list(documents) == sorted(documents, key=lambda name: (name.partition(":")[0], len(name), name))
@@ -117,7 +117,7 @@ def test_split_hash_is_stable_and_uniform():
             b'{"body": "x"}\n',
             r"a.jsonl:1: no field 'text' \(the fields are \['body'\]\); set data.text_field",
         ),
-        ("a.jsonl", b'["text"]\n', r"a.jsonl:1: expected a JSON object, not a list; fix or remove this line"),
+        ("a.jsonl", b'["text"]\n', r"a.jsonl:1: expected a JSON object, not a list; fix or remove this record"),
         ("a.jsonl", b"{text}\n", r"/a.jsonl:1: invalid JSON \(.*\); fix or remove this line"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"/a.jsonl:1: invalid JSON"),
         ("a.jsonl.gz", b"not gzip", r"cannot read .*a.jsonl.gz' \(.*\); fix it or remove it from data.sources"),

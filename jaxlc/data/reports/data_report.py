@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.config import Config
 from jaxlc.core.text_table import aligned
 from jaxlc.data.corpus import Corpus
 from jaxlc.data.reports.shares import SourceShare, source_shares
+from jaxlc.data.traces.open_traces import Prompts, TraceData
 
 # Limits in tokens between the length classes of the report.
 LENGTH_LIMITS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -39,9 +41,15 @@ class StageShares:
         return sum(share.num_tokens for share in self.shares)
 
 
-def source_lengths(corpus: Corpus) -> list[SourceLengths]:
-    """The sources of a corpus by document length."""
-    lengths_of = {source.name or "data.sources": np.diff(source.train.store.offsets) for source in corpus.sources}
+def source_lengths(opened: Corpus | TraceData | Prompts) -> list[SourceLengths]:
+    """The sources of a run by length of their documents, traces or prompts."""
+    if isinstance(opened, Prompts):
+        lengths_of = {"rollouts.prompts": np.array([len(prompt.ids) for prompt in opened.prompts])}
+    elif isinstance(opened, TraceData):
+        traces = [trace for part in (opened.train, opened.heldout) if part is not None for trace in part.traces]
+        lengths_of = {"data.traces": np.array([len(trace.tokens) for trace in traces])}
+    else:
+        lengths_of = {source.name or "data.sources": np.diff(source.train.store.offsets) for source in opened.sources}
     return [
         SourceLengths(
             name=name,
@@ -52,17 +60,39 @@ def source_lengths(corpus: Corpus) -> list[SourceLengths]:
     ]
 
 
-def stage_shares(name: str, corpus: Corpus, num_sequences: int) -> StageShares:
-    """The first `num_sequences` training sequences of a corpus."""
-    shares = tuple(share._replace(name=share.name or "data.sources") for share in source_shares(corpus, num_sequences))
-    return StageShares(name=name, num_sequences=num_sequences, seq_len=corpus.train.seq_len, shares=shares)
+def stage_shares(
+    name: str, opened: Corpus | TraceData | Prompts, num_sequences: int, config: Config
+) -> StageShares | None:
+    """The first `num_sequences` training sequences of a run; None for prompts, whose answers are not known."""
+    if isinstance(opened, Prompts):
+        return None
+    if isinstance(opened, TraceData):
+        train, num_epochs = opened.train, num_sequences / opened.train.num_sequences
+        num_tokens = round(train.num_tokens * num_epochs)
+        shares = [SourceShare("data.traces", 1.0, 1.0, num_tokens, num_epochs, train.num_traces, train.num_tokens)]
+    else:
+        shares = [share._replace(name=share.name or "data.sources") for share in source_shares(opened, num_sequences)]
+    return StageShares(name=name, num_sequences=num_sequences, seq_len=config.data.seq_len, shares=tuple(shares))
+
+
+def trace_lines(data: TraceData) -> list[str]:
+    """Groups, shared prefixes, tokens in the loss and means of rewards of traces."""
+    num_tokens = sum(len(trace.tokens) for trace in data.train.traces)
+    num_in_loss = sum(int(trace.in_loss.sum()) for trace in data.train.traces)
+    shared = [tree.num_prefix_tokens for tree in data.train.trees if tree.num_prefix_tokens]
+    return [
+        f"traces     {data.description}",
+        f"loss       {num_in_loss:,} of {num_tokens:,} tokens ({num_in_loss / num_tokens:.1%})",
+        f"prefixes   {len(shared):,} shared ones of {sum(shared):,} tokens",
+        "means      " + ", ".join(f"{name} {x:.4g}" for name, x in data.rewards.items()),
+    ]
 
 
 def report_text(sources: Sequence[SourceLengths], stages: Sequence[StageShares]) -> str:
     """Two tables of the sources by length, and one per stage."""
     header = [*CLASS_NAMES, "all"]
     names = [source.name for source in sources]
-    lines = ["training and held-out documents and their tokens, by length in tokens"]
+    lines = ["training and held-out documents, traces or prompts and their tokens, by length in tokens"]
     for unit, numbers in (
         ("documents", [source.num_documents for source in sources]),
         ("tokens", [source.num_tokens for source in sources]),

@@ -1,4 +1,4 @@
-"""Examples of the training data: documents and chats as they are in the sequences of a run, with their loss mask."""
+"""Examples of the training data: documents, chats, traces and prompts as a run uses them, with their loss mask."""
 
 import html
 from collections.abc import Callable, Iterator, Sequence
@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxlc.config import Config
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
 from jaxlc.core.counts import count_text
+from jaxlc.core.errors import UserError
 from jaxlc.core.html import paragraph
 from jaxlc.data.corpus import Corpus, CorpusSource, open_corpus
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.traces.open_traces import Prompts, TraceData, open_prompts, open_traces
+from jaxlc.data.traces.trace_trees import Tree
 
 _FIRST_TOKENS, _LAST_TOKENS = 200, 50  # shown of a longer run of tokens with or without a loss
 _COLOR, _NO_COLOR = "\x1b[32m", "\x1b[0m"  # green
@@ -50,14 +54,15 @@ class SourceExamples:
     """Examples of one source."""
 
     name: str
-    num_documents: int  # training and held-out ones
+    num_documents: int  # training and held-out ones, or traces, or prompts
     num_tokens: int
     num_loss_tokens: int
     examples: tuple[Example, ...]
+    unit: str = "document"
 
     @property
     def heading(self) -> str:
-        documents = count_text(self.num_documents, "document")
+        documents = count_text(self.num_documents, self.unit)
         return f"{self.name}: {documents}, {_loss_text(self.num_tokens, self.num_loss_tokens)}"
 
 
@@ -100,7 +105,7 @@ def show(config: Any, *, num: int = 3) -> Examples:
 
     Args:
       config: a ConfigDict or Config. A source of several stages is shown with the first of them.
-      num: the number of documents of each source.
+      num: the number of documents or prompts of each source, or of groups of traces.
     Raises:
       UserError: the config is invalid, or the data cannot be read.
     """
@@ -115,12 +120,87 @@ def examples_of_stages(stages: Sequence[Stage], num: int, log: Callable[[str], N
     """
     sources, warnings = dict[str, SourceExamples](), dict[str, None]()
     for stage in stages:
-        corpus = open_corpus(stage.config.data, log=log)
-        warnings |= dict.fromkeys(corpus.warnings)
-        for source in corpus.sources:
-            if source.name not in sources:
-                sources[source.name] = _source_examples(corpus, source, num)
+        opened = open_training_data(stage.config, log)
+        warnings |= dict.fromkeys(opened.warnings)
+        if isinstance(opened, Prompts):
+            sources.setdefault("rollouts.prompts", _prompt_examples(opened, num))
+        elif isinstance(opened, TraceData):
+            sources.setdefault("data.traces", _trace_examples(opened, stage.config, num))
+        else:
+            for source in opened.sources:
+                if source.name not in sources:
+                    sources[source.name] = _source_examples(opened, source, num)
     return Examples(sources=tuple(sources.values()), warnings=tuple(warnings))
+
+
+def open_training_data(config: Config, log: Callable[[str], None] | None) -> Corpus | TraceData | Prompts:
+    """What a run trains on, or the prompts of its rollouts.
+
+    Args:
+      log: prints one line while a corpus is opened.
+    Raises:
+      UserError: as `open_corpus` and `open_traces`, or rollouts are of another program.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens)
+    if config.rollouts.source == "model":
+        return open_prompts(config, tokenizer)
+    if config.rollouts.source:
+        raise UserError("the rollouts of another program do not exist before the run: set config.data.traces to a file")
+    if config.data.traces:
+        return open_traces(config, tokenizer)
+    if config.posttrain.loss:
+        raise UserError(f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces")
+    return open_corpus(config.data, log=log, tokenizer=tokenizer)
+
+
+def _trace_examples(data: TraceData, config: Config, num: int) -> SourceExamples:
+    """The first groups; the shared prefix of a group is in its first trace."""
+    traces = [trace for part in (data.train, data.heldout) if part is not None for trace in part.traces]
+    return SourceExamples(
+        name="data.traces",
+        unit="trace",
+        num_documents=len(traces),
+        num_tokens=sum(len(trace.tokens) for trace in traces),
+        num_loss_tokens=sum(int(trace.in_loss.sum()) for trace in traces),
+        examples=tuple(
+            _trace_example(tree, number, data.tokenizer, config) for tree in data.train.trees[:num]
+            for number in range(len(tree.traces))
+        ),
+    )  # fmt: skip
+
+
+def _trace_example(tree: Tree, number: int, tokenizer: Tokenizer, config: Config) -> Example:
+    trace = tree.traces[number]
+    is_masked = bool(config.posttrain.loss) and config.posttrain.mask_truncated and trace.is_truncated
+    first = tree.num_prefix_tokens if number else 0
+    has_loss = np.append(trace.in_loss[1:], False)[first:] & (not is_masked)
+    is_pair = (trace.group or "").startswith("pair ")
+    known = dict(group=None if is_pair else trace.group, reward=trace.reward, advantage=trace.advantage)
+    parts = [trace.where, f"answer {number + 1} of {len(tree.traces)}"]
+    parts += [f"{name} {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in known.items() if x is not None]
+    parts += ["truncated"] * trace.is_truncated
+    if tree.num_prefix_tokens:
+        parts.append(f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens")
+    return Example(
+        title=", ".join(parts),
+        num_tokens=len(has_loss),
+        num_loss_tokens=int(has_loss.sum()),
+        runs=tuple(_runs(trace.tokens[first:], has_loss, tokenizer)),
+    )
+
+
+def _prompt_examples(prompts: Prompts, num: int) -> SourceExamples:
+    num_tokens = sum(len(prompt.ids) for prompt in prompts.prompts)
+    examples = [
+        Example(
+            title=prompt.where, num_tokens=len(prompt.ids), num_loss_tokens=0,
+            runs=tuple(_runs(prompt.ids, np.zeros(len(prompt.ids), bool), prompts.tokenizer)),
+        ) for prompt in prompts.prompts[:num]
+    ]  # fmt: skip
+    return SourceExamples(
+        name="rollouts.prompts", unit="prompt", num_documents=len(prompts.prompts), num_tokens=num_tokens,
+        num_loss_tokens=0, examples=tuple(examples),
+    )  # fmt: skip
 
 
 def _source_examples(corpus: Corpus, source: CorpusSource, num: int) -> SourceExamples:

@@ -114,6 +114,15 @@ class PackedSequences:
             target = slice(max(answer_begin - begin - 1, 0), min(answer_end, end) - begin - 1)
             weights[target] = self._answer_weights[number]
 
+    def num_without_loss(self) -> tuple[int, int]:
+        """The number of chunks, and of those of chats without a token that has a loss."""
+        answers, begins = self.store.answers, self._chunk_begins
+        if answers is None:
+            return len(begins), 0
+        first = np.searchsorted(answers[:, 1], begins + 1, side="right")
+        last = np.searchsorted(answers[:, 0], self._chunk_ends + ~self._is_document_end, side="left")
+        return len(begins), int((first >= last).sum())
+
     def document_lengths(self, i: int) -> np.ndarray:
         """Tokens of the documents of sequence i, int64 [documents], in its order; reads no tokens."""
         chunks = self._chunks_of(i)

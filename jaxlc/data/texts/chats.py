@@ -230,10 +230,10 @@ def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
       path: of the message in the record, for errors.
     """
     message = {name: x for name, x in message.items() if x is not None and (name, x) != ("tool_calls", [])}
+    check_fields(message, f"{path}.")
     content, is_answer = message.get("content"), message["role"] == ASSISTANT
     if content is None and not (is_answer and "tool_calls" in message):
         raise BadRecord(f"{path}.content is null, expected text{' or tool_calls' * is_answer}")
-    check_fields(message, f"{path}.")
     flags = {name: message.pop(name) for name in LOSS_FLAGS if name in message}
     for name, flag in flags.items():
         if flag not in (0, 1) or (flag and not is_answer and name != "weight"):

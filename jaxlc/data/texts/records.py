@@ -1,6 +1,7 @@
 """Records of files that hold several documents each: JSON lines, Parquet, Arrow, and Megatron's indexed datasets.
 
-.jsonl .jsonl.gz .jsonl.zst    one record per line
+.jsonl .jsonl.gz .jsonl.zst    one record per line; a list of messages is a record with the field `messages`
+.json                          a list of such records, or one per line; read only where it is named, not in directories
 .parquet                       one record per row
 .arrow                         one record per row: a directory that the package `datasets` saved
 .idx with .bin                 one record per document of an indexed dataset of Megatron-LM, with the field `tokens`
@@ -18,16 +19,17 @@ import numpy as np
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.foreign_files import parse_json
+from jaxlc.core.foreign_files import parse_json, read_limited
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
-RECORD_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)
-# The size of such a file is no upper bound of its tokens.
-COMPRESSED_SUFFIXES = (".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", MEGATRON_SUFFIX)
+ARRAY_SUFFIX = ".json"
+LISTED_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)  # in directories
+RECORD_SUFFIXES = (*LISTED_SUFFIXES, ARRAY_SUFFIX)
 _RECORDS_AT_ONCE, _NESTED_RECORDS_AT_ONCE = 256, 32
 # A file may be much smaller than its records: compressed ones are read in a stream, and each record has these limits.
 MAX_LINE_BYTES = 128 << 20
+_MAX_ARRAY_BYTES = 1 << 30  # of a list in a .json file
 _MAX_TOKEN_BYTES = 1 << 30  # of a document of Megatron-LM
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # code in the .idx file -> dtype
@@ -63,7 +65,10 @@ def read_records(
     Raises:
       UserError: the file cannot be read, or has no such column.
     """
-    if path.name.endswith(JSON_SUFFIXES):
+    if path.name.endswith(ARRAY_SUFFIX) and (items := _list_in(path)) is not None:
+        for number, item in enumerate(items, start=1):
+            yield Record(f"{path}:{number}", number, _fields(item, f"{path}:{number}"))
+    elif path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
         yield from _json_records(path, lines)
     elif path.name.endswith(MEGATRON_SUFFIX):
         yield from _megatron_records(path)
@@ -118,9 +123,27 @@ def _json_object(line: bytes, where: str) -> dict[str, Any] | BadRecord:
         values = parse_json(line)
     except ValueError as error:
         return BadRecord(f"{where}: invalid JSON ({reason_of(error)}); fix or remove this line")
+    return _fields(values, where)
+
+
+def _fields(values: Any, where: str) -> dict[str, Any] | BadRecord:
+    if isinstance(values, list) and values and all(isinstance(x, dict) and "role" in x for x in values):
+        return {"messages": values}
     if not isinstance(values, dict):
-        return BadRecord(f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this line")
+        return BadRecord(f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this record")
     return values
+
+
+def _list_in(path: Path) -> list[Any] | None:
+    """The items of a JSON file that is a list of records; None: it has JSON lines."""
+    with open(path, "rb") as file:
+        if file.read(1000).lstrip()[:1] != b"[":
+            return None
+    try:
+        items = parse_json(read_limited(path, _MAX_ARRAY_BYTES))
+    except ValueError:
+        return None
+    return [items] if isinstance(_fields(items, ""), dict) else items
 
 
 @contextmanager
@@ -159,7 +182,10 @@ def _column_records(
         for batch in _batches(path, field, others, field_setting):
             for row in range(batch.num_rows):
                 number += 1
-                values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
+                try:
+                    values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
+                except UnicodeDecodeError as error:
+                    values = BadRecord(f"{path}:{number}: invalid text ({reason_of(error)}); fix or remove this row")
                 yield Record(f"{path}:{number}", number, values)
     except pyarrow.ArrowException as error:
         raise UserError(

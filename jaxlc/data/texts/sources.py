@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxlc.config.models import hub
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
-from jaxlc.data.texts.records import RECORD_SUFFIXES
+from jaxlc.data.texts.records import ARRAY_SUFFIX, LISTED_SUFFIXES
 
 PYTHON_STDLIB = "python-stdlib"
 _TEXT_SUFFIXES = (".txt", ".py", ".md", ".rst")
@@ -59,7 +60,7 @@ def list_files(sources: Sequence[str], setting: str = "data.sources", text_suffi
       UserError: a source does not exist, contains no file of a supported type, or cannot be read.
     """
     more = [suffix for item in text_suffixes for suffix in (_CODE_SUFFIXES if item == "code" else (item,))]
-    suffixes = (*_TEXT_SUFFIXES, *more, *RECORD_SUFFIXES)
+    suffixes = (*_TEXT_SUFFIXES, *more, *LISTED_SUFFIXES)
     files: dict[Path, SourceFile] = {}  # by real path
     num_listed = 0
     for source in sources:
@@ -67,7 +68,7 @@ def list_files(sources: Sequence[str], setting: str = "data.sources", text_suffi
         if not named_paths:
             raise UserError(
                 f"{setting}: {source!r} contains no file with a supported suffix ({', '.join(suffixes)});"
-                " use a different source"
+                f" use a different source, or the paths of {ARRAY_SUFFIX} files"
             )
         num_listed += len(named_paths)
         for name, path in sorted(named_paths):
@@ -102,12 +103,16 @@ def _stdlib_files() -> list[tuple[str, Path]]:
 
 def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     path = local_path(source)
+    suffixes = (*suffixes, *[ARRAY_SUFFIX] * source.endswith(ARRAY_SUFFIX))
     if path.is_dir():
         return _files_below(path, suffixes)
     if path.is_file():
         return [(path.name, path)] if path.name.endswith(suffixes) else []
     if not glob.has_magic(source):
-        raise UserError(f"{setting}: {source!r} does not exist; use an existing file, directory or glob")
+        advice = "use an existing file, directory or glob"
+        if hub.is_model_id(source):
+            advice += f"; of a data set of the hub: hf download {source} --repo-type=dataset --local-dir=DIRECTORY"
+        raise UserError(f"{setting}: {source!r} does not exist; {advice}")
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     return [(m.relative_to(root).as_posix(), m) for m in matches if m.is_file() and m.name.endswith(suffixes)]

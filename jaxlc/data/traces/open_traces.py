@@ -1,14 +1,16 @@
 """Opens the traces of a config: reads them, computes advantages, builds trees, and packs them."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
+from jaxlc.data.corpus_checks import MANY
 from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.texts.documents import BadRecords
 from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
@@ -19,6 +21,7 @@ from jaxlc.data.traces.packed_traces import PackedTraces, fingerprint, with_adva
 from jaxlc.data.traces.trace_records import CHOSEN, FIELDS, REJECTED, Trace, TraceReader
 from jaxlc.data.traces.trace_trees import Tree, groups_of, trees_of
 
+T = TypeVar("T")
 _SETTING = "data.traces"
 
 
@@ -32,6 +35,7 @@ class TraceData:
     description: str
     rewards: dict[str, float]  # means over the traces, or over the groups, for metrics
     warnings: tuple[str, ...]
+    tokenizer: Tokenizer
 
 
 def open_traces(
@@ -46,7 +50,9 @@ def open_traces(
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
     warnings: list[str] = []
-    traces = list(_fitting(_read(sources or config.data.traces, config, tokenizer, warnings), config, warnings))
+    reader = _reader(config, tokenizer)
+    read = _read(sources or config.data.traces, _SETTING, reader.read, FIELDS, reader, config, warnings)
+    traces = list(_fitting(read, config, warnings))
     groups = list(groups_of(traces))
     _check_log_probs(traces, config)
     if config.posttrain.loss == "dpo":
@@ -55,6 +61,7 @@ def open_traces(
         raise UserError("config.data.traces has no trace that can be used")
     if config.posttrain.loss:
         groups = [with_advantages(group, config.posttrain) for group in groups]
+        warnings += _without_gradient(groups, config) if holds_out else []
     is_heldout = [holds_out and _hash_of(group) < config.data.eval_fraction for group in groups]
     parts = [[group for group, held in zip(groups, is_heldout) if held == which] for which in (False, True)]
     if not parts[0]:
@@ -72,21 +79,75 @@ def open_traces(
         rewards=_rewards(groups),
         description=_description(train_trees, train, len(parts[0]), len(parts[1])),
         warnings=tuple(warnings),
+        tokenizer=tokenizer,
     )
 
 
-def _read(sources: Sequence[str], config: Config, tokenizer: Tokenizer, warnings: list[str]) -> Iterator[Trace]:
-    encoder, bad_records = Encoder(tokenizer, config.data.chat_template), BadRecords(config.data.max_bad_records)
-    reader = TraceReader(encoder, config.model.vocab_size)
-    for file in list_files(sources, _SETTING).files:
-        for record in records_of(file.path, FIELDS):
+class Prompt(NamedTuple):
+    """A prompt of rollouts."""
+
+    ids: np.ndarray  # int32 [tokens]
+    text: str
+    record: Mapping[str, Any]
+    where: str
+
+
+class Prompts(NamedTuple):
+    prompts: list[Prompt]
+    tokenizer: Tokenizer
+    warnings: list[str]
+
+
+def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+    """The prompts of config.rollouts.prompts.
+
+    Raises:
+      UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an answer.
+    """
+
+    def read(record: Record) -> list[Prompt]:
+        return [Prompt(*reader.prompt(record), record.values, record.where)]
+
+    warnings: list[str] = []
+    reader = _reader(config, tokenizer)
+    prompts = list(_read(config.rollouts.prompts, "rollouts.prompts", read, None, reader, config, warnings))
+    max_tokens, seq_len = config.rollouts.max_tokens, config.data.seq_len
+    for prompt in prompts:
+        num_tokens = len(prompt.ids) + max_tokens - 1
+        if num_tokens > seq_len:
+            raise UserError(
+                f"{prompt.where}: a prompt of {len(prompt.ids):,} tokens and config.rollouts.max_tokens do not fit into"
+                f" config.data.seq_len={seq_len:,}; increase it to {num_tokens:,}, or remove the prompt"
+            )
+    if not prompts:
+        raise UserError("config.rollouts.prompts has no prompt")
+    return Prompts(prompts, tokenizer, warnings)
+
+
+def _reader(config: Config, tokenizer: Tokenizer) -> TraceReader:
+    return TraceReader(Encoder(tokenizer, config.data.chat_template), config.model.vocab_size)
+
+
+def _read(
+    sources: Sequence[str],
+    setting: str,
+    read: Callable[[Record], Iterable[T]],
+    fields: Sequence[str] | None,
+    reader: TraceReader,
+    config: Config,
+    warnings: list[str],
+) -> Iterator[T]:
+    """Yields what `read` makes of the records that can be used."""
+    bad_records = BadRecords(config.data.max_bad_records)
+    for file in list_files(sources, setting).files:
+        for record in records_of(file.path, fields):
             try:
-                yield from reader.read(record)
+                yield from read(record)
             except BadRecord as error:
                 bad_records.add(error)
     if bad_records.num_records:
-        warnings.append(f"data.traces: skipped records: {bad_records.num_records:,} (the first: {bad_records.first})")
-    warnings += encoder.notes.lines(_SETTING)
+        warnings.append(f"{setting}: skipped records: {bad_records.num_records:,} (the first: {bad_records.first})")
+    warnings += reader.encoder.notes.lines(setting)
 
 
 def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
@@ -183,6 +244,26 @@ def _rewards(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
     if None not in policy_steps:
         means |= dict(policy_step=np.mean(policy_steps))
     return {name: float(x) for name, x in means.items()}
+
+
+def _without_gradient(groups: Sequence[Sequence[Trace]], config: Config) -> Iterator[str]:
+    """Warns about traces that are masked, and groups without an advantage, if they are many.
+
+    Raises:
+      UserError: all traces are masked.
+    """
+    num_traces = sum(map(len, groups))
+    num_masked = sum(trace.is_truncated for group in groups for trace in group) * config.posttrain.mask_truncated
+    if num_masked == num_traces:
+        raise UserError(
+            "config.posttrain.mask_truncated=True masks all traces of config.data.traces: no token has a loss"
+        )
+    for what, fraction in (
+        ("truncated traces, which posttrain.mask_truncated masks", num_masked / num_traces),
+        ("groups without an advantage, such as those with equal rewards", _share_without_advantage(groups)),
+    ):
+        if fraction > MANY:
+            yield f"data.traces: {what}: {fraction:.0%}; they have no gradient"
 
 
 def _share_without_advantage(groups: Sequence[Sequence[Trace]]) -> float:

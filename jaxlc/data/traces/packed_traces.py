@@ -28,6 +28,7 @@ class PackedTraces:
         """
         self._config, self._seed = config, seed
         self._dtypes = array_dtypes(config)
+        self.trees = tuple(trees)
         self.traces = tuple(trace for tree in trees for trace in tree.traces)
         self.num_traces = len(self.traces)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
