@@ -199,7 +199,7 @@ def test_public_api_is_complete_and_typed():
         (["--help"], 0, "Shipped configs: 128k,"),
         (["--version"], 0, "jaxlc 0."),
         (["trian"], 2, "unknown command 'trian': did you mean train?"),
-        (["train", "--help"], 0, "--config.mesh.context"),
+        (["train", "--help", "mesh"], 0, "--config.mesh.context"),
     ],
 )
 def test_console_command_help_and_unknown_verb(arguments, status, output):

@@ -5,6 +5,7 @@ comments are the help.
 """
 
 import dataclasses
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config
-from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
+from jaxlc.config.help import HELP_SECTIONS, field_comments, section_text, settings_help
 from jaxlc.config.ranges import out_of_range
 from jaxlc.config.setting_paths import advice_for, hint_at, is_part
 from jaxlc.config.settings import Settings
@@ -244,11 +245,13 @@ def _setting_advice(path: str) -> str:
 
 
 def _help_sections(arguments: Sequence[str], flags: type[VerbFlags]) -> list[str]:
-    """The sections of the config that follow --help.
+    """The sections of the config that follow --help; "all" is every section.
 
     Raises:
       UserError: an unknown section.
     """
+    if "all" in arguments:
+        return [*HELP_SECTIONS]
     sections = [word for word in arguments if word in HELP_SECTIONS]
     words = [word for word in arguments if not word.startswith("-") and word not in sections]
     if issubclass(flags, ConfigFlags) and len(words) > len(flags.positional):
@@ -257,16 +260,18 @@ def _help_sections(arguments: Sequence[str], flags: type[VerbFlags]) -> list[str
 
 
 def help_text(description: str, flags: type[VerbFlags] = ConfigFlags, sections: Sequence[str] = ()) -> str:
-    """The text of `--help`.
-
-    Args:
-      sections: sections of the config to list; default: all.
-    """
-    text = "\n".join([description.strip(), "", *_flag_lines(flags)])
-    if not issubclass(flags, ConfigFlags):
-        return text
-    settings = f"Settings and their defaults (one section: --help SECTION, of {', '.join(HELP_SECTIONS)}):"
-    return "\n".join([text, "", settings, settings_help(sections or HELP_SECTIONS)])
+    """The text of `--help`: the settings of `sections`, or without sections the flags, and what each section is for."""
+    if sections:
+        return settings_help(sections).strip()
+    lines = [description.strip(), "", *_flag_lines(flags)]
+    if issubclass(flags, ConfigFlags):
+        lines += [
+            "",
+            "Settings --config.SECTION.KEY=VALUE, by section (--help SECTION lists them, --help all lists all):",
+        ]
+        first_sentences = [re.split(r"\.$|\. (?=[A-Z])", section_text(section))[0] for section in HELP_SECTIONS]
+        lines += [f"  {section:<12} {text}" for section, text in zip(HELP_SECTIONS, first_sentences)]
+    return "\n".join(lines)
 
 
 def _flag_lines(flags: type[VerbFlags]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import StageFlags, VerbFlags, parse, run_main
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.help import field_comments, settings_help
+from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.setting_paths import fields_of
 from jaxlc.config.values import Tokens
@@ -274,15 +274,19 @@ def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
     assert run_main(lambda command: 1, ["program", "--help", "optimiser"], description="") == 2
     assert capsys.readouterr().err == "error: unknown section 'optimiser': did you mean optimizer?\n"
     assert run_main(lambda command: 1, ["program", "--help", "mesh"], description="") == 0
-    assert "--config.train.steps" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "--config.mesh.context=1" in text and "--config.train.steps" not in text
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_run_main_help_prints_flags_and_settings(flag, capsys):
+def test_run_main_help_fits_a_screen_and_names_every_section(flag, capsys):
     assert run_main(lambda command: 1, ["program", flag], description="How to.", flags=Flags) == 0
     text = capsys.readouterr().out
-    for part in ("How to.", "--workdir", "--topology", "GPUs", "PATHS", "default: 1\n", "--config.mesh.context=1"):
+    for part in ("How to.", "--workdir", "--topology", "GPUs", "PATHS", "default: 1\n", "--help all", *HELP_SECTIONS):
         assert part in text
+    assert len(text.splitlines()) < 40 and "--config.mesh.context=1" not in text
+    assert run_main(lambda command: 1, ["program", flag, "all"], description="How to.", flags=Flags) == 0
+    assert capsys.readouterr().out.strip() == settings_help().strip()
 
 
 def test_settings_help_has_every_key_default_and_text():

@@ -416,7 +416,6 @@ def test_command_help_lists_own_flags_before_settings(capsys):
     text = capsys.readouterr().out
     settings = text.index("Settings")
     assert all(text.index(f"\n  --{flag} ") < settings for flag in ("topology", "axes", "seq_len", "run"))
-    assert settings < text.index("--config.mesh.context")
 
 
 @pytest.mark.gpu_compiler
