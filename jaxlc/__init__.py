@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxlc.core import interrupts
+from jaxlc.core.arguments import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +52,7 @@ _PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep
 interrupts.install_for_command()
 
 
+@checked
 def start(
     *,
     simulated_devices: int = 0,
@@ -87,6 +89,7 @@ def start(
     runtime.start(config)
 
 
+@checked
 def make_mesh(
     *,
     data: int = 1,
@@ -104,9 +107,13 @@ def make_mesh(
       jaxlc.core.errors.UserError: the number of devices differs from the size of the mesh.
     """
     from jaxlc.config import MeshConfig
+    from jaxlc.config.ranges import range_problems
+    from jaxlc.core.errors import raise_first
     from jaxlc.sharding import mesh
 
-    return mesh.make_mesh(MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor), devices)
+    sizes = MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor)
+    raise_first(range_problems("mesh", sizes))
+    return mesh.make_mesh(sizes, devices)
 
 
 def _loaded(source: "str | Path | Result", step: int | None, mesh: Mapping[str, int] | None) -> "Result":
@@ -120,6 +127,7 @@ def _loaded(source: "str | Path | Result", step: int | None, mesh: Mapping[str, 
     return source
 
 
+@checked
 def generate(
     source: "str | Path | Result",
     prompts: "str | Sequence[str | Sequence[int]]",
@@ -181,6 +189,7 @@ def generate(
     return generations[0] if isinstance(prompts, str) else generations
 
 
+@checked
 def evaluate(
     source: "str | Path | Result",
     *,
@@ -230,6 +239,7 @@ def evaluate(
     return evaluate_run(result, checked, directory, report or (lambda row: None), chat_template=chat_template)
 
 
+@checked
 def export(
     workdir: "str | Path",
     out: "str | Path",

@@ -20,6 +20,7 @@ from jaxlc.config.models.model_schema import model_name
 from jaxlc.config.ranges import From1
 from jaxlc.config.setting_paths import hint_at
 from jaxlc.config.values import Tokens, typed
+from jaxlc.core.arguments import checked
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
@@ -46,6 +47,7 @@ class Flags(TargetFlags):
     run: bool = False  # measure on the devices of this machine, or on config.runtime.simulated_devices
 
 
+@checked
 def load(path: str | Path) -> Ranking:
     """The results of a finished or interrupted sweep, best first. Print them, or show them in a notebook.
 

@@ -203,6 +203,6 @@ def test_public_api_is_complete_and_typed():
     ],
 )
 def test_console_command_help_and_unknown_verb(arguments, status, output):
-    done = subprocess.run([sys.executable, "-m", "jaxlc.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "jaxlc", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status
     assert output in done.stdout + done.stderr

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.values import SettingError
+from jaxlc.core.arguments import checked
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import did_you_mean, nearest_name
 
@@ -25,6 +26,7 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(directory.rglob("*.py"))} if directory else {}
 
 
+@checked
 def read_config(name: str) -> ConfigDict:
     """The ConfigDict of a config file, to edit and pass to `jaxlc.train.run` or `jaxlc.plan.plan`.
 

@@ -13,6 +13,7 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
+from jaxlc.core.arguments import checked
 from jaxlc.core.errors import UserError
 
 
@@ -57,6 +58,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     return loaded
 
 
+@checked
 def with_settings(config: Config, settings: dict[str, Any]) -> Config:
     """A copy of the config with other values, by their paths: {"mesh.context": 8}.
 

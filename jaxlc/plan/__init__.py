@@ -8,9 +8,13 @@ programs of generation. `mesh_figure` draws a mesh without compiling. Modules ar
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxlc.core.arguments import checked
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from ml_collections import ConfigDict
 
+    from jaxlc.config import Config
     from jaxlc.plan.generation_result import GenerationPlan
     from jaxlc.plan.result import Plan
 
@@ -19,8 +23,9 @@ __all__ = ["Plan", "mesh_figure", "plan", "plan_generation"]
 _ADVICE = "jaxlc.search.advise"
 
 
+@checked
 def plan(
-    config: Any,
+    config: "ConfigDict | Config",
     topology: str,
     *,
     devices_per_process: int = 1,
@@ -69,8 +74,9 @@ def plan(
     return result
 
 
+@checked
 def plan_generation(
-    config: Any,
+    config: "ConfigDict | Config",
     topology: str,
     *,
     prompt_tokens: int,
@@ -118,6 +124,7 @@ def plan_generation(
     )
 
 
+@checked
 def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
     """Draws a mesh on the nodes and NVLink domains of its GPUs: which ranks communicate, and over which links.
 

@@ -7,12 +7,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxlc.core.arguments import checked
+
 if TYPE_CHECKING:
     from jaxlc.profile.comparison import Comparison
 
 __all__ = ["compare"]
 
 
+@checked
 def compare(
     trace: str | Path, *, plan: str = "", topology: str = "", constants: str = "", num_steps: int = 0
 ) -> "Comparison":

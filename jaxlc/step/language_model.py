@@ -115,7 +115,9 @@ class LanguageModel:
 
         Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks only.
         """
-        padded = self._padded(tokens)
+        return self._token_losses(self._padded(tokens))
+
+    def _token_losses(self, padded: _Padded) -> np.ndarray:
         functions = self._functions(padded.batch.tokens.shape[1])
         losses_BT = np.asarray(functions.token_losses(self.params, padded.batch, *padded.tables))
         num_sequences, num_tokens = padded.shape
@@ -159,10 +161,10 @@ class LanguageModel:
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
-        losses = self.token_losses(tokens)
-        if not losses.size:
+        padded = self._padded(tokens)
+        if padded.shape[1] < 2:
             raise UserError("the loss of one token: expected at least 2 tokens, since the first token has no loss")
-        return float(losses.mean(dtype=np.float64))
+        return float(self._token_losses(padded).mean(dtype=np.float64))
 
     def __repr__(self) -> str:
         num_parameters = sum(x.size for x in jax.tree.leaves(self.params))

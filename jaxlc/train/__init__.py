@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxlc.core.arguments import checked
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 
+@checked
 def run(
     config: "ConfigDict | Config",
     workdir: "str | Path" = "runs/notebook",

@@ -1,11 +1,13 @@
 """Callbacks: user code that a training run calls at certain events."""
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import suggestion
 from jaxlc.runtime import watchdog
 
 if TYPE_CHECKING:
@@ -67,16 +69,10 @@ class Callbacks:
     """Calls several callbacks; `stop_requested` is True after one of them raised `StopTraining`."""
 
     def __init__(self, callbacks: Iterable[Callback]):
-        if not isinstance(callbacks, Iterable):
-            raise UserError(f"invalid callbacks {callbacks!r}: expected a list, also of a single callback")
         self._callbacks = tuple(callbacks)
         self.stop_requested = False
         for callback in self._callbacks:
-            if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-                raise UserError(
-                    f"invalid callback {callback!r}: expected an object with a method"
-                    f" {', '.join(EVENTS[:-1])} or {EVENTS[-1]}, such as a subclass of jaxlc.train.Callback"
-                )
+            _check(callback)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -92,3 +88,24 @@ class Callbacks:
                     method(*arguments)
             except StopTraining:
                 self.stop_requested = True
+
+
+def _check(callback: Callback) -> None:
+    """Raises UserError for a method that would never be called, or not with its arguments."""
+    known = f"{', '.join(EVENTS[:-1])} and {EVENTS[-1]}"
+    events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    if not events:
+        raise UserError(f"invalid callback {callback!r}: expected an object with some of the methods {known}")
+    for event in events:
+        if event not in EVENTS:
+            raise UserError(
+                f"{type(callback).__name__}.{event} is never called{suggestion(event, EVENTS)}: callbacks have"
+                f" the methods {known}"
+            )
+        arguments = list(inspect.signature(getattr(Callback, event)).parameters)[1:]
+        try:
+            inspect.signature(getattr(callback, event)).bind(*arguments)
+        except TypeError as error:
+            raise UserError(
+                f"{type(callback).__name__}.{event} cannot be called as {event}({', '.join(arguments)}): {error}"
+            ) from None

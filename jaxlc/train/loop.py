@@ -240,6 +240,8 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
             stop = guard.stop()
             if is_last:
                 stop = Stop.DONE
+                if step < stage.end_step:
+                    run.progress.log(f"batches ended after step {step} of config.train.steps={stage.end_step}")
 
             # Metrics are fetched after the next step is dispatched, so that the devices always have work. Actions and
             # callbacks wait for them: a state is saved if its metrics are finite, and StopTraining stops at that step.

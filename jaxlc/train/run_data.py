@@ -206,14 +206,19 @@ def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches |
     sizes = dict(seq_len=config.data.seq_len, vocab_size=config.model.vocab_size, dtypes=array_dtypes(config))
     heldout = None if eval_batches is None else ListedSequences(eval_batches, **sizes)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
+    train = StreamedSequences(
+        user_batches,
+        batch_size=config.train.global_batch_size,
+        prefetch_steps=config.data.prefetch_steps,
+        **sizes,
+    )
+    try:
+        train[0]  # raises an error before the step is compiled
+    except EndOfBatches:
+        raise UserError("batches is empty: pass an iterable that starts with the batch of step 1") from None
     return RunData(
         tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens),
-        train=StreamedSequences(
-            user_batches,
-            batch_size=config.train.global_batch_size,
-            prefetch_steps=config.data.prefetch_steps,
-            **sizes,
-        ),
+        train=train,
         heldout=heldout,
         fingerprint=CALLER_BATCHES,
         lines=[f"data       {CALLER_BATCHES}; {evaluated}"],

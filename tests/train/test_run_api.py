@@ -181,7 +181,8 @@ def test_hidden_states_times_tied_head_are_the_logits(result):
         ([1], "expected at least 2 tokens"),
     ],
 )
-def test_model_with_invalid_tokens_raises(result, tokens, message):
+def test_model_with_invalid_tokens_raises(result, monkeypatch, tokens, message):
+    monkeypatch.setattr(type(result.model), "_functions", lambda *_: pytest.fail("compiled"))
     with pytest.raises(UserError, match=message):
         result.model.loss(tokens)
 
@@ -297,13 +298,14 @@ def test_step_is_compiled_before_the_state_is_made(config, tmp_path, monkeypatch
         jaxlc.train.run(config, tmp_path / "w")
 
 
-def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_path):
+def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_path, capsys):
     """Resumes once: the batches of the steps already done are skipped."""
     half = config.copy_and_resolve_references()
     half.optimizer.schedule = "constant"
     whole = jaxlc.train.run(half, tmp_path / "whole", batches=_corpus_batches(config))
     batches = list(_corpus_batches(config))[:2]
     first = jaxlc.train.run(half, tmp_path / "w", batches=batches, eval_batches=batches[:1])
+    assert "batches ended after step 2 of config.train.steps=" in capsys.readouterr().out
     assert first.step == 2 and first.exit_status == 0 and first.evaluation.num_sequences == 2
     assert first.evaluate().num_sequences == 2
     with pytest.raises(UserError, match="the run had its own batches, which are not stored"):
@@ -330,16 +332,44 @@ def test_stop_training_logs_evaluates_and_saves(config, tmp_path, step, log_ever
     assert recorder.events[-2:] == [("evaluation", step), ("end", step)]
 
 
-def test_run_with_object_without_events_as_callback_raises(config, tmp_path):
-    with pytest.raises(UserError, match="invalid callback .*expected an object with a method on_start, "):
-        jaxlc.train.run(config, tmp_path / "w", callbacks=[print])
+class _HuggingFace(jaxlc.train.Callback):
+    def on_step_end(self, args, state, control):
+        pass
+
+
+class _WithoutMetrics(jaxlc.train.Callback):
+    def on_step(self, step):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (print, r"invalid callback .*on_start, "),
+        (
+            _HuggingFace(),
+            r"_HuggingFace\.on_step_end is never called \(did you mean on_step\?\): .*on_start, .* and on_end",
+        ),
+        (_WithoutMetrics(), r"_WithoutMetrics\.on_step cannot be called as on_step\(step, metrics\)"),
+    ],
+)
+def test_callback_that_would_not_be_called_is_refused(config, tmp_path, callback, words):
+    with pytest.raises(UserError, match=words):
+        jaxlc.train.run(config, tmp_path / "w", callbacks=[callback])
+
+
+def test_batches_are_checked_before_the_step_is_compiled(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainStep, "compile", lambda _step: pytest.fail("compiled"))
+    for batches, words in [([{"tokens": np.ones((1, 7), np.int32)}], "batch 0: tokens has shape"), ([], "is empty")]:
+        with pytest.raises(UserError, match=words):
+            jaxlc.train.run(config, tmp_path / "w", batches=iter(batches))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(config="quickstart"), "invalid config 'quickstart': expected what jaxlc.config.read_config or defaults"),
-        (dict(callbacks=jaxlc.train.Callback()), "invalid callbacks .*expected a list, also of a single callback"),
+        (dict(config="quickstart"), r"config='quickstart' of run\(\): expected ConfigDict \| Config"),
+        (dict(callbacks=jaxlc.train.Callback()), r"callbacks=.* of run\(\): expected Iterable\[Callback\]"),
         (dict(eval_batches=[]), "eval_batches without batches: pass both"),
     ],
     ids=["config", "callbacks", "eval_batches"],

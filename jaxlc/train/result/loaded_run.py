@@ -17,6 +17,7 @@ from jaxlc.config import Config, from_dict, with_settings
 from jaxlc.config import load as load_config
 from jaxlc.config.checks.mesh_checks import working_mesh
 from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE, find_directory
+from jaxlc.core.arguments import checked
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed, local_path
@@ -33,6 +34,7 @@ from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import CALLER_BATCHES, load_matching_tokenizer
 
 
+@checked
 def load(
     workdir: str | Path,
     *,
