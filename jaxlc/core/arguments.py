@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 from jaxlc.core.errors import UserError
 from jaxlc.core.suggestions import suggestion
 
-Arguments, ReturnT = ParamSpec("Arguments"), TypeVar("ReturnT")
+Arguments = ParamSpec("Arguments")
+ReturnT = TypeVar("ReturnT")
 # What is accepted for some annotations. An array is no Sequence, but can be one of numbers.
 _ACCEPTED: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, Path: os.PathLike, Sequence: Iterable}
 
