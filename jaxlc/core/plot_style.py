@@ -2,9 +2,12 @@
 
 import functools
 import io
+import itertools
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -12,6 +15,14 @@ BLUE, RED, TEAL, AMBER = "#1f5fa8", "#d1495b", "#2a9d8f", "#e9a23b"
 SKY, VIOLET = "#8fb4dc", "#7a5ea8"
 GRAY, SILVER, FAINT = "#6b7280", "#9aa5b1", "#dde1e6"  # secondary text and lines, background kernels, grid lines
 CYCLE = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)  # colors of the lines or bars of one figure
+_LINES = ("-", "--", ":", "-.")
+HATCHES = ("", "///", "...", "xx")  # of bars, after each cycle of colors
+
+
+def line_styles() -> "Iterator[dict[str, str]]":
+    """Colors and line styles of the lines of a figure; the first 28 differ."""
+    for linestyle in itertools.cycle(_LINES):
+        yield from (dict(color=color, linestyle=linestyle) for color in CYCLE)
 
 
 def new_figure(width: float, height: float, **options: Any) -> "Figure":

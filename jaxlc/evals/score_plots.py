@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from jaxlc.core.plot_style import CYCLE, new_figure, style_axes
+from jaxlc.core.plot_style import line_styles, new_figure, style_axes
 from jaxlc.evals.document_loss import DocumentLosses
 from jaxlc.evals.score_rows import ScoreRow
 
@@ -44,7 +44,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     """
     figure = new_figure(7.0, 4.2, dpi=150)
     axes = figure.subplots()
-    for index, (label, rows) in enumerate(runs.items()):
+    for index, ((label, rows), line) in enumerate(zip(runs.items(), line_styles())):
         lengths = sorted({row.length for row in rows})
         groups = [[row for row in rows if row.length == length] for length in lengths]
         means = [np.mean([row.score for row in group]) for group in groups]
@@ -52,7 +52,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
         # Later lines are thinner and their markers smaller, so that equal lines are seen one inside the other.
         size = (len(runs) - 1 - index) % _NUM_WIDTHS
         axes.errorbar(
-            lengths, means, yerr=errors, fmt="o-", color=CYCLE[index % len(CYCLE)], capsize=3 + 2 * size,
+            lengths, means, yerr=errors, fmt="o", **line, capsize=3 + 2 * size,
             linewidth=1.2 + 1.8 * size, markersize=4 + 3 * size, label=label,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -60,7 +60,10 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     tasks = sorted({row.task for rows in runs.values() for row in rows})
     axes.set(xlabel="length in tokens", ylabel="score, %", ylim=(-3, 103))
     axes.set_title("Score by length, mean of " + (tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks"), loc="left")
-    axes.legend(frameon=False)
+    if len(runs) > 4:  # a longer legend would cover lines
+        figure.legend(loc="outside right upper", frameon=False)
+    else:
+        axes.legend(frameon=False)
     style_axes(axes, grid="y")
     return figure
 
@@ -73,14 +76,12 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
     """
     figure = new_figure(7.0, 4.2, dpi=150)
     axes = figure.subplots()
-    for color, (label, losses) in zip(CYCLE * len(runs), runs.items()):
+    for line, (label, losses) in zip(line_styles(), runs.items()):
         columns = losses.by_position.by_position("loss")
         center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))  # 1 is the first position
-        axes.fill_between(center, columns["low"], columns["high"], color=color, alpha=0.18, linewidth=0)
+        axes.fill_between(center, columns["low"], columns["high"], color=line["color"], alpha=0.18, linewidth=0)
         gains = [f"{losses.gain(limit).mean():+z.3f} nats over {limit:,}" for limit in losses.limited]
-        axes.plot(
-            center, columns["loss"], "o-", color=color, markersize=3, linewidth=1.2, label="; ".join([label, *gains])
-        )
+        axes.plot(center, columns["loss"], "o", **line, markersize=3, linewidth=1.2, label="; ".join([label, *gains]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(_TOKENS)
     axes.set(xlabel="position in the document, in tokens", ylabel="loss, nats per token")

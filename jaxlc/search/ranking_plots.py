@@ -1,5 +1,6 @@
 """Plots of a sweep: a bar per mesh, and a line per transport over sequence length."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,22 +62,18 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
     names = sorted({row["transport"] for row in done})
     rate = {(_program(row), row["transport"], row["seq_len"]): row["tokens_per_second_per_device"] for row in done}
     lengths = sorted({row["seq_len"] for row in done})
-    figure = plot_style.new_figure(10, 4)
+    figure = plot_style.new_figure(12, 4)
     speed, gain = figure.subplots(1, 2)
     for number, name in enumerate(names):
         known = [length for length in lengths if (best, name, length) in rate]
         rates = [rate[best, name, length] for length in known]
         width = 5 - 3 * number / len(names)  # lines that coincide all stay visible
-        speed.plot(known, rates, "o-", linewidth=width, alpha=0.7, label=name)
-    programs = dict.fromkeys(_program(row) for row in done)
-    has_legend = len(programs) <= 8  # a longer legend would cover the lines
-    for program in programs:
-        for name in names[1:]:
-            both = [n for n in lengths if (program, names[0], n) in rate and (program, name, n) in rate]
-            gains = [100 * (rate[program, name, n] / rate[program, names[0], n] - 1) for n in both]
-            gain.plot(
-                both, gains, "o-", linewidth=1, markersize=3, label=f"{name}: {program[0]}" if has_legend else None
-            )
+        speed.plot(known, rates, "o-", color=plot_style.CYCLE[number], linewidth=width, alpha=0.7, label=name)
+    lines = list(itertools.product(dict.fromkeys(_program(row) for row in done), names[1:]))
+    for (program, name), line in zip(lines, plot_style.line_styles()):
+        both = [n for n in lengths if (program, names[0], n) in rate and (program, name, n) in rate]
+        gains = [100 * (rate[program, name, n] / rate[program, names[0], n] - 1) for n in both]
+        gain.plot(both, gains, "o", **line, linewidth=1, markersize=3, label=f"{name}: {program[0]}")
     for axes in (speed, gain):
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
@@ -84,8 +81,8 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
         axes.set_xlabel("sequence length, tokens")
         plot_style.style_axes(axes, "y")
     speed.legend(frameon=False, fontsize=7)
-    if has_legend:
-        gain.legend(frameon=False, fontsize=7)
+    # A long legend would cover the lines.
+    figure.legend(handles=gain.get_lines(), loc="outside right upper", frameon=False, fontsize=7)
     speed.set_ylim(bottom=0)
     speed.set(ylabel="tokens/s per device", title=best[0])
     gain.set(ylabel="speedup, %", title=f"speedup over {names[0]}")

@@ -1,6 +1,7 @@
 """The figures: what they draw, and that they are drawn for few, many and missing data."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from jaxlc.core.plot_style import line_styles
 from jaxlc.train.evaluation.context_gain import ContextGain
 from jaxlc.train.evaluation.document_sums import DocumentSums, position_edges
 from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure, optimizer_figure
+from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure, optimizer_figure, reward_figure
 from tests.helpers import png_size
 from tests.step.synthetic import documents_evaluation
 
@@ -80,6 +82,31 @@ def test_optimizer_figure_draws_gradient_norm_and_learning_rate(tmp_path):
     assert list(norms.get_xdata()) == [1, 2, 4, 5] and list(norms.get_ydata())[0] == 2.0
     np.testing.assert_allclose(rates.get_ydata(), [1e-4, 2e-4, 3e-4, 4e-4, 5e-4])
     assert save(optimizer_figure([dict(step=1, loss=3.0)]), tmp_path / "empty.png")[0] > 800
+
+
+def test_reward_figure_shows_what_differs_within_the_range_of_the_rewards():
+    """A reward of 0 or 1: its mean plus the standard deviation may be above 1."""
+    means = np.linspace(0.1, 0.9, 9)
+    row = dict(ratio=1.0, **{"rollouts/reward_min": 0.0, "rollouts/reward_max": 1.0, "rollouts/policy_age": 0.0})
+    rows = [
+        row | {"step": step, "rollouts/reward": mean, "rollouts/reward_deviation": np.sqrt(mean * (1 - mean))}
+        for step, mean in enumerate(means)
+    ]
+    rows = [row | {"rollouts/answer_tokens": 2.9 + 0.1 * (row["step"] % 2)} for row in rows]
+    figure = reward_figure(rows)
+    rewards, tokens = figure.axes
+    (band,) = rewards.collections
+    assert band.get_datalim(rewards.transData).intervaly.tolist() == [0.0, 1.0]
+    low, high = tokens.get_ylim()
+    assert tokens.get_ylabel() == "tokens of an answer" and 2.8 < low < high < 3.1
+    assert "ratio 1" in rewards.get_title(loc="left") and "age in steps 0" in rewards.get_title(loc="left")
+    older = [{name: value for name, value in row.items() if "_m" not in name} for row in rows]
+    assert reward_figure(older).axes[0].collections[0].get_datalim(rewards.transData).y1 > 1.0
+
+
+def test_lines_of_a_figure_differ():
+    styles = [tuple(style.values()) for style in itertools.islice(line_styles(), 28)]
+    assert len(set(styles)) == 28
 
 
 def test_figure_without_interval_has_no_legend_for_it():

@@ -20,13 +20,15 @@ def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares
     rows = np.arange(len(names))
     height = 0.8 / len(stages)
     for number, stage in enumerate(stages):
-        color = plot_style.CYCLE[number % len(plot_style.CYCLE)]
+        cycle, place = divmod(number, len(plot_style.CYCLE))
+        style = dict(color=plot_style.CYCLE[place], hatch=plot_style.HATCHES[cycle % len(plot_style.HATCHES)])
+        style |= dict(edgecolor="white", linewidth=0)
         by_name = {share.name: share for share in stage.shares}
         at = rows + (number - (len(stages) - 1) / 2) * height
         realized = [100 * by_name[name].realized_share if name in by_name else 0 for name in names]
         num_epochs = [by_name[name].num_epochs if name in by_name else 0 for name in names]
-        shares.barh(at, realized, 0.9 * height, color=color, label=stage.name or "the run")
-        bars = epochs.barh(at, num_epochs, 0.9 * height, color=color)
+        shares.barh(at, realized, 0.9 * height, **style, label=stage.name or "the run")
+        bars = epochs.barh(at, num_epochs, 0.9 * height, **style)
         epochs.bar_label(bars, [f"{count:.3g}" if count else "" for count in num_epochs], padding=3, fontsize=8)
     for axes, label in ((lengths, "tokens"), (shares, "share of the tokens (%)"), (epochs, "epochs")):
         plot_style.style_axes(axes, grid="x")

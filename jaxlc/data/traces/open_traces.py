@@ -239,7 +239,9 @@ def _rewards(groups: Sequence[Sequence[Trace]]) -> dict[str, float]:
         truncated=np.mean([trace.is_truncated for trace in traces]),
         no_advantage=_share_without_advantage(groups),
     )
-    means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards)) if rewards else {}
+    if rewards:
+        means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards))
+        means |= dict(reward_min=min(rewards), reward_max=max(rewards))
     policy_steps = [trace.policy_step for trace in traces]
     if None not in policy_steps:
         means |= dict(policy_step=np.mean(policy_steps))

@@ -58,9 +58,13 @@ def reward_figure(rows: Sequence[Row]) -> Figure:
     figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
     steps, rewards = history.column("rollouts/reward")
     deviations = history.column("rollouts/reward_deviation")[1]
-    label = "mean and standard deviation"
-    panels[0].fill_between(steps, rewards - deviations, rewards + deviations, color=FAINT, label=label)
-    panels[0].legend(frameon=False)
+    lowest = history.column("rollouts/reward_min")[1].min(initial=np.inf)
+    highest = history.column("rollouts/reward_max")[1].max(initial=-np.inf)
+    if lowest > highest:  # runs of older versions
+        lowest, highest = -np.inf, np.inf
+    low, high = np.maximum(rewards - deviations, lowest), np.minimum(rewards + deviations, highest)
+    panels[0].fill_between(steps, low, high, color=FAINT, label="mean and standard deviation")
+    figure.legend(loc="outside lower right", frameon=False)
     return figure
 
 
@@ -76,28 +80,36 @@ def optimizer_figure(rows: Sequence[Row]) -> Figure:
         panels[0].set_yscale("log")
         panels[0].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
         panels[0].yaxis.set_major_formatter(_NUMBER)
-    panels[1].ticklabel_format(axis="y", scilimits=(-3, 3))
+    for axes in panels[1:]:
+        axes.ticklabel_format(axis="y", scilimits=(-3, 3))
     _draw_stages(panels[0], history)
     return figure
 
 
 def _over_steps(rows: Sequence[Row], title: str, labels: Mapping[str, str]) -> tuple[Figure, Sequence[Axes], History]:
-    """Panels with a column of metrics.jsonl each, over steps; all but the first start at 0.
+    """Panels with a column of metrics.jsonl each, over steps; the title names what is constant instead of a panel.
 
     Args:
       labels: of the y axes, by the name of the column.
     """
-    num_more = len(labels) - 1
-    figure = new_figure(7.5, 3.2 + 1.6 * num_more, dpi=150)
-    panels = figure.subplots(1 + num_more, 1, sharex=True, height_ratios=(3, *[2] * num_more))
     history = History(rows)
-    for axes, (name, label), color in zip(panels, labels.items(), itertools.chain([BLUE], itertools.repeat(TEAL))):
+    first, *others = labels
+    shown, constants = {first: labels[first]}, []
+    for name in others:
+        values = history.column(name)[1]
+        if len(values) and np.ptp(values) > 0.01 * np.abs(values).max():
+            shown[name] = labels[name]
+        elif len(values):
+            constants.append(f"{labels[name]} {values[-1]:.3g}")
+    title = f"{title} (constant: {', '.join(constants)})" if constants else title
+    num_more = len(shown) - 1
+    figure = new_figure(7.5, 3.2 + 1.6 * num_more, dpi=150)
+    panels = figure.subplots(1 + num_more, 1, sharex=True, height_ratios=(3, *[2] * num_more), squeeze=False)[:, 0]
+    for axes, (name, label), color in zip(panels, shown.items(), itertools.chain([BLUE], itertools.repeat(TEAL))):
         axes.plot(*history.column(name), color=color, linewidth=1.2)
         axes.set_ylabel(label)
         style_axes(axes, grid="y")
     panels[0].set_title(title, loc="left")
-    for axes in panels[1:]:
-        axes.set_ylim(bottom=0)
     panels[-1].set_xlabel("step")
     return figure, panels, history
 
