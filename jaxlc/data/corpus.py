@@ -13,6 +13,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed
 from jaxlc.data.corpus_checks import (
     check_has_loss,
+    check_ids,
     check_max_tokens,
     check_num_tokens,
     text_warnings,
@@ -62,20 +63,25 @@ class Corpus:
 
 
 def open_corpus(
-    config: DataConfig, progress: Progress | None = None, log: Log | None = None, tokenizer: Tokenizer | None = None
+    config: DataConfig,
+    progress: Progress | None = None,
+    log: Log | None = None,
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int | None = None,
 ) -> Corpus:
     """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
 
     Args:
       log: prints one line while the corpus is opened.
       tokenizer: of the config, if it is loaded already.
+      vocab_size: of the model, which may lack tokens of the tokenizer; None: any token may occur.
     Raises:
-      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used.
+      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
     """
     tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token, config.parse_special_tokens)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
     check_max_tokens(eval_files, 1)
-    opener = _StoreOpener(config, tokenizer, eval_files, progress, log)
+    opener = _StoreOpener(config, tokenizer, eval_files, progress, log, vocab_size or tokenizer.vocab_size)
     return _open_mixture(opener) if config.mixture else _open_sources(opener)
 
 
@@ -89,9 +95,10 @@ class _StoreOpener:
         eval_files: list[SourceFile],
         progress: Progress | None,
         log: Log | None,
+        vocab_size: int,
     ):
         self.config, self.tokenizer, self._progress, self._log = config, tokenizer, progress, log
-        self._eval_files = eval_files
+        self._eval_files, self._vocab_size = eval_files, vocab_size
         self.warnings: list[str] = []
 
     def files(
@@ -117,6 +124,7 @@ class _StoreOpener:
 
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
         store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)
+        check_ids(store, self.tokenizer, self._vocab_size, files[0].setting)
         if store.num_bad_records:
             listed = f"; all of them: {displayed(store.bad_records_file)}" if store.bad_records_file else ""
             self.warnings.append(

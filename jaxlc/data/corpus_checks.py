@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.packing import PackedSequences
 from jaxlc.data.sequences.split import Split
 from jaxlc.data.texts.records import RECORD_SUFFIXES
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.store import TokenStore
+from jaxlc.data.tokens.tokenizers import Tokenizer
+
+_CHECKED_TOKENS = 2**24  # at a time
 
 MANY = 0.1  # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
 
@@ -76,6 +81,26 @@ def check_num_tokens(num_tokens: int, min_tokens: int, at_most: str, setting: st
             f"{setting}: {at_most}{num_tokens:,} tokens to train on, less than one sequence of"
             f" config.data.seq_len={min_tokens}; add text, or use a smaller --config.data.seq_len"
         )
+
+
+def check_ids(store: TokenStore, tokenizer: Tokenizer, vocab_size: int, setting: str) -> None:
+    """Checks that a model with `vocab_size` tokens has those of a store. A tokenizer may have tokens that the model
+    lacks, such as that of images; so all tokens are read in this case only.
+
+    Raises:
+      UserError: a token is not in the model.
+    """
+    num_tokens = len(store.tokens) if tokenizer.vocab_size > vocab_size else 0
+    for start in range(0, num_tokens, _CHECKED_TOKENS):
+        tokens = store.tokens[start : start + _CHECKED_TOKENS]
+        if tokens.max() >= vocab_size:
+            place = int((tokens >= vocab_size).argmax())
+            document = int(np.searchsorted(store.offsets, start + place, side="right"))
+            raise UserError(
+                f"{setting}: document {document:,} has the token {tokens[place]}"
+                f" ({tokenizer.decode(tokens[place : place + 1])!r}), and the model has tokens 0 to {vocab_size - 1}:"
+                " remove its text, or set --config.data.tokenizer to the tokenizer of the model"
+            )
 
 
 def text_warnings(store: TokenStore, split: Split, setting: str, has_own_text: bool) -> Iterator[str]:

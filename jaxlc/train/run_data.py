@@ -139,7 +139,7 @@ def open_data(
 def _from_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
     tokenizer = load_matching_tokenizer(config)
     with progress.progress_bar("reading the corpus") as update:
-        corpus = open_corpus(config.data, progress=update, log=progress.log, tokenizer=tokenizer)
+        corpus = open_corpus(config.data, update, progress.log, tokenizer, config.model.vocab_size)
     for warning in corpus.warnings:
         progress.log(f"warning: {warning}")
     return RunData(
@@ -185,18 +185,21 @@ def _from_traces(config: Config, progress: Progress) -> RunData:
 
 
 def load_matching_tokenizer(config: Config) -> Tokenizer:
-    """Loads the tokenizer of `config`.
+    """Loads the tokenizer of `config`. That of a pretrained model may have tokens that the model lacks; the readers of
+    data and prompts refuse them where they occur.
 
     Raises:
-      UserError: it cannot be loaded, or has IDs that the vocabulary of the model does not have.
+      UserError: it cannot be loaded, or the model has too few tokens.
     """
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        advice = f"set --config.model.vocab_size={tokenizer.vocab_size}"
-        if config.model.init_from:
+    is_pretrained = bool(config.model.init_from)
+    num_needed = tokenizer.end_of_document_id + 1 if is_pretrained else tokenizer.vocab_size
+    if num_needed > config.model.vocab_size:
+        advice = f"set --config.model.vocab_size={num_needed}"
+        if is_pretrained:
             advice = "set --config.data.tokenizer to the tokenizer of config.model.init_from"
         raise UserError(
-            f"the tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} tokens and the model"
+            f"the tokenizer {config.data.tokenizer} has {num_needed} tokens and the model"
             f" {config.model.vocab_size}; {advice}"
         )
     return tokenizer

@@ -1,5 +1,6 @@
 """From a Hugging Face directory through a run and back."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -20,12 +21,15 @@ from jaxlc.config import load
 from jaxlc.config.models.config_json import settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
+from jaxlc.data.corpus import open_corpus
 from jaxlc.data.texts.chats import Chat
 from jaxlc.data.tokens import chat
+from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.exporting import main
 from jaxlc.hf.write import TensorWriter
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
+from jaxlc.train.run_data import load_matching_tokenizer
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors, write_tokenizer
 from tests.train.runs import save_step_0, write_untrained_run
 
@@ -308,6 +312,35 @@ def test_invalid_own_settings_raise(content, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
         load(ConfigDict({"model": dict(init_from=str(tmp_path))}))
+
+
+def test_tokens_that_the_model_lacks_are_refused_only_where_they_occur(tmp_path):
+    """As <image_soft_token> of Gemma 3 1B, which has no row for it."""
+    directory = write_model(tmp_path / "model", "gemma3")
+    write_tokenizer(directory, 61)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"].append(dict(id=61, content="<image>", **flags))
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    texts = [tmp_path / name for name in ("without.txt", "with.jsonl")]
+    texts[0].write_text("a document of words " * 20)
+    texts[1].write_text("".join(json.dumps(dict(text=text)) + "\n" for text in ("a", "b <image>") for _ in range(9)))
+    config = config_of(directory, data__seq_len=8, data__eval_fraction=0.5, data__cache_dir=str(tmp_path / "cache"))
+    config = load(config)
+    tokenizer = load_matching_tokenizer(config)
+    assert (tokenizer.vocab_size, config.model.vocab_size) == (62, 61)
+    message = r"document 10 has the token 61 \('<image>'\), and the model has tokens 0 to 60: remove its text"
+    for path, words in zip(texts, ("", message)):
+        data = dataclasses.replace(config.data, sources=(str(path),))
+        with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
+            open_corpus(data, vocab_size=config.model.vocab_size)
+    traces = tmp_path / "traces.jsonl"
+    traces.write_text(json.dumps(dict(prompt="a", completion="b<image>")) + "\n")
+    with_traces = config_of(directory, data__traces=(str(traces),), data__seq_len=8)
+    with pytest.raises(UserError, match="token 61, expected 0 to 60"):
+        open_traces(load(with_traces), tokenizer)
+    with pytest.raises(UserError, match="token 61, expected 0 to 60"):
+        jaxlc.load(directory).model.loss("a <image>")
 
 
 def test_training_with_a_tokenizer_of_another_model_raises(tmp_path):

@@ -188,7 +188,7 @@ def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluatio
     if config.data.traces:
         heldout = open_traces(config, load_matching_tokenizer(config)).heldout
     else:
-        heldout = open_corpus(config.data).heldout
+        heldout = open_corpus(config.data, vocab_size=config.model.vocab_size).heldout
     if heldout is None:
         raise UserError(f"no group is held out: config.data.eval_fraction={config.data.eval_fraction:g}")
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)
