@@ -21,6 +21,7 @@ from jaxlc.hf import mxfp4
 from jaxlc.hf.safetensors_files import DTYPES, JoinedTensor, StoredTensor, TensorFiles
 from jaxlc.hf.tensor_slices import Layout
 
+_HEAD = "lm_head.weight"
 _VOCAB = "vocab"  # name of the dimension that the mesh pads
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
 
@@ -47,6 +48,8 @@ def load_params(
     """
     files, layouts = open_files(directory, family, abstract_params, dims, model=model)
     abstract = _by_path(abstract_params)
+    if _HEAD in layouts:
+        _check_tied_head(files, layouts, abstract["embedding"])
     total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
     for path, param in abstract.items():
         loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
@@ -73,6 +76,11 @@ def open_files(
     if family.quantization:
         files.tensors = mxfp4.joined(files.tensors)
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model, files.tensors)
+    if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
+        embedding = layouts["embedding"]
+        layouts[_HEAD] = dataclasses.replace(embedding, tensor=dataclasses.replace(embedding.tensor, name=_HEAD))
+        if embedding.tensor.name not in files.tensors:
+            layouts["embedding"] = layouts[_HEAD]
     _check(files, layouts)
     return files, layouts
 
@@ -191,13 +199,28 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
                 f"{name} in {tensor.path} has shape {list(tensor.shape)}, and config.json implies"
                 f" {list(layout.stored_shape)}: they are of different models"
             )
-    ignored = {"lm_head.weight"}  # a copy of the embedding in a tied model
-    unknown = sorted(name for name in files.tensors.keys() - needed.keys() - ignored if not name.endswith(_BUFFERS))
+    unknown = sorted(name for name in files.tensors.keys() - needed.keys() if not name.endswith(_BUFFERS))
     if unknown:
         raise Unsupported(
             f"unsupported: {files.directory} has the tensor {unknown[0]} ({len(unknown)} unknown tensors), which the"
             " architecture in config.json does not have"
         )
+
+
+def _check_tied_head(files: TensorFiles, layouts: Mapping[str, Layout], embedding: Any) -> None:
+    """Compares the output head in the files with the embedding, which replaces it, in the shards of this process.
+
+    Raises:
+      UserError: they differ.
+    """
+    shards = embedding.sharding.addressable_devices_indices_map(embedding.shape).values()
+    for index in {tuple(piece.indices(size) for piece, size in zip(shard, embedding.shape)) for shard in shards}:
+        head, tied = (read_shard(files, layouts[path], index, embedding) for path in (_HEAD, "embedding"))
+        if not np.array_equal(head, tied):
+            raise UserError(
+                f"{_HEAD} in {files.directory} differs from the embedding, and config.json has"
+                " tie_word_embeddings=true: set it to false there; transformers does not tie the weights of such files"
+            )
 
 
 def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:

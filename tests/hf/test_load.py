@@ -604,13 +604,18 @@ def cut_header(directory):
     path.write_bytes(path.read_bytes()[:100])
 
 
-def rewrite(directory, change):
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(directory, change, num_files=1):
     """Replaces the tensors by `change` of them."""
     tensors = {}
     for path in directory.glob("*.safetensors*"):
         tensors |= load_file(path) if path.suffix == ".safetensors" else {}
         path.unlink()
-    write_tensors(directory, change(tensors), num_files=1)
+    write_tensors(directory, change(tensors), num_files=num_files)
 
 
 def change_shape(directory):
@@ -692,11 +697,35 @@ def test_load_config_json_that_changed_since_raises(tmp_path):
         load_pretrained(step)
 
 
-def test_tied_model_ignores_a_copy_of_the_head(tmp_path):
+@pytest.mark.parametrize("num_files", [1, 2])
+@pytest.mark.parametrize("row", [None, 0, 59])
+def test_tied_model_with_a_head_is_read_only_if_it_is_the_embedding(row, num_files, tmp_path):
+    """transformers does not tie weights that differ: adapters with a trained head were merged, for example."""
+
+    def add_head(tensors):
+        head = tensors["model.embed_tokens.weight"].copy()
+        if row is not None:
+            head[row, 3] *= 2
+        return tensors | {"lm_head.weight": head}
+
     directory = write_model(tmp_path / "model", "llama_tied")
-    rewrite(directory, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
+    rewrite(directory, add_head, num_files=num_files)
+    if row is None:
+        _, params, _ = loaded(directory)
+        assert "head" not in params
+        return
+    with pytest.raises(UserError, match="lm_head.weight in .* differs from the embedding.*tie_word_embeddings=true"):
+        loaded(directory, fsdp=4)
+    change_config(directory, tie_word_embeddings=False)
     _, params, _ = loaded(directory)
-    assert "head" not in params
+    assert params["head"][3, row] == params["embedding"][row, 3] * 2
+
+
+def test_tied_model_with_only_a_head_has_it_as_embedding(tmp_path):
+    directory = write_model(tmp_path / "model", "llama_tied")
+    rewrite(directory, lambda x: {name.replace("model.embed_tokens", "lm_head"): value for name, value in x.items()})
+    _, params, _ = loaded(directory)
+    np.testing.assert_array_equal(params["embedding"], expected_params("llama_tied")["embedding"])
 
 
 def test_load_to_host_memory_gives_the_same_state(tmp_path):

@@ -112,9 +112,9 @@ class Family:
     other_prefixes: tuple[str, ...] = ()
     # Parameters of gated_delta_net layers whose tensors have other names than in `core.mixers` -> ends of these names.
     delta_tensors: Mapping[str, str] = field(default_factory=dict)
-    # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config, and
-    # conversion_mapping.py): other name of a field -> its name; other tensors of parameters; and the end of the name of
-    # a tensor -> those of the tensors that have its rows, one after the other.
+    # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config,
+    # and conversion_mapping.py): another name of a field -> its name; other tensors of parameters; and the end of the
+    # name of a tensor -> those of the tensors that have its rows, one after the other.
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     tensor_aliases: tuple[MixerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
