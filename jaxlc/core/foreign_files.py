@@ -18,6 +18,35 @@ MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much 
 # Escapes of surrogates, which JSON may have alone, and the surrogates themselves.
 _ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 _ESCAPE_BYTES = re.compile(_ESCAPE.pattern.encode())
+_LFS_POINTER = b"version https://git-lfs"
+_OTHER_FORMATS = {  # end of the name of a file -> what to do
+    "adapter_config.json": "merge the adapters into their base model with merge_and_unload of peft, and use the result",
+    ".gguf": "GGUF is not read; use the directory of the model with config.json and safetensors files",
+    ".bin": "PyTorch files are not read; convert them with save_pretrained of transformers",
+    ".safetensors": "use a directory with config.json and safetensors files",
+}
+
+
+def other_format(path: Path) -> str | None:
+    """What a file, or a directory without a model in safetensors files, has instead, and what to do; None if it is
+    unknown."""
+    names = [path.name] if path.is_file() else sorted(file.name for file in path.iterdir())
+    found = ((name, advice) for end, advice in _OTHER_FORMATS.items() for name in names if name.endswith(end))
+    name, advice = next(found, ("", ""))
+    return f"has {name}: {advice}" if name else None
+
+
+def check_no_pointers(directory: Path) -> None:
+    """Checks that the files of a model are not those that Git has in place of the files of Git LFS.
+
+    Raises:
+      UserError: one of them is.
+    """
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".json", ".safetensors") and path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                    raise UserError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in {directory}")
 
 
 def parse_json(text: bytes | str) -> Any:

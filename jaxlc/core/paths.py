@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.suggestions import nearest_name
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib changes gs://bucket to gs:/bucket
 _HUB = re.compile(r"hf:/|https?:/+(www\.)?huggingface\.co/")
@@ -23,6 +24,15 @@ def local_path(value: str | Path) -> Path:
             f" mount it, and pass the path{hub}"
         )
     return Path(os.path.expanduser(value))  # unlike Path.expanduser, it does not raise for an unknown user
+
+
+def nearest_path(path: Path) -> Path | None:
+    """The path that exists and is most similar to one that does not: its last name differs, or one before it."""
+    if path.parent.is_dir():
+        name = nearest_name(path.name, (child.name for child in path.parent.iterdir()))
+        return path.parent / name if name else None
+    parent = nearest_path(path.parent)
+    return parent / path.name if parent is not None and (parent / path.name).exists() else None
 
 
 def file_inside(directory: Path, name: object) -> Path:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.foreign_files import parse_json, read_json_file
+from jaxlc.core.foreign_files import other_format, parse_json, read_json_file
 from jaxlc.core.paths import file_inside
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -123,9 +123,8 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
                 return {file_inside(directory, SINGLE_FILE): set()}
             except ValueError as error:
                 raise UserError(f"cannot read {directory / SINGLE_FILE}: {error}") from None
-        others = sorted(path.name for path in directory.glob("*.bin"))
-        hint = f"; {others[0]} is a PyTorch file: convert it with save_pretrained of transformers" if others else ""
-        raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+        problem = other_format(directory)
+        raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{f'; it {problem}' if problem else ''}")
     try:
         file_of: dict[str, str] = read_json_file(index_path)["weight_map"]
         files: dict[Path, set[str]] = {}

@@ -156,7 +156,7 @@ def test_rope_settings_unsupported_field_raises(config, words):
     [
         (LOCAL, dict(rope_scaling=dict(YARN, truncate=False)), "truncate=false, which transformers ignores"),
         (LOCAL, dict(rope_parameters=dict(sliding_attention=LINEAR)), "scales RoPE of sliding_attention layers"),
-        (LOCAL, dict(rope_parameters=dict(chunked_attention=LINEAR)), "rope_parameters of chunked_attention"),
+        (LOCAL, dict(rope_parameters=dict(chunked_attention=LINEAR)), "for chunked_attention layers"),
     ],
 )
 def test_rope_settings_unsupported_layer_type_raises(family, config, words):

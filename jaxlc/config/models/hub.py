@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.paths import nearest_path
 
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")  # config, tokenizer and chat template: some megabytes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -14,8 +15,10 @@ _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_model_id(name: str) -> bool:
-    """Whether `name` has the form ORGANIZATION/NAME."""
-    return _MODEL_ID.fullmatch(name) is not None
+    """Whether `name` has the form ORGANIZATION/NAME, and no directory with such a name, or a similar one, is here."""
+    path = Path(name)
+    is_path = path.parent.is_dir() or name.startswith("runs/") or nearest_path(path) is not None
+    return _MODEL_ID.fullmatch(name) is not None and not is_path
 
 
 def download(repo_id: str, what: str, *, with_weights: bool) -> Path:
@@ -44,8 +47,11 @@ def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) ->
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
     except Exception as error:  # the package raises errors of its own, of its HTTP client and OSError
-        reason = reason_of(error)
+        reason = "the hub cannot be reached, and its cache has no copy: try again with a connection"
+        if "RepositoryNotFoundError" in [cls.__name__ for cls in type(error).__mro__]:  # or its terms are not accepted
+            reason = "the hub has no such model for you: check the name, its terms of use, and `hf auth login`"
+        elif isinstance(error, OSError) and error.errno:
+            reason = reason_of(error)
         raise UserError(
-            f"cannot download {setting} {repo_id!r} ({type(error).__name__}: {reason[:200]}); check the name, or"
-            f" download the {what} elsewhere and pass its directory"
+            f"cannot download {setting} {repo_id!r}: {reason}; or download the {what} elsewhere and pass its directory"
         ) from error

@@ -12,9 +12,9 @@ from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.own_format import stored_settings
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core.errors import UserError
-from jaxlc.core.foreign_files import read_json_file
-from jaxlc.core.paths import file_inside, local_path
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.foreign_files import check_no_pointers, other_format, read_json_file
+from jaxlc.core.paths import file_inside, local_path, nearest_path
 
 CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = "config.json", "tokenizer.json", "generation_config.json"
 # Of the tokenizer, the chat template and generation.
@@ -68,7 +68,8 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
     Raises:
       UserError: there is no such directory, or it contains no model.
     """
-    path = find_directory(init_from, "config.model.init_from", with_weights=with_weights)
+    what = "config.model.init_from"
+    path = find_directory(init_from, what, with_weights=with_weights)
     if (path / CONFIG_FILE).is_file():
         return Pretrained(init_from=init_from, directory=path, is_run=False)
     if (path / "meta" / "metadata").is_file():
@@ -77,7 +78,7 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
     steps = [int(child.name) for child in checkpoints.iterdir() if child.name.isdigit()] if checkpoints.is_dir() else []
     if steps:
         return Pretrained(init_from=init_from, directory=checkpoints / str(max(steps)), is_run=True)
-    raise _no_model(init_from, "config.model.init_from", f"{path} contains neither config.json nor checkpoints/")
+    raise _no_model(init_from, what, f"{path} contains neither config.json nor checkpoints/")
 
 
 def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
@@ -87,14 +88,20 @@ def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
       name: a path, or a hub id ORGANIZATION/NAME.
       what: the setting or argument that has this value, for errors.
     Raises:
-      UserError: there is no such directory, and no such model.
+      UserError: there is no such directory, and no such model, or its files are pointers of Git LFS.
+      Unsupported: it has a model in another format.
     """
     path = local_path(name)
-    if path.exists():
-        return path
-    if hub.is_model_id(name):
-        return hub.download(name, what, with_weights=with_weights)
-    raise _no_model(name, what, f"{path} does not exist")
+    if not path.exists():
+        if hub.is_model_id(name):
+            return hub.download(name, what, with_weights=with_weights)
+        near = nearest_path(path) or nearest_path("runs" / path)
+        raise _no_model(name, what, f"no such directory{f', did you mean {near}?' if near else ''}")
+    problem = None if (path / CONFIG_FILE).is_file() else other_format(path)
+    if problem:
+        raise Unsupported(f"unsupported: {what} {name!r} {problem}")
+    check_no_pointers(path)
+    return path
 
 
 def _no_model(name: str, what: str, problem: str) -> UserError:
