@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlc.config import Config, defaults, load
-from jaxlc.core.flops import training_flops
+from jaxlc.core.flops import full_pairs
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.compiled_program import compile_step
 from jaxlc.simulate.timeline import Prediction
@@ -105,9 +105,8 @@ def estimated_figure(run: PublishedRun, prediction: Prediction) -> float:
         return 100 * prediction.mfu_causal
     if run.unit == "s per step":
         return prediction.step_seconds
-    batch = dict(num_sequences=config.train.global_batch_size, seq_len=config.data.seq_len)
-    flops = training_flops(config.model, **batch, attention="full")
-    return flops / prediction.step_seconds / run.gpus.num_gpus / 1e12
+    pairs = config.train.global_batch_size * full_pairs(config.model, config.data.seq_len)
+    return config.step_flops(pairs).total / prediction.step_seconds / run.gpus.num_gpus / 1e12
 
 
 def time_ratio(run: PublishedRun, prediction: Prediction) -> float:

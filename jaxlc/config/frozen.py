@@ -22,9 +22,9 @@ from jaxlc.config.schema import (
     RuntimeConfig,
     TrainConfig,
 )
-from jaxlc.config.trained_params import num_adapter_params, num_frozen_params
+from jaxlc.config.step_flops import StepFlops, step_flops
 from jaxlc.config.values import defaults_of
-from jaxlc.core.flops import training_flops
+from jaxlc.core.flops import document_pairs
 
 DEFAULT_PRESET = "tiny"
 
@@ -55,16 +55,17 @@ class Config:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of one optimizer step over all devices, with causal attention.
+        """Model FLOPs of one optimizer step over all devices, with causal attention."""
+        pairs = document_pairs(self.model, [self.data.seq_len])
+        return self.step_flops(self.train.global_batch_size * pairs).total
 
-        Frozen weights have no gradients, which saves 2 of 6 FLOPs per entry and token; adapters have all 6.
+    def step_flops(self, num_pairs: float) -> StepFlops:
+        """Model FLOPs of one optimizer step over all devices.
+
+        Args:
+          num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
         """
-        of_model = training_flops(
-            self.model, num_sequences=self.train.global_batch_size, seq_len=self.data.seq_len, attention="causal"
-        )
-        num_frozen = num_frozen_params(self.model, self.lora, self.train, matmuls_only=True)
-        per_token = 6.0 * num_adapter_params(self.model, self.lora) - 2.0 * num_frozen
-        return of_model + self.tokens_per_step * per_token
+        return step_flops(self.model, self.lora, self.train, num_tokens=self.tokens_per_step, num_pairs=num_pairs)
 
     def __repr__(self) -> str:
         return differences.as_text("Config", to_dict(self), default_values(self.model.preset))

@@ -5,7 +5,7 @@ from collections import Counter
 
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
-from jaxlc.core.mixers import layer_matrices
+from jaxlc.core.mixers import layer_matrices, param_names
 
 # Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES, DELTA_PROJECTIONS and
 # EXPERT_PROJECTIONS name. A layer has those of its mixer and of its feed-forward block; those of a shared expert are in
@@ -44,37 +44,38 @@ def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:
     return is_selected and not _matches(name, train.frozen)
 
 
-def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
-    """The number of entries of all adapters."""
+def trains_layers(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> bool:
+    """Whether the embedding or a parameter of the layers is trained, so that gradients reach the layers."""
+    names = {"embedding"}
+    for (_, *kind), layers in model.layer_stacks.items():
+        layer = model.of_kind(model.kinds_of_layers[layers[0]])
+        names |= {"/".join(("layers", *kind, name)) for name in param_names(layer)}
+    return bool(lora.rank) or any(is_trained(name, lora, train) for name in names)
+
+
+def num_adapter_params(model: ModelConfig, lora: LoraConfig, *, active: bool = False) -> int:
+    """The number of entries of all adapters; with `active`, of those that multiply a token."""
     if not lora.rank:
         return 0
     return lora.rank * sum(
-        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora) for kind in model.used_kinds
+        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora, active) for kind in model.used_kinds
     )
 
 
-def _adapter_size(model: ModelConfig, lora: LoraConfig) -> int:
-    """Inputs and outputs of the adapters of a layer, of all experts."""
+def _adapter_size(model: ModelConfig, lora: LoraConfig, active: bool) -> int:
+    """Inputs and outputs of the adapters of a layer."""
     matrices = layer_matrices(model)
     params = {path for name in lora.projections for path in projection_params(name)} & matrices.keys()
-    projections = [matrices[param] for param in params]
-    return sum(matrix.num_experts * (matrix.num_inputs + matrix.num_outputs) for matrix in projections)
+    return sum(matrices[param].low_rank_size(active=active) for param in params)
 
 
-def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig, *, matmuls_only: bool = False) -> int:
-    """The number of entries of the frozen matrices; norms and biases, a few kilobytes, are not counted.
-
-    Args:
-      matmuls_only: entries that multiply a token: without the embedding, unless it is the output head too, and without
-        the experts that a token is not routed to.
-    """
-    sizes = _matrix_sizes(model, matmuls_only)
-    if matmuls_only and not model.tie_embeddings:
-        del sizes["embedding"]
+def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> int:
+    """The number of entries of the frozen matrices; norms and biases, a few kilobytes, are not counted."""
+    sizes = matrix_sizes(model, active=False)
     return sum(size for name, size in sizes.items() if not is_trained(name, lora, train))
 
 
-def _matrix_sizes(model: ModelConfig, active: bool) -> dict[str, int]:
+def matrix_sizes(model: ModelConfig, *, active: bool) -> dict[str, int]:
     """Entries of each matrix, of all layers together, by the names in the parameter tree; with `active`, those that
     multiply a token."""
     vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")

@@ -1,24 +1,12 @@
-"""Model FLOPs and parameter counts of a decoder. All printed rates and utilizations use them.
+"""Pairs of queries and keys, and parameter counts of a decoder. `jaxlc.config.step_flops` computes FLOPs from them.
 
-Model FLOPs are those of the model's matrix products, independent of how the program computes them. They exclude
-recomputation (hardware FLOPs include it), norms, RoPE, softmax and the optimizer.
-
-Matrix products: a weight matrix with P entries costs 2 P FLOPs per token in the forward (a multiplication and an
-addition) and 4 P in the backward (the gradients of input and weight), 6 P in total. The embedding is a lookup and costs
-nothing. The output head is a matrix product, also where it is the transposed embedding. Of experts, P counts those that
-a token is routed to.
-
-Attention: a pair of a query and a key costs 2 H FLOPs for q . k and 2 H for the value in each of N heads, 4 N H in the
-forward and 8 N H in the backward. The number of pairs in a sequence of T tokens:
+The number of pairs in a sequence of T tokens:
 
     full     T^2            the convention of Megatron-LM and PaLM (2204.02311, appendix B): 12 L N H T per token
     causal   T (T + 1) / 2  the pairs that a causal mask leaves: half
 
-A gated_delta_net layer has no pairs: each head multiplies its state [K, V] three times per token, 6 K V FLOPs in the
-forward and 12 K V in the backward (`core/mixers`).
-
 In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2. A pair in a layer whose kind has
-other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`).
+other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`). A gated_delta_net layer has no pairs.
 
 A packed sequence has fewer pairs: the sum of the causal counts of its documents (`document_pairs`). So the causal FLOPs
 of packed sequences, and the utilization that is computed from them, are overestimates. State "causal", "full" or
@@ -26,9 +14,9 @@ of packed sequences, and the utilization that is computed from them, are overest
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
-from jaxlc.core.mixers import layer_matrices, num_vector_entries, state_flops
+from jaxlc.core.mixers import layer_matrices, num_vector_entries
 from jaxlc.core.mixers.layer_shape import LayerShape
 
 
@@ -52,30 +40,6 @@ class DecoderShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def tie_embeddings(self) -> bool: ...
-
-
-def training_flops(
-    model: DecoderShape, *, num_sequences: int, seq_len: int, attention: Literal["causal", "full"]
-) -> float:
-    """Model FLOPs of forward and backward of one optimizer step over `num_sequences` of `seq_len`, on all devices."""
-    count = {"full": _all_pairs, "causal": causal_pairs}[attention]
-    pairs = sum(layers * count(seq_len, model.window_of(kind)) for kind, layers in num_layers_by_kind(model).items())
-    return num_sequences * step_flops(model, num_tokens=seq_len, num_pairs=pairs)
-
-
-def step_flops(model: DecoderShape, *, num_tokens: int, num_pairs: float) -> float:
-    """Model FLOPs of forward and backward.
-
-    Args:
-      num_pairs: pairs of a query and a key, summed over the layers.
-    """
-    flops = matmul_flops(model, num_tokens) + 12.0 * model.num_heads * model.head_dim * num_pairs
-    return flops + 3.0 * num_tokens * _sum_over_layers(model, state_flops)
-
-
-def matmul_flops(model: DecoderShape, num_tokens: int) -> float:
-    """Model FLOPs of the products with weight matrices, forward and backward."""
-    return 6.0 * num_active_matmul_params(model) * num_tokens
 
 
 def document_pairs(model: DecoderShape, lengths: Sequence[int], prefix_lengths: Sequence[int] = ()) -> float:
@@ -110,35 +74,28 @@ def causal_pairs(seq_len: int, window: int | None = None) -> int:
     return seq_len * reach - reach * (reach - 1) // 2
 
 
-def _all_pairs(seq_len: int, window: int | None) -> int:
-    return seq_len * min(window or seq_len, seq_len)
+def full_pairs(model: DecoderShape, seq_len: int) -> float:
+    """Pairs of one sequence without a causal mask, but with windows, summed over the layers."""
+    layers = num_layers_by_kind(model).items()
+    return seq_len * sum(number * min(model.window_of(kind) or seq_len, seq_len) for kind, number in layers)
 
 
 def num_matmul_params(model: DecoderShape) -> int:
     """The number of entries of all weight matrices in matrix products: the layers and the output head."""
-    return _sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
-
-
-def num_active_matmul_params(model: DecoderShape) -> int:
-    """As `num_matmul_params`, of the matrices that multiply a token: of experts, those that the router chooses."""
-    return _sum_over_layers(model, _layer_active_params) + model.model_dim * model.vocab_size
+    return sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
 
 
 def num_params(model: DecoderShape) -> int:
     """The number of parameters, without the padding of the vocabulary."""
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
-    vectors = _sum_over_layers(model, num_vector_entries) + model.model_dim
+    vectors = sum_over_layers(model, num_vector_entries) + model.model_dim
     return num_matmul_params(model) + embedding + vectors
 
 
-def _sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], int]) -> int:
+def sum_over_layers(model: DecoderShape, count: Callable[[LayerShape], int]) -> int:
     """The sum of `count` of all layers."""
     return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in model.used_kinds)
 
 
 def _layer_matmul_params(layer: LayerShape) -> int:
     return sum(matrix.size for matrix in layer_matrices(layer).values())
-
-
-def _layer_active_params(layer: LayerShape) -> int:
-    return sum(matrix.active_size for matrix in layer_matrices(layer).values())

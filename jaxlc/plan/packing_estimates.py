@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs, step_flops
+from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.plan.step_program import StepProgram
 from jaxlc.simulate.packed_work import (
@@ -207,7 +207,7 @@ def _estimate(
     predictions = [(share, _predict(work, program)) for share, work in works]
     step_seconds = sum(share * prediction.step_seconds for share, prediction in predictions)
     pairs = _mean(sequence.pairs for sequence in sequences)
-    flops = config.train.global_batch_size * step_flops(config.model, num_tokens=num_tokens, num_pairs=pairs)
+    flops = config.step_flops(config.train.global_batch_size * pairs).total
     pairs_of_ranks = sum(share * work.total for share, work in works)
     return PackingEstimate(
         name=name,

@@ -17,6 +17,7 @@ import numpy as np
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.config.schema import TENSOR_NAMES, MemoryConfig
+from jaxlc.config.step_flops import product_entries
 from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import causal_pairs, num_params
@@ -102,6 +103,8 @@ class Layout:
         self.num_shards = mesh.fsdp * mesh.context * mesh.tensor
         self.num_frozen = num_frozen_params(model, config.lora, train)
         self.num_trained = num_params(model) - self.num_frozen + num_adapter_params(model, config.lora)
+        entries = product_entries(model, config.lora, train)
+        self.backward_products = (entries.input_gradients + entries.weight_gradients) / entries.forward
         # Means over the layers; projected: the query projection, with the gate.
         self.query_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor)
         self.projected_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor)
@@ -222,14 +225,14 @@ class Layout:
             for name, width in zip(_PRODUCTS, widths, strict=True)
         }
         # Products of the same sizes give the gradients of activations, and of trained weights.
-        return forward, (1 + self.num_trained / (self.num_trained + self.num_frozen)) * sum(forward.values())
+        return forward, self.backward_products * sum(forward.values())
 
     def _loss_seconds(self, memory: MemoryConfig) -> float:
         """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32 gradient."""
         chunk, model = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS, self.config.model
         product = self.rates.product_seconds(chunk, model.vocab_size / self.config.mesh.tensor, model.model_dim)
         traffic = self.roofline.memory_seconds(self.gpus.device, 2 * 4 * self.head_params)
-        return self.tokens / chunk * (3 * product + traffic)
+        return self.tokens / chunk * ((1 + self.backward_products) * product + traffic)
 
     def _merge_seconds(self, tile_tokens: int, reruns: float) -> float:
         """Partial results in float32 of ring steps or tiles of keys: two are read and one is written."""

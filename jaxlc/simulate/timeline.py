@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.config import Config
-from jaxlc.core.flops import matmul_flops
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.core.scopes import EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
@@ -47,7 +46,7 @@ class Prediction:
 
     step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
-    mfu_causal: float  # causal model FLOPs (jaxlc.core.flops) over the bf16 peak of all devices
+    mfu_causal: float  # causal model FLOPs (jaxlc.config.step_flops) over the bf16 peak of all devices
     recomputed_share: float  # (FLOPs of the program - model FLOPs) / model FLOPs, attention included
     exposed_communication_seconds: float  # during which kernels wait for collectives
     communication_seconds: float  # sum over all collectives, each alone on its link
@@ -138,8 +137,7 @@ def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
     for scope, seconds in simulator.other_seconds.items():
         overhead[f"{scope} kernels" if scope else "kernels without a scope"] += seconds
     if simulator.product_flops:
-        config = model.config
-        own_flops = matmul_flops(config.model, config.tokens_per_step) / model.gpus.num_gpus
+        own_flops = model.config.step_flops(0).products / model.gpus.num_gpus
         recomputed = max(0, 1 - own_flops / simulator.product_flops)
         overhead["recomputed matrix products"] = simulator.product_seconds.total() * recomputed
     return overhead

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.loss_curves import compare, expert_settings, precision_settings
 from jaxlc.config import load, read_config, with_settings
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
 from jaxlc.train.reports.metrics import METRICS_FILE
 from tests.helpers import record_figures
 
@@ -47,7 +46,8 @@ def test_unknown_precision_raises_user_error():
 
 def test_experts_have_as_many_active_parameters_as_the_dense_model():
     config = load(read_config("quickstart"))
-    dense, *experts = (with_settings(config, settings).model for settings in expert_settings(config).values())
-    routers = dense.num_layers * dense.model_dim * experts[0].num_experts
-    for model in experts:
-        assert num_active_matmul_params(model) == num_matmul_params(dense) + routers
+    dense, *experts = (with_settings(config, settings) for settings in expert_settings(config).values())
+    routers = 2 * dense.model.num_layers * dense.model.model_dim * experts[0].model.num_experts
+    for config in experts:
+        num_router_flops = 3 * routers * config.tokens_per_step
+        assert config.step_flops(0).products == dense.step_flops(0).products + num_router_flops

@@ -2,9 +2,11 @@ import dataclasses
 
 import pytest
 
-from jaxlc.config import PRESETS
+from jaxlc.config import PRESETS, LoraConfig
 from jaxlc.config.models.model_schema import KindConfig
-from jaxlc.core.flops import num_matmul_params, num_params, training_flops
+from jaxlc.config.schema import TrainConfig
+from jaxlc.config.step_flops import step_flops
+from jaxlc.core.flops import document_pairs, full_pairs, num_matmul_params, num_params
 
 # The counts that Hugging Face reports for the published weights (`safetensors.total` of the model API).
 PUBLISHED = {
@@ -28,6 +30,13 @@ PUBLISHED = {
     "olmo3-7b": 7_298_011_136,
     "olmo3-32b": 32_233_522_176,
 }
+
+
+def training_flops(model, num_sequences: int, seq_len: int, attention: str) -> float:
+    """Model FLOPs of a step that trains all parameters."""
+    pairs = full_pairs(model, seq_len) if attention == "full" else document_pairs(model, [seq_len])
+    num_tokens, num_pairs = num_sequences * seq_len, num_sequences * pairs
+    return step_flops(model, LoraConfig(), TrainConfig(), num_tokens=num_tokens, num_pairs=num_pairs).total
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

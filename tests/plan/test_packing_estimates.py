@@ -9,7 +9,7 @@ import pytest
 from jaxlc import plan
 from jaxlc.config import load
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs, step_flops
+from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.plan import Plan
 from jaxlc.plan.packing_estimates import mix_of_lengths, read_documents
@@ -56,9 +56,9 @@ def test_plan_orders_sequences_by_work(result, tmp_path):
 
 @pytest.mark.gpu_compiler
 def test_mfu_of_packed_sequences_counts_pairs_of_documents(result):
-    model, sequences = load(packed_config()).model, read_documents(load(packed_config()), "mix").sequences
+    model, sequences = result.config.model, read_documents(load(packed_config()), "mix").sequences
     mean_pairs = np.mean([document_pairs(model, lengths) for lengths in sequences])
-    flops = 4 * step_flops(model, num_tokens=4096, num_pairs=mean_pairs)
+    flops = result.config.step_flops(4 * mean_pairs).total
     mean = result.packing.estimates[-1]
     assert mean.mfu_documents == pytest.approx(flops / (mean.step_seconds * 4 * 989.4e12))
     assert mean.pairs_share == pytest.approx(mean_pairs / document_pairs(model, [4096]))

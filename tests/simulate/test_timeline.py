@@ -6,15 +6,16 @@ import math
 import pytest
 
 from benchmarks.attention_overlap import compile_step, two_layers
-from jaxlc.config import defaults, load
+from jaxlc.config import Config, defaults, load
+from jaxlc.config.step_flops import StepFlops
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import num_matmul_params, training_flops
+from jaxlc.core.flops import num_matmul_params
 from jaxlc.core.hardware import Efficiency
 from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.plan import summary
-from jaxlc.simulate import interval, timeline
+from jaxlc.simulate import interval
 from jaxlc.simulate import roofline as roofline_module
 from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
 from jaxlc.simulate.packed_work import AttentionWork
@@ -111,7 +112,8 @@ def test_step_interval_has_scale_and_spread_of_constants():
 def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
     """Half of the FLOPs of four products are the model's, the others are recomputed."""
     num_gpus, own_products = 2, 2
-    monkeypatch.setattr(timeline, "matmul_flops", lambda *_: num_gpus * own_products * 2.0 * SQUARE**3)
+    own = StepFlops(num_gpus * own_products * 2.0 * SQUARE**3, 1.0)
+    monkeypatch.setattr(Config, "step_flops", lambda *_: own)
     named = copy("n") + ', metadata={op_name="jit(step)/while/body/attention/core_attention/ring_step/add"}'
     lines = (permute_start(), copy(), named, permute_done(), *(dot(f"k{i}") for i in range(4)))
     estimate = predicted(*lines, *ATTENTION, gpus="h100:2x1")
@@ -123,6 +125,15 @@ def test_overhead_excludes_attention_and_own_matrix_products(monkeypatch):
     }
     attention = estimate.seconds_by_kind["attention"]
     assert estimate.overhead_share == approx(1 - (attention + 2 * DOT) / estimate.step_seconds)
+
+
+def test_recomputed_products_of_adapters_are_those_beyond_the_model():
+    """Frozen weights have no gradients, which would be a third of the model's products."""
+    config = defaults()
+    config.lora.rank, config.model.num_heads, config.data.seq_len = 8, 32, 4096
+    own_flops = load(config).step_flops(0).products / 2  # of each of two GPUs
+    overhead = predicted(dot(), **{"lora.rank": 8}).overhead_seconds
+    assert overhead == {"recomputed matrix products": approx(DOT * (1 - own_flops / (2 * SQUARE**3)))}
 
 
 def test_overhead_of_experts_excludes_products_of_routed_rows():
@@ -461,9 +472,7 @@ def test_merged_long_timeline_preserves_total_of_each_kind():
 class TestRealStep:
     def test_predict_is_within_bounds(self, step):
         estimate = predict(step.program, step.time_model)
-        model = step.config.model
-        flops = training_flops(model, num_sequences=1, seq_len=131_072, attention="causal")
-        assert estimate.step_seconds > flops / 8 / 989.4e12
+        assert estimate.step_seconds > step.config.flops_per_step / 8 / 989.4e12
         assert estimate.step_seconds == pytest.approx(sum(estimate.seconds_by_resource.values()))
         assert estimate.step_seconds == pytest.approx(sum(estimate.seconds_by_kind.values()))
         assert 0 < estimate.exposed_communication_seconds < estimate.communication_seconds

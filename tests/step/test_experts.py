@@ -10,7 +10,6 @@ import pytest
 
 from jaxlc import _jax_internals
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import num_active_matmul_params, num_matmul_params
 from jaxlc.models.blocks import mosaic_product
 from jaxlc.models.blocks.experts import CHOICE
 from jaxlc.step import kernel_checks
@@ -222,14 +221,6 @@ def test_biases_of_frozen_layers_and_of_skipped_steps_do_not_change():
         after = with_balanced_biases(trained, loads_LE, jax.numpy.array(is_finite), config.model, config.train)
         assert after["layers"] == {"full": {"mlp": {}}}
         np.testing.assert_array_equal(after["last_layers"]["full"]["mlp"]["choice_bias"], [expected])
-
-
-def test_experts_per_token_count_as_active_parameters():
-    model = small_config(model=EXPERTS).model
-    unused = 2 * (8 - 2) * 3 * 32 * 24  # layers, experts, matrices
-    assert num_matmul_params(model) - num_active_matmul_params(model) == unused
-    first = small_config(model=EXPERTS | FIRST_DENSE | dict(first_layer_kinds=["dense"] * 3)).model
-    assert num_matmul_params(first) - num_active_matmul_params(first) == unused  # two of five layers have experts
 
 
 def test_metrics_of_a_step_have_the_balance_of_each_layer():

@@ -10,7 +10,7 @@ import pytest
 import jaxlc
 from jaxlc.config import load, read_config
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs, step_flops
+from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.profile.__main__ import main as profile_main
 from jaxlc.step.language_model import padded_length
@@ -100,8 +100,7 @@ def test_rate_of_a_step_counts_pairs_of_its_documents(config, result):
     for step in range(STEPS):
         sequences = [train[step * batch_size + i]["segment_ids"] for i in range(batch_size)]
         pairs = sum(document_pairs(config.model, np.bincount(segment_ids)[1:]) for segment_ids in sequences)
-        expected = step_flops(config.model, num_tokens=config.tokens_per_step, num_pairs=pairs)
-        assert flops[step] == pytest.approx(expected, rel=1e-6)
+        assert flops[step] == pytest.approx(config.step_flops(pairs).total, rel=1e-6)
     assert min(flops) < config.flops_per_step
 
 

@@ -33,6 +33,14 @@ def layer_matrices(layer: LayerShape) -> dict[str, Matrix]:
     return mixer | {f"mlp/{name}": matrix for name, matrix in feed_forward.items()}
 
 
+def param_names(layer: LayerShape) -> set[str]:
+    """The names of all parameters that a layer may have, without adapters."""
+    tensors = (*MIXERS[layer.mixer].TENSORS, *FEED_FORWARDS[layer.feed_forward].TENSORS)
+    norms = {f"{block}{place}_norm/scale" for block in ("attention", "mlp") for place in ("", "_post")}
+    vectors = {f"attention/{tensor.param}" for tensor in tensors}
+    return norms | vectors | layer_matrices(layer).keys()
+
+
 def num_vector_entries(layer: LayerShape) -> int:
     """Entries of all parameters of a layer that are not in `layer_matrices`."""
     num_norms = 4 if layer.norm_placement == "pre_and_post" else 2

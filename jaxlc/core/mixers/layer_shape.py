@@ -85,6 +85,10 @@ class Matrix(NamedTuple):
         """Entries that multiply a token."""
         return self.experts_per_token * self.num_inputs * self.num_outputs
 
+    def low_rank_size(self, *, active: bool) -> int:
+        """Entries of an adapter of rank 1 for each matrix; with `active`, of those that multiply a token."""
+        return (self.experts_per_token if active else self.num_experts) * (self.num_inputs + self.num_outputs)
+
 
 class MixerTensor(NamedTuple):
     """A parameter of a mixer, and the end of the name of its Hugging Face tensor.

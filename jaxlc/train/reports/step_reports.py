@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlc.core.flops import step_flops
 from jaxlc.step.losses.expert_balance import ExpertMetrics
 from jaxlc.step.mixed_precision import is_retried
 from jaxlc.step.step_function import StepMetrics
@@ -108,7 +107,7 @@ class StepReports:
     def _document_rates(self, step_seconds: float) -> dict[str, float]:
         """Model FLOP/s with the query-key pairs of the documents, and as a fraction of the peak if that is known."""
         pairs, peak = self.pending.attention_pairs_per_step, self._run.progress.peak_flops_per_second
-        rate = step_flops(self._config.model, num_tokens=self._config.tokens_per_step, num_pairs=pairs) / step_seconds
+        rate = self._config.step_flops(pairs).total / step_seconds
         rates = dict(flops_per_second_documents=rate)
         return rates | dict(mfu_documents=rate / peak) if peak else rates
 
