@@ -1,7 +1,8 @@
-"""Ctrl-C in a command of jaxlc: one sentence on stderr, and exit status 130.
+"""Ctrl-C, SIGTERM and SIGHUP in a command of jaxlc: one sentence on stderr, and exit status 128 + the signal's number.
 
-Python raises KeyboardInterrupt wherever the program is, and some code turns it into another error or ignores it.
-Imports no jax.
+Python raises KeyboardInterrupt wherever the program is, and some code turns it into another error or ignores it. While
+the main thread is in a call that does not return, such as a compilation of minutes, Python runs no handler: then a
+thread ends the process. Imports no jax.
 """
 
 import contextlib
@@ -9,32 +10,31 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-from jaxlc.core import streams
-
 EXIT_STATUS = 128 + signal.SIGINT
-_END_SECONDS = 5.0  # after Ctrl-C, for a command to end by itself
+_END_SECONDS = 5.0  # after a signal, for a command to end by itself
+_REPEAT_SECONDS = 1.0  # `timeout`, or the end of a terminal, may send the same signal twice
 # Code that turns KeyboardInterrupt into another error: imports of extension modules, and JAX's start of its plugins.
 _CONVERTING_FILES = ("<frozen importlib._bootstrap>", "/jax/_src/xla_bridge.py")
 
 _sentence = ""  # set while a command runs
-_is_requested = False
+_requested = 0  # the number of the signal
+_undo: list[Callable[[], None]] = []
 _stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.stderr` replaces for a time
 
 
 def install_for_command() -> None:
-    """Prepares the streams and handles Ctrl-C of a process that runs `jaxlc VERB`, or `python -m jaxlc.VERB`.
+    """Handles Ctrl-C of a process that runs `python -m jaxlc.VERB` or `jaxlc VERB`, from its first import on.
 
     A process in which SIGINT is ignored, such as a background job of a shell, still ignores it.
     """
     global _stderr
-    if os.path.basename(sys.argv[0]) not in ("-m", "jaxlc"):  # "-m" while the packages of a module are imported
-        return
-    streams.prepare()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    is_command = os.path.basename(sys.argv[0]) in ("-m", "jaxlc")  # "-m" while the packages of a module are imported
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _stderr = os.dup(2)
         signal.signal(signal.SIGINT, _handle)
         sys.unraisablehook = _ignored_error
@@ -42,17 +42,19 @@ def install_for_command() -> None:
 
 @contextlib.contextmanager
 def handled(sentence: str) -> Iterator[None]:
-    """While it is entered, every error that follows Ctrl-C leaves it as KeyboardInterrupt.
+    """While it is entered, SIGTERM and SIGHUP raise KeyboardInterrupt as well, unless they are ignored, as by nohup;
+    and every error that follows a signal leaves it as KeyboardInterrupt.
 
     Args:
-      sentence: what Ctrl-C leaves behind; the message of a KeyboardInterrupt that has none.
+      sentence: what the signal leaves behind; the message of a KeyboardInterrupt that has none.
     """
     global _sentence
     _sentence = sentence
     try:
-        yield
+        with _handlers():
+            yield
     except BaseException as error:
-        if _is_requested or isinstance(error, KeyboardInterrupt):
+        if _requested or isinstance(error, KeyboardInterrupt):
             message = str(error) if isinstance(error, KeyboardInterrupt) else ""
             raise KeyboardInterrupt(message or sentence) from error
         raise
@@ -60,14 +62,38 @@ def handled(sentence: str) -> Iterator[None]:
         _sentence = ""
 
 
+@contextlib.contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """`undo` is called if a signal ends the process in the block without its exception handlers."""
+    _undo.append(undo)
+    try:
+        yield
+    finally:
+        _undo.remove(undo)
+
+
+def is_repeat(first_seconds: float) -> bool:
+    """Whether a signal now belongs to the one at `first_seconds` of time.monotonic()."""
+    return time.monotonic() - first_seconds < _REPEAT_SECONDS
+
+
+def interrupt(number: int) -> NoReturn:
+    """Raises KeyboardInterrupt for a signal that another handler has caught."""
+    global _requested
+    if _sentence:  # not in a notebook, which goes on
+        _requested = number
+    raise KeyboardInterrupt
+
+
 def end(interrupt: KeyboardInterrupt) -> int:
     """Prints the message of `interrupt`, below the ^C of a terminal, and returns the exit status.
 
     After a signal it ends the process: threads and exit handlers of JAX may be in any state.
     """
-    print("\n" * sys.stderr.isatty() + str(interrupt), file=sys.stderr, flush=True)
-    if _is_requested:
-        end_process(EXIT_STATUS)
+    with contextlib.suppress(OSError):  # such as a terminal that is closed
+        print("\n" * sys.stderr.isatty() + str(interrupt), file=sys.stderr, flush=True)
+    if _requested:
+        end_process(128 + _requested)
     return EXIT_STATUS
 
 
@@ -79,15 +105,61 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
+@contextlib.contextmanager
+def _handlers() -> Iterator[None]:
+    """Handlers of SIGTERM and SIGHUP, and the thread. Without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, _handle)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # the numbers of signals, from C
+    threading.Thread(target=_watch, args=[reader], name="jaxlc-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        os.close(writer)
+        for number in numbers:
+            if signal.getsignal(number) is _handle:
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _watch(reader: int) -> None:
+    """Ends the process a while after a signal: the first one that `_handle` gets, or a second one of another handler,
+    such as that of `jaxlc.train.preemption`."""
+    first_seconds = None
+    while data := os.read(reader, 1):
+        if (number := data[0]) not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            continue
+        is_second = first_seconds is not None and not is_repeat(first_seconds)
+        if (handler := signal.getsignal(number)) is _handle or (is_second and callable(handler)):
+            timer = threading.Timer(_END_SECONDS, _end_now, [number])
+            timer.daemon = True
+            timer.start()
+        first_seconds = first_seconds or time.monotonic()
+    os.close(reader)
+
+
+def _forget_in_child() -> None:
+    """A forked process, such as one that tokenizes, has the handlers and the pipe of its parent."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is _handle:
+                signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 def _handle(number: int, frame: FrameType | None) -> NoReturn:
-    global _is_requested
-    if _is_requested or not _sentence or _is_converted(frame):
-        _end_now()
-    _is_requested = True
-    timer = threading.Timer(_END_SECONDS, _end_now)
-    timer.daemon = True
-    timer.start()
-    raise KeyboardInterrupt
+    if _requested or not _sentence or _is_converted(frame):
+        _end_now(number)
+    interrupt(number)
 
 
 def _is_converted(frame: FrameType | None) -> bool:
@@ -99,11 +171,14 @@ def _is_converted(frame: FrameType | None) -> bool:
 def _ignored_error(unraisable: Any) -> None:
     """Called for an error that Python ignores, such as one in a finalizer."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        _end_now()
+        _end_now(_requested or signal.SIGINT)
     sys.__unraisablehook__(unraisable)
 
 
-def _end_now() -> NoReturn:
+def _end_now(number: int) -> NoReturn:
     with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
         os.write(_stderr, f"{_sentence or 'interrupted'}\n".encode())
-    os._exit(EXIT_STATUS)
+    for undo in reversed(_undo):
+        with contextlib.suppress(Exception):
+            undo()
+    os._exit(128 + number)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from jaxlc.core import interrupts
+
 _SECONDS_BETWEEN_ATTEMPTS = 0.2
 _STALE = (errno.ESTALE, errno.ENOENT)  # NFS errors: another machine has deleted the file
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks
@@ -41,14 +43,18 @@ def locked(
       LockHeld: another process still holds the lock after `timeout_seconds`.
       OSError: the file cannot be made.
     """
-    with _acquired(path, on_wait, timeout_seconds, on_unsupported) as file:
+
+    def delete() -> None:
+        path.unlink(missing_ok=True)
+
+    with _acquired(path, on_wait, timeout_seconds, on_unsupported) as file, interrupts.undone(delete):
         try:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             file.flush()
             yield
         finally:
-            path.unlink(missing_ok=True)  # before it is released: see _is_current
+            delete()  # before it is released: see _is_current
 
 
 def _acquired(

@@ -30,6 +30,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
+from jaxlc.core import interrupts
 from jaxlc.core.time_limit import call_within
 from jaxlc.runtime import alarm, peers
 from jaxlc.runtime.phase_board import DEVICES, PhaseBoard, Row, suspects, table_lines
@@ -239,7 +240,8 @@ def watching(config: RuntimeConfig, workdir: Path) -> Iterator[None]:
         return
     _watchdog = Watchdog(config, workdir / HANGS_DIRECTORY)
     try:
-        yield
+        with interrupts.undone(_watchdog.close):
+            yield
     finally:
         watchdog, _watchdog = _watchdog, None
         watchdog.close()

@@ -19,6 +19,7 @@ class Stop(enum.Enum):
     """Why a run stops after a step; the value is its exit status, which is 128 + the number of a signal."""
 
     DONE = 0  # the last step of a stage, the end of the batches, or StopTraining
+    SIGHUP = 128 + signal.SIGHUP
     SIGINT = 128 + signal.SIGINT
     SIGTERM = 128 + signal.SIGTERM
 
@@ -47,7 +48,7 @@ class Action(NamedTuple):
         """Whether it runs after `step`, after which the run stops if `stop` is not None."""
         if step == 0:
             return self.at_start and self.every > 0
-        if stop in (Stop.SIGINT, Stop.SIGTERM) and (self.at_signal or self.at_resume):
+        if stop not in (None, Stop.DONE) and (self.at_signal or self.at_resume):
             return self.at_signal
         return stop is Stop.DONE or is_period(step, self.every)
 

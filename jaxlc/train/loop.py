@@ -177,12 +177,12 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         wait_for_processes("state ready")  # the times to read weights differ, too
         return position
 
-    position, stop = next_position(), Stop.DONE
+    position, stop, guard = next_position(), Stop.DONE, PreemptionGuard()
     metrics = _open_metrics(stages, outputs, position)
     for stage in stages:
         run = StageRun(**vars(outputs), stage=stage, metrics=metrics.for_stage(stage.name))
         if position.step < stage.end_step:
-            position, stop = _train(run, position, compiled(stage.name))
+            position, stop = _train(run, position, compiled(stage.name), guard)
         elif position.step == stage.end_step and stage.missing_evaluations(position.step, run.checkpoints):
             position = run.score(run.evaluate(position))
         elif stage is not stages[-1]:
@@ -192,7 +192,8 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         run.checkpoints.wait()
         del position  # frees the memory of the state
         position = next_position()
-    return run.finish(stages, position, stop)
+    with guard:  # the last checkpoint may still be written
+        return run.finish(stages, position, stop)
 
 
 def _open_metrics(stages: Sequence[PreparedStage], outputs: Outputs, position: Position) -> MetricsLog:
@@ -214,7 +215,9 @@ def _open_metrics(stages: Sequence[PreparedStage], outputs: Outputs, position: P
     )
 
 
-def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tuple[Position, Stop]:
+def _train(
+    run: StageRun, start: Position, run_step: jax.stages.Compiled, guard: PreemptionGuard
+) -> tuple[Position, Stop]:
     """Runs the steps of a stage after `start`; returns where training stopped, and why."""
     stage, batch_size = run.stage, run.stage.config.train.global_batch_size
     flops_per_step = None if stage.step.model is not None else stage.config.flops_per_step
@@ -226,7 +229,7 @@ def _train(run: StageRun, start: Position, run_step: jax.stages.Compiled) -> tup
     num_steps = stage.end_step - start.step
     has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
-        PreemptionGuard(stage.data.stop_waiting) as guard,
+        guard.calling(stage.data.stop_waiting),
         watchdog.steps(start.step),
         contextlib.closing(stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,

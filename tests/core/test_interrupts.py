@@ -1,4 +1,4 @@
-"""Ctrl-C at places where Python or JAX would not report it as KeyboardInterrupt."""
+"""Ctrl-C, SIGTERM and SIGHUP, also where Python or JAX would not report them as KeyboardInterrupt."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 # Each case in a process of its own, forked after the imports.
 _CASES = """
-import os, pathlib, signal, sys, threading, time
+import hashlib, os, pathlib, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 from jaxlc.config.command_line import VerbFlags, run_main
 from jaxlc.core import interrupts
@@ -54,8 +54,27 @@ def own_message(command):
     except KeyboardInterrupt:
         raise KeyboardInterrupt("1 of 3 is kept")
 
+def terminated(command):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+def hung_up(command):
+    signal.raise_signal(signal.SIGHUP)
+
+def compiling(command):  # no Python code runs in the main thread
+    with interrupts.undone(lambda: print("undone", flush=True)):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+def unheard(command):
+    signal.raise_signal(signal.SIGHUP)
+    print("it goes on", flush=True)
+    return 0
+
 interrupts._END_SECONDS = 0.2
-for case in (press, converted, importing, finalizing, ignored, own_message):
+for case in (press, converted, importing, finalizing, ignored, own_message, terminated, hung_up, compiling, unheard):
+    if case is unheard:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
     print(case.__name__, flush=True)
     if not os.fork():
         os._exit(run_main(case, ["jaxlc"], description="", flags=VerbFlags, interrupted="what is kept"))
@@ -64,12 +83,14 @@ press()
 """
 
 
-def test_ctrl_c_in_a_command_prints_one_sentence(tmp_path):
+def test_signal_in_a_command_prints_one_sentence(tmp_path):
     command = [sys.executable, "-c", _CASES, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     names = ("press", "converted", "importing", "finalizing", "ignored", "own_message")
     sentences = ["1 of 3 is kept" if name == "own_message" else "what is kept" for name in names]
     cases = [f"{name}\n{sentence}\nstatus 130\n" for name, sentence in zip(names, sentences, strict=True)]
+    cases += [f"{name}\nwhat is kept\nstatus {status}\n" for name, status in (("terminated", 143), ("hung_up", 129))]
+    cases += ["compiling\nwhat is kept\nundone\nstatus 143\n", "unheard\nit goes on\nstatus 0\n"]
     assert done.stdout == "".join(cases) + "interrupted\n"  # the last one outside of a command
     assert done.returncode == 130
 

@@ -3,6 +3,7 @@ import signal
 import pytest
 
 from jaxlc.config.command_line import run_main
+from jaxlc.core import interrupts
 from jaxlc.train import loop
 from jaxlc.train.__main__ import main
 from jaxlc.train.actions import Stop
@@ -11,7 +12,12 @@ from tests.train import runs
 
 
 @pytest.mark.parametrize(
-    "number, stop, status", [(signal.SIGTERM, Stop.SIGTERM, 143), (signal.SIGINT, Stop.SIGINT, 130)]
+    "number, stop, status",
+    [
+        (signal.SIGTERM, Stop.SIGTERM, 143),
+        (signal.SIGINT, Stop.SIGINT, 130),
+        (signal.SIGHUP, Stop.SIGHUP, 129),
+    ],
 )
 def test_guard_after_signal_stops_with_its_exit_status(number, stop, status):
     previous = signal.getsignal(number)
@@ -28,6 +34,24 @@ def test_guard_after_second_ctrl_c_raises():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_guard_after_a_later_second_signal_raises(monkeypatch):
+    """Two signals at once are one request: `timeout` and the end of a terminal send them twice."""
+    with pytest.raises(KeyboardInterrupt), PreemptionGuard() as guard:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert guard.stop() is Stop.SIGHUP
+        monkeypatch.setattr(interrupts, "_REPEAT_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_guard_with_ignored_sighup_does_not_stop():
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+    with PreemptionGuard() as guard:
+        signal.raise_signal(signal.SIGHUP)
+        assert guard.stop() is None
+    assert signal.signal(signal.SIGHUP, handler) is signal.SIG_IGN
 
 
 def test_guard_after_sigterm_and_ctrl_c_stops():
