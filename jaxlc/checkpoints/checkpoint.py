@@ -19,14 +19,14 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxlc.checkpoints.checkpoint_files import UNREADABLE, first_words
+from jaxlc.checkpoints.checkpoint_files import UNREADABLE, committed_steps, first_words
 from jaxlc.checkpoints.checksums import nonfinite_param, summaries_of
 from jaxlc.checkpoints.reading import RestoreTarget
 from jaxlc.checkpoints.retention import EVALUATIONS_FILE, Evaluations, policy_of
 from jaxlc.checkpoints.storage import Storage
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, WriteError
 from jaxlc.core.time_limit import call_within
-from jaxlc.core.write_errors import full_disk_explained, write_errors_explained
+from jaxlc.core.write_errors import full_disk_explained, full_disk_reason, write_errors_explained
 from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
 
@@ -148,7 +148,7 @@ class Checkpoints:
                 problem = call_within(_SETTLE_SECONDS, self._problem)
             if problem is None:
                 problem = f"it was not complete after {_SETTLE_SECONDS:.0f} s"
-            if problem and problem not in str(error):
+            if problem and not isinstance(error, WriteError):
                 self._warn(f"warning: the last checkpoint was not saved: {problem}")
             raise
 
@@ -178,12 +178,30 @@ class Checkpoints:
     def _storages(self) -> list[Storage]:
         return [self._shared, *([] if self._local is None else [self._local])]
 
-    def _explained(self, storage: Storage) -> contextlib.AbstractContextManager[None]:
-        """Errors of a full disk name the directory of local checkpoints; the run explains the others itself."""
-        if storage is self._shared:
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _explained(self, storage: Storage) -> Iterator[None]:
+        """Errors of files become a WriteError; the run explains a full disk of the shared directory itself.
+
+        Raises:
+          WriteError: a file cannot be written.
+        """
         advice = "free space there, or use --config.train.local_checkpoints=, then run the same command again to resume"
-        return full_disk_explained(storage.directory, lambda: advice)
+        with contextlib.ExitStack() as stack:
+            if storage is not self._shared:
+                stack.enter_context(full_disk_explained(storage.directory, lambda: advice))
+            try:
+                yield
+            except (UserError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others
+                if full_disk_reason(error):
+                    raise
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else first_words(error)
+                kept = ", ".join(map(str, committed_steps(storage.directory))) or "none"
+                raise WriteError(
+                    f"cannot write a checkpoint to {storage.directory} ({reason}); complete checkpoints there: {kept};"
+                    " repair the directory, then run the same command again"
+                ) from error
 
     def restore_latest(self, target_of: Callable[[int], RestoreTarget]):
         """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.

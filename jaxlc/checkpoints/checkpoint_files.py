@@ -24,7 +24,6 @@ from jax.experimental import multihost_utils
 from jaxlc.checkpoints.checksums import named_leaves, shapes_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.foreign_files import read_json_file
-from jaxlc.core.write_errors import full_disk_reason
 from jaxlc.runtime.barrier import wait_for_processes
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
@@ -128,21 +127,21 @@ def quiet_failures() -> Iterator[None]:
             gc.enable()
 
 
-def quiet_full_disk() -> None:
-    """Suppresses the tracebacks of Orbax's threads about a full disk, until the process ends.
+def quiet_saves() -> None:
+    """Suppresses the tracebacks of Orbax's threads about a save that fails, until the process ends.
 
     `Checkpoints` raises the error itself. The threads log it as well, and asyncio does so when it collects tasks.
     Writes that end later find a closed event loop, which TensorStore reports to `sys.unraisablehook`.
     """
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_no_full_disk)  # has no effect the second time
+        logging.getLogger(name).addFilter(_has_no_traceback)  # has no effect the second time
     global _next_hook
     if sys.unraisablehook is not _report_unraisable:
         _next_hook, sys.unraisablehook = sys.unraisablehook, _report_unraisable
 
 
-def _is_no_full_disk(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and full_disk_reason(record.exc_info[1]))
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
 def _report_unraisable(unraisable: Any) -> None:

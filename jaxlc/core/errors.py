@@ -13,10 +13,14 @@ class UserError(ValueError):
     exit_status = 2
 
 
-class DiskFullError(UserError):
-    """A disk is full, or a quota exceeded. The input is valid, so commands exit with 1, as after a fault."""
+class WriteError(UserError):
+    """A file can no longer be written. The input is valid, so commands exit with 1, as after a fault."""
 
     exit_status = 1
+
+
+class DiskFullError(WriteError):
+    """A disk is full, or a quota exceeded."""
 
 
 def reason_of(error: BaseException) -> str:

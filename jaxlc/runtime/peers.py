@@ -177,8 +177,9 @@ def report_failure(error: BaseException) -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this process; after `report_failure` without JAX's exit handler, which waits for the other processes."""
-    if _link is not None and _link.has_failed:
+    """Ends this process; after `report_failure` without JAX's exit handler, which waits for the other processes, and
+    after an error of a single process without waiting for threads of a save that has failed."""
+    if _link.has_failed if _link is not None else status in (1, 2):
         end_process(status)
     sys.exit(status)
 

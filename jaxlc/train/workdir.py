@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_full_disk
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_saves
 from jaxlc.checkpoints.stored_checkpoints import LOCK_FILE
 from jaxlc.core.errors import UserError
 from jaxlc.core.lock import LockHeld, locked
@@ -36,7 +36,7 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
     """
     path = prepare_workdir(workdir)
     with contextlib.ExitStack() as stack:
-        quiet_full_disk()
+        quiet_saves()
         stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
         if jax.process_index() == 0:
             stack.enter_context(_locked(path, log))

@@ -1,3 +1,4 @@
+import errno
 import gc
 import os
 import shutil
@@ -5,10 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,11 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.checkpoints import checkpoint_files
+from jaxlc.checkpoints import checkpoint, checkpoint_files
 from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.reading import RestoreTarget, restore_params
-from jaxlc.core.errors import UserError
+from jaxlc.checkpoints.storage import Storage
+from jaxlc.core.errors import UserError, WriteError
 from jaxlc.train.workdir import prepare_workdir
 from tests import helpers
 
@@ -508,12 +511,46 @@ def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
     np.testing.assert_array_equal(np.asarray(state["x"]), np.arange(4096, dtype=np.float32) * 2)
 
 
-def test_quiet_full_disk_passes_other_errors_to_the_hook_before(monkeypatch):
+def test_save_to_a_read_only_directory_is_one_error_with_the_complete_checkpoints(tmp_path, monkeypatch):
+    """No warning precedes it."""
+    checkpoints = Checkpoints(tmp_path, keep=1, warn=pytest.fail)
+    checkpoints.save(1, dict(x=jnp.ones(8)), meta_of(1))
+    checkpoints.wait()
+    error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "2"))
+    monkeypatch.setattr(Storage, "wait", lambda _: raise_(error))
+    with (
+        pytest.raises(WriteError, match=r"\(Permission denied\); complete checkpoints there: 1;"),
+        checkpoints.settled(),
+    ):
+        checkpoints.save(2, dict(x=jnp.ones(8)), meta_of(2))
+
+
+def test_exception_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    """But not longer than a limit, and not after Ctrl-C."""
+    warnings: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, warn=warnings.append)
+    with pytest.raises(RuntimeError, match="evaluation"), checkpoints.settled():
+        checkpoints.save(1, dict(x=jnp.ones(8)), meta_of(1))
+        raise RuntimeError("evaluation")
+    assert checkpoints.steps() == [1] and not warnings
+    monkeypatch.setattr(Storage, "wait", lambda _: time.sleep(5))
+    monkeypatch.setattr(checkpoint, "_SETTLE_SECONDS", 0.1)
+    for error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), checkpoints.settled():
+            raise error
+    assert warnings == ["warning: the last checkpoint was not saved: it was not complete after 0 s"]
+
+
+def raise_(error: Exception) -> NoReturn:
+    raise error
+
+
+def test_quiet_saves_passes_other_errors_to_the_hook_before(monkeypatch):
     """Such as that of `jaxlc.core.interrupts`, which ends the process after Ctrl-C."""
     seen: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
     for _ in range(2):
-        checkpoint_files.quiet_full_disk()
+        checkpoint_files.quiet_saves()
     for text in ("Event loop is closed", "another error"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
     assert seen == ["another error"]
