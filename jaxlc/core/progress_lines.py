@@ -39,6 +39,9 @@ def progress_lines(
     progress = [0, 0]
 
     def update(done: int, total: int) -> None:
+        nonlocal start_seconds
+        if done < progress[0]:  # the next file, whose time left does not depend on the first one
+            start_seconds = time.monotonic()
         progress[:] = done, total
 
     def report() -> None:

@@ -172,7 +172,8 @@ def _from_rollouts(stage: Stage, progress: Progress, workdir: Path) -> RunData:
 
 def _from_traces(config: Config, progress: Progress) -> RunData:
     tokenizer = load_matching_tokenizer(config)
-    traces = open_traces(config, tokenizer)
+    with progress.progress_bar("reading the traces"):
+        traces = open_traces(config, tokenizer)
     for warning in traces.warnings:
         progress.log(f"warning: {warning}")
     return RunData(

@@ -1,3 +1,4 @@
+import threading
 import time
 
 from jaxlc.core import progress_lines
@@ -18,3 +19,16 @@ def test_progress_lines_appear_in_long_work_only(monkeypatch, capsys):
     with progress_lines.progress_lines("reading", is_shown=False, log=lines.append):
         time.sleep(0.1)
     assert len(lines) == num_lines <= 4
+
+
+def test_time_left_starts_again_with_the_next_file(monkeypatch):
+    now, lines = iter([0.0, 100.0, 101.0]), []
+    monkeypatch.setattr(progress_lines.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
+    with progress_lines.progress_lines("reading", log=lambda line: (lines.append(line), done.set())) as update:
+        done = threading.Event()
+        update(9, 10)
+        update(1, 5)  # at 100 s
+        done.wait(10)
+        monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 10.0)
+    assert lines[0] == "reading: 20%, 0:04 left"

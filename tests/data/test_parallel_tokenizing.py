@@ -14,6 +14,7 @@ from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens import parallel_tokenizing
 from jaxlc.data.tokens.parts import plan_parts
 from jaxlc.data.tokens.store import TokenStore, open_store
+from jaxlc.data.tokens.tokenized_pieces import Counts, Piece, TokenizedPiece
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import CHATML, write_tokenizer
 
@@ -28,10 +29,10 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(parallel_tokenizing, "_MAX_WORKER_BYTES", 5000)
 
 
-def open_files(directory: Path, cache: str, fields: Fields = TEXT, **changes) -> TokenStore:
+def open_files(directory: Path, cache: str, fields: Fields = TEXT, progress=None, **changes) -> TokenStore:
     config = DataConfig(cache_dir=str(directory / cache), tokenizing_processes=2, **changes)
     tokenizer = load_tokenizer(config.tokenizer)
-    return open_store(list_files([str(directory / "files")]).files, config, fields, tokenizer)
+    return open_store(list_files([str(directory / "files")]).files, config, fields, tokenizer, progress)
 
 
 def assert_equal_stores(one: TokenStore, two: TokenStore) -> None:
@@ -59,7 +60,11 @@ def write_files(files: Path) -> None:
 
 def test_parallel_store_equals_serial_store(tmp_path: Path, small_parts, monkeypatch):
     write_files(tmp_path / "files")
-    parallel = open_files(tmp_path, "parallel", max_bad_records=2)
+    monkeypatch.setattr(parallel_tokenizing, "_SECONDS_BETWEEN_COUNTS", 0.0)
+    calls = []
+    parallel = open_files(tmp_path, "parallel", progress=lambda *call: calls.append(call), max_bad_records=2)
+    done, totals = zip(*calls)
+    assert len({*totals}) == 1 and list(done) == sorted(done) and 0 == done[0] < done[-1] <= totals[0]
     (manifest,) = (tmp_path / "parallel").glob("*.manifest.json")
     parts = json.loads(manifest.read_text())["parts"]
     assert len(parts) >= 6 and any(part["is_inline"] for part in parts)
@@ -69,6 +74,16 @@ def test_parallel_store_equals_serial_store(tmp_path: Path, small_parts, monkeyp
     listed = [next((tmp_path / name).glob("*.skipped.txt")).read_text() for name in ("parallel", "serial")]
     assert listed[0] == listed[1] and [":51: " in listed[0], ":91: " in listed[0]] == [True, True]
     assert parallel.num_bad_records == 2 and "a.jsonl:51: invalid JSON" in parallel.first_bad_record
+
+
+def test_count_of_a_part_grows_while_it_is_tokenized(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(parallel_tokenizing, "_SECONDS_BETWEEN_COUNTS", 0.0)
+    path, size = tmp_path / "1.npz", 100
+    pieces = [TokenizedPiece(Piece(b"x" * size, "d", Counts(0, 0), is_last=False), np.zeros(1), None)] * 3
+    (tmp_path / "1.count").write_text("")  # as while the other process writes it
+    counts = [parallel_tokenizing._count(path)]
+    counts += [parallel_tokenizing._count(path) for _ in parallel_tokenizing._counted(iter(pieces), path)]
+    assert counts == [0, size, 2 * size, 3 * size] and parallel_tokenizing._count(tmp_path / "2.npz") == 0
 
 
 def test_parallel_store_of_chats_continues_after_a_kill(tmp_path: Path, small_parts, monkeypatch):

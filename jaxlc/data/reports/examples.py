@@ -14,6 +14,7 @@ from jaxlc.config.stages import load_stages
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.html import paragraph
+from jaxlc.core.progress_lines import progress_lines
 from jaxlc.data.corpus import Corpus, CorpusSource, open_corpus
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
 from jaxlc.data.traces.open_traces import Prompts, TraceData, open_prompts, open_traces
@@ -137,7 +138,7 @@ def open_training_data(config: Config, log: Callable[[str], None] | None) -> Cor
     """What a run trains on, or the prompts of its rollouts.
 
     Args:
-      log: prints one line while a corpus is opened.
+      log: prints one line while a corpus is opened, and lines about its progress are printed then, too.
     Raises:
       UserError: as `open_corpus` and `open_traces`, or rollouts are of another program.
     """
@@ -150,7 +151,8 @@ def open_training_data(config: Config, log: Callable[[str], None] | None) -> Cor
         return open_traces(config, tokenizer)
     if config.posttrain.loss:
         raise UserError(f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces")
-    return open_corpus(config.data, log=log, tokenizer=tokenizer)
+    with progress_lines("reading the corpus", is_shown=log is not None) as update:
+        return open_corpus(config.data, progress=update, log=log, tokenizer=tokenizer)
 
 
 def _trace_examples(data: TraceData, config: Config, num: int) -> SourceExamples:

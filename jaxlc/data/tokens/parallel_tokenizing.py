@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
+from jaxlc.core.progress_lines import Update, no_progress
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.encoder import Encoder
@@ -34,15 +35,22 @@ MIN_BYTES = 64 << 20  # a smaller corpus is tokenized by the threads of one proc
 _PART_BYTES = 32 << 20
 _MAX_WORKER_BYTES = 128 << 20
 _SECONDS_BETWEEN_POLLS = 0.05
+_SECONDS_BETWEEN_COUNTS = 1.0
 
 
 def parallel_pieces(
-    directory: Path, files: Sequence[SourceFile], reader: Reader, config: DataConfig, log: Log
+    directory: Path,
+    files: Sequence[SourceFile],
+    reader: Reader,
+    config: DataConfig,
+    log: Log,
+    progress: Update = no_progress,
 ) -> Iterator[TokenizedPiece]:
     """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize them.
 
     Args:
       directory: of the files of the parts; complete parts in it, of an earlier process, are used.
+      progress: called with the bytes that are tokenized, also of parts that are not complete.
     Raises:
       UserError: as `tokenized_pieces`.
     """
@@ -56,6 +64,7 @@ def parallel_pieces(
     if num_complete:
         log(f"continuing to tokenize: {num_complete:,} of {len(parts):,} parts are complete")
     running: dict[int, subprocess.Popen] = {}
+    total_bytes, due_seconds = sum(part.num_bytes for part in parts), 0.0
     try:
         for number, part in enumerate(parts):
             if part.is_inline:
@@ -63,6 +72,12 @@ def parallel_pieces(
                 continue
             while True:
                 _poll(running)
+                if time.monotonic() >= due_seconds:
+                    left = [parts[i].num_bytes for i in waiting]
+                    left += [max(0, parts[i].num_bytes - _count(paths[i])) for i in running]
+                    left += [later.num_bytes for later in parts[number:] if later.is_inline]
+                    progress(total_bytes - sum(left), total_bytes)
+                    due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
                 while waiting and len(running) < num_processes:
                     started = waiting.pop(0)
                     running[started] = _start(parts[started], paths[started], reader, config)
@@ -75,6 +90,24 @@ def parallel_pieces(
         for process in running.values():
             process.kill()
             process.wait()
+
+
+def _counted(tokenized: Iterator[TokenizedPiece], path: Path) -> Iterator[TokenizedPiece]:
+    """Writes the amount of text so far to a file once a second, for `_count`."""
+    size, due_seconds = 0, time.monotonic() + _SECONDS_BETWEEN_COUNTS
+    for each in tokenized:
+        size += each.piece.size
+        if time.monotonic() >= due_seconds:
+            path.with_suffix(".count").write_text(str(size))
+            due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
+        yield each
+
+
+def _count(path: Path) -> int:
+    try:
+        return int(path.with_suffix(".count").read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 def _poll(running: dict[int, subprocess.Popen]) -> None:
@@ -126,7 +159,7 @@ def tokenize_part(job: dict[str, Any]) -> None:
     )
     bad_records = io.BytesIO()  # at most one line per record of the part
     reader = Reader(fields, BadRecords(job["max_bad_records"], bad_records), encoder)
-    tokenized = tokenized_pieces(files_from_json(job["files"]), reader, lambda line: None)
+    tokenized = _counted(tokenized_pieces(files_from_json(job["files"]), reader, lambda line: None), Path(job["path"]))
     arrays = part_arrays(tokenized, np.min_scalar_type(encoder.tokenizer.vocab_size - 1))
     texts = dict(bad_records=bad_records.getvalue(), notes=json.dumps(encoder.notes.counts).encode())
     save_part(Path(job["path"]), arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})

@@ -32,6 +32,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.foreign_files import read_arrays
 from jaxlc.core.lock import locked
 from jaxlc.core.paths import local_path
+from jaxlc.core.progress_lines import no_progress
 from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import SourceFile, split_hash
@@ -143,7 +144,10 @@ def open_store(
                     if sum(file.size_bytes for file in files) < parallel_tokenizing.MIN_BYTES:
                         stream = tokenized_pieces(files, reader, log)
                     else:
-                        stream = parallel_tokenizing.parallel_pieces(parts, files, reader, config, log)
+                        stream = parallel_tokenizing.parallel_pieces(
+                            parts, files, reader, config, log, progress or no_progress
+                        )
+                        progress = None  # the processes are ahead of what is written
                     _write(paths, files, stream, reader, progress)
                     _keep_manifest(parts, directory / f"{key}.manifest.json")
         store = _read(paths, tokenizer)
