@@ -151,8 +151,8 @@ def generate(
 
     Args:
       source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
-      prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, without special
-        tokens; with a Hugging Face directory, it starts with the tokens that `transformers` adds, such as BOS.
+      prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, with
+        the start token of the run (data.start_token) or, of a Hugging Face directory, those of `transformers`.
       max_tokens: largest number of new tokens of each prompt.
       temperature: logits are divided by it. 0: the token with the largest logit.
       top_p: sample from the smallest set of tokens with at least this probability.

@@ -133,10 +133,11 @@ def _num_records(out: Path, header: dict[str, Any]) -> int:
         with replacing(path) as file:
             file.write(json.dumps(header, indent=2).encode())
         return 0
-    if not path.is_file():
-        raise UserError(f"{out} exists, and not its header {path.name}: use another OUT, or remove the file")
-    if changed := difference(read_json_file(path), header):
-        raise UserError(f"{out} was made with something else ({changed}): use another OUT, or remove the file")
+    if changed := difference(read_json_file(path) if path.is_file() else {}, header):
+        raise UserError(
+            f"{out} was made with something else, according to {path.name} ({changed}): use another OUT, or remove the"
+            " file"
+        )
     with out.open("rb+") as file:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
         file.truncate(sum(lengths))

@@ -5,6 +5,7 @@ generation_config.json, config.json and the eos_token of tokenizer_config.json.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.chat_environment import without_generation_tags
 from jaxlc.data.tokens.fitting_template import end_of_turn_id
 from jaxlc.data.tokens.stops import stops_of, trained_template
-from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer, starting_with, tokenizer_file, tokenizer_of
 
 _TEMPLATE_FILE, _TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 _TOKENIZER_SETTINGS_BEFORE = "special_tokens_map.json"  # transformers 4 prefers its tokens
@@ -42,7 +43,9 @@ def write_text_files(config: Config, source: Pretrained | None, target: Path, *,
     _copy(config, source, target)
     changes: dict[str, Any] = {}
     has_tokenizer = (target / TOKENIZER_FILE).is_file()
-    tokenizer = load_tokenizer(str(target), config.data.end_token) if has_tokenizer else load_tokenizer("bytes")
+    tokenizer = tokenizer_of(replace(config.data, tokenizer=str(target))) if has_tokenizer else load_tokenizer("bytes")
+    if tokenizer.start_ids.tolist() != tokenizer.own_start_ids.tolist():
+        _write(target / TOKENIZER_FILE, starting_with(tokenizer.start_ids, read_json(target / TOKENIZER_FILE)))
     template = trained_template(config, tokenizer) if has_tokenizer else None
     known = eos_token_ids(source.directory) if source else []
     stop_ids = stops_of(config, tokenizer, source, template).ids

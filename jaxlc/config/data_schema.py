@@ -78,6 +78,10 @@ class DataConfig:
     # True: the text of a special token, such as <|im_end|>, in documents, prompts and answers is encoded as this token.
     # False: it is text; a warning has the number of such texts. In a rendered chat it is always the token.
     parse_special_tokens: bool = False
+    # text of the token that each document and each prompt of plain text starts with. auto: the tokens that transformers
+    # puts there, such as <|begin_of_text|> of Llama 3 and <bos> of Gemma; of a run in model.init_from, its setting.
+    # "bytes" has none. Empty: none. Chats start as their template says. A run that resumes keeps its first setting.
+    start_token: str = "auto"
     # sequence length in tokens, over all context ranks, such as 131072 or 128K; documents are packed into sequences.
     seq_len: Tokens = Tokens(4096)
     # field of records that holds the document; dots name fields of fields, such as data.text.

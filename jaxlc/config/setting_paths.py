@@ -159,7 +159,9 @@ def is_part(hint: Any) -> bool:
 
 def is_placeholder(path: str) -> bool:
     """Whether the setting is None until it is set: its default comes from the preset or from model.init_from."""
-    return path == "data.tokenizer" or (path.rpartition(".")[0] == "model" and not is_part(hint_at(path)))
+    return path in ("data.tokenizer", "data.start_token") or (
+        path.rpartition(".")[0] == "model" and not is_part(hint_at(path))
+    )
 
 
 def converted(path: str, value: Any) -> Any:

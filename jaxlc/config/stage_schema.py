@@ -10,7 +10,7 @@ from jaxlc.config.frozen import SECTIONS, Config
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
 _MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
 _RUN_SETTINGS = (
-    "data.tokenizer", "data.end_token",
+    "data.tokenizer", "data.end_token", "data.start_token",
     "train.seed", "train.keep_checkpoints", "train.keep_every_steps", "train.keep_best_checkpoints",
     "train.local_checkpoints", "train.wandb_project",
 )  # fmt: skip

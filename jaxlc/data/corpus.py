@@ -28,7 +28,7 @@ from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
 from jaxlc.data.tokens.store import Progress, TokenStore, open_store
 from jaxlc.data.tokens.tokenized_pieces import Log
-from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def open_corpus(
     Raises:
       UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
     """
-    tokenizer = tokenizer or load_tokenizer(config.tokenizer, config.end_token, config.parse_special_tokens)
+    tokenizer = tokenizer or tokenizer_of(config)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
     check_max_tokens(eval_files, 1)
     opener = _StoreOpener(config, tokenizer, eval_files, progress, log, vocab_size or tokenizer.vocab_size)

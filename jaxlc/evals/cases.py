@@ -6,8 +6,7 @@ from typing import Any
 
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
-from jaxlc.core.identity import file_fingerprint
-from jaxlc.core.paths import local_path
+from jaxlc.core.identity import fingerprint_of
 from jaxlc.evals import needle, passkey
 from jaxlc.evals.example import CountTokens
 from jaxlc.evals.materials import Prose, prose_of
@@ -32,19 +31,18 @@ def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[tup
         squad=read_squad(settings.squad) if settings.squad else None,
         hotpotqa=read_hotpotqa(settings.hotpotqa) if settings.hotpotqa else None,
     )
-    questions = dict(squad=settings.squad, hotpotqa=settings.hotpotqa)
     for length in settings.lengths:
         yield from _cases_at_depths(settings, prose, length, options)
         for name in ruler_tasks:
             task = ruler.TASKS[name]
-            file = questions.get(task.settings.get("dataset", ""))
+            questions = getattr(materials, task.settings.get("dataset", ""), None)
             case = Case(
                 name=f"{name}-{length}",
                 make=partial(ruler.example, name, length=length, materials=materials, **options),
                 match=task.match,
                 num_examples=settings.num_examples,
                 new_tokens=task.new_tokens,
-                data=file_fingerprint(local_path(file)) if file else prose.fingerprint,
+                data=fingerprint_of(questions or prose.words),
             )
             yield case, dict(task=name, haystack=prose.name, length=length)
 
@@ -66,7 +64,7 @@ def _cases_at_depths(
                 match=match_all,
                 num_examples=settings.num_examples,
                 new_tokens=module.NEW_TOKENS,
-                data=prose.fingerprint if materials else "",
+                data=fingerprint_of(prose.words if materials else ""),
             )
             yield case, dict(task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles)
 

@@ -76,7 +76,7 @@ class EvaluatedModel:
 
     def _losses_after_start(self, ids_BT: np.ndarray) -> np.ndarray:
         """`token_losses` of texts that start with the start tokens of the model, whose own losses do not count."""
-        start_ids = self.encode.start_ids
+        start_ids = self.encode.tokenizer.start_ids
         starts = np.broadcast_to(start_ids, (len(ids_BT), len(start_ids)))
         return self.token_losses(np.concatenate([starts, ids_BT], axis=1))[:, len(start_ids) :]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from jaxlc.core import extras
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.identity import fingerprint_of
 from jaxlc.core.paths import local_path
 
 DOCSTRINGS = "python-docstrings"
@@ -23,10 +22,6 @@ class Prose:
 
     name: str  # in the names of scores
     words: tuple[str, ...]
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return fingerprint_of(" ".join(self.words))
 
     def first(self, num_words: int) -> list[str]:
         """The first words, from the start again after the end."""

@@ -7,7 +7,7 @@ import numpy as np
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.fitting_template import fitting_template
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.train.result.run_result import Result
 
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
@@ -18,13 +18,7 @@ class PromptEncoder:
     """Converts text to token ids."""
 
     tokenizer: Tokenizer
-    is_pretrained: bool = False  # plain text starts with `tokenizer.start_ids`, which documents of training lack
     template: ChatTemplate | None = None  # None: plain text
-
-    @property
-    def start_ids(self) -> np.ndarray:
-        """int32, before plain text."""
-        return self.tokenizer.start_ids if self.is_pretrained else np.empty(0, np.int32)
 
     def __call__(self, text: str, answer_prefix: str = "") -> np.ndarray:
         """The ids of a prompt, int32 [tokens].
@@ -34,9 +28,7 @@ class PromptEncoder:
             assistant.
         """
         if self.template is None:
-            return np.concatenate(
-                [self.start_ids, self.tokenizer.encode((text + answer_prefix).encode(errors="replace"))]
-            )
+            return with_start(self.tokenizer.encode((text + answer_prefix).encode(errors="replace")), self.tokenizer)
         prompt = self.template.prompt([dict(role="user", content=text)]).text
         ((ids, _),) = self.tokenizer.encode_with_offsets([prompt + answer_prefix], special_tokens=True)
         return ids
@@ -72,6 +64,5 @@ def encoder_of(result: Result, *, chat: bool, chat_template: str = "") -> Prompt
         raise UserError(f"chat_template={chat_template!r} has no effect without chat: set both")
     return PromptEncoder(
         tokenizer=result.tokenizer,
-        is_pretrained=result.is_pretrained,
         template=template_of(result, chat_template) if chat else None,
     )

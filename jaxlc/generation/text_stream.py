@@ -7,7 +7,6 @@ import numpy as np
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # a tokenizer decodes the first bytes of a character to it
-_PROMPT_TOKENS = 8  # of the prompt that are decoded with the first new token, if they start a character
 _CHARACTER_BYTES = 4  # at most, in UTF-8
 
 
@@ -21,7 +20,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: np.ndarray = np.empty(0, np.int32)):  # noqa: B008
         self._decode, self._stop = tokenizer.decode, [text for text in stop if text]
-        self._tokens = _end_of(prompt, tokenizer)
+        self._tokens = prompt.tolist()
         # Tokens before `_end` are in the text, and those from `_start` give the context. The last character of the
         # prompt may be incomplete: tokens before `_whole_end` are whole characters.
         self._start, self._end = 0, len(self._tokens)
@@ -95,14 +94,3 @@ class TextStream:
         ends = [at for stop in self._stop if (at := self._all_text.find(stop, searched)) >= 0]
         if ends:
             self._all_text, self.is_stopped = self._all_text[: min(ends)], True
-
-
-def _end_of(prompt: np.ndarray, tokenizer: Tokenizer) -> list[int]:
-    """The last tokens of the prompt, from the start of a character."""
-    count = _PROMPT_TOKENS
-    while count < len(prompt):
-        text = tokenizer.decode(prompt[-count:])
-        if text and not text.startswith(_REPLACEMENT):
-            break
-        count *= 2
-    return prompt[-count:].tolist()

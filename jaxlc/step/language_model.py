@@ -16,7 +16,7 @@ from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import complete_batch
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.models.rope import TablesOfKinds, tables_of_kinds
 from jaxlc.runtime.barrier import Program
 from jaxlc.sharding.layout import natural_order
@@ -51,7 +51,8 @@ class TokenScores(NamedTuple):
 class LanguageModel:
     """A trained model. Its methods take tokens and run on the mesh of the run.
 
-    Tokens are a string, which is encoded with the tokenizer of the run, or integers [T] or [B, T] in natural order.
+    Tokens are a string, which is encoded with the tokenizer of the run and starts with its start token (see
+    config.data.start_token), or integers [T] or [B, T] in natural order.
     Results have the same leading dimensions, without B for a string and for [T]. Each sequence is one document and may
     be longer than data.seq_len. Sequences are padded so that they split over the mesh; each padded length is compiled
     once. Every process of a run must make the same calls.
@@ -212,8 +213,7 @@ class LanguageModel:
     def _padded(self, tokens: Tokens) -> _Padded:
         ids = np.asarray(tokens)
         if isinstance(tokens, str):
-            start_ids = self.tokenizer.start_ids if self._is_pretrained else self.tokenizer.start_ids[:0]
-            ids = np.concatenate([start_ids, self.tokenizer.encode(tokens.encode())])
+            ids = with_start(self.tokenizer.encode(tokens.encode()), self.tokenizer)
         ids_BT = np.atleast_2d(ids)
         if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
             raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")

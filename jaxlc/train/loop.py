@@ -41,6 +41,7 @@ from jaxlc.train.prepared_stages import (
     stage_after,
     stage_until,
     start_lines,
+    with_stored_start,
 )
 from jaxlc.train.reference_model import Reference, reference_lines
 from jaxlc.train.reports.config_copy import (
@@ -89,6 +90,7 @@ def run(
     _start(stages, config_path, has_batches=batches is not None)
     callbacks = Callbacks(callbacks)
     with explained(first.runtime), _make_progress() as progress, open_workdir(workdir, progress.log) as path:
+        stages = with_stored_start(stages, path)
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
         build = functools.partial(build_step, model=model, loss=loss, policy_loss=policy_loss, optimizer=optimizer)
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]

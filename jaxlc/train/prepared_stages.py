@@ -4,10 +4,11 @@ A stage starts from the checkpoint at the end of the stage before, also within o
 stage boundary resumes exactly like an uninterrupted one, and the arrays get the shardings of the new stage's mesh.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import jax
 
 from jaxlc.checkpoints.base_model import with_base, without_frozen
 from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, committed_steps
+from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, read_meta
 from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
 from jaxlc.checkpoints.reading import RestoreTarget
 from jaxlc.checkpoints.retention import EVAL_LOSS, SCORES
@@ -24,6 +25,7 @@ from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.models.context_length import context_warning
 from jaxlc.config.models.pretrained import copy_description
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.models.frozen_names import trained_settings
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
@@ -224,6 +226,28 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
     return Position(state=state, step=step, next_sequence=next_sequence, rows=rows)
+
+
+def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ...]:
+    """The stages, with data.start_token of the checkpoints in `workdir`: `auto` means the same until a run ends.
+
+    Raises:
+      UserError: a setting differs from that of the checkpoints.
+    """
+    directory, asked = workdir / CHECKPOINTS_DIRECTORY, stages[0].config.data.start_token
+    for step in reversed(committed_steps(directory)):
+        with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
+            stored = read_meta(directory, step)["config"]["data"]["start_token"]
+            break
+    else:
+        return tuple(stages)
+    if asked not in (AUTO, stored):
+        raise UserError(
+            f"config.data.start_token={asked!r} contradicts {stored!r} of the checkpoints in {workdir}: remove that"
+            " setting, or use a different --workdir"
+        )
+    configs = (replace(x.config, data=replace(x.config.data, start_token=stored)) for x in stages)
+    return tuple(replace(stage, config=config) for stage, config in zip(stages, configs))
 
 
 def check_weights(step: TrainStep, workdir: Path) -> None:

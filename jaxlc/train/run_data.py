@@ -19,14 +19,14 @@ from jaxlc.data.sequences.batch_arrays import array_dtypes
 from jaxlc.data.sequences.loader import Sequences, batches
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
 from jaxlc.data.sequences.waiting import WaitingTime
-from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.step.batch import BATCH_SPEC
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.held_out import FiniteSequences
 from jaxlc.train.reports.progress import Progress
-from jaxlc.train.reports.start_report import corpus_lines
+from jaxlc.train.reports.start_report import corpus_lines, start_token_lines
 from jaxlc.train.rollouts import DIRECTORY, together
 
 CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
@@ -149,6 +149,7 @@ def _from_corpus(config: Config, progress: Progress, num_steps: int) -> RunData:
         fingerprint=corpus.fingerprint,
         lines=[
             *corpus_lines(config, corpus, num_steps),
+            *start_token_lines(tokenizer),
             *share_lines(corpus, num_steps * config.train.global_batch_size),
         ],
         corpus=corpus,
@@ -166,7 +167,7 @@ def _from_rollouts(stage: Stage, progress: Progress, workdir: Path) -> RunData:
         train=RolloutSequences(directory, config, tokenizer, progress.log),
         heldout=None,
         fingerprint="rollouts",  # the files are in the order of the steps
-        lines=[f"data       rollouts in {displayed(directory)}; no evaluation"],
+        lines=[f"data       rollouts in {displayed(directory)}; no evaluation", *start_token_lines(tokenizer)],
     )
 
 
@@ -181,7 +182,7 @@ def _from_traces(config: Config, progress: Progress) -> RunData:
         train=traces.train,
         heldout=traces.heldout,
         fingerprint=traces.fingerprint,
-        lines=[f"data       {traces.description}"],
+        lines=[f"data       {traces.description}", *start_token_lines(tokenizer)],
     )
 
 
@@ -192,9 +193,10 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     Raises:
       UserError: it cannot be loaded, or the model has too few tokens.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens)
+    tokenizer = tokenizer_of(config.data)
     is_pretrained = bool(config.model.init_from)
-    num_needed = tokenizer.end_of_document_id + 1 if is_pretrained else tokenizer.vocab_size
+    always_used = [tokenizer.end_of_document_id, *tokenizer.start_ids.tolist()]
+    num_needed = max(always_used) + 1 if is_pretrained else tokenizer.vocab_size
     if num_needed > config.model.vocab_size:
         advice = f"set --config.model.vocab_size={num_needed}"
         if is_pretrained:
@@ -221,7 +223,7 @@ def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches |
     except EndOfBatches:
         raise UserError("batches is empty: pass an iterable that starts with the batch of step 1") from None
     return RunData(
-        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens),
+        tokenizer=tokenizer_of(config.data),
         train=train,
         heldout=heldout,
         fingerprint=CALLER_BATCHES,

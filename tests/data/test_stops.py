@@ -83,5 +83,7 @@ def test_end_of_turn_that_is_no_token_is_a_stop_string():
 def test_traces_of_texts_need_no_template_and_a_broken_one_is_an_error(tmp_path):
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
     assert stops_of(config_of(traces=("x",)), tokenizer, None) == ([END], [])
+    (tmp_path / "chat_template.jinja").write_text("{% broken")
+    assert stops_of(config_of(traces=("x",)), tokenizer, None) == ([END], [])
     with pytest.raises(UserError, match=r"none\.jinja"):
         stops_of(config_of(chat_template=str(tmp_path / "none.jinja")), tokenizer, None)

@@ -50,19 +50,13 @@ def test_start_ids_follow_the_tokenizer_files(tmp_path, has_processor, values, h
     start = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id(VARIABLES["bos_token"])
     assert tokenizer.start_ids.tolist() == [start] * has_start
     text = tokenizer.encode(b"ab cd").tolist()
-    encode_for_pretrained, encode_for_run = (
-        PromptEncoder(tokenizer=tokenizer, is_pretrained=value) for value in (True, False)
-    )
-    assert (
-        encode_for_pretrained("ab", " cd").tolist() == [start] * has_start + text
-        and encode_for_run("ab", " cd").tolist() == text
-    )
+    assert PromptEncoder(tokenizer=tokenizer)("ab", " cd").tolist() == [start] * has_start + text
 
 
 def test_chat_prompt_ends_with_prefix_and_fits_its_overhead(tmp_path):
     for name, template in (("a", CHATML), ("b", HEADERS)):
         tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / name, template)), end_token="</s>")
-        encode = PromptEncoder(tokenizer=tokenizer, is_pretrained=True, template=fitting_template("", tokenizer))
+        encode = PromptEncoder(tokenizer=tokenizer, template=fitting_template("", tokenizer))
         for text in TEXTS:
             ids = encode(text, " The answer is")
             plain = tokenizer.encode(f"{text} The answer is".encode())

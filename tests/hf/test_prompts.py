@@ -52,10 +52,10 @@ def test_prompts_equal_those_of_transformers(tmp_path):
     lengths = set()
     for directory, (text_ids, chat_ids) in zip(directories, json.loads(done.stdout.splitlines()[-1]), strict=True):
         tokenizer = load_tokenizer(str(directory), end_token="</s>")
-        encode = PromptEncoder(tokenizer=tokenizer, is_pretrained=True)
+        encode = PromptEncoder(tokenizer=tokenizer)
         assert encode(TEXT).tolist() == text_ids, directory
         lengths.add(len(text_ids))
         if chat_ids is not None:
-            chat = PromptEncoder(tokenizer=tokenizer, is_pretrained=True, template=fitting_template("", tokenizer))
+            chat = PromptEncoder(tokenizer=tokenizer, template=fitting_template("", tokenizer))
             assert chat(TEXT, PREFIX).tolist() == chat_ids, directory
     assert len(lengths) == 2  # with and without a start token

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.data.tokens.tokenizers import ByteTokenizer, load_tokenizer
 from jaxlc.step.language_model import LanguageModel
 from tests.step.synthetic import HYBRID, put_params, small_config, small_step
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
@@ -33,3 +33,17 @@ def test_logits_of_a_hybrid_equal_those_of_one_device():
     )
     assert split.sequence_order.chained is not None
     assert max_relative_error(actual, expected) < FLOAT32_PARITY
+
+
+def test_text_starts_with_the_start_token_and_token_ids_do_not():
+    class Starting(ByteTokenizer):
+        start_ids = np.array([7], np.int32)
+
+    step = small_step(small_config())
+    params = step.init().params
+    model, plain = (LanguageModel(step, params, tokenizer()) for tokenizer in (Starting, ByteTokenizer))
+    ids = [1, 2, 3]
+    text = bytes(ids).decode()
+    np.testing.assert_array_equal(model.token_losses(text), plain.token_losses([7, *ids]))
+    assert model.loss(text) == model.loss([7, *ids]) != plain.loss(text) == model.loss(ids)
+    assert model.logits(text).shape[0] == 4

@@ -7,7 +7,9 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ import pytest
 import jaxlc
 from jaxlc import logprobs
 from jaxlc.checkpoints.checkpoint_files import read_meta
-from jaxlc.config import defaults
+from jaxlc.config import defaults, with_settings
 from jaxlc.core.errors import UserError
+from jaxlc.posttrain.embedded_rollouts import EmbeddedRollouts
 from jaxlc.posttrain.reward import rewarded
 from scripts import kill_drill
 from tests.train.runs import (
@@ -55,7 +58,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_others_are_not_changed(scored, tmp_path, capsys):
     traces, other = scored.parent / "traces.jsonl", tmp_path / "other.jsonl"
     other.write_text('{"prompt": "a"}\n{"prompt": "no end of line"}')
-    for out, words in ((traces, "OUT is the file of the traces"), (other, "and not its header other.header.json")):
+    for out, words in ((traces, "OUT is the file of the traces"), (other, "according to other.header.json")):
         content = out.read_text()
         assert logprobs.main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)]) == 2
         assert words in capsys.readouterr().err and out.read_text() == content
@@ -74,11 +77,16 @@ def test_values_of_another_model_or_of_other_settings_are_not_resumed(scored, tm
     error = capsys.readouterr().err
     assert "temperature 1.0 instead of 0.5" in error and "chat_template None instead of" in error
     traces.write_text(traces.read_text().replace('"reward": 1', '"reward": 2'))
-    assert logprobs.main([*command, *others]) == 2 and "made with something else (traces " in capsys.readouterr().err
+    assert (
+        logprobs.main([*command, *others]) == 2
+        and "according to scored.header.json (traces " in capsys.readouterr().err
+    )
     shutil.rmtree(run)
     write_untrained_run(run, seed=1)
     shutil.copy(scored.parent / "traces.jsonl", traces)
-    assert logprobs.main([*command, *others]) == 2 and "made with something else (model " in capsys.readouterr().err
+    assert (
+        logprobs.main([*command, *others]) == 2 and "according to scored.header.json (model " in capsys.readouterr().err
+    )
     assert scored.read_text() == content
 
 
@@ -175,6 +183,22 @@ def test_rollouts_of_the_policy_are_traces_with_rewards(rollouts):
     assert all(record["reward"] == len(set(record["text"]["answer"])) + 0.5 for record in records)
     last = rows(rollouts["workdir"])[-1]
     assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5 and last["rollouts/policy_age"] == 0
+
+
+def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monkeypatch):
+    """Also for prompts of text: tokens of the original model, and the end of a turn of data.chat_template."""
+    run = jaxlc.load(write_untrained_run(tmp_path / "run"))
+    settings = {name.replace("__", "."): str(value) for name, value in rollouts["settings"].items()}
+    settings = {name: value for name, value in settings.items() if name.startswith("rollouts.")}
+    config = with_settings(run.config, settings | {"data.chat_template": "chatml", "posttrain.loss": "dapo"})
+    maker = EmbeddedRollouts(replace(run.train_step, config=config), run.tokenizer)
+    (run.workdir / "pretrained").mkdir()
+    (run.workdir / "pretrained" / "config.json").write_text('{"text_config": {"eos_token_id": [7, 9]}}')
+    asked = {}
+    monkeypatch.setattr(maker, "_generator", Mock(side_effect=lambda *_, **settings: asked.update(settings) or []))
+    with pytest.raises(ValueError, match="zip"):
+        maker(run.params, 1, tmp_path / "1.jsonl", run.workdir)
+    assert (asked["stop"], asked["stop_ids"]) == (["<|im_end|>"], [256, 7, 9])
 
 
 def test_start_report_has_the_memory_of_rollouts(rollouts):

@@ -44,11 +44,12 @@ class Pretrained:
         return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
 
     def data_settings(self) -> dict[str, str]:
-        """The settings of `data` that belong to the model: tokenizer, whose file may not exist, and chat template."""
+        """The settings of `data` that belong to the model: tokenizer, whose file may not exist, and how texts start."""
         if not self.is_run:
             return dict(tokenizer=str(self.directory / TOKENIZER_FILE))
         stored = self.run_config()["data"]
-        return {name: stored[name] for name in ("tokenizer", "chat_template") if name in stored}
+        names = ("tokenizer", "chat_template", "start_token")
+        return {"start_token": ""} | {name: stored[name] for name in names if name in stored}
 
     def config_json(self) -> dict[str, Any]:
         """The fields of the language model in config.json; not for runs."""

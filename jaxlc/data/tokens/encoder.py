@@ -13,7 +13,7 @@ from jaxlc.data.texts.chats import ASSISTANT, Chat
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.chat import ChatTemplate, MarkedText
 from jaxlc.data.tokens.fitting_template import fitting_template
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 
 _SPECIAL_AS_TEXT = (
     "texts that contain the text of a special token, which is encoded as text (set data.parse_special_tokens=True to"
@@ -106,7 +106,7 @@ class Encoder:
           BadRecord: see `ChatTemplate.prompt`.
         """
         if isinstance(prompt, str):
-            return self.plain(prompt, where), prompt
+            return with_start(self.plain(prompt, where), self.tokenizer), prompt
         messages, tools, _ = prompt
         is_continued = messages[-1]["role"] == ASSISTANT
         rendered = self.template.prompt(messages, tools, where, continues_last=is_continued)

@@ -135,6 +135,7 @@ def _start(part: Part, path: Path, reader: Reader, config: DataConfig) -> subpro
         tokenizer=config.tokenizer,
         end_token=config.end_token,
         parse_special_tokens=config.parse_special_tokens,
+        start_token=config.start_token,
         chat_template=config.chat_template,
         max_bad_records=config.max_bad_records,
     )
@@ -154,9 +155,8 @@ def tokenize_part(job: dict[str, Any]) -> None:
       UserError: as `tokenized_pieces`.
     """
     fields = Fields(*job["fields"])
-    encoder = Encoder(
-        load_tokenizer(job["tokenizer"], job["end_token"], job["parse_special_tokens"]), job["chat_template"]
-    )
+    settings = (job[name] for name in ("tokenizer", "end_token", "parse_special_tokens", "start_token"))
+    encoder = Encoder(load_tokenizer(*settings), job["chat_template"])
     bad_records = io.BytesIO()  # at most one line per record of the part
     reader = Reader(fields, BadRecords(job["max_bad_records"], bad_records), encoder)
     tokenized = _counted(tokenized_pieces(files_from_json(job["files"]), reader, lambda line: None), Path(job["path"]))

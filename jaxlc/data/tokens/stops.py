@@ -51,14 +51,16 @@ def trained_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | Non
 
 
 def template_if_any(setting: str, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of data.chat_template, or else of the tokenizer; None: it has none.
+    """The template of data.chat_template, or else of the tokenizer; None: it has none that can be used.
 
     Raises:
-      UserError: the template of `setting` cannot be read.
+      UserError: the template of `setting` cannot be used.
     """
     try:
-        return load_chat_template(setting, tokenizer.file)
+        template = load_chat_template(setting, tokenizer.file)
+        _ = template.end_of_turn  # compiles it
     except UserError:
         if setting:
             raise
         return None
+    return template

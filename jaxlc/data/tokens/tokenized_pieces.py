@@ -13,7 +13,7 @@ from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.chat import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 
 Log = Callable[[str], None]  # prints one line
 
@@ -51,6 +51,7 @@ class Piece(NamedTuple):
     document: str  # name
     counts: DocumentCounts | Counts  # complete at the last piece
     is_last: bool
+    is_first: bool = False  # it gets the start token of documents
     where: str = ""  # FILE:NUMBER of the record of a chat, for errors
 
     @property
@@ -117,10 +118,9 @@ def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
     for piece in batch:
         if isinstance(piece.content, MarkedText):
             tokenized.append(TokenizedPiece(piece, *next(encoded_chats)))
-        elif isinstance(piece.content, np.ndarray):
-            tokenized.append(TokenizedPiece(piece, piece.content))
-        else:
-            tokenized.append(TokenizedPiece(piece, next(encoded_texts)))
+            continue
+        ids = piece.content if isinstance(piece.content, np.ndarray) else next(encoded_texts)
+        tokenized.append(TokenizedPiece(piece, with_start(ids, encoder.tokenizer) if piece.is_first else ids))
     return tokenized
 
 
@@ -142,15 +142,15 @@ def _pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[P
 def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Piece]:
     counts, tokenizer = DocumentCounts(document.blocks), encoder.tokenizer
     texts = tokenizer.pieces(counts)
-    text, has_special = next(texts), False
+    text, has_special, is_first = next(texts), False, True
     while text is not None:
         following = next(texts, None)
         if not has_special and isinstance(text, str):
             has_special = encoder.note_text(text, document.name)
         if len(text) > _LONG_PIECE:
             log(_long_piece_warning(document.name, len(text), tokenizer))
-        yield Piece(text, document.name, counts, is_last=following is None)
-        text = following
+        yield Piece(text, document.name, counts, is_last=following is None, is_first=is_first)
+        text, is_first = following, False
 
 
 def _id_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
@@ -164,7 +164,8 @@ def _id_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
         )
         return
     counts = Counts(ids.nbytes)
-    yield Piece(ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids, document.name, counts, is_last=True)
+    ids = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
+    yield Piece(ids, document.name, counts, is_last=True, is_first=True)
 
 
 def _chat_pieces(documents: Sequence[Document], reader: Reader) -> Iterator[Piece]:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.models import hub
 from jaxlc.config.models.pretrained import TOKENIZER_FILE
 from jaxlc.config.values import invalid_value
@@ -30,6 +32,8 @@ _END_OF_DOCUMENT = (
     "<|eos|>",
 )
 _MAX_VOCAB_SIZE = 1 << 22
+AUTO = "auto"  # of data.start_token
+_TEMPLATE = "TemplateProcessing"  # the part of a tokenizer.json that puts tokens around texts
 _END_OF_BYTES = b"<end of document>"  # the text of token 256 of ByteTokenizer
 _EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, or a hub id ORGANIZATION/NAME'
 
@@ -44,8 +48,8 @@ class Tokenizer(Protocol):
     file: Path | None  # its tokenizer.json; None: it has no file
     # Why long text is not cut into pieces, for a warning; empty if it is cut.
     no_pieces_reason: str
-    # IDs that transformers puts before a text, int32, such as a token for the start of a text; `encode` adds none.
-    start_ids: np.ndarray
+    start_ids: np.ndarray  # int32, before each document and each prompt of plain text; `encode` adds none
+    own_start_ids: np.ndarray  # int32, that transformers puts there
 
     def encode(self, text: bytes) -> np.ndarray:
         """Converts UTF-8 text to int32 IDs [tokens]."""
@@ -73,7 +77,9 @@ class Tokenizer(Protocol):
         """Converts IDs [tokens] to text, with or without special tokens; invalid UTF-8 is replaced with U+FFFD."""
 
 
-def load_tokenizer(name: str, end_token: str = "", parse_special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    name: str, end_token: str = "", parse_special_tokens: bool = False, start_token: str = AUTO
+) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
@@ -81,17 +87,24 @@ def load_tokenizer(name: str, end_token: str = "", parse_special_tokens: bool = 
       end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
         eos_token of tokenizer_config.json in the same directory.
       parse_special_tokens: `encode` converts the text of a special token to this token.
+      start_token: as data.start_token.
     Raises:
       UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
     """
     if name != "bytes":
-        return HuggingFaceTokenizer(name, end_token, parse_special_tokens)
-    if end_token:
-        raise UserError(
-            f"config.data.end_token={end_token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
-            " which has its own end-of-document token: remove end_token"
-        )
+        return HuggingFaceTokenizer(name, end_token, parse_special_tokens, start_token)
+    for setting, token in dict(end_token=end_token, start_token=start_token if start_token != AUTO else "").items():
+        if token:
+            raise UserError(
+                f"config.data.{setting}={token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
+                f" which has its own end-of-document token and no start token: remove {setting}"
+            )
     return ByteTokenizer()
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer of a config. Raises UserError as `load_tokenizer`."""
+    return load_tokenizer(data.tokenizer, data.end_token, data.parse_special_tokens, data.start_token)
 
 
 class ByteTokenizer:
@@ -102,7 +115,7 @@ class ByteTokenizer:
     end_of_document_id = 256
     no_pieces_reason = ""
     file = None
-    start_ids = np.empty(0, np.int32)
+    start_ids = own_start_ids = np.empty(0, np.int32)
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -134,7 +147,7 @@ def _byte_offsets(text: str) -> np.ndarray:
 class HuggingFaceTokenizer:
     """A tokenizer.json, loaded with the package `tokenizers`."""
 
-    def __init__(self, name: str, end_token: str = "", parse_special_tokens: bool = False):
+    def __init__(self, name: str, end_token: str = "", parse_special_tokens: bool = False, start_token: str = AUTO):
         extras.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
@@ -163,6 +176,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = hashlib.sha256(content).hexdigest()
         if end_token not in ("", usual) or parse_special_tokens:
             identity = (self.fingerprint, self.end_of_document_id, *["special tokens"] * parse_special_tokens)
+            self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+        self.start_ids = self.own_start_ids
+        if start_token != AUTO:
+            ids = [self._token_id("data.start_token", start_token)] if start_token else []
+            self.start_ids = np.array(ids, np.int32)
+        if self.start_ids.size:
+            identity = (self.fingerprint, self.start_ids.tolist())
             self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -204,9 +224,12 @@ class HuggingFaceTokenizer:
         return tokenizer
 
     @functools.cached_property
-    def start_ids(self) -> np.ndarray:
+    def own_start_ids(self) -> np.ndarray:
         """Those of the post-processor; transformers 5 ignores add_bos_token if there is a tokenizer.json."""
-        encoding = self._with_special_tokens.encode("a", add_special_tokens=True)
+        try:
+            encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        except Exception:  # the package raises plain Exception for a letter that is not in the vocabulary
+            return np.empty(0, np.int32)
         return np.array(encoding.ids[: (*encoding.special_tokens_mask, 0).index(0)], np.int32)
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
@@ -225,17 +248,46 @@ class HuggingFaceTokenizer:
                 f" {self._special_tokens()[:8]}; add one of {', '.join(_END_OF_DOCUMENT)} to them, or set"
                 " --config.data.end_token to one of its tokens"
             )
+        return self._token_id("data.end_token", token)
+
+    def _token_id(self, setting: str, token: str) -> int:
         number = self._tokenizer.token_to_id(token)
         if number is None:
             added = sorted(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
             expected = f"a token of {self.name}, such as {', '.join(map(repr, self._special_tokens()[:4]))}"
             names = added if nearest_name(token, added) else self._tokenizer.get_vocab()
-            raise UserError(invalid_value("data.end_token", token, expected, names))
+            raise UserError(invalid_value(setting, token, expected, names))
         return number
 
     def _special_tokens(self) -> list[str]:
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         return sorted(token.content for token in tokens if token.special)
+
+
+def with_start(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """The IDs of a text with the start IDs of the tokenizer before them, unless they are there."""
+    start_ids = tokenizer.start_ids
+    return ids if np.array_equal(ids[: len(start_ids)], start_ids) else np.concatenate([start_ids, ids])
+
+
+def starting_with(start_ids: np.ndarray, content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer.json, changed so that transformers puts these IDs before a text."""
+    old = content.get("post_processor") or {}
+    processors = [dict(x) for x in old.get("processors", [old]) if x]
+    if not any(x["type"] == _TEMPLATE for x in processors):
+        parts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+        processors.append(dict(type=_TEMPLATE, single=parts[:1], pair=parts, special_tokens={}))
+    texts = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
+    names = {i: texts.get(i, f"token {i}") for i in start_ids.tolist()}
+    start = [{"SpecialToken": {"id": name, "type_id": 0}} for name in names.values()]
+    known = {name: dict(id=name, ids=[i], tokens=[name]) for i, name in names.items()}
+    for processor in processors:
+        if processor["type"] == _TEMPLATE:
+            for name in ("single", "pair"):
+                rest = itertools.dropwhile(lambda part: "Sequence" not in part, processor[name])
+                processor[name] = [*start, *rest]
+            processor["special_tokens"] = processor["special_tokens"] | known
+    return content | dict(post_processor=dict(type="Sequence", processors=processors))
 
 
 def tokenizer_file(name: str) -> Path:

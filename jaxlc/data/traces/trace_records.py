@@ -43,6 +43,7 @@ from jaxlc.data.texts.chats import (
 from jaxlc.data.texts.records import BadRecord, Record, kind_of
 from jaxlc.data.tokens.chat import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
+from jaxlc.data.tokens.tokenizers import with_start
 
 FIELDS = (  # of traces
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "reward", "advantage",
@@ -205,6 +206,9 @@ class TraceReader:
                 for x, field in ((prompt, "prompt"), (answer, name))
             ]
             tokens, in_loss = np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts])
+        if isinstance(prompt, str):
+            tokens = with_start(tokens, self.encoder.tokenizer)
+            in_loss = np.pad(in_loss, (len(tokens) - len(in_loss), 0))
         if has_end:
             tokens = np.append(tokens, self.encoder.tokenizer.end_of_document_id)
             in_loss = np.append(in_loss, True)

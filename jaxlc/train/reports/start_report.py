@@ -14,6 +14,7 @@ from jaxlc.core.counts import count_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.balance import balanced_order, replica_cost, step_pairs
 from jaxlc.data.sequences.mixed import PackedText
+from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models import freezing
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
@@ -137,6 +138,14 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
         f" {count_text(num_steps, 'step')}, {_decimal(num_steps / steps_per_epoch, 'epoch')}",
         *_replicas_lines(config, train),
     ]
+
+
+def start_token_lines(tokenizer: Tokenizer) -> list[str]:
+    """The token that documents and prompts start with; no line if neither the run nor the tokenizer has one."""
+    used, own = (tokenizer.decode(ids, special_tokens=True) for ids in (tokenizer.start_ids, tokenizer.own_start_ids))
+    if used:
+        return [f"start      {used} before each document and each prompt of plain text"]
+    return [f"start      no token (config.data.start_token), and {own} in transformers"] if own else []
 
 
 def _replicas_lines(config: Config, train: PackedText) -> list[str]:

@@ -22,7 +22,7 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed, local_path
 from jaxlc.data import open_corpus
-from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.data.tokens.tokenizers import tokenizer_of
 from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
@@ -74,7 +74,7 @@ def load(
     return Result(
         step=step,
         params=params,
-        tokenizer=load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens),
+        tokenizer=tokenizer_of(config.data),
         workdir=workdir,
         rows=[row for row in read_rows(workdir / METRICS_FILE) if row["step"] <= step],
         train_step=train_step,
