@@ -15,7 +15,7 @@ from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.paths import displayed
-from jaxlc.hf.load import left_out, load_params, open_files
+from jaxlc.hf.load import ROUNDED, load_params, open_files
 from jaxlc.models import freezing
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, bytes_per_device, groups_of, to_memory_kind
@@ -53,9 +53,11 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
         _check_is_whole(pretrained)
         params = _restored_as(pretrained.directory.absolute(), abstract, config.model.vocab_size)
         line = f"weights    of the checkpoint {displayed(pretrained.directory.absolute())}"
+        if any(x.dtype.itemsize == 2 for x in jax.tree.leaves(abstract)):
+            line += ROUNDED
     else:
         family = family_of(pretrained.config_json(), config.model)
-        params, num_bytes = load_params(
+        params, read = load_params(
             pretrained.directory,
             family,
             abstract,
@@ -63,8 +65,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
             model=config.model,
             progress=progress,
         )
-        line = f"weights    {pretrained.directory}, {num_bytes:,} bytes read by this process"
-        line += left_out(pretrained.directory, family, config.model)
+        line = f"weights    {pretrained.directory}, {read}"
     if adapter_names:
         params = freezing.join(params, step.init_params(adapter_names))
     return params, line

@@ -25,9 +25,11 @@ from jaxlc.config.models.families import Family
 from jaxlc.config.models.pretrained import CONFIG_FILE, locate, original_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
+from jaxlc.core.progress_lines import print_to_stderr
 from jaxlc.core.write_errors import write_errors_explained
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.load import layouts_of, paths_of
+from jaxlc.hf.safetensors_files import TensorFiles
 from jaxlc.hf.tensor_slices import Layout
 from jaxlc.hf.write import TensorWriter
 from jaxlc.models import decoder
@@ -74,7 +76,7 @@ def export(
         with write_errors_explained(target, "export to a different directory"):
             partial.mkdir(parents=True)
             if adapters:
-                write_adapters(config, family, params, partial)
+                write_adapters(config, family, params, partial, base=_base_of_adapters(config))
             else:
                 content |= write_text_files(config, source, partial, longest=longest)
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
@@ -85,6 +87,34 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after an error
     return target
+
+
+def _is_run(init_from: str) -> bool:
+    return bool(init_from) and local_path(init_from).exists() and locate(init_from).is_run
+
+
+def _base_of_adapters(config: Config) -> str:
+    """What peft opens as the base of the adapters of a run, or "". Prints how to get the weights of training."""
+    base, frozen = config.model.init_from, config.precision.frozen
+    if _is_run(base):
+        print_to_stderr(
+            f"note: the adapters are for the weights of the run {base}, so base_model_name_or_path is null: export it"
+            f" with `jaxlc export {base} BASE --dtype={frozen}`, and load them on that directory"
+        )
+        return ""
+    if base and frozen == "bf16" and not {"F32", "F16"}.isdisjoint(_stored_dtypes(base)):
+        print_to_stderr(
+            f"note: training rounded the frozen weights of {base} to bf16 (config.precision.frozen): load the adapters"
+            " on the base in bfloat16, or expect other results than those of the merged export"
+        )
+    return base
+
+
+def _stored_dtypes(model: str) -> set[str]:
+    """The dtypes of the tensors of a Hugging Face model; none if its files are gone."""
+    with contextlib.suppress(UserError):
+        return {tensor.dtype for tensor in TensorFiles(locate(model).directory).tensors.values()}
+    return set()
 
 
 def _longest_sequence(directory: Path, step: int) -> int:
@@ -98,7 +128,8 @@ def _longest_sequence(directory: Path, step: int) -> int:
             with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
                 stored = read_meta(directory, number)["config"]
                 longest, init_from = max(longest, stored["data"]["seq_len"]), stored["model"]["init_from"]
-    if init_from and local_path(init_from).exists() and (source := locate(init_from)).is_run:
+    if _is_run(init_from):
+        source = locate(init_from)
         longest = max(longest, _longest_sequence(source.directory.parent, int(source.directory.name)))
     return longest
 

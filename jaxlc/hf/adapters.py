@@ -73,9 +73,11 @@ def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | 
     )
 
 
-def write_adapters(config: Config, family: Family, params: Params, target: Path) -> None:
+def write_adapters(config: Config, family: Family, params: Params, target: Path, *, base: str = "") -> None:
     """Writes the two files.
 
+    Args:
+      base: the directory or hub id of the base model, or "".
     Raises:
       UserError: the run has no adapters.
       Unsupported: `peft` has no equivalent of the trained parameters.
@@ -103,7 +105,7 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path)
     content = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=config.model.init_from or None,
+        base_model_name_or_path=base or None,
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,

@@ -23,6 +23,7 @@ from jaxlc.hf.tensor_slices import Layout
 
 _HEAD = "lm_head.weight"
 _VOCAB = "vocab"  # name of the dimension that the mesh pads
+ROUNDED = "; frozen weights are rounded to bf16 (config.precision.frozen)"
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
 
 
@@ -34,8 +35,8 @@ def load_params(
     *,
     model: ModelConfig,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict, int]:
-    """The parameters of the model in `directory`, and the number of bytes of tensors that this process read.
+) -> tuple[dict, str]:
+    """The parameters of the model in `directory`, and what this process read, for the start report.
 
     Args:
       abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory.
@@ -57,7 +58,11 @@ def load_params(
         if progress is not None:
             progress(done, total)
     leaves = [loaded[path] for path in abstract]
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), files.bytes_read
+    read = f"{files.bytes_read:,} bytes read by this process{_left_out(directory, family, model)}"
+    stored = {path: files.tensors[layouts[path].names[0]].dtype for path in abstract}
+    if any(stored[path] != "BF16" and param.dtype.itemsize == 2 for path, param in abstract.items()):
+        read += ROUNDED
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
 
 
 def open_files(
@@ -85,8 +90,8 @@ def open_files(
     return files, layouts
 
 
-def left_out(directory: Path, family: Family, model: ModelConfig) -> str:
-    """The tensors in `directory` that `load_params` does not read, for the start report: "" or "; left out: ..."."""
+def _left_out(directory: Path, family: Family, model: ModelConfig) -> str:
+    """The tensors in `directory` that `load_params` does not read: "" or "; left out: ..."."""
     names = TensorFiles(directory).tensors
     counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.prefixes_left_out(model)}
     texts = [f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count]

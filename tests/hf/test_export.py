@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 import jaxlc
 from jaxlc.checkpoints.pretrained_params import load_pretrained
-from jaxlc.config import load
-from jaxlc.config.models.config_json import settings_of
+from jaxlc.config import PRESETS, load
+from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
@@ -103,6 +103,19 @@ def test_export_fp32_is_bit_identical(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CASES["llama"].config | {
         "torch_dtype": "float32"
     }
+
+
+def test_config_json_of_an_export_has_one_dtype_and_its_rope():
+    """A base with both names of the dtype, and with the base of RoPE inside rope_scaling."""
+    scaling = dict(rope_type="linear", factor=2.0, rope_theta=70_000.0)
+    changes = dict(dtype="bfloat16", torch_dtype="bfloat16", rope_scaling=scaling)
+    base = {name: value for name, value in CASES["llama"].config.items() if name != "rope_theta"} | changes
+    model = dataclasses.replace(PRESETS["tiny"], **settings_of(base, "config.json"))
+    written = config_json_of(model, base, seq_len=16, dtype="float32")
+    assert written == base | dict(dtype="float32", torch_dtype="float32")
+    longer = dataclasses.replace(model, rope_scaling_factor=8.0)
+    written = config_json_of(longer, base, seq_len=16, dtype="float32")
+    assert (written["rope_theta"], written["rope_parameters"]["factor"]) == (70_000.0, 8.0)
 
 
 def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):

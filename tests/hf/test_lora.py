@@ -89,9 +89,13 @@ def test_resume_with_another_base_or_adapter_raises(run, model, tmp_path):
         jaxlc.train.run(config, workdir, batches=batches(STEPS))
 
 
-def pretrained_params(config):
+def step_of(config):
     config = load(config)
-    return load_pretrained(build_step(config, make_mesh(config.mesh)))[0]
+    return build_step(config, make_mesh(config.mesh))
+
+
+def pretrained_params(config):
+    return load_pretrained(step_of(config))[0]
 
 
 def test_lora_run_as_init_from_raises(run):
@@ -99,10 +103,25 @@ def test_lora_run_as_init_from_raises(run):
         pretrained_params(config_of(run[0], mesh__data=2))
 
 
-def test_full_run_as_base_is_converted_to_bf16(model, tmp_path):
+def test_full_run_as_base_is_converted_to_bf16(model, tmp_path, capsys):
+    """And the start report says so; adapters for peft name no run as their base, and a base that is not in bf16."""
     save_step_0(config_of(model), tmp_path / "full")
-    config = lora_config(tmp_path / "full")
+    config, rounded = lora_config(tmp_path / "full"), "; frozen weights are rounded to bf16 (config.precision.frozen)"
     config.precision.frozen = "bf16"
+    with_file = lora_config(model)
+    with_file.precision.frozen = "bf16"
+    for base, name, note in (
+        (config, None, f"export it with `jaxlc export {tmp_path / 'full'} BASE --dtype=bf16`"),
+        (with_file, str(model), f"rounded the frozen weights of {model} to bf16 (config.precision.frozen)"),
+        (lora_config(model), str(model), ""),
+    ):
+        workdir = tmp_path / str(id(base))
+        assert load_pretrained(step_of(base))[1].endswith(rounded) == bool(note)
+        save_step_0(base, workdir)
+        out = jaxlc.export(workdir, tmp_path / f"{id(base)}-adapters", adapters=True)
+        assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+        printed = capsys.readouterr().err
+        assert note in printed and bool(note) == ("note: " in printed)
     params, full = pretrained_params(config), pretrained_params(config_of(model, mesh__data=2))
     assert_same(params["layers"]["mlp"]["w_up"], full["layers"]["mlp"]["w_up"].astype("bfloat16"))
     assert_same(params["embedding"], full["embedding"])  # trained, so float32
