@@ -206,6 +206,7 @@ def _profile(sizes: Sizes, preset: str, num_tokens: int, sections: dict, directo
     state, batch = step.init(), random_batch(step, documents)
     with StepProfiler(config, directory, compiled, lambda _: None) as profiled_step:
         for number in range(1, _NUM_WARM_UP + _NUM_TRACED + 1):
+            profiled_step.start(number, state)
             state, _ = profiled_step(number, state, batch)
     gpus = "h100:1x1" if sizes.is_dry_run else ""
     measured = jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=gpus).to_json()

@@ -65,7 +65,8 @@ class OptimizerConfig:
     # learning rate before the warm-up as a fraction of the peak, such as 0.1 to warm up again from the final learning
     # rate of a cosine schedule.
     initial_learning_rate_ratio: From0UpTo1[float] = 0.0
-    # cosine, linear and wsd: final learning rate as a fraction of the peak.
+    # cosine, linear and wsd: final learning rate as a fraction of the peak. The schedule reaches it one step after the
+    # last step, as in transformers.
     final_learning_rate_ratio: From0UpTo1[float] = 0.1
     schedule_steps: int = 0  # steps of the schedule, warm-up included; 0: train.steps. Stages set it.
     schedule_start: int = 0  # number of updates of the optimizer before the schedule starts. Stages set it.

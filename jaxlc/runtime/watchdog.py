@@ -114,12 +114,16 @@ class Watchdog:
         self._enter(_Current(STEP, since, since + self._seconds_allowed(STEP, step - self._fetched_step)))
 
     @contextlib.contextmanager
-    def fetching(self, step: int) -> Iterator[None]:
+    def fetching(self, step: int) -> Iterator[list[float]]:
+        measured: list[float] = []
         self._enter(self._current._replace(phase=DEVICES))
-        yield
+        yield measured
         now = time.monotonic()
-        if self._last_fetch is not None:  # with the time in other phases, since devices also compute in it
-            self._add_duration(STEP, (now - self._last_fetch) / max(1, step - self._fetched_step))
+        if self._last_fetch is not None:
+            # The time between fetches includes callbacks, which are in no phase. It is shorter than the time of the
+            # devices where a dispatch has waited for them.
+            elapsed = (now - self._last_fetch) / max(1, step - self._fetched_step)
+            self._add_duration(STEP, max([elapsed, *measured]))
         self._last_fetch, self._fetched_step = now, step
         self._enter(_Current(STEP, now, now + self._seconds_allowed(STEP, self._step - step)))
 
@@ -301,7 +305,11 @@ def dispatched(step: int) -> None:
 
 
 @contextlib.contextmanager
-def fetching(step: int) -> Iterator[None]:
-    """The program waits for the results of the steps up to `step`: the phase `DEVICES`."""
-    with _timed(DEVICES), contextlib.nullcontext() if _watchdog is None else _watchdog.fetching(step):
-        yield
+def fetching(step: int) -> Iterator[list[float]]:
+    """The program waits for the results of the steps up to `step`: the phase `DEVICES`.
+
+    Yields a list, to which the caller adds the seconds of each step.
+    """
+    watched = contextlib.nullcontext([]) if _watchdog is None else _watchdog.fetching(step)
+    with _timed(DEVICES), watched as measured:
+        yield measured

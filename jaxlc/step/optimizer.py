@@ -13,7 +13,8 @@ from jaxlc.sharding.rules import is_vector
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns number of earlier updates -> learning rate: from schedule_start on a linear warm-up, then
 
-    cosine    a cosine decay to final_learning_rate_ratio x peak at the last step (Loshchilov and Hutter 2017);
+    cosine    a cosine decay (Loshchilov and Hutter 2017), which would reach final_learning_rate_ratio x peak one step
+              after the last step, as in transformers;
     linear    a linear decay to the same;
     wsd       the peak, then a linear decay over the last decay_steps (MiniCPM, Hu et al. 2024, section 4);
     constant  the peak.

@@ -31,6 +31,7 @@ from jaxlc.step.step import TrainStep, build_step
 from jaxlc.step.verify_compiled import verify_compiled_step
 from jaxlc.train.actions import Position, Stop, run_due
 from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
+from jaxlc.train.host_memory import allocate_host_memory
 from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
     Outputs,
@@ -184,6 +185,7 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
     for stage in stages:
         run = StageRun(**vars(outputs), stage=stage, metrics=metrics.for_stage(stage.name))
         if position.step < stage.end_step:
+            allocate_host_memory(compiled(stage.name), stage.step.mesh, outputs.progress)
             position, stop = _train(run, position, compiled(stage.name), guard)
         elif position.step == stage.end_step and stage.missing_evaluations(position.step, run.checkpoints):
             position = run.score(run.evaluate(position))
@@ -231,6 +233,7 @@ def _train(
     num_steps = stage.end_step - start.step
     has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
     with (
+        contextlib.closing(reports.pending),
         guard.calling(stage.data.stop_waiting),
         watchdog.steps(start.step),
         contextlib.closing(stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)) as stream,
@@ -239,6 +242,8 @@ def _train(
         batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
         for step, (arrays, is_last) in enumerate(batches, start.step + 1):
             watchdog.dispatched(step)
+            profiled_step.start(step, position.state)
+            reports.pending.dispatching()
             state, metrics = profiled_step(step, position.state, with_reference(Batch(**arrays)))
             position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
             reports.pending.add(step, metrics)
@@ -265,8 +270,6 @@ def _train(
             position = run_due(actions, position, stop)
             if stop is not None:
                 return position, stop
-            if waits:
-                reports.pending.restart_clock(step)
         if (stop := guard.stop()) is not None:  # while the run waited for rollouts
             return run_due(saves, position, stop), stop
     raise UserError(

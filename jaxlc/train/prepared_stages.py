@@ -275,8 +275,14 @@ def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> T
 
 
 def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:
-    """Tokens of the first `step` optimizer steps, over all devices, padding included."""
-    return sum(max(0, min(step, stage.end_step) - stage.first_step) * stage.config.tokens_per_step for stage in stages)
+    """Tokens of the first `step` optimizer steps, over all devices, padding included.
+
+    An earlier run may have trained beyond the last stage: these steps count as steps of that stage.
+    """
+    ends = [*(stage.end_step for stage in stages[:-1]), step]
+    return sum(
+        max(0, min(step, end) - stage.first_step) * stage.config.tokens_per_step for stage, end in zip(stages, ends)
+    )
 
 
 def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[str]]) -> list[str]:

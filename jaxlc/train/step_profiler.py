@@ -52,10 +52,13 @@ class StepProfiler:
         self._steps = settings.traced_steps if is_traced else range(0)
         self._first_traced: int | None = None  # the first step of the trace that is being recorded
 
-    def __call__(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def start(self, step: int, state: TrainState) -> None:
+        """Starts the trace if `step` is its first step; `state` is the argument of the step."""
         if step in self._steps and self._first_traced is None:
-            jax.block_until_ready((state, batch))  # earlier steps are not a part of the trace
+            jax.block_until_ready(state)  # earlier steps are not a part of the trace
             self._start(step)
+
+    def __call__(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         with jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step):
             state, metrics = self._run_step(state, batch)
         if self._first_traced is not None and step + 1 not in self._steps:

@@ -57,6 +57,19 @@ def run_steps(dog: Watchdog, clock, first: int, seconds: list[float]) -> None:
             clock.seconds += duration
 
 
+def test_deadline_of_steps_follows_their_time_on_the_devices(make, clock):
+    """Fetches follow each other at once where a dispatch has waited for the devices: their distance is no step."""
+    dog = make()
+    with dog.steps(0):
+        for step, seconds_between_fetches in enumerate([1800.0, 0.02, 3600.0, 0.02, 3600.0, 0.02, 3600.0, 0.02], 1):
+            dog.dispatched(step)
+            with dog.fetching(step) as measured:
+                clock.seconds += seconds_between_fetches
+                measured.append(1800.0)
+        dog.dispatched(9)
+        assert seconds_left(dog, clock) == pytest.approx(10 * 1800.0, rel=0.01)
+
+
 def test_steps_have_a_deadline_after_five_durations(make, clock):
     """The first step takes ten hours; the deadline of later ones is ten times their median."""
     dog = make()

@@ -44,6 +44,7 @@ def test_nsys_captures_only_the_traced_steps(monkeypatch, tmp_path, first_run_st
     config = profile_config(steps="3:5", tool="nsys")
     with StepProfiler(config, tmp_path, run_step, print) as profiled_step:
         for step in range(first_run_step, last_run_step + 1):
+            profiled_step.start(step, 0)
             profiled_step(step, 0, step)
     assert runtime.calls == expected
 
@@ -52,7 +53,7 @@ def test_nsys_without_cuda_runtime_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(step_profiler, "_CUDA_RUNTIMES", ("libcudart.so.none",))
     profiled_step = StepProfiler(profile_config(steps="1:2", tool="nsys"), tmp_path, lambda *_: (0, 0), print)
     with pytest.raises(UserError, match="needs the CUDA runtime"):
-        profiled_step(1, 0, 0)
+        profiled_step.start(1, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
 from jaxlc.core import extras
-from jaxlc.core.counts import count_text
+from jaxlc.core.counts import count_text, duration_text
 from jaxlc.core.paths import displayed
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.reports.config_copy import CONFIG_COPY
@@ -24,6 +24,7 @@ def write_report(
     num_tokens: int,
     evaluation: Evaluation | None,
     waiting_share: float | None = None,
+    seconds_to_first_step: float | None = None,
 ) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
 
@@ -34,6 +35,7 @@ def write_report(
       num_tokens: of these steps, over all devices, padding included.
       evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
       waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
+      seconds_to_first_step: from the start of the run to the end of its first step; None if it has trained no step.
     """
     rows = read_rows(workdir / METRICS_FILE)
     stage = rows[-1].get("stage") if rows else None  # stages have their own held-out sequences
@@ -43,7 +45,9 @@ def write_report(
     tokens_per_second = history.median("tokens_per_second")
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
     rate, utilization = history.median("flops_per_second_documents"), history.median("mfu_documents")
-    flops = []
+    first_step, flops = [], []
+    if seconds_to_first_step is not None:
+        first_step.append(f"first step      ended {duration_text(seconds_to_first_step)} after the start")
     if rate is not None:
         peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
         flops.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
@@ -59,6 +63,7 @@ def write_report(
         [
             "",
             f"trained         {step} steps, {num_tokens:,} tokens{speed}",
+            *first_step,
             *flops,
             *([] if waiting_share is None else [f"waiting         {waiting_share:.2%} of the time, for data"]),
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} {history.loss_unit}".rstrip(),

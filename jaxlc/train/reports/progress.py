@@ -24,7 +24,6 @@ from jaxlc.runtime import compilation_cache
 from jaxlc.train.reports.notebook_display import NotebookDisplay
 
 LOG_FILE = "log.txt"  # in the workdir
-_MIN_SECONDS_BETWEEN_LINES = 5.0  # between two plain progress lines
 
 
 class Progress:
@@ -32,6 +31,7 @@ class Progress:
 
     Attributes:
       peak_flops_per_second: bf16 peak, over all devices; None if unknown, as for CPUs.
+      seconds_to_first_step: from the start of the run to the end of its first step; None before.
     """
 
     def __init__(self, *, peak_flops_per_second: float | None, is_primary: bool, console: Console | None = None):
@@ -47,6 +47,8 @@ class Progress:
         columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
         self._bars = LiveBars(*columns, console=self._console, transient=True)
         self._steps_bar = None  # created at the first step
+        self._start_seconds = time.perf_counter()
+        self.seconds_to_first_step: float | None = None  # None before its end
 
     def start_stage(self, name: str, total_steps: int, flops_per_step: float | None) -> None:
         """Shows the steps of a stage from now on.
@@ -58,9 +60,14 @@ class Progress:
         """
         self._stage = f"{name}: " if name else ""
         self._total_steps, self._flops_per_step = total_steps, flops_per_step
-        self._last_line_seconds = float("-inf")
         if self._steps_bar is not None:
             self._bars.update(self._steps_bar, total=total_steps)
+
+    def first_step_ended(self, end_seconds: float) -> None:
+        """Prints how long the run took until the end of its first step, a time of `time.perf_counter`; once."""
+        if self.seconds_to_first_step is None:
+            self.seconds_to_first_step = end_seconds - self._start_seconds
+            self.log(f"time to the end of the first step: {duration_text(self.seconds_to_first_step)}")
 
     def __enter__(self) -> "Progress":
         self._append(f"START {shlex.join(sys.argv)} (JAX {jax.__version__})")
@@ -162,18 +169,14 @@ class Progress:
             f"{self._utilization_text(step_seconds, flops_per_second_documents)}"
             f"  {duration_text((self._total_steps - step) * step_seconds)} left"
         )
-        now_seconds = time.perf_counter()
-        has_line = step == self._total_steps or now_seconds - self._last_line_seconds >= _MIN_SECONDS_BETWEEN_LINES
-        if has_line:
-            self._last_line_seconds = now_seconds
-            self._append(text)
+        self._append(text)
         if self._is_live:
             if self._steps_bar is None:
                 self._steps_bar = self._bars.add_task("", total=self._total_steps)
             self._bars.update(self._steps_bar, completed=step, description=text)
         elif self._notebook is not None:
             self._notebook.step(text, step / self._total_steps)
-        elif has_line:
+        else:
             self._console.print(text, markup=False)
 
     def _utilization_text(self, step_seconds: float, document_rate: float | None) -> str:

@@ -16,6 +16,7 @@ from jaxlc.data.sequences.balance import balanced_order, replica_cost, step_pair
 from jaxlc.data.sequences.mixed import PackedText
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models import freezing
+from jaxlc.step.optimizer import learning_rate_schedule
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
 
@@ -89,6 +90,9 @@ def _optimizer_line(config: Config, step: TrainStep) -> str:
     if optimizer.schedule == "wsd":
         schedule += f", the last {optimizer.decay_steps:,} of decay"
     warmup = f", {optimizer.warmup_steps:,} of warm-up" if optimizer.warmup_steps else ""
+    if optimizer.warmup_steps >= (steps := optimizer.schedule_steps or config.train.steps):
+        rate = float(learning_rate_schedule(optimizer, steps)(optimizer.schedule_start + steps - 1))
+        warmup += f" (warning: longer than the schedule, whose last learning rate is {rate:g})"
     clipping = f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
     return (
         f"optimizer  AdamW, learning rate {optimizer.learning_rate:g}, {schedule}{warmup}; weight"

@@ -54,6 +54,7 @@ class StepReports:
             logs = is_period(step, self._config.train.log_every_steps)
             if logs or (step == until and (waits or self.pending.num_steps >= _MAX_STEPS_IN_FLIGHT)):
                 self._check_finite(self.pending.fetch(step))
+                self._add(self._run.progress.first_step_ended, self.pending.first_end_seconds)
             if logs:
                 self._log(step)
 
@@ -70,7 +71,7 @@ class StepReports:
             report()
 
     def _log(self, step: int) -> None:
-        """Prepares a metrics row: the metrics of `step` and the mean time of the steps since the clock was started."""
+        """Prepares a metrics row: the metrics of `step` and the mean time of the steps since the last row."""
         metrics, seconds = self.pending.last, self.pending.seconds_per_step
         row = dict(
             step=step,
@@ -99,7 +100,7 @@ class StepReports:
             self._reports.append(functools.partial(report, **row))
         self._add(self._run.callbacks, "on_log", row)
         self._logged_step = step
-        self.pending.restart_clock(step)
+        self.pending.start_row()
 
     def _add(self, report: Callable[..., None], *arguments: Any) -> None:
         self._reports.append(functools.partial(report, *arguments))
