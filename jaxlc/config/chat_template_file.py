@@ -1,5 +1,6 @@
 """The file that `data.chat_template` may name. Imports no jax."""
 
+import re
 from pathlib import Path
 
 from jaxlc.config.data_schema import CHAT_TEMPLATES
@@ -20,9 +21,17 @@ def read_template(path: Path, advice: str = ADVICE) -> str:
     Args:
       advice: how to set a template, for the error.
     Raises:
-      UserError: the file cannot be read.
+      UserError: the file cannot be read, or is no Jinja template.
     """
+    import jinja2  # only where a file is named
+
     try:
-        return path.read_text()
+        text = path.read_text()
+        # The tag `generation` of published templates is an extension of `jaxlc.data.tokens.chat_environment`.
+        without_tag = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_tag)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"{path} line {error.lineno} is not valid in a Jinja template: {reason_of(error)}") from error
+    return text

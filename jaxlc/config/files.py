@@ -1,6 +1,7 @@
 """Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by the name of a shipped
 one. Imports no jax."""
 
+import inspect
 import runpy
 import traceback
 from collections.abc import Sequence
@@ -40,11 +41,14 @@ def read_config(name: str) -> ConfigDict:
     path = _find(name)
     try:
         get_config = runpy.run_path(str(path)).get("get_config")  # names such as 256k.py cannot be imported
-        config = get_config(variant) if get_config else None
+        takes_variant = bool(get_config and inspect.signature(get_config).parameters)
+        config = get_config(*[variant] * takes_variant) if get_config else None
     except Exception as error:
         raise UserError(_error_text(error, name, path)) from error
     if get_config is None:
         raise UserError(f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py")
+    if variant and not takes_variant:
+        raise UserError(f"unknown variant {variant!r}: get_config() of {name} has no parameter for it")
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"invalid config file {name}: get_config returned {type(config).__name__}, expected the ConfigDict of"

@@ -115,8 +115,10 @@ class Generator:
     def _checked(self, prompt: np.ndarray) -> np.ndarray:
         ids = np.asarray(prompt)
         vocab_size = self.config.model.vocab_size
-        if ids.ndim != 1 or not ids.size:
-            raise UserError(f"invalid prompt with shape {list(ids.shape)}: expected at least one token")
+        if not ids.size:
+            raise UserError("a prompt is empty: expected at least one token")
+        if ids.ndim != 1:
+            raise UserError(f"invalid prompt with shape {list(ids.shape)}: expected a text or a list of token ids")
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
             raise UserError(f"invalid token id in a prompt: expected integers from 0 to {vocab_size - 1}")
         return ids.astype(np.int32)

@@ -224,6 +224,24 @@ def test_parse_failing_config_file_names_its_line(body, words, tmp_path):
     assert words in error_of(f"--config={config_file(tmp_path, body)}")
 
 
+def test_config_file_whose_get_config_takes_no_variant_is_read(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxlc.config import defaults\n\n\ndef get_config():\n    return defaults()\n"
+    )
+    assert parse(["program", f"--config={tmp_path}/mine.py"]).config.train.steps == 100
+    assert "unknown variant 'mini': get_config() of" in error_of(f"--config={tmp_path}/mine.py:mini")
+
+
+def test_chat_template_that_is_broken_names_its_file_and_line(tmp_path):
+    path = tmp_path / "chat.jinja"
+    setting = f"--config.data.chat_template={path}"
+    path.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    assert f"{path} line 2 is not valid in a Jinja template: unexpected" in error_of(QUICKSTART, setting)
+    text = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    path.write_text(text)
+    assert parse(["program", QUICKSTART, setting]).config.data.chat_template == text
+
+
 def test_parse_config_file_without_get_config_raises(tmp_path):
     (tmp_path / "mine.py").write_text("x = 1\n")
     assert "expected a function get_config(variant)" in error_of(f"--config={tmp_path}/mine.py")

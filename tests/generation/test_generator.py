@@ -142,7 +142,7 @@ def test_random_numbers_belong_to_the_index_of_a_request_in_batches_of_any_size(
         ([np.zeros(0, np.int32)], "expected at least one token"),
         ([np.array([61])], "expected integers from 0 to 60"),
         ([np.array([0.5])], "expected integers"),
-        ([np.zeros((2, 3), np.int32)], "expected at least one token"),
+        ([np.zeros((2, 3), np.int32)], "list of token ids"),
     ],
 )
 def test_invalid_prompt_raises(prompts, message, one_device):
