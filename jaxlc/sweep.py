@@ -85,14 +85,15 @@ def _sweep(command: ParsedCommand[Flags]) -> int:
 def estimated(config: Config, flags: Flags, out: Path) -> Ranking:
     """AOT-compiles every point for --topology and ranks them by estimated speed."""
     topology = target_topology(flags.topology, config)
-    log(f"starting the GPU compiler for {topology}")
     start_on_cpu()
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
     roofline = from_file(flags.constants)  # an invalid file is reported once, not for every point
-    num_devices = len(parse_topology(topology).devices)  # as is a missing compiler
-    points = grid(space.unchecked(config, {"runtime.topology": topology}), num_devices, flags)
+    gpus = parse_topology(topology)
+    points = grid(space.unchecked(config, {"runtime.topology": topology}), gpus.num_gpus, flags)
+    log(f"starting the GPU compiler for {topology}")
+    _ = gpus.devices  # a missing compiler is reported once, too
     workers = flags.workers or default_num_workers()
     rows = runner.estimate(points, topology, flags.constants, out=out, num_workers=workers)
     return Ranking(tuple(ranked(rows)), pair_spread=roofline.pair_spread)

@@ -1,9 +1,10 @@
 """The config that a recommendation starts from: that of --config, or only a model. Imports no jax."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
@@ -62,4 +63,16 @@ def set_model(config: ConfigDict, model: str) -> None:
             f"unknown --model={model}: expected a Hugging Face directory, a hub id ORGANIZATION/NAME, or one of"
             f" {', '.join(PRESETS)}{suggestion(model, PRESETS)}"
         )
+    unset_shape(config)
     config.model.init_from = model
+
+
+def unset_shape(config: ConfigDict, kept: Container[str] = ()) -> None:
+    """Removes the settings that model.init_from decides from a config that sets them for another model.
+
+    Args:
+      kept: paths that are not removed, such as "model.num_layers".
+    """
+    for name in set(config.model) - {"init_from", *CHANGEABLE_SETTINGS}:
+        if f"model.{name}" not in kept:
+            del config.model[name]

@@ -32,6 +32,7 @@ def read_template(path: Path, advice: str = ADVICE) -> str:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_tag)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"{path} line {error.lineno} is not valid in a Jinja template: {reason_of(error)}") from error
+    except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
+        line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise UserError(f"{path}{line} is not a valid Jinja template ({reason_of(error)})") from error
     return text

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.base_config import unset_shape
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, section_text, settings_help
@@ -43,6 +44,8 @@ class VerbFlags:
 @dataclass(frozen=True, kw_only=True)
 class ConfigFlags(VerbFlags):
     """The flags of every verb that takes a config."""
+
+    uses_devices: ClassVar[bool] = True  # False: the mesh of the config need not divide its model
 
     config: str = ""  # name of a shipped config or path of a .py file, with an optional variant: 256k, 256k:h100, my.py
     workdir: str = ""  # directory for checkpoints, metrics and plots; default: runs/NAME[-variant]
@@ -138,8 +141,10 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
             f" {', '.join(shipped_configs())}"
         )
     settings = config if isinstance(config, Settings) else Settings(values=config.to_dict())
+    if overrides.get("model.init_from"):
+        unset_shape(settings, kept=overrides)
     settings.update_from_flattened_dict(overrides)
-    stages = load_stages(settings, overrides=overrides)
+    stages = load_stages(settings, overrides=overrides, on_devices=flags.uses_devices)
     name = getattr(parsed, "stage", "")
     selected = tuple(stage for stage in stages if name in ("", stage.name))
     if not selected:

@@ -17,21 +17,26 @@ from jaxlc.core.arguments import checked
 from jaxlc.core.errors import UserError
 
 
-def load(config: ConfigDict | Config) -> Config:
+def load(config: ConfigDict | Config, *, on_devices: bool = True) -> Config:
     """Checks a config and freezes it. Missing settings get their defaults; a Config is checked again.
 
+    Args:
+      on_devices: whether the mesh must divide the model and the sequences.
     Raises:
       UserError: an unknown setting, a value of the wrong type or out of range, or two values that contradict each
         other. The message is one line with the value and what to do.
     """
     if not isinstance(config, ConfigDict | Config):
         raise UserError(f"invalid config {config!r}: expected what jaxlc.config.read_config or defaults returns")
-    return from_dict(to_dict(config) if isinstance(config, Config) else config.to_dict())
+    values = to_dict(config) if isinstance(config, Config) else config.to_dict()
+    return from_dict(values, on_devices=on_devices)
 
 
-def from_dict(values: Mapping[str, Any]) -> Config:
+def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
     """The Config that `to_dict` converted, such as the one that a checkpoint stores.
 
+    Args:
+      on_devices: as for `load`.
     Raises:
       UserError: as `load`.
     """
@@ -54,7 +59,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
         fields_by_name = sorted(sections[section].get(setting, {}).items())  # the order in a config has no effect
         sections[section][setting] = tuple(part(name=name, **fields) for name, fields in fields_by_name)
     loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
-    check(loaded)
+    check(loaded, on_devices=on_devices)
     return loaded
 
 

@@ -81,7 +81,10 @@ def _unknown(part: type, prefix: str, path: str) -> str:
     section, keys = path.rpartition(".")[0], _keys(part)
     own = [key for key in keys if section and key.startswith(f"{section}.")]
     known = own or sorted({key.partition(".")[0] for key in keys})
-    advice = advice_for(path, part, form) or f"expected one of {', '.join(map(form.format, sorted(known)))}"
+    advice = advice_for(path, part, form)
+    if not advice and not section and (nearest := nearest_name(path, known, cutoff=0.75)):
+        advice = f"did you mean {form.format(nearest)}?"
+    advice = advice or f"expected one of {', '.join(map(form.format, sorted(known)))}"
     return f"unknown setting {form.format(path)}: {advice}"
 
 
@@ -104,8 +107,7 @@ def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
     if found and (nearest := nearest_name(section, [key.partition(".")[0] for key in found])):
         found = [key for key in found if key.startswith(f"{nearest}.")]
     own = [key for key in keys if section and key.startswith(f"{section}.")]
-    sections = [] if section else list({key.partition(".")[0] for key in keys})
-    for candidates in (own, keys, sections):
+    for candidates in (own, keys):
         names = [key.rpartition(".")[2] for key in candidates]
         found = found or _named(nearest_name(name, names, cutoff=0.75) or "", candidates)
     return f"did you mean {' or '.join(map(form.format, found))}?" if found else ""

@@ -23,26 +23,27 @@ from jaxlc.core.errors import UserError, raise_first
 
 
 def load_stages(
-    config: "ConfigDict | Config | tuple[Stage, ...]", *, overrides: Iterable[str] = ()
+    config: "ConfigDict | Config | tuple[Stage, ...]", *, overrides: Iterable[str] = (), on_devices: bool = True
 ) -> tuple[Stage, ...]:
     """Checks and freezes every stage of a config; one stage without a name if it has none. Loaded stages are returned.
 
     Args:
       overrides: paths of settings of the config, such as "data.seq_len", that a stage must use.
+      on_devices: as for `load`.
     Raises:
       UserError: as `load`, with the name of the stage; or two stages that contradict each other.
     """
     if isinstance(config, tuple):
         return config
     if isinstance(config, ConfigDict) and config.get("stages"):
-        stages = _resolved(converted("", config.to_dict()), overrides)
+        stages = _resolved(converted("", config.to_dict()), overrides, on_devices)
     else:
-        stages = (Stage(name="", config=load(config)),)
+        stages = (Stage(name="", config=load(config, on_devices=on_devices)),)
     raise_first(run_problems(stages))
     return stages
 
 
-def _resolved(values: dict[str, Any], overrides: Iterable[str]) -> tuple[Stage, ...]:
+def _resolved(values: dict[str, Any], overrides: Iterable[str], on_devices: bool) -> tuple[Stage, ...]:
     """The stages of a config that has some."""
     changes: dict[str, dict[str, Any]] = values.pop("stages")
     used = [path for path in overrides if not path.startswith("stages.")]
@@ -73,15 +74,15 @@ def _resolved(values: dict[str, Any], overrides: Iterable[str]) -> tuple[Stage, 
         settings["train"]["steps"] = first_steps[index + 1]
         if "seed" not in changes[stage.name].get("data", {}):  # other orders of the same sequences
             settings["data"]["seed"] = settings["data"].get("seed", DataConfig().seed) + index
-        complete = _load(stage.name, changes[stage.name], settings)
+        complete = _load(stage.name, changes[stage.name], settings, on_devices)
         stages.append(Stage(**vars(stage), config=complete, first_step=first_steps[index]))
     return tuple(stages)
 
 
-def _load(name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]]) -> Config:
+def _load(name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]], on_devices: bool) -> Config:
     """The config of a stage. Errors name the settings that the stage changes as config.stages.NAME.SECTION.KEY."""
     try:
-        return from_dict(settings)
+        return from_dict(settings, on_devices=on_devices)
     except UserError as error:
         message = str(error)
         for section in SECTIONS:

@@ -1,6 +1,6 @@
 """Errors that users can fix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -26,6 +26,12 @@ class DiskFullError(WriteError):
 def reason_of(error: BaseException) -> str:
     """The message of an exception in one line, without the error number and path of an OSError."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())
+
+
+def raise_all(problems: Iterable[str]) -> None:
+    """Raises all `problems` as one UserError, in one line; returns if there are none."""
+    if texts := list(dict.fromkeys(problems)):
+        raise UserError("; also: ".join(texts))
 
 
 def raise_first(problems: Iterator[str]) -> None:

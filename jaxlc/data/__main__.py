@@ -31,6 +31,7 @@ PLOT_FILE = "data.png"
 @dataclass(frozen=True, kw_only=True)
 class Flags(ConfigFlags):
     positional: ClassVar[tuple[str, ...]] = ("action",)
+    uses_devices: ClassVar[bool] = False
 
     action: str  # report or show
     num: From1[int] | None = None  # show: number of documents, prompts or groups of each source; default: 3

@@ -6,9 +6,11 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, defaults, load
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.config.command_line import parse
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.ranges import ranges_of
 from jaxlc.core.errors import UserError
+from jaxlc.data.__main__ import Flags as DataFlags
 from tests.advice import changed, rejected
 
 LLAMA3 = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
@@ -250,3 +252,30 @@ def test_working_mesh_loads(num_devices):
 
 def test_mesh_overrides_name_the_axes_that_differ():
     assert mesh_overrides(MeshConfig(context=4, tensor=2), MeshConfig(context=2, tensor=2)) == "--config.mesh.context=2"
+
+
+def test_check_lists_all_problems_in_one_error():
+    config = changed("train", steps=0, log_every_steps=0)
+    config.mesh.context = 0
+    with pytest.raises(UserError, match=r"mesh\.context.*; also: .*train\.steps.*; also: .*log_every_steps") as caught:
+        load(config)
+    assert str(caught.value).count("; also: ") == 2
+    config = changed("posttrain", loss="dpo", reference="base")
+    config.optimizer.update(schedule="wsd")
+    config.train.update(z_loss=1e-4, global_batch_size=3, gradient_accumulation_steps=2)
+    with pytest.raises(UserError) as caught:
+        load(config)
+    for name in ("attention.shared_prefixes=True", "lora.rank", "optimizer.decay_steps", "train.z_loss=0", "=3 is not"):
+        assert name in str(caught.value)
+    assert str(caught.value).count("; also: ") == 4 and "\n" not in str(caught.value)
+
+
+def test_check_without_devices_accepts_a_mesh_that_does_not_divide_the_model():
+    config = changed("mesh", tensor=3, context=5)
+    config.runtime.simulated_devices = 8
+    assert "needs 15 devices" in rejected(config)
+    assert load(config, on_devices=False).mesh.tensor == 3
+    assert (
+        parse(["data", "report", "--config=quickstart", "--config.mesh.tensor=3"], flags=DataFlags).config.mesh.tensor
+        == 3
+    )

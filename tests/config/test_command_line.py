@@ -236,7 +236,7 @@ def test_chat_template_that_is_broken_names_its_file_and_line(tmp_path):
     path = tmp_path / "chat.jinja"
     setting = f"--config.data.chat_template={path}"
     path.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
-    assert f"{path} line 2 is not valid in a Jinja template: unexpected" in error_of(QUICKSTART, setting)
+    assert f"{path} line 2 is not a valid Jinja template (unexpected" in error_of(QUICKSTART, setting)
     text = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     path.write_text(text)
     assert parse(["program", QUICKSTART, setting]).config.data.chat_template == text

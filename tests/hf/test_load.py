@@ -22,6 +22,7 @@ import jaxlc
 import jaxlc.train
 from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.config import PRESETS, load, with_settings
+from jaxlc.config.command_line import parse
 from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import KindConfig
@@ -357,8 +358,20 @@ def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
 def test_config_rope_may_be_overridden_and_shape_may_not(tmp_path):
     directory = str(write_model(tmp_path / "model", "llama"))
     assert load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope_theta == 5e6
-    with pytest.raises(UserError, match=r"config.model.num_layers=4 contradicts .*, which has 3"):
-        load(ConfigDict({"model": dict(init_from=directory, num_layers=4)}))
+    with pytest.raises(UserError, match=r"model.num_layers=4 contradicts .*, which has 3.* also: .*vocab_size=9 "):
+        load(ConfigDict({"model": dict(init_from=directory, num_layers=4, vocab_size=9)}))
+
+
+def test_init_from_of_a_command_replaces_the_shape_of_a_shipped_config(tmp_path):
+    """extend_512k:mini sets the number of layers and of token ids of its own small model, and its RoPE."""
+    directory = write_model(tmp_path / "model", "llama")
+    command = ["program", "--config=extend_512k:mini", f"--config.model.init_from={directory}"]
+    models = [stage.config.model for stage in parse(command).stages]
+    own = [stage.config.model for stage in parse(command[:2]).stages]
+    assert {(model.num_layers, model.vocab_size) for model in models} == {(3, 61)}
+    assert [model.rope_theta for model in models] == [model.rope_theta for model in own]
+    with pytest.raises(UserError, match="config.model.num_layers=5 contradicts"):
+        parse([*command, "--config.model.num_layers=5"])
 
 
 def test_config_that_was_loaded_does_not_need_the_model(tmp_path):

@@ -339,9 +339,12 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     flags = ["--axes=context,tensor", "--transports=nccl,nvshmem", "--seq_len=2048,4096", "--workers=4"]
     config = tmp_path / "config.py"
     config.write_text(_CONFIG.format(cache_dir=str(tmp_path)))
-    assert main(["sweep", f"--config={config}", "--topology=h100:1x4", f"--out={tmp_path}", *flags]) == 0
+    command = ["sweep", f"--config={config}", "--topology=h100:1x4", f"--out={tmp_path}", *flags]
+    assert main([*command, "--axes=contxt"]) == 2  # before the compiler starts
+    assert capsys.readouterr().err.startswith("error: unknown setting config.mesh.contxt")
+    assert main(command) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("starting the GPU compiler for h100:1x4\n12 points\n")
+    assert printed.err.startswith("12 points\nstarting the GPU compiler for h100:1x4\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
     assert "times are estimates" in printed.out and "The estimate cannot order 1 and 1 more: " in printed.out
     best = "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2"

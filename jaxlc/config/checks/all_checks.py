@@ -26,46 +26,39 @@ from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.models.rope_settings import rope_problems
 from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import TENSOR_NAMES
-from jaxlc.core.errors import UserError, raise_first
+from jaxlc.core.errors import UserError, raise_all, raise_first
 
 
-def check(config: Config) -> None:
+def check(config: Config, *, on_devices: bool = True) -> None:
     """Checks all values of `config`.
 
+    Args:
+      on_devices: whether the mesh is checked, too.
     Raises:
-      UserError: the first value that is out of range or contradicts another one.
+      UserError: all values that are out of range; or all that contradict others.
     """
-    for section in SECTIONS:
-        raise_first(range_problems(section, getattr(config, section)))
-    for problems in (
-        layer_problems,
-        delta_net_problems,
-        expert_problems,
-        _model_problems,
-        _attention_problems,
-        _optimizer_problems,
-        _data_problems,
-        _memory_problems,
-        _runtime_problems,
-        _profile_problems,
-        checkpoint_problems,
-    ):
-        raise_first(problems(config))
-    # Checked before divisibility, whose advice keeps the number of devices.
-    if config.runtime.simulated_devices:
-        check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
+    raise_all(problem for section in SECTIONS for problem in range_problems(section, getattr(config, section)))
+    for problems in (layer_problems, delta_net_problems, expert_problems, _model_problems):
+        raise_first(problems(config))  # later ones rely on the sizes
+    checks = (*_CHECKS, _mesh_problems) if on_devices else _CHECKS
+    raise_all(problem for problems in checks for problem in problems(config))
+
+
+def _mesh_problems(config: Config) -> Iterator[str]:
+    """What the mesh does not divide: first devices and heads, whose advice is another mesh, then lengths."""
+    try:
+        if config.runtime.simulated_devices:
+            check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
+    except UserError as error:
+        yield str(error)
+        return
     for problem in split_problems(config):
         mesh = working_mesh(config, config.mesh.num_devices)
         smaller = "a smaller --config.mesh.tensor or --config.mesh.context"
         advice = f"use {mesh_overrides(config.mesh, mesh)}" if mesh else f"use {smaller}"
-        raise UserError(f"{problem}; {advice}")
-    raise_first(length_problems(config))
-    raise_first(node_problems(config))
-    raise_first(tile_problems(config))
-    raise_first(precision_problems(config))
-    raise_first(lora_problems(config))
-    raise_first(training_problems(config))
-    raise_first(posttrain_problems(config))
+        yield f"{problem}; {advice}"
+        return
+    yield from [*length_problems(config), *node_problems(config)] or tile_problems(config)
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -192,3 +185,18 @@ def _profile_problems(config: Config) -> Iterator[str]:
     match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", steps)
     if steps and (match is None or int(match[1]) >= int(match[2])):
         yield f"invalid value {steps!r} for config.profile.steps: expected FIRST:END, such as 10:13 for steps 10 to 12"
+
+
+_CHECKS = (  # they do not depend on each other
+    _attention_problems,
+    _optimizer_problems,
+    _data_problems,
+    _memory_problems,
+    _runtime_problems,
+    _profile_problems,
+    checkpoint_problems,
+    precision_problems,
+    lora_problems,
+    training_problems,
+    posttrain_problems,
+)

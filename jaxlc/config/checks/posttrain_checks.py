@@ -91,6 +91,11 @@ def _loss_problems(config: Config) -> Iterator[str]:
     yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
     if posttrain.loss == "dpo" and not config.attention.shared_prefixes:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=True"
+        if posttrain.reference == "record":
+            yield (
+                "config.posttrain.reference='record' reads reference_log_probs of the records, which `jaxlc logprobs`"
+                " adds; without them, set it to base and config.lora.rank, or to model"
+            )
     if posttrain.loss == "dr_grpo" and not posttrain.max_answer_tokens:
         yield f"{setting} divides by a constant length; set config.posttrain.max_answer_tokens"
     yield from _reference_problems(config)

@@ -12,7 +12,7 @@ from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.own_format import stored_settings
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.values import defaults_of, flattened
-from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.errors import Unsupported, UserError, raise_all
 from jaxlc.core.foreign_files import check_no_pointers, other_format, read_json_file
 from jaxlc.core.paths import file_inside, local_path, nearest_path
 
@@ -178,18 +178,20 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     """The settings of the model, with those of `explicit` that may differ from it: RoPE and the window.
 
     Raises:
-      UserError: another setting of `explicit` differs; the message names the difference.
+      UserError: other settings of `explicit` differ; the message names all differences.
     """
     settings = {"kinds": dict[str, Any](), **pretrained.model_settings()}
     stored, defaults = flattened(settings), defaults_of(KindConfig)
+    problems: list[str] = []
     for path, value in flattened(explicit).items():
         name, field = path.partition(".")[0], path.rpartition(".")[2]
         known = stored.get(path, defaults.get(field) if name == "kinds" else value)
         if name not in CHANGEABLE_SETTINGS and known != value:
-            raise UserError(
+            problems.append(
                 f"config.model.{path}={setting_text(value)} contradicts {pretrained.init_from}, which has"
                 f" {setting_text(known)}: remove that setting, or use --config.model.{path}={setting_text(known)}"
             )
+    raise_all(problems)
     return with_scaling(settings, {name: value for name, value in explicit.items() if name != "kinds"})
 
 
