@@ -144,7 +144,7 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
     if overrides.get("model.init_from"):
         unset_shape(settings, kept=overrides)
     settings.update_from_flattened_dict(overrides)
-    stages = load_stages(settings, overrides=overrides, on_devices=flags.uses_devices)
+    stages = load_stages(settings, overrides=overrides, on_devices=parsed.uses_devices)
     name = getattr(parsed, "stage", "")
     selected = tuple(stage for stage in stages if name in ("", stage.name))
     if not selected:
