@@ -14,6 +14,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.reports.examples import show
 from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.named_templates import TEMPLATES
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_prompts, open_traces
 from tests.data.chat_styles import REASONING, SPECIAL_TOKENS, VARIABLES, without_markers, write_tokenizer
@@ -99,7 +100,8 @@ def test_record_has_its_answers_in_the_loss(tmp_path, record, expected):
         (dict(messages=[user("q"), bot(None, function_call=dict(name="f"))]), "function_call.*write tool_calls"),
         (dict(messages=[user("q"), bot("a")], rejected_response="b"), "rejected_response.*chosen and rejected"),
         (dict(messages=[user("q"), bot("a")], images=["a.png"]), "'images': only text"),
-        (dict(prompt=[user("q")], completion=[bot("a")], label=False), "label=false"),
+        (dict(prompt=[user("q")], completion=[bot("a")], label=False), "'label': false marks"),
+        (dict(prompt="q", completion=""), "'completion' is an empty answer"),
         (dict(prompt=[user("q")], completion=[user("p"), bot("a")]), "'completion' are another chat"),
         (dict(system="s", messages=[dict(role="system", content="t"), bot("a")]), "'system' and the first message"),
     ],
@@ -117,12 +119,14 @@ def test_record_that_cannot_be_used_is_a_bad_record(tmp_path, record, message):
     [
         (dict(messages=[user("q"), bot("a", reasoning_content="r" * 9)]), "reasoning_content of assistant"),
         (dict(messages=[user("q"), bot("a", thinking=["s" * 9])]), "thinking of assistant"),
+        (dict(messages=[user("q"), bot("a", tool_calls=[CALL])]), "tool_calls of assistant"),
         (dict(prompt="q", chosen="a", rejected="a"), "equal chosen and rejected"),
     ],
     ids=str,
 )
 def test_what_is_lost_is_counted(tmp_path, record, names):
-    [warning] = opened(tmp_path, [record] * 2).warnings
+    template = "{# tool_calls #}" + TEMPLATES["chatml"].replace("message['tool_calls'] or []", "[]")
+    [warning] = opened(tmp_path, [record] * 2, chat_template=template).warnings
     assert names in warning and ": 2 (the first: " in warning and "records.jsonl:1" in warning
 
 
@@ -258,6 +262,15 @@ def test_files_without_text_are_refused(tmp_path, content, suffix, message):
     config, path = config_of(tmp_path, [], content, suffix)
     config.data.update(sources=(path,), eval_fraction=0.2)
     with pytest.raises(UserError, match=message):
+        open_corpus(load(config).data)
+
+
+@pytest.mark.parametrize("field, excluded", [("labels", -100), ("loss_mask", 0)])
+def test_masks_beside_token_ids_are_refused(tmp_path, field, excluded):
+    records = [dict(input_ids=[0, 1], labels=[0, 1], label=0), {"input_ids": [0, 1], field: [1, excluded]}]
+    config, path = config_of(tmp_path, records)
+    config.data.mixture.ids = dict(paths=path, token_field="input_ids")
+    with pytest.raises(UserError, match=f"records.jsonl:2: the field '{field}' excludes tokens"):
         open_corpus(load(config).data)
 
 

@@ -143,7 +143,7 @@ def test_read_documents_parquet_without_text_is_refused(tmp_path: Path):
 
 def test_read_documents_without_pyarrow_says_install(corpus: Path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"jaxlc\[data\]"):
+    with pytest.raises(UserError, match=r"\.\[data\]"):
         documents_of(corpus / "i.parquet")
 
 

@@ -16,8 +16,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxlc.core.foreign_files import parse_json
 from jaxlc.data.texts.records import BadRecord, kind_of
 
@@ -31,14 +29,14 @@ OTHER_FIELDS = {
     "alpaca": ("tools", "system", "input", "output", "history"),
 }
 LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # of OpenAI, ms-swift and Axolotl
+_KTO_LABELS = ("label", "kto_tag")
 # Field of a record or message -> what to do instead.
 _UNSUPPORTED = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
     **dict.fromkeys(("train_detail", "training_detail", "loss_scale"), "only whole messages can be without a loss"),
     **dict.fromkeys(("function_call", "functions"), "write tool_calls and tools"),
-    **dict.fromkeys(
-        ("rejected_response", "rejected_messages", "rejected_output"), "write pairs as prompt, chosen and rejected"
-    ),
+    **dict.fromkeys(("rejected_response", "rejected_messages"), "write pairs as prompt, chosen and rejected"),
+    **dict.fromkeys(_KTO_LABELS, "false marks an answer to be avoided; write pairs as prompt, chosen and rejected"),
     "chat_template_kwargs": "write a template with these values",
 }
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED)
@@ -70,13 +68,14 @@ def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: st
     Args:
       value: of the field `field`.
       values: all fields of the record.
-      chat_format: a key of CHAT_FIELDS.
+      chat_format: a key of CHAT_FIELDS; "": messages or sharegpt.
       where: FILE:NUMBER of the record, for errors.
     Raises:
       BadRecord: the record has another form, a part of it cannot be trained on, or an answer is empty.
     """
-    with _located(where):
-        return _chat(_FORMATS[chat_format](value, values, field), values)
+    with located(where):
+        messages = _FORMATS[chat_format](value, values, field) if chat_format else _turns(value, field, "user")
+        return _chat(messages, values)
 
 
 def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
@@ -89,7 +88,7 @@ def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
     Raises:
       BadRecord: as `read_chat`, or the answer starts with another prompt.
     """
-    with _located(where):
+    with located(where):
         prompt = next((values[name] for name in ("prompt", "messages", "conversations") if name in values), None)
         before, turns = _turns(prompt, "prompt", "user"), _turns(values[field], field, ASSISTANT)
         num_before, contents = len(before), [message.get("content") for message in turns.values()]
@@ -106,25 +105,17 @@ def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
         return chat._replace(masked=chat.masked | {number for number in answers if number < first})
 
 
-def read_prompt(values: Mapping[str, Any], where: str) -> Chat:
-    """The chat in the field prompt, which may have no answer.
-
-    Raises:
-      BadRecord: as `read_chat`.
-    """
-    with _located(where):
-        return _chat(_turns(values["prompt"], "prompt", "user"), values)
-
-
 def check_fields(values: Mapping[str, Any], path: str = "") -> None:
     """Raises BadRecord if a record or a message has a field that is unsupported."""
     for name in _UNSUPPORTED.keys() & values.keys():
-        if values[name] is not None and values[name] is not False and np.size(values[name]):
+        value = values[name]
+        is_set = len(value) > 0 if hasattr(value, "__len__") else value not in (None, False)
+        if value is False if name in _KTO_LABELS else is_set:
             raise BadRecord(f"unsupported: the field {path + name!r}: {_UNSUPPORTED[name]}")
 
 
 @contextlib.contextmanager
-def _located(where: str) -> Iterator[None]:
+def located(where: str) -> Iterator[None]:
     """Adds the place to errors."""
     try:
         yield
@@ -169,17 +160,15 @@ def _sharegpt(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
 
 def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
     texts = {field: value, "input": values.get("input") or "", "output": values.get("output")}
-    earlier = values.get("history") or []
-    if not all(isinstance(turn, list) and len(turn) == 2 for turn in earlier):
-        raise BadRecord("the field 'history' is not a list of [question, answer]")
-    for i, (question, answer) in enumerate(earlier):
-        texts |= {f"history[{i}][0]": question, f"history[{i}][1]": answer}
-    for name, text in texts.items():
+    pairs = {}
+    for i, pair in enumerate(values.get("history") or ()):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRecord(f"history[{i}] is {kind_of(pair)}, expected a question and its answer")
+        pairs |= {f"history[{i}][0]": pair[0], f"history[{i}][1]": pair[1]}
+    for name, text in (texts | pairs).items():
         if not isinstance(text, str):
             raise BadRecord(f"the field {name!r} is {kind_of(text)}, expected text")
-    question = f"{value}\n\n{texts['input']}" if texts["input"] else value
-    pairs = {name: text for name, text in texts.items() if name.startswith("history")}
-    pairs |= {field: question, "output": texts["output"]}
+    pairs |= {field: f"{value}\n\n{texts['input']}" if texts["input"] else value, "output": texts["output"]}
     roles = itertools.cycle(("user", ASSISTANT))
     return {name: {"role": role, "content": text} for (name, text), role in zip(pairs.items(), roles)}
 

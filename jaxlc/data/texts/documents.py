@@ -21,6 +21,8 @@ from jaxlc.data.texts.records import (
 )
 from jaxlc.data.texts.sources import SourceFile, unreadable
 
+# Fields beside token IDs -> the value of tokens that are not in the loss.
+_MASKS = {"labels": -100} | dict.fromkeys(("loss_mask", "attention_mask", "completion_mask", "assistant_masks"), 0)
 _BLOCK_BYTES = 1 << 20  # text of a file in memory at one time
 
 
@@ -45,6 +47,8 @@ class Fields(NamedTuple):
     @property
     def others(self) -> tuple[str, ...]:
         """Other fields of the record that the document may need."""
+        if self.tokens:
+            return tuple(_MASKS)
         return (*OTHER_FIELDS[self.chat_format], *UNSUPPORTED_FIELDS) if self.chat else ()
 
     def setting(self, files_setting: str) -> str:
@@ -173,6 +177,13 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
     name = f"{file.name}:{record.number}"
     if fields.tokens:
         ids = _ids(value, record, fields.tokens)
+        for mask, excluded in _MASKS.items():
+            mask_values = np.atleast_1d(record.values.get(mask, 1))
+            if len(mask_values) > 1 and excluded in mask_values:
+                raise BadRecord(
+                    f"{record.where}: the field {mask!r} excludes tokens from the loss, which has all of a document:"
+                    " use config.data.traces with tokens and loss_mask, or remove the field"
+                )
         return Document(name=name, where=record.where, ids=ids) if len(ids) else None
     if fields.chat:
         assert isinstance(record.values, dict), record  # it has the field

@@ -39,7 +39,7 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, 
 _END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
 _MAX_SOURCE_CHARACTERS = 1 << 18
 _QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
-_NO_TEXT = ("role", "name", "tool_call_id", "id", "type")  # fields that templates need not render; "name" also of calls
+_NO_TEXT = ("role", "name", "tool_call_id")  # fields of messages that templates need not render
 _ADVICE = "use a template with {% generation %} in data.chat_template"
 
 
@@ -358,7 +358,7 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
-        items = value if isinstance(value, list) else [x for name, x in value.items() if name not in _NO_TEXT]
+        items = value if isinstance(value, list) else [x for name, x in value.items() if name not in ("id", "type")]
         yield from itertools.chain.from_iterable(map(_strings, items))
 
 

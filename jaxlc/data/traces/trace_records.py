@@ -36,9 +36,9 @@ from jaxlc.data.texts.chats import (
     Chat,
     check_fields,
     is_chat,
+    located,
     read_answer,
     read_chat,
-    read_prompt,
 )
 from jaxlc.data.texts.records import BadRecord, Record, kind_of
 from jaxlc.data.tokens.chat import MarkedText
@@ -47,7 +47,7 @@ from jaxlc.data.tokens.tokenizers import with_start
 
 FIELDS = (  # of traces
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "reward", "advantage",
-    "old_log_probs", "reference_log_probs", "truncated", "policy_step", "label", "kto_tag",
+    "old_log_probs", "reference_log_probs", "truncated", "policy_step",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
 LOG_PROBS = ("old_log_probs", "reference_log_probs")
@@ -89,7 +89,7 @@ class Trace:
 class _Encoded(NamedTuple):
     tokens: np.ndarray  # int [n]
     in_loss: np.ndarray  # bool [n]
-    prompt: str | bytes  # what precedes the first answer
+    prompt: bytes  # what precedes the first answer
     has_end: bool = False  # the last token is the end of a text that is an answer
 
 
@@ -139,10 +139,12 @@ class TraceReader:
         if value is None:
             raise BadRecord(f"{where}: no field prompt (the fields are {', '.join(values)})")
         if isinstance(value, str) or is_chat(value):
-            ids, text = self.encoder.prompt(value if isinstance(value, str) else read_prompt(values, where), where)
-            return self._checked(ids, where), text
-        ids = self._checked(_token_ids(value, "prompt", where), where)
-        return ids, self.encoder.tokenizer.decode(ids)
+            prompt = value if isinstance(value, str) else read_chat(value, values, "", "prompt", where)
+            ids, text = self.encoder.prompt(prompt, where)
+        else:
+            ids = _token_ids(value, "prompt", where)
+            text = self.encoder.tokenizer.decode(ids)
+        return self._checked(ids, where), text
 
     def _trace(self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, **fields: Any) -> Trace:
         encoded = self._encoded(values, answer, where, is_sampled)
@@ -153,68 +155,58 @@ class TraceReader:
             tokens, in_loss = tokens[:-1], in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
-        prompt = encoded.prompt if isinstance(encoded.prompt, bytes) else encoded.prompt.encode(errors="replace")
         return Trace(
-            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(prompt).digest()[:16], **fields,
+            where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16], **fields,
             log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
         )  # fmt: skip
 
     def _encoded(self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool) -> _Encoded:
-        if values.get("label") is False or values.get("kto_tag") is False:
-            raise BadRecord(f"{where}: unsupported: an answer with label=false (KTO); remove it, or write pairs")
-        is_truncated = bool(values.get("truncated", False))
+        with located(where):
+            check_fields(values)
+        is_truncated, prompt, answer = bool(values.get("truncated", False)), values.get("prompt"), values.get(name)
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
             in_loss = _array(values.get("loss_mask", ()))
             if in_loss.shape != tokens.shape or not np.isin(in_loss, (0, 1)).all():
                 raise BadRecord(f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens")
             in_loss = in_loss.astype(bool)
-            return _Encoded(tokens, in_loss, tokens[: in_loss.argmax()].astype(np.int64).tobytes())
-        prompt, answer = values.get("prompt"), values.get(name)
-        if name != "completion" and is_chat(answer) or answer is not None and (is_chat(prompt) or is_chat(answer)):
+            return _Encoded(tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()]))
+        if is_chat(answer) or (answer is not None and is_chat(prompt)):
             return self._of_chat(read_answer(values, name, where), where, is_truncated)
-        if name == "completion":
-            for chat_format, field in CHAT_FIELDS.items():
-                if field in values:
-                    value = values[field]
-                    is_messages = (
-                        isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
-                    )
-                    chat_format = "messages" if is_messages else chat_format
-                    return self._of_chat(read_chat(value, values, chat_format, field, where), where, is_truncated)
+        for chat_format, key in CHAT_FIELDS.items():
+            if key in values and name == "completion":
+                chat_format = chat_format if chat_format == "alpaca" else ""
+                return self._of_chat(read_chat(values[key], values, chat_format, key, where), where, is_truncated)
         if prompt is None or answer is None:
             raise BadRecord(
                 f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages,"
                 " prompt and completion, or prompt, chosen and rejected"
             )
-        check_fields(values, f"{where}: ")
         return self._joined(prompt, answer, name, where, is_truncated, is_sampled)
 
     def _joined(
         self, prompt: Any, answer: Any, name: str, where: str, is_truncated: bool, is_sampled: bool
     ) -> _Encoded:
-        has_end = isinstance(answer, str) and not is_truncated
+        if isinstance(answer, str) and not answer:
+            raise BadRecord(f"{where}: the field {name!r} is an empty answer")
         if isinstance(prompt, str) and isinstance(answer, str) and not is_sampled:
-            text = prompt + answer
-            self.encoder.note_text(text, where)
-            marked = MarkedText(text, ((len(prompt), len(text)),))
+            self.encoder.note_text(prompt + answer, where)
+            marked = MarkedText(prompt + answer, ((len(prompt), len(prompt + answer)),))
             ((tokens, spans),) = self.encoder.encode([(marked, where)], special_tokens=False)
             in_loss = _mask(spans, len(tokens))
         else:
             parts = [
-                self.encoder.plain(x, where) if isinstance(x, str) else _token_ids(x, field, where)
-                for x, field in ((prompt, "prompt"), (answer, name))
+                self.encoder.plain(x, where) if isinstance(x, str) else _token_ids(x, key, where)
+                for x, key in ((prompt, "prompt"), (answer, name))
             ]
             tokens, in_loss = np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts])
         if isinstance(prompt, str):
             tokens = with_start(tokens, self.encoder.tokenizer)
             in_loss = np.pad(in_loss, (len(tokens) - len(in_loss), 0))
+        has_end = isinstance(answer, str) and not is_truncated
         if has_end:
-            tokens = np.append(tokens, self.encoder.tokenizer.end_of_document_id)
-            in_loss = np.append(in_loss, True)
-        return _Encoded(
-            tokens, in_loss, prompt if isinstance(prompt, str) else np.asarray(prompt, np.int64).tobytes(), has_end
-        )
+            tokens, in_loss = np.append(tokens, self.encoder.tokenizer.end_of_document_id), np.append(in_loss, True)
+        return _Encoded(tokens, in_loss, _bytes_of(prompt), has_end)
 
     def _of_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
         (marked,) = self.encoder.render([(chat, where)])
@@ -225,7 +217,7 @@ class TraceReader:
             text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
             marked = marked._replace(text=text, answers=(*marked.answers[:-1], (begin, len(text))))
         ((tokens, spans),) = self.encoder.encode([(marked, where)])
-        return _Encoded(tokens, _mask(spans, len(tokens)), marked.text[: marked.answers[0][0]])
+        return _Encoded(tokens, _mask(spans, len(tokens)), _bytes_of(marked.text[: marked.answers[0][0]]))
 
     def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
@@ -240,6 +232,10 @@ def _values(record: Record) -> dict[str, Any]:
     if isinstance(record.values, BadRecord):
         raise record.values
     return {name: x for name, x in record.values.items() if x is not None}
+
+
+def _bytes_of(prompt: str | Sequence[int] | np.ndarray) -> bytes:
+    return prompt.encode(errors="replace") if isinstance(prompt, str) else np.asarray(prompt, np.int64).tobytes()
 
 
 def _mask(spans: np.ndarray, num_tokens: int) -> np.ndarray:
