@@ -67,7 +67,7 @@ def help_text() -> str:
             "",
             *(f"  {name:<10} {verb.summary}" for name, verb in VERBS.items()),
             "",
-            "generate, eval, export and profile take the directory of a run instead of --config.",
+            "checkpoint, eval, export, generate and profile take the directory of a run instead of --config.",
             "`jaxlc VERB --help` lists the arguments of a verb, and the sections of the settings if it takes --config.",
             f"Shipped configs: {', '.join(shipped_configs())}; or give the path of a .py file.",
         ]

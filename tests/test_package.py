@@ -148,7 +148,9 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
     ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     done = run(installed, tmp_path, str(installed / "bin" / "jaxlc"), "plan", *arguments, environment=environment)
-    assert done.stderr == "compiling the training step for h100:1x4 ...\n"
+    first, *others = done.stderr.splitlines()
+    assert first == "compiling the training step for h100:1x4 ..."
+    assert all("so far" in line for line in others)  # of a slow machine
     assert "peak of an evaluation" in done.stdout
     assert "VERDICT: fits" in done.stdout and "cudnn attention forward" in done.stdout
     values = json.loads((tmp_path / "plan.json").read_text())

@@ -10,6 +10,7 @@ from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.core.errors import UserError
+from jaxlc.core.progress_lines import progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +57,21 @@ def target_topology(topology: str, config: Config) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, plain lines elsewhere."""
+    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, lines elsewhere."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    disabled = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disabled) as bars, contextlib.ExitStack() as lines:
         task = bars.add_task("starting", total=None)
 
         def starting(description: str) -> None:
             bars.reset(task, description=f"compiling {description}")
-            if not console.is_terminal:
+            if disabled:
+                lines.close()  # of the program before
                 console.print(f"compiling {description} ...", markup=False)
+                lines.enter_context(progress_lines(f"compiling {description}"))
 
         yield starting

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from jaxlc.core import progress_lines
 from jaxlc.core.counts import duration_text
+from jaxlc.plan import terminal
 from jaxlc.train.reports.progress import Progress, flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
@@ -42,6 +43,23 @@ def test_update_without_terminal_prints_every_row(clock):
             progress.update(step=step, **ROW)
     shown = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
     assert shown == [1, 2, 40]
+
+
+def test_compilation_without_terminal_prints_lines_while_it_lasts(capsys, monkeypatch):
+    """A run, and a plan of two programs."""
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
+    progress, out = make_progress()
+    with progress, progress.compiling("the step"):
+        time.sleep(0.12)
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["compiling the step ...", "compiling the step: 0:00 so far"] and "compiled" in lines[-1]
+    with terminal.progress() as starting:
+        for name in ("one", "two"):
+            starting(name)
+            time.sleep(0.12)
+    lines = capsys.readouterr().err.splitlines()
+    ends = [lines.index(f"compiling {name}: 0:00 so far") for name in ("one", "two")]
+    assert lines.index("compiling one ...") < ends[0] < lines.index("compiling two ...") < ends[1]
 
 
 def test_progress_to_pipe_prints_plain_text(capsys, monkeypatch):

@@ -51,7 +51,7 @@ def write_report(
     if rate is not None:
         peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
         flops.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
-    tensorboard = f", tensorboard --logdir {displayed(workdir / TENSORBOARD_DIRECTORY)}"
+    tensorboard = f", {displayed(workdir / TENSORBOARD_DIRECTORY)}"
     if not extras.is_installed("tensorboardX"):
         tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"
     heldout = []

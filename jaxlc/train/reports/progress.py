@@ -125,13 +125,13 @@ class Progress:
 
     @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """A spinner, and permanent lines before and after: compilation may take minutes, also without a terminal."""
+        """Progress, and permanent lines before and after: compilation may take minutes, also without a terminal."""
         if not self._is_live and self._notebook is None:
             self.log(f"compiling {what} ...")
         else:
             self._append(f"compiling {what} ...")
         start_seconds = time.perf_counter()
-        with self.spinner(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
+        with self.progress_bar(f"compiling {what}"), compilation_cache.watch() as came_from_cache:
             yield
             source = " (from the cache)" if came_from_cache() else ""
         self.log(f"compiled {what} in {time.perf_counter() - start_seconds:.1f} s{source}")
