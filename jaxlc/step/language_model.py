@@ -15,7 +15,7 @@ from jaxlc.config import Config
 from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.data.sequences.user_batches import complete_batch
+from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.models.rope import TablesOfKinds, tables_of_kinds
 from jaxlc.runtime.barrier import Program
@@ -144,6 +144,8 @@ class LanguageModel:
     ) -> "TokenScores":
         """As `log_probs`, of logits divided by `temperature`, with the entropy of each distribution."""
         padded = self._padded(tokens)
+        check_range("position", np.asarray(positions), padded.shape[1], "positions")
+        check_range("token", np.asarray(candidates), self.config.model.vocab_size, "candidates")
         functions = self._functions(padded.batch.tokens.shape[1])
         features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
         num_sequences, num_scored = np.shape(positions)

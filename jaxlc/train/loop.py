@@ -100,7 +100,11 @@ def run(
         lines = [[*step_lines(stage.config, step), *reference_lines(step)] for stage, step in zip(stages, steps)]
 
         # Data. Errors in it come before anything is printed.
-        data = [open_data(stage, progress, batches, eval_batches, path) for stage in stages]
+        has_custom_model = model is not None
+        data = [
+            open_data(stage, progress, batches, eval_batches, path, has_custom_model=has_custom_model)
+            for stage in stages
+        ]
         prepared = [
             PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
         ]

@@ -109,6 +109,8 @@ def open_data(
     user_batches: Batches | None = None,
     eval_batches: Batches | None = None,
     workdir: Path = Path(),
+    *,
+    has_custom_model: bool = False,
 ) -> RunData:
     """Opens the corpus of a stage, or wraps user-provided batches; see `jaxlc.train.run`.
 
@@ -123,7 +125,7 @@ def open_data(
             " batches"
         )
     if user_batches is not None:
-        return _from_batches(stage.config, user_batches, eval_batches)
+        return _from_batches(stage.config, user_batches, eval_batches, has_custom_model)
     if stage.config.rollouts.source:
         return _from_rollouts(stage, progress, workdir)
     if stage.config.data.traces:
@@ -208,15 +210,22 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def _from_batches(config: Config, user_batches: Batches, eval_batches: Batches | None) -> RunData:
-    sizes = dict(seq_len=config.data.seq_len, vocab_size=config.model.vocab_size, dtypes=array_dtypes(config))
-    heldout = None if eval_batches is None else ListedSequences(eval_batches, **sizes)
+def _from_batches(
+    config: Config, user_batches: Batches, eval_batches: Batches | None, has_custom_model: bool
+) -> RunData:
+    options = dict(
+        seq_len=config.data.seq_len,
+        vocab_size=config.model.vocab_size,
+        dtypes=array_dtypes(config),
+        absolute_positions=has_custom_model,
+    )
+    heldout = None if eval_batches is None else ListedSequences(eval_batches, **options)
     evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
     train = StreamedSequences(
         user_batches,
         batch_size=config.train.global_batch_size,
         prefetch_steps=config.data.prefetch_steps,
-        **sizes,
+        **options,
     )
     try:
         train[0]  # raises an error before the step is compiled

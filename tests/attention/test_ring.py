@@ -165,6 +165,9 @@ def test_attend_with_invalid_segment_ids_shape_raises():
     q, k, v, _ = inputs()
     with pytest.raises(UserError, match=r"invalid shape \(6, 99\) for segment_ids: expected \[B, T\] = \(6, 96\)"):
         attend(q, k, v, mesh=split_mesh(context=2), segment_ids=jnp.ones((6, 99), jnp.int32))
+    with pytest.raises(UserError, match="invalid segment_ids from 1 to 4294967297: expected 32-bit integers"):
+        segment_ids = np.repeat([1, 2**32 + 1], 48)[None].repeat(6, axis=0)
+        attend(q, k, v, mesh=split_mesh(context=2), segment_ids=segment_ids)
 
 
 def test_attend_with_segments_not_contiguous_raises():

@@ -161,6 +161,10 @@ def test_logits_are_causal_and_independent_of_padding_and_batch(result):
     expected_Bn = np.take_along_axis(chosen_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(log_probs_Bn, expected_Bn, rtol=1e-4, atol=1e-5)
     assert is_best_Bn.tolist() == [[True, False]] * 3
+    with pytest.raises(UserError, match="invalid positions: position 50, expected 0 to 49"):  # it is padding
+        model.log_probs(ids, positions_Bn + 1, candidates_Bn)
+    with pytest.raises(UserError, match="invalid candidates: token -1, expected 0 to 256"):
+        model.log_probs(ids, positions_Bn, np.full_like(candidates_Bn, -1))
     for positions in ([3, -1], -1, slice(-9, None)):
         chosen = model.logits(ids, positions=positions)
         np.testing.assert_allclose(chosen, logits_BTV[:, positions], rtol=1e-4, atol=1e-5)
@@ -309,7 +313,8 @@ def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_p
     assert first.evaluate().num_sequences == 2
     with pytest.raises(UserError, match="the run had its own batches, which are not stored"):
         jaxlc.load(tmp_path / "w").evaluate()
-    second = jaxlc.train.run(half, tmp_path / "w", batches=_corpus_batches(config))
+    shifted = ({**batch, "positions": batch["positions"] + 1_000_003} for batch in _corpus_batches(config))
+    second = jaxlc.train.run(half, tmp_path / "w", batches=shifted)  # positions are relative
     with pytest.raises(UserError, match="no held-out sequences: pass eval_batches"):
         second.evaluate()
     assert second.step == STEPS and second.evaluation is None

@@ -120,6 +120,8 @@ def check_shapes(
         raise UserError(f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16")
     if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
         raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
+    if segments_BT is not None and not jnp.issubdtype(segments_BT.dtype, jnp.integer):
+        raise UserError(f"invalid dtype {segments_BT.dtype} of segment_ids: expected int32")
     if sinks_N is not None and sinks_N.shape != (num_heads,):
         raise UserError(f"invalid shape {sinks_N.shape} for sinks: expected one per query head, {(num_heads,)}")
     if num_heads % num_kv_heads:
@@ -135,6 +137,8 @@ def check_contiguous(segments_BT: jax.Array, context: int) -> None:
     if isinstance(segments_BT, jax.core.Tracer) or not getattr(segments_BT, "is_fully_addressable", True):
         return
     ids_BT = np.asarray(segments_BT)
+    if (ids_BT < -(2**31)).any() or (ids_BT >= 2**31).any():  # JAX would keep their last 32 bits
+        raise UserError(f"invalid segment_ids from {ids_BT.min()} to {ids_BT.max()}: expected 32-bit integers")
     ids_BT = ids_BT[:, natural_order(zigzag_order(ids_BT.shape[1], context))]
     for sequence, ids_T in enumerate(ids_BT):
         first_of_runs = ids_T[np.flatnonzero(np.diff(ids_T, prepend=0))]

@@ -12,6 +12,7 @@ from jaxlc.data.sequences.loader import MAX_THREADS
 from jaxlc.data.sequences.trace_batches import complete_traces
 
 _REQUIRED = "tokens"
+_INT32_END = 2**31
 
 
 class EndOfBatches(Exception):
@@ -34,9 +35,10 @@ class StreamedSequences:
         vocab_size: int,
         prefetch_steps: int,
         dtypes: Mapping[str, type] = ALWAYS,
+        absolute_positions: bool = False,
     ):
-        """dtypes: of the arrays of a batch, see `array_dtypes`."""
-        self._dtypes = dtypes
+        """dtypes: of the arrays of a batch, see `array_dtypes`. absolute_positions: see `complete_batch`."""
+        self._options = dict(dtypes=dtypes, absolute_positions=absolute_positions)
         self._batches: Iterator[Mapping] = iter(batches)
         self._batch_size, self._seq_len, self._vocab_size = batch_size, seq_len, vocab_size
         self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(maxlen=prefetch_steps + MAX_THREADS + 2)
@@ -64,7 +66,7 @@ class StreamedSequences:
 
     def _checked(self, batch: Mapping) -> dict[str, np.ndarray]:
         where = f"batch {self._num_read - 1}"
-        return complete_batch(batch, (self._batch_size, self._seq_len), self._vocab_size, where, self._dtypes)
+        return complete_batch(batch, (self._batch_size, self._seq_len), self._vocab_size, where, **self._options)
 
 
 class ListedSequences:
@@ -74,11 +76,10 @@ class ListedSequences:
       UserError: there are no batches, or one is invalid.
     """
 
-    def __init__(
-        self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int, dtypes: Mapping[str, type] = ALWAYS
-    ):
+    def __init__(self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int, **options):
+        """`options`: as of `complete_batch`."""
         parts = [
-            complete_batch(batch, (None, seq_len), vocab_size, f"evaluation batch {number}", dtypes)
+            complete_batch(batch, (None, seq_len), vocab_size, f"evaluation batch {number}", **options)
             for number, batch in enumerate(batches)
         ]
         if not parts:
@@ -96,25 +97,56 @@ def complete_batch(
     vocab_size: int,
     where: str,
     dtypes: Mapping[str, type] = ALWAYS,
+    *,
+    absolute_positions: bool = False,
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
       batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens of a document are
-        contiguous, 0 is padding), "positions" (default: counted within each document, where they increase), "targets"
+        contiguous, 0 is padding), "positions" (default: counted within each document, where they increase, on from the
+        prefix that it continues), "targets"
         (default: the next token of the same document; any number where the loss weight is 0), and "loss_weights"
         (default: 1, but 0 on padding and at each document's last token). Those of post-training are in
         trace_batches.py.
       shape: the expected B (None: any) and S.
       where: names the batch in errors.
       dtypes: of the arrays of the batch, see `array_dtypes`.
+      absolute_positions: the model depends on more than the differences of positions: they remain as they are. The
+        decoder does not, so its positions count from the first token of each document or of its prefix.
     Returns:
       The arrays named in `dtypes`, [B, S].
     Raises:
       UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or weighted target that
         is not in the vocabulary, a negative or infinite loss weight, a document that is not contiguous, or positions
-        that do not increase.
+        that do not increase, or are S or more after the first one.
     """
+    arrays = _arrays(batch, shape, where, dtypes)
+    tokens = arrays[_REQUIRED]
+    in_vocabulary = f"0 to {vocab_size - 1} (config.model.vocab_size)"
+    check_range("token", tokens, vocab_size, where, in_vocabulary)
+    segments = arrays.setdefault("segment_ids", np.ones(tokens.shape, np.int32))
+    check_range("segment id", segments, _INT32_END, where)
+    continues = np.zeros(tokens.shape, bool)  # whether the next token belongs to the same document
+    continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
+    _check_contiguous(segments, continues, where)
+    arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
+    weights = arrays.setdefault("loss_weights", continues)
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise UserError(f"invalid {where}: loss_weights are not all finite and at least 0")
+    # Targets without a weight may be any number, such as the -100 of other libraries.
+    arrays["targets"] = np.where(weights > 0, arrays["targets"], 0)
+    advice = "; set loss_weights to 0 where there is no target"
+    check_range("target", arrays["targets"], vocab_size, where, in_vocabulary + advice)
+    complete_traces(arrays, dtypes, where)
+    arrays["positions"] = _positions(arrays, continues, where, absolute=absolute_positions)
+    return {name: arrays[name].astype(dtype) for name, dtype in dtypes.items()}
+
+
+def _arrays(
+    batch: Mapping, shape: tuple[int | None, int], where: str, dtypes: Mapping[str, type]
+) -> dict[str, np.ndarray]:
+    """The arrays of a batch. Raises UserError for an unknown or missing one, or a wrong shape or type."""
     expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
     if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(dtypes):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -133,36 +165,24 @@ def complete_batch(
                 f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtypes[name])}"
                 f" of the shape of tokens, {list(tokens.shape)}"
             )
-    _check_ids("token", tokens, vocab_size, where)
-    segments = arrays.setdefault("segment_ids", np.ones(tokens.shape, np.int32))
-    continues = np.zeros(tokens.shape, bool)  # whether the next token belongs to the same document
-    continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
-    arrays.setdefault("positions", _positions(continues))
-    _check_documents(segments, arrays["positions"], continues, where)
-    arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
-    weights = arrays.setdefault("loss_weights", continues)
-    if not (np.isfinite(weights) & (weights >= 0)).all():
-        raise UserError(f"invalid {where}: loss_weights are not all finite and at least 0")
-    # Targets without a weight may be any number, such as the -100 of other libraries.
-    arrays["targets"] = np.where(weights > 0, arrays["targets"], 0)
-    _check_ids("target", arrays["targets"], vocab_size, where, "; set loss_weights to 0 where there is no target")
-    complete_traces(arrays, dtypes, where)
-    return {name: arrays[name].astype(dtype) for name, dtype in dtypes.items()}
+    return arrays
 
 
-def _check_ids(name: str, ids: np.ndarray, vocab_size: int, where: str, advice: str = "") -> None:
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise UserError(
-            f"invalid {where}: {name} {wrong}, expected 0 to {vocab_size - 1} (config.model.vocab_size){advice}"
-        )
+def check_range(name: str, values: np.ndarray, end: int, where: str, expected: str = "") -> None:
+    """Raises UserError unless all integers are in 0 <= value < end. JAX clamps indices out of range without an error.
+
+    Args:
+      expected: the range in words; "" for that of `end`.
+    """
+    for wrong in (values.min(initial=0), values.max(initial=0)):
+        if not 0 <= wrong < end:
+            raise UserError(f"invalid {where}: {name} {wrong}, expected {expected or f'0 to {end - 1}'}")
 
 
-def _check_documents(segments: np.ndarray, positions: np.ndarray, continues: np.ndarray, where: str) -> None:
-    """Checks what attention and per-document sharding rely on; arrays [B, S], `continues` as in `_positions`.
+def _check_contiguous(segments: np.ndarray, continues: np.ndarray, where: str) -> None:
+    """Raises UserError if the tokens of a document are not contiguous; attention and per-document sharding rely on it.
 
-    Raises:
-      UserError: the tokens of a document are not contiguous, or their positions do not increase.
+    Arrays [B, S]; `continues` as in `_positions`.
     """
     is_first = segments != 0
     is_first[:, 1:] &= ~continues[:, :-1]
@@ -174,21 +194,51 @@ def _check_documents(segments: np.ndarray, positions: np.ndarray, continues: np.
             f"invalid {where}: the tokens with segment id {segment} of sequence {row} are not contiguous;"
             " give each document a segment id of its own"
         )
-    is_wrong = continues[:, :-1] & (np.diff(positions, axis=1) <= 0)
+
+
+def _positions(arrays: Mapping[str, np.ndarray], continues: np.ndarray, where: str, *, absolute: bool) -> np.ndarray:
+    """The positions of a batch, int64 [B, S]; 0 on padding, unless they are absolute.
+
+    Args:
+      arrays: of the batch, complete but for positions.
+      continues: bool [B, S], whether the next token belongs to the same document.
+      absolute: see `complete_batch`.
+    Raises:
+      UserError: positions that do not increase, or are out of range.
+    """
+    segments, prefixes = arrays["segment_ids"], arrays.get("prefix_ids", np.zeros((), np.int64))
+    index_S = np.arange(segments.shape[1])
+    is_first = np.ones(segments.shape, bool)
+    is_first[:, 1:] = ~continues[:, :-1]
+    first = np.maximum.accumulate(np.where(is_first, index_S, 0), axis=1)  # index of the first token of the document
+    root, prefix_end = first, first  # indices of the first token of the prefix, or of the document, and its end
+    if prefixes.any():
+        first_of, end_of = np.zeros((2, len(segments), segments.shape[1] + 1), np.int64)  # by segment id
+        np.put_along_axis(first_of, segments, first, axis=1)
+        np.put_along_axis(end_of, segments, np.broadcast_to(index_S + 1, first.shape), axis=1)  # the last one remains
+        root = np.where(prefixes > 0, np.take_along_axis(first_of, prefixes, axis=1), first)
+        prefix_end = np.where(prefixes > 0, np.take_along_axis(end_of, prefixes, axis=1), first)
+    if "positions" not in arrays:
+        return np.where(segments != 0, index_S - first + prefix_end - root, 0)
+    positions = arrays["positions"].astype(np.int64)
+    previous = np.where(is_first, prefix_end - 1, index_S - 1)  # the token before, also that of the prefix
+    has_previous = (segments != 0) & (~is_first | (prefixes > 0))
+    before = np.take_along_axis(positions, np.maximum(previous, 0), axis=1)
+    is_wrong = has_previous & (before >= positions)
     if is_wrong.any():
         row, column = np.argwhere(is_wrong)[0].tolist()
         raise UserError(
-            f"invalid {where}: positions {positions[row, column]}, {positions[row, column + 1]} of segment id"
-            f" {segments[row, column]} of sequence {row}: expected positions that increase within a document"
+            f"invalid {where}: positions {before[row, column]}, {positions[row, column]} of segment id"
+            f" {segments[row, column]} of sequence {row}: expected positions that increase within a document, also from"
+            " its prefix on"
         )
-
-
-def _positions(continues: np.ndarray) -> np.ndarray:
-    """Number of earlier tokens of the same document, [B, S].
-
-    Args:
-      continues: bool [B, S], whether the next token belongs to the same document.
-    """
-    index = np.arange(continues.shape[1])
-    starts = np.concatenate([np.ones((len(continues), 1), bool), ~continues[:, :-1]], axis=1)
-    return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    if absolute:
+        check_range("position", positions, _INT32_END, where)
+        return positions
+    positions = np.where(segments != 0, positions - np.take_along_axis(positions, root, axis=1), 0)
+    if positions.max() >= len(index_S):
+        raise UserError(
+            f"invalid {where}: a position is {positions.max():,} after the first one of its document: expected at most"
+            f" {len(index_S) - 1:,}; set config.data.seq_len larger than the distance"
+        )
+    return positions
