@@ -58,17 +58,18 @@ def parse_json(text: bytes | str) -> Any:
     try:
         value = json.loads(text)
         has_surrogates = _ESCAPE.search(text) if isinstance(text, str) else _ESCAPE_BYTES.search(text)
-        return _valid(value) if has_surrogates else value
+        return valid_unicode(value) if has_surrogates else value
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply: {error}") from None
 
 
-def _valid(value: Any) -> Any:
+def valid_unicode(value: Any) -> Any:
+    """A value of JSON with U+FFFD for lone surrogates in its texts."""
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, dict):
-        return {_valid(name): _valid(x) for name, x in value.items()}
-    return [_valid(x) for x in value] if isinstance(value, list) else value
+        return {valid_unicode(name): valid_unicode(x) for name, x in value.items()}
+    return [valid_unicode(x) for x in value] if isinstance(value, list) else value
 
 
 def read_json_file(path: Path) -> Any:

@@ -46,6 +46,8 @@ def generate_text(
         raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
     encode = encoder_of(result, chat=chat, chat_template=chat_template)
     encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
+    for warning in encode.warnings if jax.process_index() == 0 else ():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     generator, stops = generator_of(result), stops_for(result, encode.template)
     warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
     if frees_params:

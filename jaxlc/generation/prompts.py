@@ -1,13 +1,17 @@
 """The token ids of prompts: plain text, or the message of a user in the chat template of the model."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxlc.core.errors import UserError
+from jaxlc.core.foreign_files import valid_unicode
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.fitting_template import fitting_template
-from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
+from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.train.result.run_result import Result
 
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
@@ -27,11 +31,18 @@ class PromptEncoder:
           answer_prefix: the start of the answer, which the model continues; in a chat, after the header of the
             assistant.
         """
-        if self.template is None:
-            return with_start(self.tokenizer.encode((text + answer_prefix).encode(errors="replace")), self.tokenizer)
-        prompt = self.template.prompt([dict(role="user", content=text)]).text
-        ((ids, _),) = self.tokenizer.encode_with_offsets([prompt + answer_prefix], special_tokens=True)
-        return ids
+        text = valid_unicode(text)
+        prompt = text if self.template is None else Chat([dict(role="user", content=text)])
+        return self._encoder.prompt(prompt, repr(text[:40]), answer_prefix)[0]
+
+    @functools.cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.template or "")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was noticed in prompts, one line each."""
+        return self._encoder.notes.lines("prompts")
 
     @property
     def overhead_tokens(self) -> int:

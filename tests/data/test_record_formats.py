@@ -17,6 +17,7 @@ from jaxlc.data.tokens.chat import ChatTemplate
 from jaxlc.data.tokens.named_templates import TEMPLATES
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_prompts, open_traces
+from jaxlc.generation.prompts import PromptEncoder
 from tests.data.chat_styles import REASONING, SPECIAL_TOKENS, VARIABLES, without_markers, write_tokenizer
 
 END, TURN = "<end of document>", "<|im_end|>"
@@ -221,6 +222,8 @@ def test_text_of_special_tokens_is_counted_or_parsed(tmp_path):
     assert "data.parse_special_tokens=True" in warning and ": 1 (the first" in warning
     [warning] = opened(tmp_path, [dict(messages=[user(text), bot("a")])], **data).warnings
     assert "becomes that token: 1" in warning
+    encode = PromptEncoder(tokenizer=load_tokenizer(directory, "</s>"))
+    assert "\ufffd" in encode.tokenizer.decode(encode(text + "\ud83d")) and ": 1 (the first" in encode.warnings[0]
     config, path = config_of(tmp_path, [dict(text=text * 9)] * 20, seq_len=64, **data)
     config.data.update(sources=(path,), eval_fraction=0.2)
     for _ in range(2):  # also from the cache

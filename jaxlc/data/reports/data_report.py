@@ -46,8 +46,7 @@ def source_lengths(opened: Corpus | TraceData | Prompts) -> list[SourceLengths]:
     if isinstance(opened, Prompts):
         lengths_of = {"rollouts.prompts": np.array([len(prompt.ids) for prompt in opened.prompts])}
     elif isinstance(opened, TraceData):
-        traces = [trace for part in (opened.train, opened.heldout) if part is not None for trace in part.traces]
-        lengths_of = {"data.traces": np.array([len(trace.tokens) for trace in traces])}
+        lengths_of = {"data.traces": np.array([len(trace.tokens) for trace in opened.traces])}
     else:
         lengths_of = {source.name or "data.sources": np.diff(source.train.store.offsets) for source in opened.sources}
     return [

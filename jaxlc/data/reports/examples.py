@@ -16,7 +16,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.html import paragraph
 from jaxlc.core.progress_lines import progress_lines
 from jaxlc.data.corpus import Corpus, CorpusSource, open_corpus
-from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
+from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.data.traces.open_traces import Prompts, TraceData, open_prompts, open_traces
 from jaxlc.data.traces.trace_trees import Tree
 
@@ -142,7 +142,7 @@ def open_training_data(config: Config, log: Callable[[str], None] | None) -> Cor
     Raises:
       UserError: as `open_corpus` and `open_traces`, or rollouts are of another program.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_token, config.data.parse_special_tokens)
+    tokenizer = tokenizer_of(config.data)
     if config.rollouts.source == "model":
         return open_prompts(config, tokenizer)
     if config.rollouts.source:
@@ -157,52 +157,56 @@ def open_training_data(config: Config, log: Callable[[str], None] | None) -> Cor
 
 def _trace_examples(data: TraceData, config: Config, num: int) -> SourceExamples:
     """The first groups; the shared prefix of a group is in its first trace."""
-    traces = [trace for part in (data.train, data.heldout) if part is not None for trace in part.traces]
+    masks = bool(config.posttrain.loss) and config.posttrain.mask_truncated
+    examples = [
+        _trace_example(tree, number, masks, data.tokenizer)
+        for tree in data.train.trees[:num]
+        for number in range(len(tree.traces))
+    ]
+    in_loss = [trace.in_loss & (not (masks and trace.is_truncated)) for trace in data.traces]
     return SourceExamples(
         name="data.traces",
         unit="trace",
-        num_documents=len(traces),
-        num_tokens=sum(len(trace.tokens) for trace in traces),
-        num_loss_tokens=sum(int(trace.in_loss.sum()) for trace in traces),
-        examples=tuple(
-            _trace_example(tree, number, data.tokenizer, config) for tree in data.train.trees[:num]
-            for number in range(len(tree.traces))
-        ),
-    )  # fmt: skip
+        num_documents=len(in_loss),
+        num_tokens=sum(map(len, in_loss)),
+        num_loss_tokens=int(sum(mask.sum() for mask in in_loss)),
+        examples=tuple(examples),
+    )
 
 
-def _trace_example(tree: Tree, number: int, tokenizer: Tokenizer, config: Config) -> Example:
+def _trace_example(tree: Tree, number: int, masks_truncated: bool, tokenizer: Tokenizer) -> Example:
     trace = tree.traces[number]
-    is_masked = bool(config.posttrain.loss) and config.posttrain.mask_truncated and trace.is_truncated
     first = tree.num_prefix_tokens if number else 0
-    has_loss = np.append(trace.in_loss[1:], False)[first:] & (not is_masked)
-    is_pair = (trace.group or "").startswith("pair ")
-    known = dict(group=None if is_pair else trace.group, reward=trace.reward, advantage=trace.advantage)
+    has_loss = np.append(trace.in_loss[1:], False)[first:] & (not (masks_truncated and trace.is_truncated))
+    group = None if (trace.group or "").startswith("pair ") else trace.group
+    known = dict(group=group, reward=trace.reward, advantage=trace.advantage)
     parts = [trace.where, f"answer {number + 1} of {len(tree.traces)}"]
     parts += [f"{name} {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in known.items() if x is not None]
     parts += ["truncated"] * trace.is_truncated
     if tree.num_prefix_tokens:
         parts.append(f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens")
-    return Example(
-        title=", ".join(parts),
-        num_tokens=len(has_loss),
-        num_loss_tokens=int(has_loss.sum()),
-        runs=tuple(_runs(trace.tokens[first:], has_loss, tokenizer)),
-    )
+    return _example(", ".join(parts), trace.tokens[first:], has_loss, tokenizer)
 
 
 def _prompt_examples(prompts: Prompts, num: int) -> SourceExamples:
-    num_tokens = sum(len(prompt.ids) for prompt in prompts.prompts)
-    examples = [
-        Example(
-            title=prompt.where, num_tokens=len(prompt.ids), num_loss_tokens=0,
-            runs=tuple(_runs(prompt.ids, np.zeros(len(prompt.ids), bool), prompts.tokenizer)),
-        ) for prompt in prompts.prompts[:num]
-    ]  # fmt: skip
+    shown = [(prompt.where, prompt.ids, np.zeros(len(prompt.ids), bool)) for prompt in prompts.prompts[:num]]
     return SourceExamples(
-        name="rollouts.prompts", unit="prompt", num_documents=len(prompts.prompts), num_tokens=num_tokens,
-        num_loss_tokens=0, examples=tuple(examples),
-    )  # fmt: skip
+        name="rollouts.prompts",
+        unit="prompt",
+        num_documents=len(prompts.prompts),
+        num_tokens=sum(len(prompt.ids) for prompt in prompts.prompts),
+        num_loss_tokens=0,
+        examples=tuple(_example(*prompt, prompts.tokenizer) for prompt in shown),
+    )
+
+
+def _example(title: str, tokens: np.ndarray, has_loss: np.ndarray, tokenizer: Tokenizer) -> Example:
+    """
+    Args:
+      has_loss: bool [tokens], of the token after each one.
+    """
+    runs = tuple(_runs(tokens, has_loss, tokenizer))
+    return Example(title=title, num_tokens=len(tokens), num_loss_tokens=int(has_loss.sum()), runs=runs)
 
 
 def _source_examples(corpus: Corpus, source: CorpusSource, num: int) -> SourceExamples:
@@ -230,12 +234,8 @@ def _examples(source: CorpusSource, tokenizer: Tokenizer) -> Iterator[Example]:
             is_document = sequence["segment_ids"] == number
             tokens, has_loss = sequence["tokens"][is_document], sequence["loss_weights"][is_document] > 0
             is_complete = tokens[-1] == tokenizer.end_of_document_id
-            yield Example(
-                title=f"sequence {i}, document {number} of {num_documents}{'' if is_complete else ', without its end'}",
-                num_tokens=len(tokens),
-                num_loss_tokens=int(has_loss.sum()),
-                runs=tuple(_runs(tokens, has_loss, tokenizer)),
-            )
+            title = f"sequence {i}, document {number} of {num_documents}{'' if is_complete else ', without its end'}"
+            yield _example(title, tokens, has_loss, tokenizer)
 
 
 def _runs(tokens: np.ndarray, has_loss: np.ndarray, tokenizer: Tokenizer) -> Iterator[Run]:

@@ -45,10 +45,10 @@ class Notes:
 class Encoder:
     """Turns texts and chats into token ids and the spans of their answers."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str = ""):
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | ChatTemplate = ""):
         """
         Args:
-          chat_template: the setting data.chat_template.
+          chat_template: the setting data.chat_template, or a template.
         """
         self.tokenizer, self.notes = tokenizer, Notes()
         self._chat_template = chat_template
@@ -60,7 +60,8 @@ class Encoder:
         Raises:
           UserError: there is none, or it does not fit the tokenizer.
         """
-        return fitting_template(self._chat_template, self.tokenizer)
+        template = self._chat_template
+        return template if isinstance(template, ChatTemplate) else fitting_template(template, self.tokenizer)
 
     def render(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[MarkedText | BadRecord]:
         """Renders chats, each with the place of its record, FILE:NUMBER; yields errors instead of raising them."""
@@ -98,21 +99,24 @@ class Encoder:
         self.note_text(text, where)
         return self.tokenizer.encode(text.encode(errors="replace"))
 
-    def prompt(self, prompt: str | Chat, where: str) -> tuple[np.ndarray, str]:
+    def prompt(self, prompt: str | Chat, where: str, answer_prefix: str = "") -> tuple[np.ndarray, str]:
         """The token IDs of a prompt, up to the start of its answer, and its text. An answer that ends a chat is
         continued.
 
+        Args:
+          answer_prefix: the start of the answer.
         Raises:
           BadRecord: see `ChatTemplate.prompt`.
         """
         if isinstance(prompt, str):
-            return with_start(self.plain(prompt, where), self.tokenizer), prompt
+            return with_start(self.plain(prompt + answer_prefix, where), self.tokenizer), prompt + answer_prefix
         messages, tools, _ = prompt
         is_continued = messages[-1]["role"] == ASSISTANT
         rendered = self.template.prompt(messages, tools, where, continues_last=is_continued)
         self._note_chat(prompt, rendered, where)
-        ((ids, _),) = self.encode([(rendered, where)])
-        return ids, rendered.text
+        text = rendered.text + answer_prefix
+        ((ids, _),) = self.encode([(MarkedText(text, ()), where)])
+        return ids, text
 
     def _note_chat(self, chat: Chat, rendered: MarkedText, where: str) -> None:
         for name in rendered.left_out:

@@ -37,6 +37,11 @@ class TraceData:
     warnings: tuple[str, ...]
     tokenizer: Tokenizer
 
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """Those of training and held-out sequences."""
+        return self.train.traces + (self.heldout.traces if self.heldout else ())
+
 
 def open_traces(
     config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True
