@@ -32,7 +32,7 @@ FLAGS = {
     verb: {field.name for field in dataclasses.fields(flags)} - {*flags.positional} for verb, flags in PARSERS.items()
 }
 FLAGS["generate"] |= {field.name for field in dataclasses.fields(generation_command.Flags)}  # generate --plan
-OTHER_FLAGS = {"help", "name", "upgrade", "model_args", "gen_kwargs", "apply_chat_template"}
+OTHER_FLAGS = {"help", "name", "upgrade", "repo-type", "local-dir", "model_args", "gen_kwargs", "apply_chat_template"}
 OTHER_NAMES = {"section.key", "update_from_flattened_dict", "json", "py", "model.token_losses"}
 
 
