@@ -1,6 +1,6 @@
 """Text of a growing sequence of tokens, with stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,11 +18,11 @@ class TextStream:
     together with a few before them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: np.ndarray = np.empty(0, np.int32)):  # noqa: B008
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Iterable[int] = ()):
         self._decode, self._stop = tokenizer.decode, [text for text in stop if text]
-        self._tokens = prompt.tolist()
+        self._tokens = [int(token) for token in prompt]
         # Tokens before `_end` are in the text, and those from `_start` give the context. The last character of the
-        # prompt may be incomplete: tokens before `_whole_end` are whole characters.
+        # prompt may be incomplete: the characters of tokens before `_whole_end` are complete.
         self._start, self._end = 0, len(self._tokens)
         ends = range(self._end, max(0, self._end - _CHARACTER_BYTES), -1)
         self._whole_end = next((end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end)
@@ -42,7 +42,7 @@ class TextStream:
         new = self._new_text()
         if new and not new.endswith(_REPLACEMENT):
             self._append(new)
-            self._start, self._end = self._end, len(self._tokens)
+            self._start, self._end = self._whole_end, len(self._tokens)
             self._whole_end = self._end
 
     def finish(self) -> None:

@@ -44,7 +44,7 @@ def ids_of(tokenizer, *tokens) -> np.ndarray:
 
 def streamed(tokenizer, new, stop=(), prompt=(), stop_ids=()) -> TextStream:
     """The stream after all tokens, or after a stop; what is taken token by token is its text."""
-    stream, taken = TextStream(tokenizer, stop, np.array(prompt, np.int32)), ""
+    stream, taken = TextStream(tokenizer, stop, prompt), ""
     for token in new:
         stream.add(int(token), is_hidden=int(token) in stop_ids)
         taken += stream.take(is_last=False)
@@ -141,8 +141,8 @@ def test_text_is_that_of_prompt_and_new_tokens_without_that_of_the_prompt(prompt
 @pytest.mark.parametrize("start", [("▁the",), ("▁the", *SMILE * 5), SMILE], ids="".join)
 def test_character_that_the_prompt_starts_is_completed(start, split, tmp_path):
     tokenizer = llama2_tokenizer(tmp_path)
-    prompt, new = ids_of(tokenizer, *start, *SMILE[:split]), ids_of(tokenizer, *SMILE[split:], "▁cat")
-    assert streamed(tokenizer, new, prompt=prompt).text == "🙂 cat"
+    new = ids_of(tokenizer, *SMILE[split:], "<0xC3>", "<0xA9>", "▁cat")
+    assert streamed(tokenizer, new, prompt=ids_of(tokenizer, *start, *SMILE[:split])).text == "🙂é cat"
     prompt, new = (list("a🙂".encode()[: split + 1]), list("🙂b".encode()[split:]))
     assert streamed(BYTES, new, prompt=prompt).text == "🙂b"
 
