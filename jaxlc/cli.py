@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxlc import __version__
 from jaxlc.config import shipped_configs
+from jaxlc.config.other_names import meaning_of
 from jaxlc.core import streams
 from jaxlc.core.suggestions import did_you_mean
 
@@ -52,7 +53,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in VERBS:
-        print(f"error: unknown command {name!r}: {did_you_mean(name, VERBS)}", file=sys.stderr)
+        print(f"error: unknown command {name!r}: {meaning_of(name) or did_you_mean(name, VERBS)}", file=sys.stderr)
         return 2
     sys.argv = [f"jaxlc {name}", *arguments[1:]]
     runpy.run_module(VERBS[name].package, run_name="__main__", alter_sys=True)

@@ -201,6 +201,7 @@ def test_public_api_is_complete_and_typed():
         (["--help"], 0, "Shipped configs: 128k,"),
         (["--version"], 0, "jaxlc 0."),
         (["trian"], 2, "unknown command 'trian': did you mean train?"),
+        (["serve"], 2, "unknown command 'serve': use jaxlc export"),
         (["train", "--help", "mesh"], 0, "--config.mesh.context"),
     ],
 )

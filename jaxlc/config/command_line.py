@@ -19,6 +19,7 @@ from jaxlc.config.base_config import unset_shape
 from jaxlc.config.files import read_config, shipped_configs
 from jaxlc.config.frozen import Config
 from jaxlc.config.help import HELP_SECTIONS, field_comments, section_text, settings_help
+from jaxlc.config.other_names import meaning_of
 from jaxlc.config.ranges import out_of_range
 from jaxlc.config.setting_paths import advice_for, hint_at, is_part
 from jaxlc.config.settings import Settings
@@ -232,7 +233,10 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     new = name.replace("-", "_")
     if new in flags.moved or new in known:
         raise UserError(f"unknown flag --{name}: use {flags.moved.get(new, f'--{new}')}")
-    if nearest := nearest_name(new, known, cutoff=0.75):
+    meaning, nearest = meaning_of(new), nearest_name(new, known, cutoff=0.8)
+    if meaning.startswith("unsupported"):
+        advice = meaning
+    elif nearest:
         advice = f"did you mean --{nearest}?"
     else:
         expected = f"expected one of {', '.join(sorted(map('--{}'.format, known)))}"

@@ -58,7 +58,7 @@ use config.train.seed, and config.data.seed <- data_seed random_seed data_shuffl
 use config.data.seq_len <- max_length max_seq_length max_seq_len sequence_len seq_length seq_len sequence_length
     block_size context_length max_target_length cutoff_len max_sequence_length model_max_length max_position_embeddings
     n_ctx context_len decoder_seq_length
-use config.data.sources <- dataset dataset_name dataset_path datasets data_path data_paths train_files train_file
+use config.data.sources <- data dataset dataset_name dataset_path datasets data_path data_paths train_files train_file
     hf_path train_data_path dataset_dir dataset_names train_data corpus
 use config.data.mixture.NAME.share <- dataset_weights mixing_ratio interleave_probs sampling_ratio data_blend
     source.weight source.ratio source.probability source.sampling_weight
@@ -78,7 +78,7 @@ use config.data.prefetch_steps <- dataloader_num_workers num_workers dataloader_
 use config.data.overlong_traces <- truncation_mode truncation_side excess_length_strategy
 use config.model.init_from <- base_model model_name_or_path pretrained_model_name_or_path load_parameters_path
     load_from pretrained_checkpoint checkpoint_path finetune_from initial_load_path load
-use config.model.preset, or config.model.init_from for pretrained weights <- model_name model_type model.name
+use config.model.preset, or config.model.init_from for pretrained weights <- model model_name model_type model.name
     model.flavor model.type model_config config_name architecture
 use config.model.num_layers <- num_hidden_layers n_layer n_layers base_num_decoder_layers depth num_decoder_layers
 use config.model.model_dim <- hidden_size n_embd d_model base_emb_dim emb_dim embed_dim hidden_dim dim aspect_ratio
@@ -102,7 +102,7 @@ use config.model.num_experts <- num_local_experts n_routed_experts moe_num_exper
 use config.model.expert_ffn_dim <- moe_intermediate_size moe_ffn_hidden_size base_moe_mlp_dim
 use config.model.shared_ffn_dim <- shared_expert_intermediate_size moe_shared_expert_intermediate_size n_shared_experts
 use config.model.first_layer_kinds <- first_k_dense_replace moe_layer_freq first_num_dense_layers
-use config.lora.rank <- lora_r lora_rank r adapter use_lora use_peft peft_config
+use config.lora.rank <- lora lora_r lora_rank r adapter use_lora use_peft peft_config
 use config.lora.alpha <- lora_alpha
 use config.lora.projections <- target_modules lora_target_modules lora_target_linear lora_target lora_layers
 use config.lora.rslora <- use_rslora peft_use_rslora
@@ -114,8 +114,8 @@ use config.mesh.data <- dp dp_size ddp data_parallel data_parallel_size data_par
     dp_replicate_size dcn_data_parallelism ici_data_parallelism
 use config.mesh.fsdp <- dp_shard dp_shard_size data_parallel_shard_degree ici_fsdp_parallelism dcn_fsdp_parallelism
     fsdp_size fsdp_config fsdp_version deepspeed zero zero_stage use_distributed_optimizer
-use config.attention.kernel <- attn_implementation attention_backend flash_attention flash_attn use_flash_attn
-    attn_impl sdp_attention use_flash_attention_2 xformers_attention attn_backend use_flash_attn_2
+use config.attention.kernel <- attention attn_implementation attention_backend flash_attention flash_attn
+    use_flash_attn attn_impl sdp_attention use_flash_attention_2 xformers_attention attn_backend use_flash_attn_2
 use config.attention.strategy <- cp_comm_type context_parallel_load_balance ring_attn_func cp_implementation
     context_parallel_strategy context_parallel_rotate_method heads_k_stride
 use config.attention.document_mask <- reset_attention_mask cross_document_attention eod_mask_loss
@@ -128,8 +128,9 @@ use config.memory.optimizer=host <- optimizer_offload optimizer_cpu_offload opti
     offload_optimizer
 use config.memory.parameters=host <- cpu_offload parameter_memory_host_offload offload_params fsdp_offload_params
 use config.memory.loss_chunk_tokens <- num_vocab_tiling loss_chunk_size chunked_cross_entropy cut_cross_entropy
-use config.precision.compute <- bf16 fp16 fp8 tf32 dtype torch_dtype mixed_precision amp half mixed_precision_param
-    weight_dtype quantization fp8_recipe fp8_format float8 bfloat16 precision_type mixed_precision_policy
+use config.precision.compute <- precision bf16 fp16 fp8 tf32 dtype torch_dtype mixed_precision amp half
+    mixed_precision_param weight_dtype quantization fp8_recipe fp8_format float8 bfloat16 precision_type
+    mixed_precision_policy
 use config.precision.reduce <- grad_reduce_in_fp32 mixed_precision_reduce accumulate_allreduce_grads_in_fp32 grad_dtype
     reduce_dtype
 use config.precision.loss_scale <- initial_loss_scale init_scale
@@ -177,13 +178,12 @@ always on with config.attention.document_mask <- reset_position_ids pad_sequence
 use --workdir, which has checkpoints, metrics and plots <- output_dir base_output_directory run_name save save_dir
     checkpoint_dir dump_folder out_dir checkpoint.folder ckpt_dir experiment_name logging_dir model_tag wandb_name
     wandb_run_name wandb_run_id exp_name work_dir logdir tensorboard_dir output_path save_path
-unsupported: the optimizer is always AdamW; jaxlc.train.run takes another one as its argument optimizer <- optim
-    optimizer_type optimizer.name optimizer.type opt opt_type muon use_muon momentum optim_args
+unsupported: the optimizer is always AdamW; jaxlc.train.run takes another one as its argument optimizer <- optimizer
+    optim optimizer_type optimizer.name optimizer.type opt opt_type muon use_muon momentum optim_args
 unsupported: there is no dropout <- dropout lora_dropout hidden_dropout attention_dropout attn_dropout resid_pdrop
     embd_pdrop attn_pdrop hidden_dropout_prob dropout_rate embedding_dropout disable_dropout
-unsupported: there is no pipeline parallelism <- pp pp_size pipeline_parallel
-    pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel_degree ici_pipeline_parallelism
-    num_layers_per_virtual_pipeline_stage
+unsupported: there is no pipeline parallelism <- pp pp_size pipeline_parallel pipeline_model_parallel_size
+    pipeline_parallel_size pipeline_parallel_degree ici_pipeline_parallelism num_layers_per_virtual_pipeline_stage
 unsupported: ranks gather the weights of experts, which config.mesh.fsdp splits; docs/experts.md <- ep ep_size
     expert_parallel expert_model_parallel_size expert_parallel_size expert_parallel_degree ici_expert_parallelism
 unsupported: routers drop no tokens <- capacity_factor moe_expert_capacity_factor expert_capacity drop_tokens
@@ -202,6 +202,13 @@ unsupported: a batch of rollouts has one update <- ppo_epochs num_ppo_epochs rol
 unsupported: rewards have no value model; use config.posttrain.loss=grpo <- value_model vf_coef gamma lam critic
     value_model_path critic_model
 detected: JAX uses the GPUs of the machine, and without one the CPU <- device device_type use_cpu hardware accelerator
+unsupported: sampling has temperature and top_p only <- top_k min_p repetition_penalty num_beams do_sample
+    num_return_sequences best_of num_samples
+use jaxlc train <- sft dpo grpo finetune fine_tune pretrain fit kto_train resume_training
+use jaxlc generate <- chat infer inference sample
+use jaxlc eval <- evaluate lm_eval benchmark
+use jaxlc data show <- preprocess tokenize prepare inspect
+use jaxlc export, whose directory other programs serve <- serve vllm merge merge_lora convert deploy upload
 """
 
 # A valid value, or several <- names of it, for settings that have it.

@@ -82,7 +82,7 @@ def _unknown(part: type, prefix: str, path: str) -> str:
     own = [key for key in keys if section and key.startswith(f"{section}.")]
     known = own or sorted({key.partition(".")[0] for key in keys})
     advice = advice_for(path, part, form)
-    if not advice and not section and (nearest := nearest_name(path, known, cutoff=0.75)):
+    if not advice and not section and (nearest := nearest_name(path, known, cutoff=0.8)):
         advice = f"did you mean {form.format(nearest)}?"
     advice = advice or f"expected one of {', '.join(map(form.format, sorted(known)))}"
     return f"unknown setting {form.format(path)}: {advice}"
@@ -103,13 +103,11 @@ def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
         return re.sub(
             r"config\.([\w.]+)", lambda match: form.format(match[1]) if match[1] in keys else match[0], meaning
         )
-    found = _named(name, keys)
-    if found and (nearest := nearest_name(section, [key.partition(".")[0] for key in found])):
-        found = [key for key in found if key.startswith(f"{nearest}.")]
-    own = [key for key in keys if section and key.startswith(f"{section}.")]
-    for candidates in (own, keys):
-        names = [key.rpartition(".")[2] for key in candidates]
-        found = found or _named(nearest_name(name, names, cutoff=0.75) or "", candidates)
+    names = [key.rpartition(".")[2] for key in keys]
+    nearest = nearest_name(name, names, cutoff=0.8)
+    found = [key for key, known in zip(keys, names) if known == nearest]
+    if nearest_section := nearest_name(section, [key.partition(".")[0] for key in found]):
+        found = [key for key in found if key.startswith(f"{nearest_section}.")]
     return f"did you mean {' or '.join(map(form.format, found))}?" if found else ""
 
 
@@ -119,11 +117,6 @@ def _keys(part: type) -> list[str]:
     for name, hint in fields_of(part).items():
         keys += [f"{name}.{field}" for field in fields_of(hint)] if dataclasses.is_dataclass(hint) else [name]
     return [key for key in keys if part is not StageConfig or not refusal("", key)]
-
-
-def _named(name: str, keys: Sequence[str]) -> list[str]:
-    """The paths in `keys` that end with `name`."""
-    return [key for key in keys if key.rpartition(".")[2] == name]
 
 
 def items_of(path: str, value: Any) -> dict[str, Any]:
@@ -137,7 +130,8 @@ def items_of(path: str, value: Any) -> dict[str, Any]:
         return dict(value.items())
     if item is None:
         example = next(iter(fields_of(hint_at(path))))
-        raise SettingError(f"config.{path} is a section: set one of its settings, such as config.{path}.{example}")
+        advice = meaning_of(path) or f"set one of its settings, such as config.{path}.{example}"
+        raise SettingError(f"config.{path} is a section: {advice}")
     if not isinstance(value, Sequence) or isinstance(value, str):
         example = f"--config.{path}.NAME.{next(iter(fields_of(item)))}=VALUE"
         expected = f"a dictionary of {NAMED[item]}s by name; to set one value, use {example}"

@@ -29,7 +29,6 @@ class ArgumentError(UserError, TypeError):
 def checked(function: Callable[Arguments, ReturnT]) -> Callable[Arguments, ReturnT]:
     """Decorates a function: before it runs, its arguments are checked. An ArgumentError has name, value and type."""
     parameters = inspect.signature(function).parameters
-    hints = functools.cache(lambda: typing.get_type_hints(function, localns=_Names(function.__globals__)))
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> ReturnT:
@@ -38,10 +37,10 @@ def checked(function: Callable[Arguments, ReturnT]) -> Callable[Arguments, Retur
         except TypeError as error:
             unknown = next((name for name in kwargs if name not in parameters), "")
             raise ArgumentError(f"{function.__name__}() {error}{suggestion(unknown, parameters)}") from None
+        hints = typing.get_type_hints(function, localns=_Names(function.__globals__))
         for name, value in arguments.items():
-            declared = parameters[name]
-            if declared.kind is not declared.VAR_KEYWORD and not _fits(value, hints().get(name, Any)):
-                expected = re.sub(r"\w+\.|'", "", inspect.formatannotation(declared.annotation))
+            if not _fits(value, hints.get(name, Any)):
+                expected = re.sub(r"\w+\.|'", "", inspect.formatannotation(parameters[name].annotation))
                 given = f"{name}={' '.join(reprlib.repr(value).split())}"
                 raise ArgumentError(f"invalid argument {given} of {function.__name__}(): expected {expected}")
         return function(*args, **kwargs)

@@ -27,7 +27,7 @@ def function(
     flag: bool = False,
     other: "no_such_module.sub.Class | str | None" = None,
     anything: Any = None,
-    **settings: int,
+    **settings: Any,
 ) -> None:
     """A text."""
 
