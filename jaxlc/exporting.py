@@ -15,6 +15,7 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.models.own_format import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.ranges import Above0
+from jaxlc.core.progress_lines import progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _export(command: ParsedCommand[Flags]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    target = jaxlc.export(**vars(command.flags))
+    with progress_lines("exporting"):
+        target = jaxlc.export(**vars(command.flags))
     print(f"wrote {target}")
     if not command.flags.adapters and is_own_format(read_json(target / CONFIG_FILE)):
         print("model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)")

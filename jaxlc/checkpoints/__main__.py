@@ -18,6 +18,7 @@ from typing import ClassVar
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed, local_path
+from jaxlc.core.progress_lines import progress_lines
 from jaxlc.core.suggestions import did_you_mean
 from jaxlc.core.text_table import aligned
 
@@ -79,7 +80,8 @@ def _verify(directory: Path, flags: Flags) -> int:
     existing_step(directory, None)
     num_damaged = 0
     for step in flags.steps or committed_steps(directory):
-        problem = problem_of(directory / str(step))
+        with progress_lines(f"reading step {step}"):
+            problem = problem_of(directory / str(step))
         num_damaged += problem is not None
         print(f"step {step}: {problem or 'valid'}", flush=True)
     return 1 if num_damaged else 0

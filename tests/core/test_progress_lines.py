@@ -1,6 +1,8 @@
 import threading
 import time
 
+import jaxlc
+from jaxlc import exporting
 from jaxlc.core import progress_lines
 
 
@@ -19,6 +21,13 @@ def test_progress_lines_appear_in_long_work_only(monkeypatch, capsys):
     with progress_lines.progress_lines("reading", is_shown=False, log=lines.append):
         time.sleep(0.1)
     assert len(lines) == num_lines <= 4
+
+
+def test_export_prints_lines_while_it_lasts(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(progress_lines, "SECONDS_BETWEEN_LINES", 0.05)
+    monkeypatch.setattr(jaxlc, "export", lambda **flags: time.sleep(0.12) or tmp_path)
+    assert exporting.main(["export", "runs/x", "out", "--adapters"]) == 0
+    assert "exporting: 0:00 so far" in capsys.readouterr().err
 
 
 def test_time_left_starts_again_with_the_next_file(monkeypatch):
