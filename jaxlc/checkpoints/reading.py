@@ -1,5 +1,6 @@
 """Reads the arrays of a checkpoint, on any mesh, and compares them with their checksums."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,8 +8,16 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxlc.checkpoints.checkpoint_files import on_every_process, read_checksums_and_shapes, unreadable
+from jaxlc.checkpoints.checkpoint_files import (
+    BASE,
+    committed_steps,
+    on_every_process,
+    read_checksums_and_shapes,
+    read_valid_meta,
+    unreadable,
+)
 from jaxlc.checkpoints.checksums import nonfinite_param, shapes_of, summaries_of
+from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 
 
@@ -20,6 +29,54 @@ class RestoreTarget(NamedTuple):
     model: dict
     trained: dict = {}  # required values of the settings that select the trained parameters, by their paths
     without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
+
+
+class Description(NamedTuple):
+    """What the files of a checkpoint say without its arrays."""
+
+    meta: dict
+    abstract_state: Any  # the part of the target that the checkpoint contains
+    checksums: dict[str, int]
+    padded: set[str]  # arrays that differ from the target in vocabulary padding
+
+
+def read_description(directory: Path, target: RestoreTarget):
+    """Returns (Description, None), or (None, the problem of the checkpoint); the same on every process.
+
+    Raises:
+      UserError: the checkpoint has a different model or other trained parameters.
+    """
+    model, abstract_state = target.model, target.abstract_state
+    meta, problem = on_every_process(lambda: read_valid_meta(directory))
+    if problem:
+        return None, problem
+    shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
+    kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # not flattened
+    _check_same_settings(directory, flattened(meta["config"]) | kinds, shape | target.trained)
+    if BASE in meta:
+        abstract_state = target.without_frozen
+    described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
+    if problem:
+        return None, problem
+    checksums, stored_shapes = described
+    padded = check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
+    return Description(meta, abstract_state, checksums, padded), None
+
+
+def check_latest(directory: Path, target_of: Callable[[int], RestoreTarget]) -> dict | None:
+    """The meta of the latest checkpoint that is not damaged, as far as its arrays need not be read; None:
+    there is none.
+
+    Args:
+      target_of: returns the target of the checkpoint of a step.
+    Raises:
+      UserError: as `read_description`.
+    """
+    for step in reversed(committed_steps(directory)):
+        described, _ = read_description(directory / str(step), target_of(step))
+        if described is not None:
+            return described.meta
+    return None
 
 
 def restore_params(
@@ -84,7 +141,7 @@ def read_arrays(
     return (None, problem) if problem else (arrays, None)
 
 
-def check_same_settings(directory: Path, stored: dict, required: dict) -> None:
+def _check_same_settings(directory: Path, stored: dict, required: dict) -> None:
     for path, value in required.items():
         if stored.get(path) != value:
             raise UserError(

@@ -18,18 +18,13 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxlc.checkpoints.checkpoint_files import (
-    BASE,
     DIGEST,
     committed_steps,
     digest_of,
-    on_every_process,
-    read_checksums_and_shapes,
-    read_valid_meta,
 )
-from jaxlc.checkpoints.checksums import Summary, keys_as_words, shapes_of, words_as_keys
-from jaxlc.checkpoints.reading import RestoreTarget, check_same_settings, check_same_shapes, read_arrays
+from jaxlc.checkpoints.checksums import Summary, keys_as_words, words_as_keys
+from jaxlc.checkpoints.reading import RestoreTarget, read_arrays, read_description
 from jaxlc.checkpoints.stored_checkpoints import remove
-from jaxlc.config.values import flattened
 
 _UNNEEDED_WARNING = "Global object size logging disabled"
 _PLACE = "place"  # key of the meta of a local checkpoint: the mesh and the number of processes that have written it
@@ -119,22 +114,13 @@ class Storage:
         Raises:
           UserError: the checkpoint has a different model or other trained parameters.
         """
-        directory, model, abstract_state = self.directory / str(step), target.model, target.abstract_state
-        meta, problem = on_every_process(lambda: read_valid_meta(directory))
+        directory = self.directory / str(step)
+        described, problem = read_description(directory, target)
         if problem:
             return None, problem
+        meta, abstract_state, checksums, padded = described
         if self._is_local and meta.pop(_PLACE, None) != _place_of(abstract_state):
             return None, "another mesh, or another number of processes, has written it"
-        shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
-        kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # not flattened
-        check_same_settings(directory, flattened(meta["config"]) | kinds, shape | target.trained)
-        if BASE in meta:
-            abstract_state = target.without_frozen
-        described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
-        if problem:
-            return None, problem
-        checksums, stored_shapes = described
-        padded = check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
         stored = keys_as_words(abstract_state) if self._is_local else abstract_state
         arguments = ocp.args.PyTreeRestore(stored, restore_args=_restore_args(stored, strict=not padded))
         handler = self._array_handler()

@@ -57,12 +57,7 @@ class EvaluatedModel:
             yield from evaluate_loss(
                 settings, tokenizer, self._losses_after_start, self.directory, identity, self.replaces
             )
-        overhead_tokens = self.encode.overhead_tokens
-
-        def count_tokens(text: str) -> int:
-            return len(tokenizer.encode(text.encode())) + overhead_tokens
-
-        for case, subject in text_cases(settings, count_tokens):
+        for case, subject in text_cases(settings, self.encode.counter()):
             start = time.monotonic()
             score = run_case(
                 case,

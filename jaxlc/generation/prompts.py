@@ -1,6 +1,7 @@
 """The token ids of prompts: plain text, or the message of a user in the chat template of the model."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,11 @@ class PromptEncoder:
         """At least the number of tokens that a prompt has in addition to those of its text."""
         extra = len(self("a", "a")) - len(self.tokenizer.encode(b"aa"))
         return extra if self.template is None else extra + _MARGIN_TOKENS
+
+    def counter(self) -> Callable[[str], int]:
+        """Returns at least the number of tokens of the prompt with a text."""
+        overhead_tokens = self.overhead_tokens
+        return lambda text: len(self.tokenizer.encode(text.encode())) + overhead_tokens
 
 
 def template_of(result: Result, setting: str = "", *, flag: str = "--chat_template") -> ChatTemplate:

@@ -37,6 +37,19 @@ def text_of_process_0(name: str, text: str) -> str:
         return client.blocking_key_value_get(key, 1000 * _DAY_SECONDS)
 
 
+def problem_of_any_process(name: str, problem: str) -> str:
+    """The problem of the first process that has one, on every process; "": none has."""
+    import jax
+
+    if (client := coordination_client()) is None:
+        return problem
+    prefix = f"jaxlc/{name} {next(_num_names)}/"
+    if problem:
+        client.key_value_set(f"{prefix}{jax.process_index():09}", problem)
+    wait_for_processes(name)
+    return min(client.key_value_dir_get(prefix), default=("", ""))[1]
+
+
 class Program:
     """A jitted function that all processes of a run call with the same shapes. When it is compiled, they wait for each
     other before it is executed."""

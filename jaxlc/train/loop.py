@@ -36,8 +36,6 @@ from jaxlc.train.preemption import PreemptionGuard
 from jaxlc.train.prepared_stages import (
     Outputs,
     PreparedStage,
-    check_same_state,
-    check_weights,
     first_position,
     stage_after,
     stage_until,
@@ -53,7 +51,7 @@ from jaxlc.train.reports.config_copy import (
     stored_settings,
 )
 from jaxlc.train.reports.manifest import plan_summary
-from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, open_metrics, read_rows
+from jaxlc.train.reports.metrics import MetricsLog, open_metrics
 from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.start_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
@@ -61,6 +59,7 @@ from jaxlc.train.reports.wandb_writer import WandbWriter
 from jaxlc.train.result.run_result import Result
 from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage_run import StageRun
+from jaxlc.train.start_checks import check_equal_settings, check_same_state, check_stages, check_weights
 from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.stragglers import Stragglers
 from jaxlc.train.workdir import open_workdir
@@ -108,6 +107,7 @@ def run(
         prepared = [
             PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
         ]
+        check_stages(prepared, path)
         progress.log("\n".join(start_lines(prepared, lines)))
         outputs = _open_outputs(prepared, path, progress, callbacks)
         watched = watchdog.watching(first.runtime, path)
@@ -126,6 +126,7 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
       UserError: JAX cannot start, or a stage does not fit the devices or the data.
     """
     runtime.start_training([stage.config for stage in stages])
+    check_equal_settings(stages)
     for stage in stages:
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
         if not has_batches:
@@ -146,7 +147,6 @@ def _open_outputs(stages: Sequence[PreparedStage], workdir: Path, progress: Prog
     """
     first = stages[0].config
     progress.log_to(workdir / LOG_FILE)
-    read_rows(workdir / METRICS_FILE)  # raises before anything is compiled
     if jax.process_index() == 0 and (line := keep_config(workdir, stages)) is not None:
         progress.log(line)
     local = None

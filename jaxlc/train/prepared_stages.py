@@ -17,7 +17,7 @@ import jax
 from jaxlc.checkpoints.base_model import with_base, without_frozen
 from jaxlc.checkpoints.checkpoint import Checkpoints
 from jaxlc.checkpoints.checkpoint_files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, read_meta
-from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
+from jaxlc.checkpoints.pretrained_params import load_pretrained
 from jaxlc.checkpoints.reading import RestoreTarget
 from jaxlc.checkpoints.retention import EVAL_LOSS, SCORES
 from jaxlc.config import Stage, to_dict
@@ -101,7 +101,7 @@ def stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
     return next((stage for stage in stages if step <= stage.end_step), stages[-1])
 
 
-def _restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
+def restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
     """What the checkpoint of `step` contains, and the shardings with which training continues."""
     written_by, continued_by = stage_until(stages, step).config, stage_after(stages, step).step
     return RestoreTarget(
@@ -112,22 +112,7 @@ def _restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget
     )
 
 
-def check_same_state(stages: Sequence[Stage], steps: Sequence[TrainStep]) -> None:
-    """Checks that the training states of all stages have the same arrays.
-
-    Raises:
-      UserError: they do not.
-    """
-    expected = jax.tree.structure(steps[0].abstract_state)
-    for stage, step in zip(stages, steps):
-        if jax.tree.structure(step.abstract_state) != expected:
-            raise UserError(
-                f"stage {stage.name} has a different training state than stage {stages[0].name}: its optimizer settings"
-                " decide which arrays the state has; use equal ones"
-            )
-
-
-def _check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
+def check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
     """Checks that the checkpoint of `step` was written by the stage that has this step now.
 
     Args:
@@ -186,7 +171,7 @@ def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
 
 def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainState, dict] | None:
     """The state, with the frozen parameters, and the meta of the latest valid checkpoint."""
-    restored = outputs.checkpoints.restore_latest(functools.partial(_restore_target, stages))
+    restored = outputs.checkpoints.restore_latest(functools.partial(restore_target, stages))
     if restored is None or BASE not in restored[1]:
         return restored
     (state, meta), step = restored, int(restored[0].step)
@@ -206,7 +191,7 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
     state, meta = restored
     step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
-    _check_position(stages, step, meta)
+    check_position(stages, step, meta)
     stage = stage_after(stages, step)
     rows = meta.get("rows", ())
     if 0 < step == stage.first_step:
@@ -248,18 +233,6 @@ def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ..
         )
     configs = (replace(x.config, data=replace(x.config.data, start_token=stored)) for x in stages)
     return tuple(replace(stage, config=config) for stage, config in zip(stages, configs))
-
-
-def check_weights(step: TrainStep, workdir: Path) -> None:
-    """Checks the files of config.model.init_from, before data is read, if a new run in `workdir` will read them.
-
-    Args:
-      step: of the first stage.
-    Raises:
-      UserError: as `check_pretrained`.
-    """
-    if step.config.model.init_from and not committed_steps(workdir / CHECKPOINTS_DIRECTORY):
-        check_pretrained(step)
 
 
 def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> TrainState:

@@ -39,9 +39,21 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
         quiet_saves()
         stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
         if jax.process_index() == 0:
+            stack.callback(_remove_empty, path)
             stack.enter_context(_locked(path, log))
+            stack.callback(_remove_empty, path / CHECKPOINTS_DIRECTORY, path / METRICS_FILE)  # while it is locked
         wait_for_processes("workdir locked", int(LOCK_SECONDS) + _BARRIER_SECONDS)
         yield path
+
+
+def _remove_empty(*paths: Path) -> None:
+    """Removes what `prepare_workdir` has made for a start that was refused: empty files and directories."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # such as a directory that is not empty
+            if path.is_dir():
+                path.rmdir()
+            elif not path.stat().st_size:
+                path.unlink()
 
 
 def prepare_workdir(workdir: str | Path) -> Path:

@@ -47,6 +47,9 @@ def config(tmp_path_factory):
             ["model.vocab_size=100"],
             "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257",
         ),
+        (["evals.tasks=needle", "evals.lengths=8"], "config.evals: invalid length 8 for the task needle, .*114 tokens"),
+        (["evals.tasks=loss", "evals.documents={short}"], "config.evals: no document of .*short.txt has 128 tokens"),
+        (["evals.tasks=qa_1"], "task qa_1 needs .*--config.evals.squad="),
         (["=3"], "unknown setting config."),
         (["data.sources=('a',3)"], "invalid value .* for config.data.sources: expected a list of strings"),
         (["train.steps=0"], "invalid value 0 for config.train.steps: expected at least 1"),
@@ -64,12 +67,16 @@ def config(tmp_path_factory):
 @pytest.mark.usefixtures("compiles_nothing")
 def test_train_with_invalid_setting_prints_one_line(config, tmp_path, capsys, overrides, words):
     """And its advice removes the error: the run reaches compilation."""
-    empty = tmp_path / "empty"
+    empty, short = tmp_path / "empty", tmp_path / "short.txt"
     empty.mkdir()
+    short.write_text("a short text")
     argv = [f"--config={config}", f"--workdir={tmp_path / 'run'}"]
-    argv += [f"--config.{override}".format(empty=empty) for override in overrides]
-    for settings in advised(_assert_refused(argv, words, capsys)):
-        if {"runtime.simulated_devices", "precision.compute"} & settings.keys():  # JAX has started, without a GPU
+    argv += [f"--config.{override}".format(empty=empty, short=short) for override in overrides]
+    advice = advised(_assert_refused(argv, words, capsys))
+    assert not (tmp_path / "run").exists()
+    for settings in advice:
+        # JAX has started, without a GPU; and there is no data set.
+        if {"runtime.simulated_devices", "precision.compute", "evals.squad"} & settings.keys():
             continue
         followed = [*argv, *(f"--config.{path}={value}" for path, value in settings.items())]
         with pytest.raises(CompiledError):

@@ -7,7 +7,9 @@ import pytest
 import jaxlc
 from jaxlc.checkpoints.checkpoint_files import committed_steps
 from jaxlc.checkpoints.retention import Evaluations, read_evaluations
-from jaxlc.train import stage_run
+from jaxlc.config import load_stages, read_config
+from jaxlc.core.errors import UserError
+from jaxlc.train import stage_run, start_checks
 from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation.held_out import Evaluation
 from jaxlc.train.evaluation.scorer import NamedScore
@@ -34,11 +36,19 @@ class Killed(BaseException):
     """Ends a run like a kill."""
 
 
+class FakeScorer:
+    def check(self):
+        pass
+
+    def __call__(self, *_):
+        return [NamedScore("needle@64", 50.0, 1.0, 4, 0.1)]
+
+
 class Recorder(jaxlc.train.Callback):
     pass
 
 
-def train(workdir, steps=STEPS, callbacks=(), **settings):
+def train(workdir, steps=STEPS, callbacks=(), eval_batches=None, **settings):
     config = jaxlc.config.defaults()
     config.model.vocab_size = config.data.seq_len = 64
     config.mesh.data, config.optimizer.learning_rate, config.optimizer.schedule = 8, 0.1, "constant"
@@ -48,8 +58,9 @@ def train(workdir, steps=STEPS, callbacks=(), **settings):
     config.train.update(dict(checkpoint_every_steps=2, eval_every_steps=2) | settings)
     tokens = np.random.default_rng(0).integers(64, size=(STEPS, 8, 64), dtype=np.int32)
     batches = [{"tokens": batch} for batch in tokens]
+    eval_batches = eval_batches or batches[:1]
     return jaxlc.train.run(
-        config, workdir, model=Bigram(), batches=batches, eval_batches=batches[:1], callbacks=callbacks
+        config, workdir, model=Bigram(), batches=batches, eval_batches=eval_batches, callbacks=callbacks
     )
 
 
@@ -62,8 +73,7 @@ def fast(monkeypatch):
     """Without plots and measurements of devices; every evaluation has a score."""
     monkeypatch.setattr(final_report, "write_plots", lambda *_: [])
     monkeypatch.setattr("jaxlc.train.stragglers.Stragglers.measure", lambda *_: {})
-    score = NamedScore("needle@64", 50.0, 1.0, 4, 0.1)
-    monkeypatch.setattr(PreparedStage, "scorer", lambda *_: [score])
+    monkeypatch.setattr(PreparedStage, "scorer", FakeScorer())
 
 
 def fail(monkeypatch, owner, name: str, step: int, error: BaseException, event: str = "") -> None:
@@ -120,3 +130,26 @@ def test_best_checkpoint_is_kept_although_its_evaluation_was_interrupted(tmp_pat
             train(tmp_path, steps=6, keep_checkpoints=1, keep_best_checkpoints=1)
     train(tmp_path, steps=6, keep_checkpoints=1, keep_best_checkpoints=1)
     assert saved_steps(tmp_path) == kept
+
+
+def test_held_out_batches_without_targets_are_refused(tmp_path):
+    batches = [{"tokens": np.ones((8, 64), np.int32), "loss_weights": np.zeros((8, 64), np.float32)}]
+    with pytest.raises(UserError, match="no token of the 8 held-out sequences has a loss: use other held-out data"):
+        train(tmp_path / "new", eval_batches=batches)
+    assert not (tmp_path / "new").exists()
+
+
+def test_different_settings_of_a_process_are_named(monkeypatch):
+    def stages(**optimizer):
+        config = read_config("quickstart")
+        config.optimizer.update(optimizer)
+        config.data.cache_dir = f"/disk{len(optimizer)}"  # may differ
+        return load_stages(config)
+
+    texts: list[str] = []
+    monkeypatch.setattr(start_checks, "text_of_process_0", lambda _, text: texts.append(text) or texts[0])
+    start_checks.check_equal_settings(stages(learning_rate=1e-3))
+    start_checks.check_equal_settings(stages(learning_rate=1e-3, warmup_steps=10))
+    words = r"process 0 has config.optimizer.learning_rate=0.002, where process 0 has 0.001: start"
+    with pytest.raises(UserError, match=words):
+        start_checks.check_equal_settings(stages(learning_rate=2e-3))

@@ -10,7 +10,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxlc.core.errors import UserError
-from jaxlc.train.reports.metrics import open_metrics, read_rows
+from jaxlc.train.reports.metrics import METRICS_FILE, open_metrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 EVALUATION_STEPS = (4, 8, 10)
@@ -88,6 +88,33 @@ def test_open_metrics_for_new_run_drops_all_rows(tmp_path):
     log = open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.close()
     assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("happens", ["deleted", "replaced"])
+def test_write_after_the_file_is_deleted_keeps_all_rows(tmp_path, happens):
+    warnings: list[str] = []
+    log, path = open_metrics(tmp_path, resume_step=None, is_primary=True, warn=warnings.append), tmp_path / METRICS_FILE
+    log.write(step=1, loss=1.0)
+    path.unlink()
+    if happens == "replaced":
+        path.write_text("")
+    log.for_stage("b").write(step=2, loss=2.0)
+    log.write(step=3, loss=3.0)
+    log.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+    assert len(warnings) == 1 and str(path) in warnings[0]
+
+
+def test_open_metrics_adds_rows_of_the_checkpoint_and_drops_repeated_evaluations(tmp_path):
+    train(tmp_path, 1, 4)
+    rows = [dict(step=step, loss=10.0 / step, learning_rate=None) for step in (4, 5)]
+    log = open_metrics(tmp_path, resume_step=5, is_primary=True, rows=rows, stage="b", repeated=["eval_loss"])
+    log.close()
+    assert read_rows(tmp_path / METRICS_FILE)[4:] == [
+        dict(step=4, eval_loss=2.75), dict(step=5, stage="b", loss=2.0, learning_rate=None)
+    ]  # fmt: skip
+    open_metrics(tmp_path, resume_step=4, is_primary=True, rows=rows[:1], repeated=["eval_loss"]).close()
+    assert [row["step"] for row in read_rows(tmp_path / METRICS_FILE)] == [1, 2, 3, 4]
 
 
 def test_write_flushes_each_row(tmp_path):

@@ -201,12 +201,15 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
     assert re.search(r"is already trained to step (8|12): continue with --config.train.steps=(16|24)", output), output
 
 
-def test_run_with_checkpoint_of_other_model_raises(config, halfway):
+def test_run_with_checkpoint_of_other_model_raises_before_it_compiles_or_writes(config, halfway, monkeypatch):
+    monkeypatch.setattr("jaxlc.step.step.TrainStep.compile", lambda _: pytest.fail("compiled"))
+    before = {path: path.stat().st_mtime_ns for path in halfway.rglob("*")}
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
     assert output.rstrip().endswith("; use a different --workdir")
     assert re.search(r"^error: checkpoint .* has config.model.ffn_dim=64, and this config has 128", output, re.M), (
         output
     )
+    assert {path: path.stat().st_mtime_ns for path in halfway.rglob("*")} == before
 
 
 @pytest.mark.parametrize("nonfinite, status", [("stop", 1), ("skip", 0)])

@@ -9,8 +9,10 @@ from jaxlc.core.paths import local_path
 from jaxlc.evals.example import Example
 
 _SOURCES = dict(
-    qa_1="the SQuAD 2.0 file dev-v2.0.json: --squad=FILE",
-    qa_2="the HotpotQA file hotpot_dev_distractor_v1.json: --hotpotqa=FILE",
+    qa_1="the SQuAD 2.0 file dev-v2.0.json: set squad (of `jaxlc eval` --squad=FILE, of a run"
+    " --config.evals.squad=FILE)",
+    qa_2="the HotpotQA file hotpot_dev_distractor_v1.json: set hotpotqa (of `jaxlc eval` --hotpotqa=FILE, of a run"
+    " --config.evals.hotpotqa=FILE)",
 )
 
 

@@ -103,6 +103,10 @@ class Evaluator:
         wait_for_processes("evaluation compiled")
         return compiled
 
+    def has_targets(self) -> bool:
+        """Whether a token of the sequences has a loss weight."""
+        return any(self._heldout[i]["loss_weights"].any() for i in range(self.num_sequences))
+
     def __call__(self, params, progress: Update = no_progress) -> Evaluation:
         """Evaluates `params`; `progress` is called with the number of sequences done and in total."""
         losses = self._losses(params, self._heldout, progress)

@@ -29,6 +29,13 @@ class NamedScore(NamedTuple):
 class Scorer(Protocol):
     """Computes the scores of config.evals. Its programs are compiled once, for all evaluations of a stage."""
 
+    def check(self) -> None:
+        """Makes an example of each task, without a model.
+
+        Raises:
+          UserError: a file cannot be read, or a task has no example of the lengths.
+        """
+
     def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
         """Evaluates the parameters of `step` and writes predictions, scores and figures to `workdir`/evals.
 
