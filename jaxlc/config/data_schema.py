@@ -42,8 +42,9 @@ class SourceConfig:
     # on. Empty: that of chat_format, or no chats without chat_format.
     chat_field: str = ""
     # messages: a list of messages with role and content, in the field messages. sharegpt: a list of turns with from and
-    # value, in the field conversations. alpaca: the fields instruction, input and output. Empty: messages.
-    chat_format: Literal["", "messages", "sharegpt", "alpaca"] = ""
+    # value, in the field conversations. alpaca: the fields instruction, input and output. completion: the fields prompt
+    # and completion, texts or lists of messages. Empty: messages.
+    chat_format: Literal["", "messages", "sharegpt", "alpaca", "completion"] = ""
     # chats: weight of a token of an answer. token: 1. answer: the same sum for each answer, 1 on average.
     answer_weights: Literal["token", "answer"] = "token"
     # suffixes of more files that are one document each, such as .tex; "code" adds those of programs.

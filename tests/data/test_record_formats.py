@@ -71,6 +71,10 @@ def in_loss(traces: TraceData) -> list[str]:
         (dict(prompt=[user("q"), bot("x"), user("q")], completion=[bot("a")]), ["a" + TURN]),
         (dict(prompt="q", chosen=[user("q"), bot("a")], rejected=[user("q"), bot("b")]), ["a" + TURN, "b" + TURN]),
         (dict(prompt=[user("q")], chosen=[user("q"), bot("a")], rejected="b"), ["a" + TURN, "b" + TURN]),
+        (
+            dict(prompt=[user("q")], chosen=[bot("x"), user("y"), bot("a")], rejected=[bot("b")]),
+            [f"x{TURN}a{TURN}", "b" + TURN],
+        ),
         (dict(conversations=[{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]), ["a" + TURN]),
         (
             dict(
@@ -102,6 +106,8 @@ def test_record_has_its_answers_in_the_loss(tmp_path, record, expected):
         (dict(messages=[user("q"), bot("a")], rejected_response="b"), "rejected_response.*chosen and rejected"),
         (dict(messages=[user("q"), bot("a")], images=["a.png"]), "'images': only text"),
         (dict(prompt=[user("q")], completion=[bot("a")], label=False), "'label': false marks"),
+        (dict(chosen=[user("q"), bot("a")], rejected=[user("p"), bot("b")]), "prompts of chosen and rejected differ"),
+        (dict(prompt="q", completion="a", system="s"), "'system' has no effect on a text"),
         (dict(prompt="q", completion=""), "'completion' is an empty answer"),
         (dict(prompt=[user("q")], completion=[user("p"), bot("a")]), "'completion' are another chat"),
         (dict(system="s", messages=[dict(role="system", content="t"), bot("a")]), "'system' and the first message"),
@@ -113,6 +119,15 @@ def test_record_that_cannot_be_used_is_a_bad_record(tmp_path, record, message):
         opened(tmp_path, [record])
     traces = opened(tmp_path, [record, dict(prompt="q", completion="a")], max_bad_records=1)
     assert traces.train.num_traces == 1 and "skipped records: 1" in traces.warnings[0]
+
+
+def test_prompt_and_completion_are_a_chat_of_a_mixture(tmp_path):
+    messages = dict(prompt=[user("q"), bot("x"), user("r")], completion=[bot("a")], system="s")
+    config, path = config_of(tmp_path, [messages, dict(prompt="q", completion="b")] * 9, eval_fraction=0.2)
+    config.data.mixture.pairs = dict(paths=path, chat_format="completion")
+    store = open_corpus(load(config).data).sources[0].train.store
+    texts = {bytes(store.tokens[begin:end].tolist()) for begin, end in store.answers}
+    assert texts == {b"a<|im_end|>", b"b<|im_end|>"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ messages  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]
 sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "...", "tools": [...]}
 alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."], ...]}: a
           question and its answer, after earlier ones
+completion {"prompt": ..., "completion": ...}: texts or lists of messages, as in TRL; only the completion has a loss
 
 `tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON. A
 message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss. Fields of other programs that change what is
@@ -21,12 +22,18 @@ from jaxlc.data.texts.records import BadRecord, kind_of
 
 ASSISTANT = "assistant"
 # Format -> the field of the chat, unless chat_field is set.
-CHAT_FIELDS = {"messages": "messages", "sharegpt": "conversations", "alpaca": "instruction"}
+CHAT_FIELDS = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "alpaca": "instruction",
+    "completion": "completion",
+}
 # Other fields of a record that each format uses.
 OTHER_FIELDS = {
     "messages": ("tools", "system"),
     "sharegpt": ("tools", "system"),
     "alpaca": ("tools", "system", "input", "output", "history"),
+    "completion": ("tools", "system", "prompt"),
 }
 LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # of OpenAI, ms-swift and Axolotl
 _KTO_LABELS = ("label", "kto_tag")
@@ -73,18 +80,21 @@ def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: st
     Raises:
       BadRecord: the record has another form, a part of it cannot be trained on, or an answer is empty.
     """
+    if chat_format == "completion":
+        return read_answer(values, field, where)
     with located(where):
         messages = _FORMATS[chat_format](value, values, field) if chat_format else _turns(value, field, "user")
         return _chat(messages, values)
 
 
 def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
-    """The chat of a prompt and its answer, where at least one of them has messages; only the answer has a loss.
+    """The chat of a prompt and its answer; only the answer has a loss.
 
-    The answer may repeat the prompt: start with its messages, or have a message with its text.
+    The answer may repeat the prompt: start with its messages, or have a message with its text. Without a prompt, only
+    the last answer of a pair has a loss.
 
     Args:
-      field: of the answer. In a pair, chosen or rejected, only its last message has a loss.
+      field: of the answer.
     Raises:
       BadRecord: as `read_chat`, or the answer starts with another prompt.
     """
@@ -100,8 +110,8 @@ def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
             raise BadRecord(f"the messages of {field!r} are another chat than those of the prompt")
         chat = _chat(before | turns, values)
         answers = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
-        num_before += len(chat.messages) - len(before | turns)  # a system message
-        first = num_before if field == "completion" else max(answers, default=0)
+        first = num_before + len(chat.messages) - len(before | turns)  # with the message of the field system
+        first = first if num_before or field == "completion" else max(answers, default=0)
         return chat._replace(masked=chat.masked | {number for number in answers if number < first})
 
 

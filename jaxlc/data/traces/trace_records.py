@@ -124,6 +124,8 @@ class TraceReader:
             )
             for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED))
         )  # fmt: skip
+        if chosen.prompt != rejected.prompt:
+            raise BadRecord(f"{where}: the prompts of chosen and rejected differ")
         if np.array_equal(chosen.tokens, rejected.tokens):
             self.encoder.notes.add("pairs with equal chosen and rejected answers, which have no gradient", where)
         return [chosen, rejected]
@@ -139,6 +141,8 @@ class TraceReader:
         if value is None:
             raise BadRecord(f"{where}: no field prompt (the fields are {', '.join(values)})")
         if isinstance(value, str) or is_chat(value):
+            if isinstance(value, str):
+                _check_text(values, where)
             prompt = value if isinstance(value, str) else read_chat(value, values, "", "prompt", where)
             ids, text = self.encoder.prompt(prompt, where)
         else:
@@ -161,8 +165,6 @@ class TraceReader:
         )  # fmt: skip
 
     def _encoded(self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool) -> _Encoded:
-        with located(where):
-            check_fields(values)
         is_truncated, prompt, answer = bool(values.get("truncated", False)), values.get("prompt"), values.get(name)
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
@@ -174,7 +176,7 @@ class TraceReader:
         if is_chat(answer) or (answer is not None and is_chat(prompt)):
             return self._of_chat(read_answer(values, name, where), where, is_truncated)
         for chat_format, key in CHAT_FIELDS.items():
-            if key in values and name == "completion":
+            if key in values and name == "completion" != key:
                 chat_format = chat_format if chat_format == "alpaca" else ""
                 return self._of_chat(read_chat(values[key], values, chat_format, key, where), where, is_truncated)
         if prompt is None or answer is None:
@@ -182,6 +184,8 @@ class TraceReader:
                 f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages,"
                 " prompt and completion, or prompt, chosen and rejected"
             )
+        if isinstance(prompt, str):
+            _check_text(values, where)
         return self._joined(prompt, answer, name, where, is_truncated, is_sampled)
 
     def _joined(
@@ -232,6 +236,15 @@ def _values(record: Record) -> dict[str, Any]:
     if isinstance(record.values, BadRecord):
         raise record.values
     return {name: x for name, x in record.values.items() if x is not None}
+
+
+def _check_text(values: Mapping[str, Any], where: str) -> None:
+    """Raises BadRecord if a prompt that is a text has fields of chats."""
+    with located(where):
+        check_fields(values)
+        for name in ("system", "tools"):
+            if values.get(name):
+                raise BadRecord(f"the field {name!r} has no effect on a text: write the prompt as a list of messages")
 
 
 def _bytes_of(prompt: str | Sequence[int] | np.ndarray) -> bytes:
