@@ -63,7 +63,11 @@ class Comparison:
     communication_seconds: float  # per step, exposed or not; concurrent transfers count once
     host_copy_seconds: float  # as above
     median_gap_seconds: float | None  # between two kernels of a device; None with one kernel
-    unknown_seconds: float  # events that the program does not have; their class follows from their names
+    # Kernels without an instruction of the program, such as those of CUDA graphs; their class follows from their names.
+    unknown_seconds: float
+    # Pairs of a query and a key of the traced steps, which the estimate counts, relative to sequences that are one
+    # document each; 1 where they are unknown. None: there is no estimate.
+    estimated_pairs_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -102,7 +106,7 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
             intervals.append(time_use.Activity(kind, label, event.start_seconds, event.end_seconds))
             if kind == COMMUNICATION:
                 durations[label].append(event.end_seconds - event.start_seconds)
-            if run.program is not None and event.instruction and classes.instruction_of(event) is None:
+            if run.program is not None and kind != HOST_COPY and classes.instruction_of(event) is None:
                 unknown[device] += event.end_seconds - event.start_seconds
         uses.append(time_use.measure(intervals, start, end))
         gaps += _gaps(intervals)
@@ -120,6 +124,7 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
         host_copy_seconds=sum(use.busy_by_class[HOST_COPY] for use in uses) / num_runs,
         median_gap_seconds=statistics.median(gaps) if gaps else None,
         unknown_seconds=unknown.total() / num_runs,
+        estimated_pairs_share=estimate and estimate.pairs_share,
     )
 
 
@@ -232,9 +237,15 @@ def _notes(result: Comparison) -> Iterator[str]:
     if result.median_gap_seconds is not None:
         yield f"median gap between kernels: {1e6 * result.median_gap_seconds:,.1f} us (in the plan, a part of kernels)"
     if result.unknown_seconds:
-        yield f"{1e3 * result.unknown_seconds:,.2f} ms are of events that the compiled step does not contain"
+        yield (
+            f"{1e3 * result.unknown_seconds:,.2f} ms are of kernels that the profiler names without an instruction of"
+            " the step, such as those of CUDA graphs: their class follows from the name of the kernel; a run with"
+            " --config.runtime.xla_preset=no_graphs has all instructions"
+        )
     if result.estimated_step_seconds is not None and result.estimated_interval is not None:
         step = estimate_text(result.estimated_step_seconds, result.estimated_interval)
         yield f"estimated step: {step}, median (80% interval of published runs); others are medians too"
+        if result.estimated_pairs_share is not None:
+            yield f"estimated attention: {result.estimated_pairs_share:.1%} of the pairs of one document per sequence"
     else:
         yield "no estimate: pass --plan=FILE, or trace with --config.profile.steps on a GPU that the plan knows"

@@ -9,15 +9,17 @@ from typing import Any
 from jaxlc.config import from_dict
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.core.flops import document_pairs
 from jaxlc.core.foreign_files import read_json_file
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate import timeline
+from jaxlc.simulate.packed_work import one_document
 from jaxlc.simulate.roofline import from_file
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, topology
-from jaxlc.train.step_profiler import PROGRAM_FILE, RUN_FILE
+from jaxlc.train.step_profiler import PAIRS, PROGRAM_FILE, RUN_FILE
 
 _MAX_PROGRAM_BYTES = 1 << 30  # uncompressed
 _PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the program
@@ -36,6 +38,7 @@ class TracedRun:
 class Estimate:
     prediction: Prediction
     model: TimeModel | None  # for single ring steps; None for a stored plan
+    pairs_share: float = 1.0  # see `Comparison.estimated_pairs_share`
 
 
 def read_run(trace: Path) -> TracedRun:
@@ -60,7 +63,8 @@ def read_run(trace: Path) -> TracedRun:
 
 def _checked(about: Any) -> dict[str, Any]:
     types = dict(config=dict, num_devices=int, device_kind=str)
-    if not isinstance(about, dict) or not all(isinstance(about.get(name), kind) for name, kind in types.items()):
+    pairs = about.get(PAIRS, 0) if isinstance(about, dict) else None
+    if pairs is None or not all(isinstance(about.get(name), kind) for name, kind in types.items()):
         raise ValueError(f"expected a JSON object with {', '.join(types)}")
     return about
 
@@ -80,8 +84,10 @@ def predict(run: TracedRun, *, plan: str, topology_name: str, constants: str) ->
     gpus = _gpus(run.about, topology_name, config.runtime.topology)
     if gpus is None:
         return None
-    model = TimeModel(gpus, config, roofline)
-    return Estimate(prediction=timeline.predict(run.program, model), model=model)
+    whole = config.train.global_batch_size * document_pairs(config.model, [config.data.seq_len])
+    share = run.about.get(PAIRS, whole) / whole if whole else 1.0
+    model = TimeModel(gpus, config, roofline, one_document(config, share))
+    return Estimate(prediction=timeline.predict(run.program, model), model=model, pairs_share=share)
 
 
 def _gpus(about: dict[str, Any], requested: str, configured: str) -> Topology | None:

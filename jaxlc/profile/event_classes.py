@@ -1,16 +1,18 @@
 """The class of an event of a trace: attention, matrix products, other kernels, communication or host copies.
 
 With the text of the compiled step, an event has the class of its instruction, so that measured and estimated classes
-agree. Without it, the class follows from the names of kernels, copies and JAX operations.
+agree. Without it, the class follows from the names of kernels, copies and JAX operations; so does that of kernels which
+a CUDA graph launches, since the profiler names the graph or nothing as their instruction.
 """
 
 import re
 from functools import cached_property
 
+from jaxlc.core.scopes import EXPERTS
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.async_ops import COLLECTIVES
-from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.hlo.op_names import is_in_attention
+from jaxlc.hlo.kernel_costs import MOSAIC, is_expert_kernel, kernel_cost
+from jaxlc.hlo.op_names import components, is_in_attention
 from jaxlc.hlo.parser import Computation, Instruction
 from jaxlc.profile.trace_events import TraceEvent
 
@@ -27,7 +29,7 @@ _SUFFIX = re.compile(r"(-start|-done|-update)$")
 _NUMBER = re.compile(r"(\.\d+)?$")
 _BY_NAME = (  # names of kernels and HLO instructions, if the program is unknown
     (COMMUNICATION, re.compile(rf"nccl|nvshmem|{'|'.join(COLLECTIVES)}|ppermute|psum|all_gather|all_to_all", re.I)),
-    (ATTENTION, re.compile(r"fmha|flash_|sdpa|cudnn.*attention|mosaic_gpu", re.I)),
+    (ATTENTION, re.compile(r"fmha|flash_|sdpa|cudnn.*attention|compute_dot_do_o|convert_dq", re.I)),
     (MATMUL, re.compile(r"gemm|nvjet|cutlass|cublas|\bdot\b|xmma|Cijk_", re.I)),
 )
 
@@ -52,9 +54,10 @@ class EventClasses:
         if name is not None:
             kind = self._class_of_instruction(name)
             return HOST_COPY_KERNEL if kind == HOST_COPY and not _is_copy(event) else kind
-        base = event.instruction.partition(".")[0]
-        if base in _CONTROL_FLOW:
+        if event.instruction.partition(".")[0] in _CONTROL_FLOW and _is_range(event):
             return None
+        if MOSAIC in event.name:
+            return self._class_of_mosaic(event)
         if is_in_attention(event.op_name) and re.search(r"pallas_call|dot_general|fmha", event.op_name):
             return ATTENTION
         text = f"{event.name} {event.instruction}"
@@ -64,11 +67,29 @@ class EventClasses:
         """The name of the event's instruction in the program; None if it is not in it.
 
         The profiler names some asynchronous collectives without "-start". Kernels that a CUDA graph launches may have
-        the graph as their instruction; the compiler names its kernels after their instructions.
+        the graph, a call, as their instruction; the compiler names its kernels after their instructions.
         """
         start = _NUMBER.sub(lambda number: f"-start{number[0]}", event.instruction, count=1)
         known = next((name for name in (event.instruction, start) if name in self._locations), None)
-        return known or self._by_kernel_name.get(event.name)
+        if known and (_is_range(event) or self._locations[known][1].opcode != "call"):
+            return known
+        return self._by_kernel_name.get(event.name)
+
+    def _class_of_mosaic(self, event: TraceEvent) -> str:
+        """Products of experts, or attention; where both are Mosaic kernels, JAX names those of experts "body"."""
+        has_experts, has_attention = self._mosaic_uses
+        if EXPERTS in components(event.op_name) or has_experts > has_attention:
+            return MATMUL
+        if is_in_attention(event.op_name) or has_attention > has_experts:
+            return ATTENTION
+        return MATMUL if event.name.startswith("body") else ATTENTION
+
+    @cached_property
+    def _mosaic_uses(self) -> tuple[bool, bool]:
+        """Whether experts, and whether attention, are Mosaic kernels in the program."""
+        calls = self._program.attention_calls if self._program else ()
+        has_experts = any(is_expert_kernel(instruction) for _, instruction in self._locations.values())
+        return has_experts, any(counted.call.kernel == "mosaic" for counted in calls)
 
     @cached_property
     def _by_kernel_name(self) -> dict[str, str]:
@@ -123,6 +144,11 @@ def _collective(program: AnalyzedProgram, instruction: Instruction) -> bool:
     return any(inner.opcode in COLLECTIVES for name in instruction.called for inner in program.computations[name])
 
 
+def _is_range(event: TraceEvent) -> bool:
+    """Whether the event is its instruction, as on CPU, and not a kernel that the instruction launches."""
+    return event.name == event.instruction
+
+
 def _is_copy(event: TraceEvent) -> bool:
     """Whether a copy engine runs the event; on CPU, where there are none, whether it is a copy."""
-    return event.name.startswith("Memcpy") or event.name == event.instruction
+    return event.name.startswith("Memcpy") or _is_range(event)

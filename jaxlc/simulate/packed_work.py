@@ -76,12 +76,16 @@ def num_ring_steps(config: Config) -> int:
     return 1 if config.attention.strategy == "all_gather" else num_shards(config)
 
 
-def one_document(config: Config) -> AttentionWork:
-    """The work of a sequence that is one document, which is equal on all ranks: half of all pairs."""
+def one_document(config: Config, share: float = 1.0) -> AttentionWork:
+    """The work of a sequence that is one document, which is equal on all ranks: half of all pairs.
+
+    Args:
+      share: of these pairs; below 1 for sequences of several documents, with equal work on all ranks.
+    """
     num_tokens, steps = config.data.seq_len, num_ring_steps(config)
     local_tokens = num_tokens / num_shards(config)
-    half = local_tokens * num_tokens / (2 * steps)
-    window_pairs = causal_pairs(num_tokens, config.model.window) * local_tokens / num_tokens
+    half = share * local_tokens * num_tokens / (2 * steps)
+    window_pairs = share * causal_pairs(num_tokens, config.model.window) * local_tokens / num_tokens
     return AttentionWork(half, half if steps > 1 else 0.0, window_pairs, num_other_steps=steps - 1.0)
 
 

@@ -3,7 +3,7 @@
     WORKDIR/profile/
         plugins/profile/DATE/HOST.xplane.pb    the trace, for XProf and `jaxlc profile`
         step.hlo.txt.gz                        the compiled step, whose instructions the trace names
-        run.json                               its config and devices
+        run.json                               its config and devices, and the pairs of its attention
         memory-PROCESS.prof                    allocations on the devices, written when a step runs out of memory
 
 With config.profile.processes="all", the first three are in one directory per process, WORKDIR/profile/process-N.
@@ -12,9 +12,10 @@ With config.profile.processes="all", the first three are in one directory per pr
 import ctypes
 import gzip
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import jax
@@ -27,6 +28,7 @@ from jaxlc.step.step_function import StepMetrics
 
 PROFILE_DIRECTORY = "profile"  # in the workdir
 PROGRAM_FILE, RUN_FILE = "step.hlo.txt.gz", "run.json"
+PAIRS = "attention_pairs"  # in RUN_FILE: mean `StepMetrics.attention_pairs` of the traced steps; absent if unknown
 STEP_ANNOTATION = "train"  # name of the range of one step, with the statistic step_num
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _CUDA_RUNTIMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
@@ -51,6 +53,7 @@ class StepProfiler:
         is_traced = settings.processes == "all" or jax.process_index() == 0
         self._steps = settings.traced_steps if is_traced else range(0)
         self._first_traced: int | None = None  # the first step of the trace that is being recorded
+        self._metrics: list[StepMetrics] = []  # of its steps
 
     def start(self, step: int, state: TrainState) -> None:
         """Starts the trace if `step` is its first step; `state` is the argument of the step."""
@@ -61,9 +64,11 @@ class StepProfiler:
     def __call__(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         with jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step):
             state, metrics = self._run_step(state, batch)
-        if self._first_traced is not None and step + 1 not in self._steps:
-            jax.block_until_ready((state, metrics))
-            self._stop(step)
+        if self._first_traced is not None:
+            self._metrics.append(metrics)
+            if step + 1 not in self._steps:
+                jax.block_until_ready((state, metrics))
+                self._stop(step)
         return state, metrics
 
     def __enter__(self) -> Self:
@@ -92,10 +97,7 @@ class StepProfiler:
         directory = self._trace_directory
         directory.mkdir(parents=True, exist_ok=True)
         (directory / PROGRAM_FILE).write_bytes(gzip.compress(self._run_step.as_text().encode()))
-        about = dict(
-            config=to_dict(self._config), device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count()
-        )
-        (directory / RUN_FILE).write_text(json.dumps(about, indent=1) + "\n")
+        self._write_run()
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # calls of Python functions, which fill the trace
         jax.profiler.start_trace(directory, profiler_options=options)
@@ -108,7 +110,15 @@ class StepProfiler:
         jax.profiler.stop_trace()
         steps = f"steps {first} to {last}" if last is not None else f"steps from {first} on, until the run ended,"
         directory = self._trace_directory
+        pairs = [metrics.attention_pairs for metrics in self._metrics]
+        if last is not None and None not in pairs:
+            self._write_run({PAIRS: statistics.fmean(map(float, pairs))})
         self._log(f"traced {steps} in {directory}; compare them with the plan: jaxlc profile {directory}")
+
+    def _write_run(self, more: Mapping[str, float] = MappingProxyType({})) -> None:
+        devices = dict(device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count())
+        about = dict(config=to_dict(self._config), **devices, **more)
+        (self._trace_directory / RUN_FILE).write_text(json.dumps(about, indent=1) + "\n")
 
     def _save_memory_profile(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)

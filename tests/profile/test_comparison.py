@@ -6,18 +6,22 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
+from jaxlc.config import defaults, load, to_dict
 from jaxlc.core.errors import UserError
+from jaxlc.core.flops import document_pairs
 from jaxlc.hlo import analyze
 from jaxlc.profile import comparison, time_use, trace_events
 from jaxlc.profile.__main__ import main
-from jaxlc.profile.estimate import Estimate, TracedRun
+from jaxlc.profile.estimate import Estimate, TracedRun, predict
 from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses
 from jaxlc.profile.time_use import GAP, Activity
 from jaxlc.profile.trace_events import TraceEvent
 from jaxlc.simulate.interval import two_digits
+from jaxlc.train.step_profiler import PAIRS
 from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED
 from tests.profile.xspace import Event, profile_data
+from tests.simulate.test_timeline import ATTENTION as KERNELS
 
 pytestmark = pytest.mark.jax_version
 
@@ -164,6 +168,77 @@ def test_kernel_of_a_cuda_graph_is_known_by_its_name():
     event = TraceEvent("gemm_fusion_dot_2", "command_buffer", "m", "", 0, 1)
     assert classes.instruction_of(event) == "gemm_fusion_dot.2" and classes.class_of(event) == MATMUL
     assert classes.instruction_of(event._replace(name="other")) is None
+
+
+EXPERTS_KERNEL = (
+    '%experts = bf16[8,8]{1,0} custom-call(%x, %x, %w), custom_call_target="mosaic_gpu_v2",'
+    ' metadata={op_name="jit(f)/mlp/experts/pallas_call"}'
+)
+GRAPH = (  # kernels of the H100's traces (benchmarks/2026-11-26-h100.jsonl, and of experts with Mosaic)
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0", ATTENTION),
+    ("body_mosaic_gpu_kernel", MATMUL),
+    ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", MATMUL),
+    ("gemm_fusion_dot_842", MATMUL),
+    ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8", MATMUL),
+    ("input_scatter_fusion_2", OTHER),
+    ("memcpy128", OTHER),
+)
+
+
+@pytest.mark.parametrize("instruction", ["command_buffer", "call.7", ""])
+def test_kernels_of_cuda_graphs_have_classes_by_name(instruction):
+    """The instruction of such a kernel is the graph, which some versions of XLA have as a call, or nothing."""
+    text = program(
+        "%x = bf16[8,8]{1,0} parameter(0)",
+        "%w = bf16[2,8,8]{2,1,0} parameter(1)",
+        EXPERTS_KERNEL,
+        "%call.7 = bf16[8,8]{1,0} call(%x), to_apply=%command_buffer",
+        "ROOT %result = f32[] constant(1)",
+        more="%command_buffer (p: bf16[8,8]) -> bf16[8,8] {\n  ROOT %p = bf16[8,8]{1,0} parameter(0)\n}\n",
+    )
+    stats = dict(hlo_op=instruction, hlo_module="jit_f", name="")
+    events = [Event(COMPUTE, name, 10 * i, 10 * i + 10, stats) for i, (name, _) in enumerate(GRAPH)]
+    trace = trace_events.of_profile(profile_data({"/device:GPU:0": events}), "miniature")
+    for known in (analyze(text), None):
+        result = comparison.compare(trace, TracedRun(program=known), None, num_steps=1)
+        seconds = {row.name: microseconds(row.measured_seconds) for row in result.classes}
+        for kind in (ATTENTION, MATMUL, OTHER):
+            assert seconds[kind] == 10 * sum(x == kind for _, x in GRAPH), (kind, known)
+        assert ("such as those of CUDA graphs: their class follows" in str(result)) == (known is not None)
+    assert (
+        microseconds(comparison.compare(trace, TracedRun(program=analyze(text)), None, num_steps=1).unknown_seconds)
+        == 70
+    )
+
+
+def test_mosaic_kernels_have_the_class_of_the_program():
+    """Of experts or of attention, if it has only one of them; otherwise JAX names those of experts "body"."""
+    arrays = ("%x = bf16[8,8]{1,0} parameter(0)", "%w = bf16[2,8,8]{2,1,0} parameter(1)")
+    experts = EventClasses(analyze(program(*arrays, EXPERTS_KERNEL, "ROOT %result = f32[] constant(1)")))
+    event = TraceEvent("kernel_mosaic_gpu_kernel", "", "jit_f", "", 0, 1)
+    body = event._replace(name="body_mosaic_gpu_kernel")
+    assert [experts.class_of(x) for x in (event, body)] == [MATMUL, MATMUL]
+    assert [EventClasses(None).class_of(x) for x in (event, body)] == [ATTENTION, MATMUL]
+    scoped = body._replace(op_name="jit(f)/attention/core_attention/mosaic_forward/pallas_call")
+    assert EventClasses(None).class_of(scoped) == ATTENTION
+
+
+def test_estimate_counts_the_pairs_of_the_traced_steps():
+    """Documents with a quarter of the pairs take a quarter of the time of attention."""
+    config = defaults()
+    config.model.num_heads, config.data.seq_len = 32, 4096
+    config = load(config)
+    whole = config.train.global_batch_size * document_pairs(config.model, [4096])
+    run = TracedRun(
+        program=analyze(program(*KERNELS, "ROOT %result = f32[] constant(1)")),
+        about=dict(config=to_dict(config), device_kind="NVIDIA H100 80GB HBM3", num_devices=1),
+    )
+    packed = dataclasses.replace(run, about=run.about | {PAIRS: whole / 4})
+    one, quarter = (predict(x, plan="", topology_name="h100:1x1", constants="") for x in (run, packed))
+    assert (one.pairs_share, quarter.pairs_share) == (1, 0.25)
+    seconds = [estimate.prediction.seconds_by_kind["attention"] for estimate in (one, quarter)]
+    assert seconds[1] == pytest.approx(seconds[0] / 4, abs=2e-6)  # the start of a kernel takes as long
+    assert "estimated attention: 25.0% of the pairs" in str(comparison.compare(gpu_trace(), packed, quarter))
 
 
 def test_profile_command_reports_missing_and_damaged_traces(tmp_path, capsys):

@@ -118,6 +118,7 @@ def test_traced_steps_are_compared_by_class(result, tmp_path, capsys):
     assert sum(row["runs_per_step"] for row in values["ring_steps"]) >= 9
     assert all(row["measured_seconds"] > 0 and row["estimated_seconds"] > 0 for row in values["ring_steps"])
     assert values["unknown_seconds"] < 0.05 * values["step_seconds"]
+    assert 0 < values["estimated_pairs_share"] < 1  # sequences have several documents
     assert profile_main([*arguments[:2], "--topology=h100:1x4"]) == 2
     assert "had 8" in capsys.readouterr().err
 
