@@ -19,11 +19,12 @@ MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much 
 _ESCAPE, _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
 _ESCAPE_BYTES = re.compile(_ESCAPE.pattern.encode())
 _LFS_POINTER = b"version https://git-lfs"
+ADAPTER_FILE = "adapter_config.json"  # of peft
 _OTHER_FORMATS = {  # end of the name of a file -> what to do
-    "adapter_config.json": "merge the adapters into their base model with merge_and_unload of peft, and use the result",
+    ADAPTER_FILE: "merge the adapters into their base model with merge_and_unload of peft, and use the result",
     ".gguf": "GGUF is not read; use the directory of the model with config.json and safetensors files",
     ".bin": "PyTorch files are not read; convert them with save_pretrained of transformers",
-    ".safetensors": "use a directory with config.json and safetensors files",
+    ".safetensors": "expected a directory with config.json, and model.safetensors or the index of several files",
 }
 
 

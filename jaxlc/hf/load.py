@@ -49,11 +49,11 @@ def load_params(
     """
     files, layouts = open_files(directory, family, abstract_params, dims, model=model)
     abstract = _by_path(abstract_params)
-    if _HEAD in layouts:
-        _check_tied_head(files, layouts, abstract["embedding"])
     total, done, loaded = sum(map(_num_bytes, abstract.values())), 0, {}
     for path, param in abstract.items():
         loaded[path] = jax.block_until_ready(_load(files, layouts[path], param))
+        if path == "embedding" and _HEAD in layouts:
+            _check_tied_head(files, _load(files, layouts[_HEAD], param), loaded[path])
         done += _num_bytes(param)
         if progress is not None:
             progress(done, total)
@@ -212,16 +212,14 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
         )
 
 
-def _check_tied_head(files: TensorFiles, layouts: Mapping[str, Layout], embedding: Any) -> None:
+def _check_tied_head(files: TensorFiles, head: jax.Array, embedding: jax.Array) -> None:
     """Compares the output head in the files with the embedding, which replaces it, in the shards of this process.
 
     Raises:
       UserError: they differ.
     """
-    shards = embedding.sharding.addressable_devices_indices_map(embedding.shape).values()
-    for index in {tuple(piece.indices(size) for piece, size in zip(shard, embedding.shape)) for shard in shards}:
-        head, tied = (read_shard(files, layouts[path], index, embedding) for path in (_HEAD, "embedding"))
-        if not np.array_equal(head, tied):
+    for ours, theirs in zip(head.addressable_shards, embedding.addressable_shards, strict=True):
+        if not np.array_equal(ours.data, theirs.data):
             raise UserError(
                 f"{_HEAD} in {files.directory} differs from the embedding, and config.json has"
                 " tie_word_embeddings=true: set it to false there; transformers does not tie the weights of such files"

@@ -72,7 +72,8 @@ class TensorFiles:
             missing = sorted(names - header.keys())
             if missing:
                 raise UserError(f"{path} has no tensor {missing[0]}, which {INDEX_FILE} lists; download both again")
-            self.tensors |= header
+            # Of tensors that several files have, that of the file in the index.
+            self.tensors = header | self.tensors | {name: header[name] for name in names}
 
     def read(self, name: str, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor, in its own dtype; only the pages of that part are read.
@@ -132,6 +133,9 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
             files.setdefault(file_inside(directory, file), set()).add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read {index_path} ({reason_of(error)}); download it again") from error
+    single = directory / SINGLE_FILE
+    if single.is_file() and single not in files:
+        raise UserError(f"{directory} has {SINGLE_FILE} and {INDEX_FILE} with other files; remove one of them")
     missing = sorted(path.name for path in files if not path.is_file())
     if missing:
         raise UserError(

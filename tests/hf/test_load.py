@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jaxlc
 import jaxlc.train
@@ -643,6 +643,10 @@ def add_bias(directory):
     rewrite(directory, lambda x: x | {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)})
 
 
+def add_single_file(directory):
+    write_tensors(directory, tensors_of("llama"), num_files=1)
+
+
 def remove_head(directory):
     rewrite(directory, lambda x: {name: value for name, value in x.items() if name != "lm_head.weight"})
 
@@ -663,6 +667,7 @@ def only_torch_files(directory):
         (change_dtype, "has dtype I32"),
         (add_bias, "has the tensor model.layers.0.self_attn.q_proj.bias"),
         (remove_head, "has no tensor lm_head.weight"),
+        (add_single_file, "has model.safetensors and model.safetensors.index.json with other files"),
         (only_torch_files, "it has pytorch_model.bin: PyTorch files are not read"),
     ],
 )
@@ -739,6 +744,16 @@ def test_tied_model_with_only_a_head_has_it_as_embedding(tmp_path):
     rewrite(directory, lambda x: {name.replace("model.embed_tokens", "lm_head"): value for name, value in x.items()})
     _, params, _ = loaded(directory)
     np.testing.assert_array_equal(params["embedding"], expected_params("llama_tied")["embedding"])
+
+
+def test_load_of_a_tensor_in_two_files_reads_the_one_in_the_index(tmp_path):
+    directory = write_model(tmp_path / "model", "llama")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.norm.weight"
+    for path in {*directory.glob("*.safetensors")} - {directory / index[name]}:
+        save_file(load_file(path) | {name: np.zeros(32, np.float32)}, path, {"format": "pt"})
+    _, params, _ = loaded(directory)
+    np.testing.assert_array_equal(params["final_norm/scale"], expected_params("llama")["final_norm/scale"])
 
 
 def test_load_to_host_memory_gives_the_same_state(tmp_path):
@@ -838,7 +853,13 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize
         ({"model-Q4_K_M.gguf": "GGUF"}, "", "has model-Q4_K_M.gguf: GGUF is not read"),
         ({"config.json": "{}", "a.gguf": ""}, "", "has neither model.safetensors nor .* it has a.gguf: GGUF"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "", "has adapter_config.json: merge"),
-        ({"model.safetensors": ""}, "model.safetensors", "use a directory with config.json"),
+        ({"model.safetensors": ""}, "model.safetensors", "expected a directory with config.json"),
+        (
+            {"config.json": "{}", "consolidated.safetensors": ""},
+            "",
+            "neither .* has consolidated.safetensors: exp",
+        ),
+        ({"config.json": "{}", "adapter_config.json": "{}"}, "", "has adapter_config.json: merge the adapters"),
         (
             {"config.json": "{}", "model.safetensors": LFS_POINTER},
             "",

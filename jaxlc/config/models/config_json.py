@@ -122,8 +122,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the language model in config.json: `config` itself, or text_config of a model with images."""
-    families = [family for family in FAMILIES.values() if family.multimodal_type]
-    family = next((family for family in families if family.multimodal_type == config.get("model_type")), None)
+    model_type = config.get("model_type") or None
+    family = next((family for family in FAMILIES.values() if family.multimodal_type == model_type), None)
     if family is None or not isinstance(config.get("text_config"), dict):
         return config
     names = ("dtype", "torch_dtype", "tie_word_embeddings", *_QUANTIZATION)

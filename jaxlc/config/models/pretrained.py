@@ -13,7 +13,7 @@ from jaxlc.config.models.own_format import stored_settings
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import Unsupported, UserError, raise_all
-from jaxlc.core.foreign_files import check_no_pointers, other_format, read_json_file
+from jaxlc.core.foreign_files import ADAPTER_FILE, check_no_pointers, other_format, read_json_file
 from jaxlc.core.paths import file_inside, local_path, nearest_path
 
 CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = "config.json", "tokenizer.json", "generation_config.json"
@@ -98,8 +98,8 @@ def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
             return hub.download(name, what, with_weights=with_weights)
         near = nearest_path(path) or nearest_path("runs" / path)
         raise _no_model(name, what, f"no such directory{f', did you mean {near}?' if near else ''}")
-    problem = None if (path / CONFIG_FILE).is_file() else other_format(path)
-    if problem:
+    is_model = (path / CONFIG_FILE).is_file() and not (path / ADAPTER_FILE).is_file()
+    if not is_model and (problem := other_format(path)):
         raise Unsupported(f"unsupported: {what} {name!r} {problem}")
     check_no_pointers(path)
     return path
