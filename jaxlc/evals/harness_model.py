@@ -23,6 +23,7 @@ from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.chat import ChatTemplate
+from jaxlc.data.tokens.stops import Stops
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 from jaxlc.generation.generate_text import generator_of, stops_for
 from jaxlc.generation.prompts import template_of
@@ -204,13 +205,12 @@ class HarnessModel(TemplateLM):
                 " max_length in --model_args, or --gen_kwargs max_gen_toks=N"
             )
         ids = [self.tok_encode(prompt)[-(self.max_length - max_tokens) :] for prompt in prompts]
-        stops = stops_for(self._result)
         generations = generator_of(self._result)(
             [np.array(row, np.int32) for row in self._filled(ids)],
             max_tokens=max_tokens,
             sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0, seed=seed),
-            stop=[*stop, *stops.texts],
-            stop_ids=[*stops.ids, self.eot_token_id],
+            stop=[*stop, *self._stops.texts],
+            stop_ids=[*self._stops.ids, self.eot_token_id],
             indices=self._filled(indices),
         )
         return [generation.text for generation in generations[: len(prompts)]]
@@ -229,6 +229,10 @@ class HarnessModel(TemplateLM):
     def _encode(self, text: str) -> list[int]:
         ((ids, _),) = self._tokenizer.encode_with_offsets([text], special_tokens=True)
         return ids.tolist()
+
+    @functools.cached_property
+    def _stops(self) -> Stops:
+        return stops_for(self._result)
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

@@ -31,7 +31,7 @@ class EmbeddedRollouts:
     """
 
     def __init__(self, step: TrainStep, tokenizer: Tokenizer):
-        self._step, self._tokenizer, self._generator = step, tokenizer, None
+        self._step, self._tokenizer, self._generator, self._stops = step, tokenizer, None, None
         config, settings = step.config, step.config.rollouts
         self._reward = load_reward(settings.reward)
         self._prompts, _, self._warnings = open_prompts(config, tokenizer)
@@ -82,7 +82,8 @@ class EmbeddedRollouts:
 
     def _generate(self, params: dict, numbers: list[int], step: int, workdir: Path) -> list[Generation]:
         settings, config = self._step.config.rollouts, self._step.config
-        stops = stops_of(config, self._tokenizer, original_of(config.model.init_from, workdir))
+        original = original_of(config.model.init_from, workdir)
+        stops = self._stops = self._stops or stops_of(config, self._tokenizer, original)
         if self._generator is None:
             self._generator = Generator(self._step, params, self._tokenizer)
         else:

@@ -59,8 +59,8 @@ class Result:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether this is the model of a Hugging Face directory, loaded as it is. Its texts start with the tokens that
-        `transformers` adds, and its RoPE follows the length of each text instead of data.seq_len."""
+        """Whether this is the model of a Hugging Face directory, loaded as it is. Its RoPE follows the length of each
+        text instead of data.seq_len."""
         return (self.workdir / CONFIG_FILE).is_file()
 
     @cached_property
