@@ -108,7 +108,7 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     ]
     texts = (": ".join(filter(None, (stage.name, row_text(row)))) for stage, (_, row) in zip(stages, best))
     title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
-    path.write_text(config_source(source, model, title, _base(source, model, stages), configs))
+    path.write_text(config_source(source, model, title, _base(source, model, stages), configs), encoding="utf-8")
     print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS")
     return 0
 

@@ -96,7 +96,7 @@ def _write_template(config: Config, template: ChatTemplate, tokenizer: Tokenizer
         changes["eos_token"] = template.end_of_turn
     source = without_generation_tags(template.source)
     if config.data.chat_template or source != template.source:
-        (target / _TEMPLATE_FILE).write_text(source)
+        (target / _TEMPLATE_FILE).write_text(source, encoding="utf-8")
         (target / "chat_template.json").unlink(missing_ok=True)
         changes["chat_template"] = None  # transformers prefers the file
     return changes
@@ -130,4 +130,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ def read_template(path: Path, advice: str = ADVICE) -> str:
     import jinja2  # only where a file is named
 
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         # The tag `generation` of published templates is an extension of `jaxlc.data.tokens.chat_environment`.
         without_tag = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_tag)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
+from jaxlc.core import streams
+
 EXIT_STATUS = 128 + signal.SIGINT
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself
 _REPEAT_SECONDS = 1.0  # `timeout`, or the end of a terminal, may send the same signal twice
@@ -28,13 +30,15 @@ _stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.stderr` repla
 
 
 def install_for_command() -> None:
-    """Handles Ctrl-C of a process that runs `python -m jaxlc.VERB` or `jaxlc VERB`, from its first import on.
+    """Prepares the streams and handles Ctrl-C of a process that runs `jaxlc VERB`, or `python -m jaxlc.VERB`.
 
     A process in which SIGINT is ignored, such as a background job of a shell, still ignores it.
     """
     global _stderr
-    is_command = os.path.basename(sys.argv[0]) in ("-m", "jaxlc")  # "-m" while the packages of a module are imported
-    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if os.path.basename(sys.argv[0]) not in ("-m", "jaxlc"):  # "-m" while the packages of a module are imported
+        return
+    streams.prepare()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _stderr = os.dup(2)
         signal.signal(signal.SIGINT, _handle)
         sys.unraisablehook = _ignored_error

@@ -82,7 +82,7 @@ class Plan(PlanRecord):
         """
         extras.require("matplotlib", "the plan as an HTML page")
         try:
-            Path(path).write_text(html_page.document(self.title, self._html(totals or {})))
+            Path(path).write_text(html_page.document(self.title, self._html(totals or {})), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the plan to {path}: {error.strerror}") from error
 

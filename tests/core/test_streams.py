@@ -71,3 +71,18 @@ def test_commands_prepare_and_guard_their_streams():
     paths = {verb: ROOT / package.replace(".", "/") for verb, (package, _) in VERBS.items()}
     mains = {verb: path / "__main__.py" if path.is_dir() else path.with_suffix(".py") for verb, path in paths.items()}
     assert [verb for verb, path in mains.items() if "run_main(" not in path.read_text()] == []
+
+
+def test_texts_of_files_are_utf8_in_any_locale(tmp_path):
+    path, out = tmp_path / "template.jinja", tmp_path / "log.txt"
+    path.write_text("é{{ messages }}", encoding="utf-8")
+    program = (
+        "from pathlib import Path; from jaxlc.config.chat_template_file import read_template;"
+        "from jaxlc.train.reports.progress import Progress;"
+        "progress = Progress(peak_flops_per_second=None, is_primary=True); progress.log_to(Path(sys.argv[1]));"
+        "progress.log(read_template(Path(sys.argv[2])))"
+    )
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", PREPARED + program, out, path]
+    subprocess.run(argv, check=True, capture_output=True, env=environment)
+    assert out.read_text(encoding="utf-8").endswith("é{{ messages }}\n")

@@ -108,7 +108,7 @@ class Progress:
         if self._log_file is None or self._is_log_closed or not self._is_primary:
             return
         try:
-            with self._log_file.open("a") as out:
+            with self._log_file.open("a", encoding="utf-8") as out:
                 out.write(text)
         except OSError as error:  # the run goes on until its disk has no space for a checkpoint
             self._is_log_closed = True
