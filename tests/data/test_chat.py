@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -171,3 +172,48 @@ def test_chats_fingerprint_depends_on_template(tmp_path: Path):
     assert open_corpus(config).sources[0].train.store is not corpus.sources[0].train.store
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 2
     assert len({open_corpus(c).fingerprint for c in (config, dataclasses.replace(config, chat_template="chatml"))}) == 1
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+QUESTION_AND_ANSWER = Chat([dict(role="user", content="q"), dict(role="assistant", content="a")])
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{{ messages[0].content * 100000000 }}", "more than 67,108,864"),
+        ("{{ 'a' * 100000000 }}", "more than 67,108,864"),
+        ("{% for i in range(9000) %}{{ 'a' * 9000 }}{% endfor %}", "more than 67,108,864"),
+        ("{% for i in range(10 * 100000) %}{% endfor %}", "Range too big"),
+        ("{{ (1000000000000000000000 ** 100000) ** 1000 }}", "a number is too large"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "access to attribute 'append'"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "not a valid Jinja template"),
+        ("{{ " + "1" * 5000 + " }}", "not a valid Jinja template"),
+        ("{{ a }}" * 50_000, "more than 262,144 characters"),
+    ],
+)
+def test_template_that_exceeds_a_limit_is_an_error(source, message):
+    with pytest.raises(UserError, match=message):
+        ChatTemplate(source, {}).render(QUESTION_AND_ANSWER, "f:1")
+
+
+def test_render_all_yields_errors_in_their_place():
+    contents = ["0", "\ufdd0", "error", "3"]
+    chats = [(Chat([dict(role="user", content=x), *QUESTION_AND_ANSWER.messages[1:]]), f"f:{x}") for x in contents]
+    if_error = "{% if messages[0].content == 'error' %}{{ raise_exception('E') }}{% endif %}"
+    results = list(ChatTemplate(if_error + PLAIN, {}).render_all(chats))
+    assert [getattr(result, "text", None) for result in results] == [
+        "user: 0</s>assistant: a</s>", None, None, "user: 3</s>assistant: a</s>"
+    ]  # fmt: skip
+    assert "noncharacter" in str(results[1]) and str(results[2]).startswith("f:error: ")
+
+
+def test_pickled_template_renders_the_same():
+    template = ChatTemplate(PLAIN + "{{ eos_token }}", {"eos_token": "</e>"}, "T")
+    expected = template.render(QUESTION_AND_ANSWER, "f:1")
+    copy = pickle.loads(pickle.dumps(template))
+    assert (copy.render(QUESTION_AND_ANSWER, "f:1"), copy.identity, copy.name) == (expected, template.identity, "T")

@@ -18,7 +18,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from jaxlc.core.errors import UserError, reason_of
 from jaxlc.data.texts.chats import ASSISTANT, Chat
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.named_templates import TEMPLATES
-from jaxlc.data.tokens.template_process import RenderError, TemplateError, TemplateProcess
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")  # that any template may have
@@ -63,8 +62,6 @@ class ChatTemplate:
           UserError: the package jinja2 is missing, or the source is not a template.
         """
         extras.require("jinja2", "a source of chats")
-        import jinja2
-
         from jaxlc.data.tokens.chat_environment import environment
 
         self.name, self.source = name, source
@@ -74,12 +71,10 @@ class ChatTemplate:
         try:
             if len(source) > _MAX_SOURCE_CHARACTERS:
                 raise ValueError(f"it has more than {_MAX_SOURCE_CHARACTERS:,} characters")
-            env.parse(source)  # not compiled, since the compiler computes constant expressions
+            self._template = env.from_string(source)
             self._has_markers = "generation" in {token for _, _, token in env.lex(source)}
-        except (jinja2.TemplateError, ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
+        except Exception as error:  # SyntaxError, MemoryError, ValueError and others of Python's compiler, too
             raise UserError(f"{name} is not a valid Jinja template ({reason_of(error)})") from error
-        self._template = env.from_string(source) if source in TEMPLATES.values() else None
-        self._process = TemplateProcess(source, special_tokens, _BEGIN, _END)  # if it is not one of these
 
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
         return ChatTemplate, (self.source, self._special_tokens, self.name)
@@ -93,29 +88,17 @@ class ChatTemplate:
           BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
             answer as nothing.
         """
-        question = self._question(chat, where)
-        if isinstance(question, BadRecord):
-            raise question
-        return self._answered(question)
+        return self._answered(self._question(chat, where))
 
     def render_all(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[MarkedText | BadRecord]:
-        """Renders several chats, the arguments of `render`, and yields its results or errors. A template that is
-        rendered in another process works on the next ones in the meantime."""
-        questions = [self._question(*chat) for chat in chats]
-        if self._template is None and len(questions) > 1:
-            asked = [(x.json, x.renderings) for x in questions if isinstance(x, _Question)]
-            with self._errors(""):
-                self._process.ask(asked)
-        for question in questions:
-            if isinstance(question, _Question):
-                try:
-                    yield self._answered(question)
-                except BadRecord as error:
-                    yield error
-            else:
-                yield question
+        """Renders several chats, the arguments of `render`, and yields its results or errors."""
+        for chat, where in chats:
+            try:
+                yield self.render(chat, where)
+            except BadRecord as error:
+                yield error
 
-    def _question(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]] = ()) -> "_Question | BadRecord":
+    def _question(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]] = ()) -> "_Question":
         """
         Args:
           renderings: other ones than those of the chat and of the prompts of its answers.
@@ -124,32 +107,32 @@ class ChatTemplate:
         try:
             text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         except RecursionError as error:
-            return BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})")
+            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
         if _BEGIN in text or _END in text:
-            return BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not renderings and masked.issuperset(numbers):
             kind = "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
-            return BadRecord(f"{where}: {kind}, so there is nothing to train on")
+            raise BadRecord(f"{where}: {kind}, so there is nothing to train on")
         for problem in self._problems(messages, tools):
-            return BadRecord(f"{where}: {problem}")
+            raise BadRecord(f"{where}: {problem}")
         if not self._has_markers:
             numbers = [number for number in numbers if number not in masked]
         prompts = [x for number in numbers for x in ((number, True), (number + 1, False))] * (not self._has_markers)
-        return _Question(chat, where, text, numbers, renderings or [(len(messages), False), *prompts])
+        return _Question(chat, where, numbers, renderings or [(len(messages), False), *prompts])
 
     def _answered(self, question: "_Question") -> MarkedText:
         chat, where, numbers = question.chat, question.where, question.numbers
-        with contextlib.closing(self._render(question)) as texts:
-            marked = next(texts)
-            parts = re.split(f"[{_BEGIN}{_END}]", marked)
-            if self._has_markers:
-                ends = np.cumsum([len(part) for part in parts]).tolist()
-                spans = list(zip(ends[0::2], ends[1::2]))
-            else:
-                spans = self._answers_by_prompts(marked, zip(numbers, texts, texts), question)
+        texts = self._render(question)
+        marked = next(texts)
+        parts = re.split(f"[{_BEGIN}{_END}]", marked)
         text = "".join(parts)
-        if spans is None:  # after `_render`, since the headers need other renderings
+        if self._has_markers:
+            ends = np.cumsum([len(part) for part in parts]).tolist()
+            spans = list(zip(ends[0::2], ends[1::2]))
+        else:
+            spans = self._answers_by_prompts(marked, zip(numbers, texts, texts), question)
+        if spans is None:
             spans = self._answers_by_header(text, question)
         if len(spans) == len(numbers):
             for number, span in zip(numbers, spans):
@@ -208,8 +191,6 @@ class ChatTemplate:
 
     def _texts(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]]) -> list[str]:
         question = self._question(chat, where, renderings)
-        if isinstance(question, BadRecord):
-            raise question
         return [re.sub(f"[{_BEGIN}{_END}]", "", marked) for marked in self._render(question)]
 
     def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
@@ -284,35 +265,23 @@ class ChatTemplate:
             )
         return [(begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in question.numbers)]
 
-    def _render(self, question: "_Question") -> Generator[str, None, None]:
-        """Yields the texts of the renderings of a chat; see `TemplateProcess.render`.
+    def _render(self, question: "_Question") -> Iterator[str]:
+        """Yields the texts of the renderings of a chat.
 
         Raises:
-          BadRecord: the template raises an error, or needs more time or memory than it may use.
-          UserError: the template does not compile.
+          BadRecord: the template raises an error, or exceeds a limit of `chat_environment`.
         """
         from jaxlc.data.tokens.chat_environment import render
 
         messages, tools, _ = question.chat
-        with self._errors(question.where):
-            if self._template is None:
-                yield from self._process.render(question.json, question.renderings)
-                return
-            for number, has_prompt in question.renderings:
-                yield render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)
-
-    @contextlib.contextmanager
-    def _errors(self, where: str) -> Iterator[None]:
-        import jinja2
-
-        try:
-            yield
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
-        except RenderError as error:
-            raise BadRecord(f"{where}: {self.name} {error}") from None
-        except TemplateError as error:
-            raise UserError(f"{self.name} is not a valid Jinja template: it {error}") from None
+        for number, has_prompt in question.renderings:
+            try:
+                text = render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)
+            except Exception as error:  # it may contain any expression
+                raise BadRecord(
+                    f"{question.where}: {self.name} raises an error for the messages ({reason_of(error)})"
+                ) from error
+            yield text
 
 
 class _Question(NamedTuple):
@@ -320,9 +289,8 @@ class _Question(NamedTuple):
 
     chat: Chat
     where: str
-    json: str  # messages and tools
     numbers: list[int]  # of the answers among the messages; without markers, of those that have a loss
-    renderings: Sequence[tuple[int, bool]]  # see `TemplateProcess.render`
+    renderings: Sequence[tuple[int, bool]]  # how many of the messages, and add_generation_prompt
 
 
 def _left_out(chat: Chat, text: str) -> tuple[str, ...]:

@@ -1,16 +1,11 @@
-"""The Jinja environment of chat templates: settings, functions and the tag `generation` of published templates.
+"""The Jinja environment of chat templates: settings, functions, limits, and the tag `generation`.
 
-As a program it renders a template for `template_process`. It imports nothing else of jaxlc, to start soon.
+A template is a program that somebody else has written. Jinja's sandbox keeps it from Python and limits `range`; here
+are limits of the rendered text and of products and powers, which otherwise may take any memory and time.
 """
 
-import contextlib
-import functools
 import json
 import re
-import resource
-import signal
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jinja2
@@ -23,14 +18,30 @@ import jinja2.sandbox
 _COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
 
 
+MAX_TEXT_CHARACTERS = 64 << 20  # of a rendered text, and of a product with a text or a list
+_MAX_INTEGER = 1 << 64
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = [x for x in (left, right) if isinstance(x, (int, float))]
+        if operator == "*" and len(numbers) == 1:
+            (sequence,) = (x for x in (left, right) if x is not numbers[0])
+            if len(sequence) * numbers[0] > MAX_TEXT_CHARACTERS:
+                raise OverflowError(f"a product has more than {MAX_TEXT_CHARACTERS:,} elements")
+        elif any(abs(x) > _MAX_INTEGER for x in numbers) or operator == "**" and abs(right) > 64:
+            raise OverflowError("a number is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 def environment(begin: str, end: str) -> jinja2.Environment:
     """A sandbox in which `{% generation %}text{% endgeneration %}` renders as begin + text + end.
 
     `strftime_now` is undefined, so that templates with a date use their fixed one, and tokens do not depend on the day.
     """
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     env.globals.update(
         raise_exception=_raise,
         mark_generation=lambda caller: f"{begin}{caller()}{end}",
@@ -79,69 +90,12 @@ def render(
     **variables: Any,
 ) -> str:
     """The text of a chat. Any exception may be raised, since the template may contain any expression."""
-    return template.render(
+    parts, num_characters = [], 0
+    for part in template.generate(
         messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **variables
-    )
-
-
-def _serve() -> None:
-    """Answers the questions of `template_process.TemplateProcess`, one per line."""
-    lines = sys.stdin.buffer
-    first = json.loads(lines.readline())
-    _limit_memory(first["max_data_bytes"])
-    answer = functools.partial(_answer, max_error_bytes=first["max_error_bytes"])
-    try:
-        with _limited_cpu(first["cpu_seconds"]):
-            template = environment(first["begin"], first["end"]).from_string(first["source"])
-    except Exception as error:
-        answer(error)
-        return
-    answer("")
-    for line in lines:
-        question = json.loads(line)
-        messages, tools = question["chat"]
-        with _limited_cpu(question["cpu_seconds"]):
-            for number, has_prompt in question["renderings"]:
-                try:
-                    text = render(template, messages[:number], tools, has_prompt, **first["variables"])
-                    if len(text) > first["max_text_characters"]:
-                        raise ValueError(f"the text has more than {first['max_text_characters']:,} characters")
-                except Exception as error:
-                    answer(error)
-                    break  # the parent does not read further answers
-                answer(text)
-                del text  # before the next one needs memory
-
-
-def _limit_memory(num_bytes: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    soft = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
-    with contextlib.suppress(ValueError, OSError):  # not supported by every system
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, soft))
-
-
-@contextlib.contextmanager
-def _limited_cpu(seconds: float) -> Iterator[None]:
-    """SIGPROF, whose default action ends the process also within a function in C, after this CPU time."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _answer(answer: str | Exception, max_error_bytes: int) -> None:
-    """Writes a line, "text" or "error" and its size in bytes, and the bytes."""
-    if isinstance(answer, str):
-        content = answer.encode(errors="surrogatepass")
-    else:
-        reason = " ".join(str(answer)[:max_error_bytes].split()) or type(answer).__name__
-        content = reason.encode(errors="replace")[:max_error_bytes]
-    kind = "error" if isinstance(answer, Exception) else "text"
-    sys.stdout.buffer.write(f"{kind} {len(content)}\n".encode())
-    sys.stdout.buffer.write(content)
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()
+    ):
+        parts.append(part)
+        num_characters += len(part)
+        if num_characters > MAX_TEXT_CHARACTERS:
+            raise OverflowError(f"the text has more than {MAX_TEXT_CHARACTERS:,} characters")
+    return "".join(parts)

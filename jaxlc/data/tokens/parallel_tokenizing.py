@@ -1,5 +1,6 @@
 """Tokenizes the parts of a large corpus in processes of their own."""
 
+import faulthandler
 import io
 import json
 import os
@@ -36,6 +37,7 @@ _PART_BYTES = 32 << 20
 _MAX_WORKER_BYTES = 128 << 20
 _SECONDS_BETWEEN_POLLS = 0.05
 _SECONDS_BETWEEN_COUNTS = 1.0
+_MAX_BATCH_SECONDS = 600.0
 
 
 def parallel_pieces(
@@ -93,12 +95,17 @@ def parallel_pieces(
 
 
 def _counted(tokenized: Iterator[TokenizedPiece], path: Path) -> Iterator[TokenizedPiece]:
-    """Writes the amount of text so far to a file once a second, for `_count`."""
+    """Writes the amount of text so far to a file once a second, for `_count`.
+
+    The process ends with its stacks if a batch takes too long, for instance in the loops of a chat template.
+    """
+    faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
     size, due_seconds = 0, time.monotonic() + _SECONDS_BETWEEN_COUNTS
     for each in tokenized:
         size += each.piece.size
         if time.monotonic() >= due_seconds:
             path.with_suffix(".count").write_text(str(size))
+            faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
             due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
         yield each
 
