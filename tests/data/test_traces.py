@@ -187,7 +187,6 @@ def test_groups_are_held_out_whole(tmp_path):
         ([dict(tokens=[-7, 2], loss_mask=[0, 1])], {}, "token -7, expected 0 to 511"),
         ([dict(tokens=[[1], [2, 3]], loss_mask=[0, 1])], {}, "tokens is a list, expected"),
         ([dict(tokens=[1, 2], loss_mask=[0, 0])], {}, "no token is in the loss"),
-        ([dict(prompt="a", chosen=USER, rejected=USER)], CHATS, "messages of 'chosen' are another chat"),
         (
             [answer([6], advantage=1.0, reference_log_probs=[-1])] * 2,
             dict(posttrain=dict(loss="dpo")),

@@ -167,7 +167,7 @@ def _trace_examples(data: TraceData, config: Config, num: int) -> SourceExamples
     return SourceExamples(
         name="data.traces",
         unit="trace",
-        num_documents=len(in_loss),
+        num_documents=len(data.traces),
         num_tokens=sum(map(len, in_loss)),
         num_loss_tokens=int(sum(mask.sum() for mask in in_loss)),
         examples=tuple(examples),

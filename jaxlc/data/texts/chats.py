@@ -35,7 +35,7 @@ OTHER_FIELDS = {
     "alpaca": ("tools", "system", "input", "output", "history"),
     "completion": ("tools", "system", "prompt"),
 }
-LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # of OpenAI, ms-swift and Axolotl
+LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # names in OpenAI's API, ms-swift and Axolotl
 _KTO_LABELS = ("label", "kto_tag")
 # Field of a record or message -> what to do instead.
 _UNSUPPORTED = {

@@ -29,7 +29,7 @@ RECORD_SUFFIXES = (*LISTED_SUFFIXES, ARRAY_SUFFIX)
 _RECORDS_AT_ONCE, _NESTED_RECORDS_AT_ONCE = 256, 32
 # A file may be much smaller than its records: compressed ones are read in a stream, and each record has these limits.
 MAX_LINE_BYTES = 128 << 20
-_MAX_ARRAY_BYTES = 1 << 30  # of a list in a .json file
+_MAX_ARRAY_BYTES = 1 << 30  # a list in a .json file is read as a whole
 _MAX_TOKEN_BYTES = 1 << 30  # of a document of Megatron-LM
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # code in the .idx file -> dtype

@@ -39,7 +39,7 @@ class TraceData:
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """Those of training and held-out sequences."""
+        """The traces of training and held-out sequences."""
         return self.train.traces + (self.heldout.traces if self.heldout else ())
 
 

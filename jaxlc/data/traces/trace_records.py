@@ -45,7 +45,7 @@ from jaxlc.data.tokens.chat import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import with_start
 
-FIELDS = (  # of traces
+FIELDS = (  # all that a record of traces may have
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "reward", "advantage",
     "old_log_probs", "reference_log_probs", "truncated", "policy_step",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
