@@ -471,7 +471,7 @@ ABSENT = (None, False, 0, [], {})
         ("olmo_hybrid", ("rope_theta", "rope_parameters"), "layer_kinds", ("gated_delta_net", "nope")),
         ("olmo_hybrid", ("rope_parameters.rope_theta",), "layer_kinds", ("gated_delta_net", "nope")),
         ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "num_experts", 8),
-        ("qwen3_moe", ("mlp_only_layers",), "layer_kinds", ("full",)),
+        ("qwen3_moe", ("mlp_only_layers", "num_local_experts"), "layer_kinds", ("full",)),
         ("llama", ("quantization_config", "attention_bias", "pruned_heads"), "qkv_bias", False),
         ("llama", ("rope_scaling",), "rope_scaling", "none"),
         ("mistral_window", ("sliding_window",), "layer_kinds", ("full",)),
@@ -488,6 +488,13 @@ def test_config_json_part_that_is_absent_may_have_any_empty_value(case, names, s
     for name in names:
         config = _changed(config, name.split("."), value)
     assert settings_of(config, "config.json")[setting] == expected
+
+
+@pytest.mark.parametrize("changes", [dict(num_experts=None), dict(num_experts=4), {}])
+def test_config_json_field_may_have_its_name_in_transformers(changes):
+    config = {name: value for name, value in CASES["qwen3_moe"].config.items() if name != "num_experts"}
+    settings = settings_of(config | dict(num_local_experts=4) | changes, "config.json")
+    assert settings["num_experts"] == 4
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if is_own_format(config):
         return own_settings(config, where)
     family = _family_of(config, where)
-    config = typed_fields(_by_names_of(family, config, where), where)
+    config = _by_names_of(family, typed_fields(config, where), where)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
     settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}
@@ -210,11 +210,11 @@ def _by_names_of(family: Family, config: Mapping[str, Any], where: str) -> dict[
     """
     renamed = dict(config)
     for alias, name in family.field_aliases.items():
-        value = renamed.pop(alias, None)
-        if value is not None and renamed.setdefault(name, value) != value:
-            raise UserError(
-                f"{where} has {alias}={value} and {name}={renamed[name]}, which differ; remove the wrong one"
-            )
+        value, named = renamed.pop(alias, None), renamed.get(name)
+        if None not in (value, named) and value != named:
+            raise UserError(f"{where} has {alias}={value} and {name}={named}, which differ; remove the wrong one")
+        if value is not None:
+            renamed[name] = value
     return renamed
 
 
