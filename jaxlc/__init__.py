@@ -170,15 +170,19 @@ def generate(
       jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
       jaxlc.core.errors.Unsupported: a custom model.
     """
-    result = _loaded(source, step, mesh)
+    from jaxlc import runtime
+
+    runtime.import_jax()
     from jaxlc.generation.generate_text import generate_text
     from jaxlc.generation.sampling import Sampling
 
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)  # raises before the model is loaded
+    result = _loaded(source, step, mesh)
     generations = generate_text(
         result,
         [prompts] if isinstance(prompts, str) else prompts,
         max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+        sampling=sampling,
         stop=stop,
         chunk_tokens=chunk_tokens,
         stream=stream,
@@ -228,15 +232,19 @@ def evaluate(
       jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
         or `out` has predictions of other settings.
     """
+    from jaxlc import runtime
     from jaxlc.config.checks.eval_checks import eval_settings
     from jaxlc.core.paths import local_path
 
-    checked, target = eval_settings(settings), local_path(out) if out else None
-    result = _loaded(source, step, mesh)
-    from jaxlc.evals.evaluate_run import evaluate_run, results_directory
+    checked_settings, target = eval_settings(settings), local_path(out) if out else None
+    runtime.import_jax()
+    from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory
 
+    if isinstance(source, (str, os.PathLike)):
+        check_before_loading(source, checked_settings)
+    result = _loaded(source, step, mesh)
     directory = target or results_directory(result.workdir if result is source else source)
-    return evaluate_run(result, checked, directory, report or (lambda row: None), chat_template=chat_template)
+    return evaluate_run(result, checked_settings, directory, report or (lambda row: None), chat_template=chat_template)
 
 
 @checked

@@ -48,10 +48,12 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
         jaxlc.start(simulated_devices=flags.simulated_devices)
     settings = eval_settings({field.name: getattr(flags, field.name) for field in fields(EvalSettings)})
     runtime.import_jax()
-    from jaxlc.evals.evaluate_run import evaluate_run
+    from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
     from jaxlc.evals.pictures import draw_maps, draw_overlays
     from jaxlc.evals.score_rows import comparison, step_directories
 
+    for source in flags.sources:
+        check_before_loading(source, settings)
     outs, scores, directories = _directories(flags.sources, flags.out), dict[str, list](), dict[str, Path]()
     report = functools.partial(print, flush=True)
     for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):

@@ -8,15 +8,13 @@ from pathlib import Path
 import jax
 
 from jaxlc.checkpoints.checksums import model_fingerprint
-from jaxlc.config.checks.eval_checks import LOSS, lengths_in_training
+from jaxlc.config.checks.eval_checks import lengths_in_training
 from jaxlc.config.models.pretrained import original_of
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.stops import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.evals.cases import text_cases
-from jaxlc.evals.document_loss import read_cut_documents
-from jaxlc.evals.evaluate_run import EvaluatedModel
+from jaxlc.evals.evaluate_run import EvaluatedModel, check_examples
 from jaxlc.evals.pictures import draw_maps, draw_overlays
 from jaxlc.evals.score_rows import ScoreRow, step_directories
 from jaxlc.generation.generator import Generator
@@ -24,8 +22,6 @@ from jaxlc.generation.prompts import PromptEncoder
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.step import TrainStep
 from jaxlc.train.evaluation.scorer import NamedScore
-
-_CHECKED_TOKENS = 8192  # longer examples take long to make
 
 
 class TrainingScorer:
@@ -44,13 +40,8 @@ class TrainingScorer:
         self._generator: Generator | None = None
 
     def check(self) -> None:
-        settings = dataclasses.replace(self._settings, num_examples=1)
         try:
-            if LOSS in settings.tasks:
-                read_cut_documents(settings, max(settings.lengths), self._tokenizer)
-            shortest = dataclasses.replace(settings, lengths=(min(*settings.lengths, _CHECKED_TOKENS),))
-            for case, _ in text_cases(shortest, self._encode.counter()):
-                case.make(0)
+            check_examples(self._settings, self._encode)
         except UserError as error:
             raise UserError(f"config.evals: {error}") from error
 

@@ -11,11 +11,14 @@ import numpy as np
 from jaxlc.checkpoints.checksums import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS
+from jaxlc.config.models.pretrained import locate
+from jaxlc.core.errors import UserError
 from jaxlc.core.identity import fingerprint_of
 from jaxlc.core.paths import local_path
 from jaxlc.data.tokens.stops import Stops
+from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.evals.cases import text_cases
-from jaxlc.evals.document_loss import TokenLosses, evaluate_loss
+from jaxlc.evals.document_loss import TokenLosses, evaluate_loss, read_cut_documents
 from jaxlc.evals.example import Example
 from jaxlc.evals.predictions import run_case
 from jaxlc.evals.score_rows import ScoreRow, store_scores
@@ -25,6 +28,7 @@ from jaxlc.generation.prompts import PromptEncoder, encoder_of
 from jaxlc.train.result.run_result import Result
 
 Report = Callable[[ScoreRow], None]
+_CHECKED_TOKENS = 8192  # longer examples take long to make
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,29 @@ class EvaluatedModel:
         ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
         generations = self.generator()(ids, max_tokens=new_tokens, stop=self.stops.texts, stop_ids=self.stops.ids)
         return [generation.text for generation in generations]
+
+
+def check_examples(settings: EvalsConfig, encode: PromptEncoder) -> None:
+    """Makes an example of each task, without a model.
+
+    Raises:
+      UserError: a length is too small for a task, or a file cannot be used.
+    """
+    settings = replace(settings, num_examples=1)
+    if LOSS in settings.tasks:
+        read_cut_documents(settings, max(settings.lengths), encode.tokenizer)
+    shortest = replace(settings, lengths=(min(*settings.lengths, _CHECKED_TOKENS),))
+    for case, _ in text_cases(shortest, encode.counter()):
+        case.make(0)
+
+
+def check_before_loading(source: str | Path, settings: EvalsConfig) -> None:
+    """As `check_examples`, with the tokenizer of a source whose weights are not read yet."""
+    try:
+        tokenizer = load_tokenizer(locate(str(source)).data_settings()["tokenizer"])
+    except UserError:
+        return  # which loading the source explains
+    check_examples(settings, PromptEncoder(tokenizer=tokenizer))
 
 
 def results_directory(source: str | Path) -> Path:

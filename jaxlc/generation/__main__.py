@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.ranges import Above0UpTo1, From1
+from jaxlc.config.setting_paths import hint_at
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
 
@@ -36,9 +38,9 @@ class Flags(ModelFlags):
     source: str  # workdir of a run, Hugging Face directory or hub id
     prompt: str | None = None  # text to continue
     prompt_file: str = ""  # file with the text to continue; -: standard input
-    max_tokens: int = 256  # largest number of new tokens
+    max_tokens: From1[int] = 256  # largest number of new tokens
     temperature: float = 0.0  # 0: greedy
-    top_p: float = 1.0  # sample from the likeliest tokens of this probability
+    top_p: Above0UpTo1[float] = 1.0  # sample from the likeliest tokens of this probability
     stop: list[str] | None = None  # string that ends the text; may be repeated
     chat: bool = False  # the prompt is a message of a user in the chat template of the model
     seed: int = 0  # random seed of sampling
@@ -105,6 +107,7 @@ def mesh_sizes(mesh: str | None) -> dict[str, int] | None:
         axis, _, size = part.partition("=")
         if not size.isdecimal() or int(size) < 1:
             raise UserError(f"invalid value {mesh!r} for --mesh: expected sizes of axes, such as context=4,tensor=2")
+        hint_at(f"mesh.{axis.strip()}")  # raises for an unknown one
         sizes[axis.strip()] = int(size)
     return sizes
 

@@ -16,6 +16,7 @@ from jaxlc.evals.__main__ import main
 from jaxlc.evals.document_loss import DocumentLosses, loss_rows, read_cut_documents, stored_losses
 from jaxlc.evals.score_rows import read_scores
 from jaxlc.train.evaluation.document_sums import DocumentSums
+from jaxlc.train.result import loaded_run
 from tests.train import runs
 
 LENGTH, LIMIT, LAST = 512, 128, 256
@@ -145,3 +146,13 @@ def test_command_overlays_checkpoints_and_names_missing_documents(run, texts, tm
     assert main(["eval", str(run), "--tasks=loss", "--lengths=512"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: 4,096")]
     assert "has 4,096 tokens: use a smaller length" in errors[0] and "the task loss needs documents" in errors[1]
+
+
+def test_length_too_small_for_a_task_is_refused_before_the_model_is_loaded(run, monkeypatch, capsys):
+    monkeypatch.setattr(loaded_run, "load", lambda *_, **__: pytest.fail("loaded"))
+    assert main(["eval", str(run), "--lengths=10"]) == 2
+    assert "error: invalid length 10 for the task needle" in capsys.readouterr().err
+    with pytest.raises(UserError, match="invalid length 10 for the task needle"):
+        jaxlc.evaluate(run, lengths=[10])
+    with pytest.raises(UserError, match="expected more than 0 and at most 1"):
+        jaxlc.generate(run, "a", top_p=2.0, temperature=1.0)
