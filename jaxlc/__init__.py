@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxlc.attention import attend
     from jaxlc.evals.score_rows import ScoreRow
     from jaxlc.generation.generator import Generation
+    from jaxlc.generation.sampling import Sampling
     from jaxlc.train import Result
     from jaxlc.train.result.loaded_run import load
 
@@ -127,6 +128,15 @@ def _loaded(source: "str | Path | Result", step: int | None, mesh: Mapping[str, 
     return source
 
 
+def _sampling(**values: float) -> "Sampling":
+    from jaxlc import runtime
+
+    runtime.import_jax()
+    from jaxlc.generation.sampling import Sampling
+
+    return Sampling(**values)
+
+
 @checked
 def generate(
     source: "str | Path | Result",
@@ -170,14 +180,10 @@ def generate(
       jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
       jaxlc.core.errors.Unsupported: a custom model.
     """
-    from jaxlc import runtime
-
-    runtime.import_jax()
-    from jaxlc.generation.generate_text import generate_text
-    from jaxlc.generation.sampling import Sampling
-
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)  # raises before the model is loaded
+    sampling = _sampling(temperature=temperature, top_p=top_p, seed=seed)  # raises before the model is loaded
     result = _loaded(source, step, mesh)
+    from jaxlc.generation.generate_text import generate_text
+
     generations = generate_text(
         result,
         [prompts] if isinstance(prompts, str) else prompts,
