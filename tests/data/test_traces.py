@@ -22,9 +22,7 @@ from jaxlc.data.traces.rollout_files import RolloutSequences, write_rollouts
 from jaxlc.data.traces.trace_records import TraceReader
 
 PROMPT = [1, 2, 3, 4, 5]
-USER = [dict(role="user", content="Why?")]
 ROLLOUTS = dict(data=dict(traces=""), posttrain=dict(loss="grpo"))
-CHATS = dict(data=dict(chat_template="chatml"))
 
 
 def answer(tokens: list[int], prompt: list[int] = PROMPT, **fields) -> dict:

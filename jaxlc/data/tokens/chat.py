@@ -289,7 +289,7 @@ class _Question(NamedTuple):
 
     chat: Chat
     where: str
-    numbers: list[int]  # of the answers among the messages; without markers, of those that have a loss
+    numbers: list[int]  # message numbers of the answers; without markers, only answers that have a loss
     renderings: Sequence[tuple[int, bool]]  # how many of the messages, and add_generation_prompt
 
 
