@@ -1,15 +1,16 @@
 """Tokenizes the parts of a large corpus in processes of their own."""
 
+import contextlib
 import faulthandler
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,10 @@ from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.parts import (
     Part,
     add_records_of_part,
-    files_from_json,
     part_arrays,
     plan_parts,
     read_part,
     save_part,
-    write_manifest,
 )
 from jaxlc.data.tokens.tokenized_pieces import Log, Reader, TokenizedPiece, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import load_tokenizer
@@ -58,7 +57,6 @@ def parallel_pieces(
     """
     directory.mkdir(exist_ok=True)
     parts = plan_parts(files, _PART_BYTES, _MAX_WORKER_BYTES)
-    write_manifest(directory / "manifest.json", parts, tokenizer=reader.tokenizer.name, fields=reader.fields)
     paths = [directory / f"{number:06d}.npz" for number in range(len(parts))]
     waiting = [number for number, part in enumerate(parts) if not part.is_inline and not paths[number].exists()]
     num_processes = min(config.tokenizing_processes or os.cpu_count() or 1, len(waiting) or 1)
@@ -129,52 +127,47 @@ def _poll(running: dict[int, subprocess.Popen]) -> None:
         del running[number]
         assert process.stderr is not None
         if process.returncode:
-            message = process.stderr.read().strip()
+            message = process.stderr.read().decode(errors="replace").strip()
             if process.returncode == 2:
                 raise UserError(message)
             raise UserError(f"a process that tokenizes ended with status {process.returncode}: {message[-2000:]}")
 
 
 def _start(part: Part, path: Path, reader: Reader, config: DataConfig) -> subprocess.Popen:
-    job = part.to_json() | dict(
-        path=str(path),
-        fields=list(reader.fields),
-        tokenizer=config.tokenizer,
-        end_token=config.end_token,
-        parse_special_tokens=config.parse_special_tokens,
-        start_token=config.start_token,
-        chat_template=config.chat_template,
-        max_bad_records=config.max_bad_records,
-    )
     root = str(Path(__file__).parents[2])
     environment = os.environ | {
         "RAYON_NUM_THREADS": "1",  # threads of the package tokenizers
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
     }
-    command = [sys.executable, "-m", "jaxlc.data.tokens.parallel_tokenizing", json.dumps(job)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", "jaxlc.data.tokens.parallel_tokenizing"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stdin is not None
+    with process.stdin as stdin, contextlib.suppress(BrokenPipeError):  # `_poll` has the reason
+        pickle.dump((part, path, reader.fields, config), stdin)
+    return process
 
 
-def tokenize_part(job: dict[str, Any]) -> None:
+def tokenize_part(part: Part, path: Path, fields: Fields, config: DataConfig) -> None:
     """Tokenizes one part, in a process of its own.
 
     Raises:
       UserError: as `tokenized_pieces`.
     """
-    fields = Fields(*job["fields"])
-    settings = (job[name] for name in ("tokenizer", "end_token", "parse_special_tokens", "start_token"))
-    encoder = Encoder(load_tokenizer(*settings), job["chat_template"])
+    tokenizer = load_tokenizer(config.tokenizer, config.end_token, config.parse_special_tokens, config.start_token)
+    encoder = Encoder(tokenizer, config.chat_template)
     bad_records = io.BytesIO()  # at most one line per record of the part
-    reader = Reader(fields, BadRecords(job["max_bad_records"], bad_records), encoder)
-    tokenized = _counted(tokenized_pieces(files_from_json(job["files"]), reader, lambda line: None), Path(job["path"]))
-    arrays = part_arrays(tokenized, np.min_scalar_type(encoder.tokenizer.vocab_size - 1))
+    reader = Reader(fields, BadRecords(config.max_bad_records, bad_records), encoder)
+    tokenized = _counted(tokenized_pieces(part.files, reader, lambda line: None), path)
+    arrays = part_arrays(tokenized, np.min_scalar_type(tokenizer.vocab_size - 1))
     texts = dict(bad_records=bad_records.getvalue(), notes=json.dumps(encoder.notes.counts).encode())
-    save_part(Path(job["path"]), arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
+    save_part(path, arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()})
 
 
 if __name__ == "__main__":
     try:
-        tokenize_part(json.loads(sys.argv[1]))
+        tokenize_part(*pickle.load(sys.stdin.buffer))
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

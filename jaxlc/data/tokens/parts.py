@@ -1,8 +1,8 @@
 """Parts of a corpus that are tokenized on their own, by several processes, and their files.
 
 A part is a run of small files, or a range of the lines of a large .jsonl file. A file that is large and cannot be cut
-is a part as well, which the process that writes the store tokenizes itself, with all cores. The manifest, a JSON file,
-lists the parts. A process that is killed leaves the complete parts, and the next one continues with the others.
+is a part as well, which the process that writes the store tokenizes itself, with all cores. A process that is killed
+leaves the complete parts, and the next one continues with the others.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,18 +28,6 @@ class Part:
     files: tuple[SourceFile, ...]
     num_bytes: int
     is_inline: bool = False  # tokenized by the process that writes the store
-
-    def to_json(self) -> dict[str, Any]:
-        files = [dataclasses.asdict(file) | {"path": str(file.path)} for file in self.files]
-        return {"files": files, "num_bytes": self.num_bytes, "is_inline": self.is_inline}
-
-
-def files_from_json(values: Sequence[dict[str, Any]]) -> list[SourceFile]:
-    """The inverse of `Part.to_json` for its files."""
-    return [
-        SourceFile(**(value | {"path": Path(value["path"]), "lines": value["lines"] and tuple(value["lines"])}))
-        for value in values
-    ]
 
 
 def plan_parts(files: Sequence[SourceFile], part_bytes: int, max_worker_bytes: int) -> list[Part]:
@@ -150,8 +137,3 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
     return arrays
-
-
-def write_manifest(path: Path, parts: Sequence[Part], **values: Any) -> None:
-    """Writes the list of parts, and other values, as JSON."""
-    path.write_text(json.dumps({**values, "parts": [part.to_json() for part in parts]}, indent=1))

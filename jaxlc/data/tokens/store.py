@@ -6,7 +6,6 @@ It consists of these files in the cache directory. KEY is a hash of the source f
     KEY.index.npz       document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records,
                         and a fingerprint of the content
     KEY.skipped.txt     the errors of bad records that are skipped, one line each: FILE:NUMBER: reason
-    KEY.manifest.json   the parts of a large corpus that several processes have tokenized; see `data.parts`
 
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
 """
@@ -149,7 +148,7 @@ def open_store(
                         )
                         progress = None  # the processes are ahead of what is written
                     _write(paths, files, stream, reader, progress)
-                    _keep_manifest(parts, directory / f"{key}.manifest.json")
+                    shutil.rmtree(parts, ignore_errors=True)
         store = _read(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
     if store.num_bad_records > config.max_bad_records:  # it was written with a higher limit
@@ -270,10 +269,3 @@ def _write(
         )
     if progress is not None:
         progress(total_bytes, total_bytes)
-
-
-def _keep_manifest(parts: Path, path: Path) -> None:
-    """Deletes the files of the parts, except for the manifest, if there are any."""
-    if parts.is_dir():
-        os.replace(parts / "manifest.json", path)
-        shutil.rmtree(parts)
