@@ -277,7 +277,7 @@ class TrainConfig:
     keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
     keep_every_steps: int = 0  # checkpoints of steps that are multiples of this number are kept as well; 0: none
     # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It needs an evaluation
-    # at the step of each checkpoint.
+    # at the step of each checkpoint; a checkpoint that waits for its evaluation is kept, too.
     keep_best_checkpoints: int = 0
     # directory on a disk of each machine, or in its memory as /dev/shm/jaxlc, for local checkpoints with a period of
     # their own: every process writes its own parts of the arrays there. A run resumes from the latest one that all

@@ -6,6 +6,7 @@ thread ends the process. Imports no jax.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -17,14 +18,14 @@ from typing import Any, NoReturn
 
 from jaxlc.core import streams
 
-EXIT_STATUS = 128 + signal.SIGINT
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself
 _REPEAT_SECONDS = 1.0  # `timeout`, or the end of a terminal, may send the same signal twice
 # Code that turns KeyboardInterrupt into another error: imports of extension modules, and JAX's start of its plugins.
 _CONVERTING_FILES = ("<frozen importlib._bootstrap>", "/jax/_src/xla_bridge.py")
 
 _sentence = ""  # set while a command runs
-_requested = 0  # the number of the signal
+_requested = 0  # the number of the signal that `_handle` got
+_number = signal.SIGINT  # of the last signal
 _undo: list[Callable[[], None]] = []
 _stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.stderr` replaces for a time
 
@@ -52,8 +53,8 @@ def handled(sentence: str) -> Iterator[None]:
     Args:
       sentence: what the signal leaves behind; the message of a KeyboardInterrupt that has none.
     """
-    global _sentence
-    _sentence = sentence
+    global _sentence, _number
+    _sentence, _number = sentence, signal.SIGINT
     try:
         with _handlers():
             yield
@@ -83,9 +84,8 @@ def is_repeat(first_seconds: float) -> bool:
 
 def interrupt(number: int) -> NoReturn:
     """Raises KeyboardInterrupt for a signal that another handler has caught."""
-    global _requested
-    if _sentence:  # not in a notebook, which goes on
-        _requested = number
+    global _number
+    _number = number
     raise KeyboardInterrupt
 
 
@@ -98,7 +98,7 @@ def end(interrupt: KeyboardInterrupt) -> int:
         print("\n" * sys.stderr.isatty() + str(interrupt), file=sys.stderr, flush=True)
     if _requested:
         end_process(128 + _requested)
-    return EXIT_STATUS
+    return 128 + _number
 
 
 def end_process(status: int) -> NoReturn:
@@ -121,18 +121,20 @@ def _handlers() -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # the numbers of signals, from C
-    threading.Thread(target=_watch, args=[reader], name="jaxlc-signals", daemon=True).start()
+    done = threading.Event()
+    threading.Thread(target=_watch, args=[reader, done], name="jaxlc-signals", daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before, warn_on_full_buffer=False)
         os.close(writer)
+        done.set()
         for number in numbers:
             if signal.getsignal(number) is _handle:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def _watch(reader: int) -> None:
+def _watch(reader: int, done: threading.Event) -> None:
     """Ends the process a while after a signal: the first one that `_handle` gets, or a second one of another handler,
     such as that of `jaxlc.train.preemption`."""
     first_seconds = None
@@ -141,11 +143,15 @@ def _watch(reader: int) -> None:
             continue
         is_second = first_seconds is not None and not is_repeat(first_seconds)
         if (handler := signal.getsignal(number)) is _handle or (is_second and callable(handler)):
-            timer = threading.Timer(_END_SECONDS, _end_now, [number])
-            timer.daemon = True
-            timer.start()
+            end_late = functools.partial(_end_late, number, done)
+            threading.Thread(target=end_late, name="jaxlc-end", daemon=True).start()
         first_seconds = first_seconds or time.monotonic()
     os.close(reader)
+
+
+def _end_late(number: int, done: threading.Event) -> None:
+    if not done.wait(_END_SECONDS):
+        _end_now(number)
 
 
 def _forget_in_child() -> None:
@@ -161,9 +167,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _handle(number: int, frame: FrameType | None) -> NoReturn:
+    global _requested
     if _requested or not _sentence or _is_converted(frame):
         _end_now(number)
-    interrupt(number)
+    _requested = number
+    raise KeyboardInterrupt
 
 
 def _is_converted(frame: FrameType | None) -> bool:

@@ -178,8 +178,8 @@ def report_failure(error: BaseException) -> None:
 
 def exit_process(status: int) -> NoReturn:
     """Ends this process; after `report_failure` without JAX's exit handler, which waits for the other processes, and
-    after an error of a single process without waiting for threads of a save that has failed."""
-    if _link.has_failed if _link is not None else status in (1, 2):
+    after an error or a signal of a single process without waiting for the threads of a save."""
+    if _link.has_failed if _link is not None else status:
         end_process(status)
     sys.exit(status)
 

@@ -69,8 +69,8 @@ def run(
 ) -> "Result":
     """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns the trained model.
 
-    The first SIGTERM or Ctrl-C during the loop saves a checkpoint after the current step and returns; a second Ctrl-C
-    raises KeyboardInterrupt at once.
+    The first SIGTERM, SIGHUP or Ctrl-C during the loop saves a checkpoint after the current step and returns; a second
+    signal raises KeyboardInterrupt at once.
 
     Args:
       config: settings, from `jaxlc.config.read_config` or `defaults`.

@@ -14,7 +14,7 @@ from jaxlc.runtime import peers
 
 
 def main(command: ParsedCommand) -> int:
-    """Returns the exit status: 0; 143 after SIGTERM, 130 after Ctrl-C; 1 if a loss or gradient is not finite."""
+    """Returns the exit status: 0; after SIGTERM 143, SIGHUP 129, Ctrl-C 130; 1 if a loss or gradient is not finite."""
     peers.set_restart_hint(lambda: _latest_checkpoint(Path(command.workdir)))
     try:
         return _run(command)

@@ -170,11 +170,12 @@ def test_run_of_two_processes_has_equal_losses(config, uninterrupted, tmp_path):
     "signals",
     [
         pytest.param((signal.SIGTERM, signal.SIGTERM), id="sigterm", marks=pytest.mark.full),
-        pytest.param((signal.SIGINT, None), id="ctrl_c"),
+        pytest.param((signal.SIGINT, None), id="ctrl_c", marks=pytest.mark.full),
+        pytest.param((signal.SIGHUP, None), id="hang_up"),
     ],
 )
 def test_run_of_two_processes_stopped_by_signal_saves(config, tmp_path, signals):
-    """Ctrl-C in one process stops both after the same step; the other one exits as after SIGTERM."""
+    """A signal to one process stops both after the same step; the other one exits as after SIGTERM."""
     pair = runs.start_pair(config, tmp_path, train__steps=400, train__eval_every_steps=0)
     runs.wait_until(lambda: runs.step_of(tmp_path) >= 3, pair[0])
     for run, number in zip(pair, signals):
@@ -203,6 +204,7 @@ def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
 
 def test_run_with_checkpoint_of_other_model_raises_before_it_compiles_or_writes(config, halfway, monkeypatch):
     monkeypatch.setattr("jaxlc.step.step.TrainStep.compile", lambda _: pytest.fail("compiled"))
+    (halfway / "run.lock").unlink(missing_ok=True)  # of the killed run
     before = {path: path.stat().st_mtime_ns for path in halfway.rglob("*")}
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
     assert output.rstrip().endswith("; use a different --workdir")

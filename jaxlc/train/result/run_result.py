@@ -37,7 +37,7 @@ class Result:
     """A run, as returned by `jaxlc.train.run` and `jaxlc.load`."""
 
     step: int  # optimizer steps done, also by earlier runs in the same workdir
-    # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGINT (Ctrl-C) 130
+    # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGHUP 129, SIGINT (Ctrl-C) 130
     exit_status: int = 0
     params: dict  # the trained parameters, float32, sharded over the mesh
     tokenizer: Tokenizer  # of the run: text to token ids and back
