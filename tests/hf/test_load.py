@@ -26,6 +26,7 @@ from jaxlc.config.command_line import parse
 from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.models.pretrained import locate
 from jaxlc.core import extras
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.evals.evaluate_run import results_directory
@@ -37,6 +38,7 @@ from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
 from tests.hf.models import CASES, FULL, LINEAR, LLAMA3_ROPE, SLIDING, renamed, tensors_of, write_model, write_tensors
+from tests.train.runs import write_untrained_run
 
 DENSE = "dense"  # kind of the layers without experts of a model with experts
 
@@ -848,6 +850,12 @@ def test_init_from_without_a_model_raises(name, words, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="invalid value .* for config.model.init_from") as error:
         config_of(name)
     assert words in str(error.value)
+
+
+def test_workdir_with_files_of_other_formats_is_a_run(tmp_path):
+    write_untrained_run(tmp_path / "run")
+    (tmp_path / "run" / "notes.bin").write_text("")
+    assert locate(str(tmp_path / "run")).is_run
 
 
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4976698672\n"

@@ -98,7 +98,8 @@ def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
             return hub.download(name, what, with_weights=with_weights)
         near = nearest_path(path) or nearest_path("runs" / path)
         raise _no_model(name, what, f"no such directory{f', did you mean {near}?' if near else ''}")
-    is_model = (path / CONFIG_FILE).is_file() and not (path / ADAPTER_FILE).is_file()
+    has_model = any((path / name).exists() for name in (CONFIG_FILE, "checkpoints", "meta"))
+    is_model = has_model and not (path / ADAPTER_FILE).is_file()
     if not is_model and (problem := other_format(path)):
         raise Unsupported(f"unsupported: {what} {name!r} {problem}")
     check_no_pointers(path)
