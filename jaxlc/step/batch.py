@@ -57,6 +57,16 @@ def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
     return pairs
 
 
+def num_invalid_indices(batch: Batch, vocab_size: int) -> jax.Array:
+    """Tokens, weighted targets and positions out of range, which JAX would clamp without an error; float32.
+
+    Batches of a run are checked on the host (`data.sequences.user_batches`), those of other loops only here.
+    """
+    targets = jnp.where(batch.loss_weights > 0, batch.targets, 0)
+    ends = ((batch.tokens, vocab_size), (targets, vocab_size), (batch.positions, batch.positions.shape[-1]))
+    return sum(((x < 0) | (x >= end)).astype(jnp.float32) for x, end in ends).sum()
+
+
 def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:
     """Shapes, dtypes and shardings of the batch of a step.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxlc.config import Config
 from jaxlc.models import freezing
 from jaxlc.step import mixed_precision, update
-from jaxlc.step.batch import Batch, attention_pairs
+from jaxlc.step.batch import Batch, attention_pairs, num_invalid_indices
 from jaxlc.step.custom_model import CustomObjective
 from jaxlc.step.losses.expert_balance import ExpertMetrics, expert_metrics, with_balanced_biases
 from jaxlc.step.losses.policy_loss import PolicySums, denominator, means
@@ -21,7 +21,8 @@ from jaxlc.step.state import TrainState, to_memory_kind
 class StepMetrics(NamedTuple):
     """Scalars, float32 unless noted, replicated."""
 
-    loss: jax.Array  # mean cross entropy in nats over all weighted tokens of the step
+    # Mean cross entropy in nats over all weighted tokens of the step; NaN if a token or position is out of range.
+    loss: jax.Array
     grad_norm: jax.Array  # before clipping
     learning_rate: jax.Array
     target_tokens: jax.Array  # sum of the loss weights
@@ -47,7 +48,9 @@ class StepFunction:
         return freezing.split(self.objective.dims, self.objective.frozen)[0]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        has_documents = self.config.attention.document_mask and isinstance(self.objective, Objective)
+        is_decoder = isinstance(self.objective, Objective)
+        has_documents = self.config.attention.document_mask and is_decoder
+        num_invalid = num_invalid_indices(batch, self.config.model.vocab_size) if is_decoder else 0
         pairs = attention_pairs(batch, self.config.model) if has_documents else None
         # No copy, only types: with absent devices the types of the arguments do not include the memory space.
         state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
@@ -64,7 +67,7 @@ class StepFunction:
             state.params, batch, state.scaling.histories
         )
         policy = means(sums, batch, posttrain) if posttrain.loss else None
-        loss = sums * to_mean if policy is None else policy.loss
+        loss = jnp.where(num_invalid == 0, sums * to_mean if policy is None else policy.loss, jnp.nan)
         grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
         # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

@@ -1,10 +1,12 @@
 import dataclasses
 
+import jax
 import numpy as np
 
 from jaxlc.config import PRESETS
 from jaxlc.core.flops import document_pairs
 from jaxlc.step.batch import Batch, attention_pairs
+from tests.step.synthetic import TOKENS, make_batch, natural_rows, small_config, small_step
 
 
 def test_attention_pairs_count_documents_and_windows():
@@ -25,3 +27,21 @@ def test_attention_pairs_of_a_long_sequence_are_accurate():
     positions = np.arange(num_tokens, dtype=np.int32)[None, None]
     batch = Batch(None, None, None, positions, np.ones_like(positions))
     np.testing.assert_allclose(attention_pairs(batch, model), document_pairs(model, [num_tokens]), rtol=1e-5)
+
+
+def test_step_with_an_index_out_of_range_has_no_loss_and_changes_nothing():
+    """Batches of other loops are not checked on the host, and JAX clamps indices."""
+    config = small_config(memory=dict(remat="none"), attention=dict(kernel="reference"))
+    step = small_step(config)
+    run_step, valid = step.jitted, make_batch(step, natural_rows())
+    wrong = {
+        "tokens": valid.tokens.at[0, 0, 3].set(61),
+        "targets": valid.targets.at[0, 0, 3].set(-1),
+        "positions": valid.positions.at[0, 0, 3].set(TOKENS),
+    }
+    for name, array in wrong.items():
+        state, metrics = run_step(step.init(), valid._replace(**{name: array}))
+        assert not metrics.is_finite and np.isnan(metrics.loss), name
+        jax.tree.map(np.testing.assert_array_equal, state.params, step.init().params)
+    no_target = valid.targets.at[0, 3].set(-100)  # padding has no weight
+    assert np.isfinite(run_step(step.init(), valid._replace(targets=no_target))[1].loss)
