@@ -4,13 +4,15 @@ import html
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxlc.config import Config
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
+from jaxlc.core.arguments import checked
 from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.html import paragraph
@@ -100,7 +102,8 @@ class Examples:
         return "\n".join(parts)
 
 
-def show(config: Any, *, num: int = 3) -> Examples:
+@checked
+def show(config: ConfigDict | Config, *, num: int = 3) -> Examples:
     """Examples of the training data of a config, from its first sequences: what a chat template makes of chats, which
     tokens have a loss, and where documents begin and end. Sources that are not tokenized yet are tokenized.
 
