@@ -208,6 +208,7 @@ def _profile(sizes: Sizes, preset: str, num_tokens: int, sections: dict, directo
         for number in range(1, _NUM_WARM_UP + _NUM_TRACED + 1):
             profiled_step.start(number, state)
             state, _ = profiled_step(number, state, batch)
+            profiled_step.stop(number, state)
     gpus = "h100:1x1" if sizes.is_dry_run else ""
     measured = jaxlc.profile.compare(directory / PROFILE_DIRECTORY, topology=gpus).to_json()
     measured["longest_kernels"] = _longest_kernels(directory / PROFILE_DIRECTORY)

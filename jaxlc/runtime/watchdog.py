@@ -123,7 +123,8 @@ class Watchdog:
             # The time between fetches includes callbacks, which are in no phase. It is shorter than the time of the
             # devices where a dispatch has waited for them.
             elapsed = (now - self._last_fetch) / max(1, step - self._fetched_step)
-            self._add_duration(STEP, max([elapsed, *measured]))
+            for seconds in measured or [0.0]:
+                self._add_duration(STEP, max(elapsed, seconds))
         self._last_fetch, self._fetched_step = now, step
         self._enter(_Current(STEP, now, now + self._seconds_allowed(STEP, self._step - step)))
 
@@ -144,13 +145,14 @@ class Watchdog:
         self._durations.setdefault(phase, deque(maxlen=_KEPT_DURATIONS)).append(seconds)
 
     def _seconds_allowed(self, phase: str, num_steps: int = 1) -> float:
-        """How long a phase may take. Every phase may take as long as a step, because data and steps overlap."""
+        """How long a phase may take. Every phase may take as long as a step, because data and steps overlap; so none
+        has a deadline while a step is in flight whose time is unknown."""
         known = {
             name: statistics.median(durations)
             for name in {phase, STEP}
             if len(durations := self._durations.get(name, ())) >= _LEAST_DURATIONS
         }
-        if phase not in known:
+        if phase not in known or (STEP not in known and self._step > self._fetched_step):
             return self._first_seconds
         return max(self._floor_seconds, self._factor * max(known.values()) * max(1, num_steps))
 

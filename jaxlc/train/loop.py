@@ -260,11 +260,12 @@ def _train(
             # Metrics are fetched after the next step is dispatched, so that the devices always have work. Actions and
             # callbacks wait for them: a state is saved if its metrics are finite, and StopTraining stops at that step.
             # It is saved before anything that may fail: reports, callbacks, evaluations.
-            waits = any(action.is_due(step, stop) for action in (*saves, *actions))
+            waits = profiled_step.is_last(step) or any(x.is_due(step, stop) for x in (*saves, *actions))
             reports.fetch(step if waits or run.callbacks else step - 1, waits=waits)
             if stop is Stop.DONE:
                 reports.fetch_last(step)
             position = run_due(saves, replace(position, rows=reports.rows), stop)
+            profiled_step.stop(step, position.state)
             reports.write()
             if run.callbacks.stop_requested and stop is not Stop.DONE:
                 stop = Stop.DONE

@@ -66,10 +66,17 @@ class StepProfiler:
             state, metrics = self._run_step(state, batch)
         if self._first_traced is not None:
             self._metrics.append(metrics)
-            if step + 1 not in self._steps:
-                jax.block_until_ready((state, metrics))
-                self._stop(step)
         return state, metrics
+
+    def is_last(self, step: int) -> bool:
+        """Whether `step` is the last one of the trace that is being recorded."""
+        return self._first_traced is not None and step + 1 not in self._steps
+
+    def stop(self, step: int, state: TrainState) -> None:
+        """Writes the trace if `step`, which returned `state`, is its last step."""
+        if self.is_last(step):
+            jax.block_until_ready(state)
+            self._stop(step)
 
     def __enter__(self) -> Self:
         return self

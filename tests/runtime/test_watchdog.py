@@ -70,6 +70,18 @@ def test_deadline_of_steps_follows_their_time_on_the_devices(make, clock):
         assert seconds_left(dog, clock) == pytest.approx(10 * 1800.0, rel=0.01)
 
 
+def test_deadline_is_known_after_the_first_steps_that_are_fetched_together(make, clock):
+    dog = make()
+    with dog.steps(0):
+        for last in (8, 16):
+            dog.dispatched(last)
+            with dog.fetching(last) as measured:
+                clock.seconds += 8 * 300.0
+                measured.extend([300.0] * 8)
+        dog.dispatched(17)
+        assert seconds_left(dog, clock) == 3000.0
+
+
 def test_steps_have_a_deadline_after_five_durations(make, clock):
     """The first step takes ten hours; the deadline of later ones is ten times their median."""
     dog = make()
@@ -103,6 +115,8 @@ def test_quick_phases_have_the_floor_or_the_time_of_steps(make, clock):
         for _ in range(5):
             assert wait_for_data() == math.inf
         assert wait_for_data() == 60.0
+        dog.dispatched(1)
+        assert wait_for_data() == math.inf  # it may be a step of an hour
         run_steps(dog, clock, 1, [100.0] * 6)
         assert wait_for_data() == 1000.0
         with dog.phase("checkpoint files", repeats=False):

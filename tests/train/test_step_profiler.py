@@ -46,6 +46,7 @@ def test_nsys_captures_only_the_traced_steps(monkeypatch, tmp_path, first_run_st
         for step in range(first_run_step, last_run_step + 1):
             profiled_step.start(step, 0)
             profiled_step(step, 0, step)
+            profiled_step.stop(step, 0)
     assert runtime.calls == expected
 
 

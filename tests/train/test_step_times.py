@@ -1,6 +1,8 @@
 """Times of steps: the loop with a device and a host whose clock the test moves."""
 
 import contextlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,16 +12,21 @@ from jaxlc.config import defaults, load
 from jaxlc.runtime import watchdog
 from jaxlc.step.batch import Batch
 from jaxlc.step.step_function import StepMetrics
-from jaxlc.train import loop
+from jaxlc.train import loop, step_profiler
 from jaxlc.train.actions import Action, Position
 from jaxlc.train.callbacks import Callback, Callbacks
 from jaxlc.train.prepared_stages import num_tokens_until
 from jaxlc.train.reports import pending_metrics
+from tests import environment
 
 NUM_STEPS = 105
 PERIOD = 10  # of evaluations and saves
-EVALUATION_SECONDS, SAVE_SECONDS, CALLBACK_SECONDS, HOST_SECONDS = 30.0, 5.0, 0.4, 0.1
+EVALUATION_SECONDS, SAVE_SECONDS, TRACE_SECONDS, CALLBACK_SECONDS, HOST_SECONDS = 30.0, 5.0, 25.0, 0.4, 0.1
+TRACED_STEPS = "33:36"
 WAITING_SECONDS = {13: 40.0, 64: 2.0}  # for the batch of a step
+
+
+ADD = pending_metrics.PendingMetrics.add
 
 
 class Machine:
@@ -35,7 +42,7 @@ class Machine:
         Args:
           blocks: a dispatch returns after the step before has ended, as with donated buffers on a GPU.
         """
-        self.now, self.seconds, self.ends, self._blocks = 100.0, {}, {}, blocks
+        self.now, self.seconds, self.ends, self.added, self._blocks = 100.0, {}, {}, {}, blocks
 
     def run_step(self, state: int, batch: Batch) -> tuple[int, StepMetrics]:
         step, free = state + 1, self.ends.get(state, 0.0)
@@ -49,11 +56,25 @@ class Machine:
         return step, StepMetrics(**values)
 
     def device_get(self, metrics: StepMetrics) -> StepMetrics:
-        self.now = max(self.now, self.end_of(metrics))
+        self.block_until_ready(int(metrics.loss))
         return metrics
 
+    def add(self, pending: pending_metrics.PendingMetrics, step: int, metrics: StepMetrics) -> None:
+        self.added[step] = self.now
+        ADD(pending, step, metrics)
+
     def end_of(self, metrics: StepMetrics) -> float:
-        return self.ends[int(metrics.loss)]
+        """When a thread that waits from `add` on records the end."""
+        step = int(metrics.loss)
+        return max(self.ends[step], self.added[step])
+
+    def block_until_ready(self, state: int) -> None:
+        self.now = max(self.now, self.ends[state])
+
+    def cudaProfilerStart(self):  # noqa: N802
+        self.now += TRACE_SECONDS
+
+    cudaProfilerStop = cudaProfilerStart  # noqa: N815
 
     def action(self, seconds: float):
         """An action of the host that needs the result of the last step."""
@@ -74,6 +95,7 @@ def rows_of(machine: Machine, tmp_path, *, log_every_steps: int, callbacks: list
     """The rows of `NUM_STEPS` steps."""
     config = defaults()
     config.train.update(log_every_steps=log_every_steps)
+    config.profile.update(steps=TRACED_STEPS, tool="nsys")
     rows: list[dict] = []
     run = SimpleNamespace(
         stage=SimpleNamespace(
@@ -105,7 +127,10 @@ def test_step_seconds_equal_the_time_of_the_device(blocks, log_every_steps, has_
     machine = Machine(blocks=blocks)
     monkeypatch.setattr(pending_metrics, "now", lambda: machine.now)
     monkeypatch.setattr(pending_metrics, "end_of", machine.end_of)
-    monkeypatch.setattr(pending_metrics.jax, "device_get", machine.device_get)
+    monkeypatch.setattr(pending_metrics.PendingMetrics, "add", lambda *arguments: machine.add(*arguments))
+    for name in ("device_get", "block_until_ready"):
+        monkeypatch.setattr(pending_metrics.jax, name, getattr(machine, name))
+    monkeypatch.setattr(step_profiler, "_cuda_runtime", lambda: machine)
     measured = []
 
     @contextlib.contextmanager
@@ -136,3 +161,27 @@ def test_tokens_of_a_finished_run_with_fewer_steps_are_those_of_the_run():
     stages = [SimpleNamespace(first_step=first, end_step=end, config=config) for first, end in ((0, 2), (2, 3))]
     tokens = [num_tokens_until(stages, step) / config.tokens_per_step for step in (1, 2, 3, 5)]
     assert tokens == [1, 2, 3, 5]
+
+
+_ERROR_IN_FLIGHT = """
+import jax
+from jaxlc.train.reports.pending_metrics import PendingMetrics
+x = jax.numpy.ones((128, 128))
+step = jax.jit(lambda x: jax.lax.fori_loop(0, 10_000, lambda _, x: jax.numpy.tanh(x @ x), x)).lower(x).compile()
+pending = PendingMetrics(0)
+pending.dispatching()
+pending.add(1, step(x))
+pending.close()
+raise RuntimeError("of a callback")
+"""
+
+
+def test_error_while_a_step_is_in_flight_does_not_abort_python():
+    done = subprocess.run(
+        [sys.executable, "-c", _ERROR_IN_FLIGHT],
+        env=environment.of_user(JAX_PLATFORMS="cpu"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "RuntimeError: of a callback")

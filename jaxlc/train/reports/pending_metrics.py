@@ -10,10 +10,8 @@ step long after its end, since the dispatch of the next step, a report or a call
 """
 
 import math
-import queue
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -26,7 +24,7 @@ class _Step(NamedTuple):
     number: int
     metrics: StepMetrics
     dispatch_seconds: float  # when the host began to dispatch it
-    end_seconds: "Future[float]"
+    end_seconds: Future[float]
 
 
 class PendingMetrics:
@@ -48,8 +46,8 @@ class PendingMetrics:
         self.first_end_seconds = math.nan
         self._pending: list[_Step] = []
         self._dispatch_seconds = self._last_end_seconds = -math.inf
-        self._ends: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
-        threading.Thread(target=self._record_ends, name="jaxlc-step-clock", daemon=True).start()
+        # No daemon thread: if Python ends while one waits in JAX, the process aborts.
+        self._clock = ThreadPoolExecutor(1, "jaxlc-step-clock")
         self.start_row()
 
     @property
@@ -63,9 +61,7 @@ class PendingMetrics:
 
     def add(self, step: int, metrics: StepMetrics) -> None:
         """The step was dispatched; `metrics` may still be computed."""
-        pending = _Step(step, metrics, self._dispatch_seconds, Future())
-        self._pending.append(pending)
-        self._ends.put(pending)
+        self._pending.append(_Step(step, metrics, self._dispatch_seconds, self._clock.submit(end_of, metrics)))
 
     def fetch(self, until: int) -> list[tuple[int, StepMetrics]]:
         """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not fetched."""
@@ -98,7 +94,7 @@ class PendingMetrics:
 
     def close(self) -> None:
         """Ends the thread, after the steps that were added."""
-        self._ends.put(None)
+        self._clock.shutdown(wait=False)
 
     def _seconds_of(self, step: _Step) -> float:
         end_seconds = step.end_seconds.result()
@@ -107,14 +103,6 @@ class PendingMetrics:
         start_seconds = max(step.dispatch_seconds, self._last_end_seconds)
         self._last_end_seconds = end_seconds
         return end_seconds - start_seconds
-
-    def _record_ends(self) -> None:
-        while (step := self._ends.get()) is not None:
-            try:
-                step.end_seconds.set_result(end_of(step.metrics))
-            except Exception as error:  # `fetch` raises it
-                step.end_seconds.set_exception(error)
-            del step  # frees the metrics
 
 
 def now() -> float:
