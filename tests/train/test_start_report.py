@@ -54,6 +54,14 @@ def test_step_lines_name_model_rope_optimizer_and_precision():
     assert saves == "saves      at the end; keeps the latest 2 (train.keep_checkpoints)"
 
 
+@pytest.mark.parametrize(("warmup_steps", "last_rate"), [(99, None), (100, "0.0001"), (200, "5e-05")])
+def test_step_lines_warn_of_a_schedule_that_ends_in_its_warmup(warmup_steps, last_rate):
+    config = small_config(optimizer=dict(warmup_steps=warmup_steps, learning_rate=1e-4))
+    line = next(line for line in step_lines(config, small_step(config)) if line.startswith("optimizer"))
+    warning = f"(warning: the schedule ends in it, at a learning rate of {last_rate})"
+    assert warning in line if last_rate else "warning" not in line
+
+
 def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
     assert "cudnn" not in "\n".join(step_lines(small_config(), small_step(small_config())))
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")

@@ -92,7 +92,7 @@ def _optimizer_line(config: Config, step: TrainStep) -> str:
     warmup = f", {optimizer.warmup_steps:,} of warm-up" if optimizer.warmup_steps else ""
     if optimizer.warmup_steps >= (steps := optimizer.schedule_steps or config.train.steps):
         rate = float(learning_rate_schedule(optimizer, steps)(optimizer.schedule_start + steps - 1))
-        warmup += f" (warning: longer than the schedule, whose last learning rate is {rate:g})"
+        warmup += f" (warning: the schedule ends in it, at a learning rate of {rate:g})"
     clipping = f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
     return (
         f"optimizer  AdamW, learning rate {optimizer.learning_rate:g}, {schedule}{warmup}; weight"
