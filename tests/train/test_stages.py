@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from jaxlc.checkpoints.checkpoint_files import committed_steps
+from jaxlc.checkpoints.retention import read_evaluations
 from jaxlc.checkpoints.stored_checkpoints import arrays_of
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop
 from jaxlc.train.actions import TrainingStopped
 from jaxlc.train.reports.loss_plots import loss_figure
+from jaxlc.train.stage_run import StageRun
 from scripts import kill_drill
 from tests.train import runs
 
@@ -101,6 +103,26 @@ def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
     runs.damage(workdir / "checkpoints" / "4")
     _run(config_path, workdir)
     assert kill_drill.differences(undisturbed, workdir, 7) == []
+
+
+def test_run_killed_before_the_evaluation_at_the_end_of_a_stage_evaluates_it_first(
+    config_path, undisturbed, tmp_path, monkeypatch
+):
+    """On the mesh of the stage that ended; its gate reads the loss."""
+    evaluate = StageRun.evaluate
+
+    def kill(run, position):
+        if position.step == 4:
+            raise SystemExit
+        return evaluate(run, position)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(StageRun, "evaluate", kill)
+        _run(config_path, tmp_path)
+    assert committed_steps(tmp_path / "checkpoints") == [2, 4]
+    _run(config_path, tmp_path)
+    assert kill_drill.differences(undisturbed, tmp_path, 7) == []
+    assert read_evaluations(tmp_path / "checkpoints") == read_evaluations(undisturbed / "checkpoints")
 
 
 @pytest.mark.full
