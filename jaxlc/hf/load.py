@@ -183,7 +183,8 @@ def _joined(tensors: dict[str, StoredTensor], family: Family) -> dict[str, Store
             layer = name.removesuffix(ends[0])
             parts = [tensors.pop(layer + end) for end in ends if layer + end in tensors]
             shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
-            tensors[layer + whole] = JoinedTensor(**vars(parts[0]) | dict(shape=shape), parts=parts)
+            worst = next((part for part in parts if part.dtype not in DTYPES), parts[0])
+            tensors[layer + whole] = JoinedTensor(**vars(worst) | dict(shape=shape), parts=parts)
     return tensors
 
 

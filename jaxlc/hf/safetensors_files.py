@@ -42,7 +42,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedTensor(StoredTensor):
-    """The rows of several tensors, one after the other."""
+    """The rows of several tensors, one after the other, as float32: their dtypes may differ."""
 
     parts: Sequence[StoredTensor]
 
@@ -50,7 +50,7 @@ class JoinedTensor(StoredTensor):
         start, stop, _ = slices[0].indices(self.shape[0])
         arrays = []
         for part in self.parts:
-            arrays.append(read(part, slice(max(0, start), max(0, stop)), *slices[1:]))
+            arrays.append(read(part, slice(max(0, start), max(0, stop)), *slices[1:]).astype(np.float32))
             start, stop = start - part.shape[0], stop - part.shape[0]
         return np.concatenate(arrays)
 

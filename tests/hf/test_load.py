@@ -755,6 +755,20 @@ def test_tied_model_with_only_a_head_has_it_as_embedding(tmp_path):
     np.testing.assert_array_equal(params["embedding"], expected_params("llama_tied")["embedding"])
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.int32])
+def test_load_of_joined_tensors_of_several_dtypes(dtype, tmp_path):
+    directory = write_model(tmp_path / "model", "olmo_hybrid")
+    name = "model.layers.0.linear_attn.v_conv1d.weight"
+    rewrite(directory, lambda x: (y := rename_olmo_hybrid(x)) | {name: y[name].astype(dtype)})
+    if dtype == np.int32:
+        with pytest.raises(UserError, match="conv1d.weight in .* has dtype I32"):
+            loaded(directory)
+        return
+    _, params, _ = loaded(directory)
+    expected = expected_params("olmo_hybrid")["layers/gated_delta_net/attention/conv_v"]
+    np.testing.assert_allclose(params["layers/gated_delta_net/attention/conv_v"], expected, rtol=1e-3)
+
+
 def test_load_of_a_tensor_in_two_files_reads_the_one_in_the_index(tmp_path):
     directory = write_model(tmp_path / "model", "llama")
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
