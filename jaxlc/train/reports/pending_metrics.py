@@ -2,8 +2,8 @@
 
 Devices process steps in order. The time of a step is the time from the end of the step before it, or from its own
 dispatch if that is later, to its end. So it includes nothing that the host does while the devices are idle between two
-steps: evaluations, checkpoints, callbacks, the start of a trace, and waiting for data. They have their own times
-(phases of `jaxlc.runtime.watchdog`).
+steps: evaluations, checkpoints, callbacks, the start and the end of a trace, and waiting for data. They have their own
+times (phases of `jaxlc.runtime.watchdog`).
 
 A thread waits for each step and records its end. The thread of the loop cannot do so: it may fetch the metrics of a
 step long after its end, since the dispatch of the next step, a report or a callback may take any time.
