@@ -56,9 +56,10 @@ def test_plan_orders_sequences_by_work(result, tmp_path):
 
 @pytest.mark.gpu_compiler
 def test_mfu_of_packed_sequences_counts_pairs_of_documents(result):
-    model, sequences = result.config.model, read_documents(load(packed_config()), "mix").sequences
+    config = load(packed_config())
+    model, sequences, batch_size = config.model, read_documents(config, "mix").sequences, config.train.global_batch_size
     mean_pairs = np.mean([document_pairs(model, lengths) for lengths in sequences])
-    flops = result.config.step_flops(4 * mean_pairs).total
+    flops = 4 / batch_size * config.step_flops(batch_size * mean_pairs).total
     mean = result.packing.estimates[-1]
     assert mean.mfu_documents == pytest.approx(flops / (mean.step_seconds * 4 * 989.4e12))
     assert mean.pairs_share == pytest.approx(mean_pairs / document_pairs(model, [4096]))
