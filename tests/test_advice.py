@@ -33,7 +33,7 @@ FLAGS = {
 }
 FLAGS["generate"] |= {field.name for field in dataclasses.fields(generation_command.Flags)}  # generate --plan
 OTHER_FLAGS = {"help", "name", "upgrade", "repo-type", "local-dir", "model_args", "gen_kwargs", "apply_chat_template"}
-OTHER_NAMES = {"section.key", "update_from_flattened_dict", "json", "py", "model.token_losses"}
+OTHER_NAMES = {"section.key", "model.safetensors", "update_from_flattened_dict", "json", "py", "model.token_losses"}
 
 
 def texts(source: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Search
 from jaxlc.search.compile_order import Layout, Rates
+from jaxlc.search.runner import IsOver
 from jaxlc.search.worker import row_of
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
@@ -41,7 +42,7 @@ def with_advice(
     search.add(given, _row(given, plan))
     advice: list[Change] = []
 
-    def compile_one(candidates: Sequence[Candidate]) -> list[Row]:
+    def compile_one(candidates: Sequence[Candidate], _is_over: IsOver) -> list[Row]:
         (candidate,) = candidates
         overrides = candidate.overrides
         try:
@@ -58,7 +59,7 @@ def with_advice(
         return [_row(candidate, result)]
 
     search.run(
-        compile_one, lambda: len(advice) >= _NUM_COMPILED or sum(change.fits for change in advice) >= _NUM_FITTING
+        compile_one, lambda _: len(advice) >= _NUM_COMPILED or sum(change.fits for change in advice) >= _NUM_FITTING
     )
     return dataclasses.replace(plan, advice=tuple(advice))
 

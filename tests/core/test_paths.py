@@ -6,6 +6,7 @@ import pytest
 from jaxlc import cli
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import displayed, local_path
+from jaxlc.runtime import peers
 
 
 def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkeypatch):
@@ -50,6 +51,7 @@ def test_local_path_with_a_url_raises(url):
 def test_command_with_a_url_prints_one_line_and_writes_nothing(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["jaxlc"])
+    monkeypatch.setattr(peers, "end_process", sys.exit)  # this process is not that of the command
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(SystemExit) as end:
         cli.main(["jaxlc", *arguments.split()])

@@ -108,7 +108,7 @@ def test_batch_that_no_mesh_divides_names_one_that_works():
         with contextlib.suppress(KeyboardInterrupt):
             recommend(config, topology("h100:1x7"), stop, roofline=Roofline(), limit_seconds=1e9)
 
-    def stop(candidates):
+    def stop(candidates, is_over):
         raise KeyboardInterrupt
 
     assert "no mesh of 7 GPUs divides the sequence of 512 tokens" in followed(search)

@@ -56,6 +56,7 @@ def traces(loss: str) -> list[list[Trace]]:
                     where="test",
                     tokens=tokens,
                     in_loss=in_loss,
+                    prompt=prompt.tobytes(),
                     advantage=(CHOSEN, REJECTED)[number] if loss == "dpo" else float(rng.normal()),
                     log_probs={name: (in_loss * -rng.uniform(3, 5, len(tokens))).astype(np.float32) for name in names},
                 )
