@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -201,19 +200,9 @@ def test_template_that_exceeds_a_limit_is_an_error(source, message):
         ChatTemplate(source, {}).render(QUESTION_AND_ANSWER, "f:1")
 
 
-def test_render_all_yields_errors_in_their_place():
-    contents = ["0", "\ufdd0", "error", "3"]
-    chats = [(Chat([dict(role="user", content=x), *QUESTION_AND_ANSWER.messages[1:]]), f"f:{x}") for x in contents]
+@pytest.mark.parametrize("content, message", [("\ufdd0", "f:1: .*noncharacter"), ("error", "f:1: .*\\(E\\)")])
+def test_render_raises_bad_record_for_a_chat_that_cannot_be_rendered(content, message):
+    chat = Chat([dict(role="user", content=content), *QUESTION_AND_ANSWER.messages[1:]])
     if_error = "{% if messages[0].content == 'error' %}{{ raise_exception('E') }}{% endif %}"
-    results = list(ChatTemplate(if_error + PLAIN, {}).render_all(chats))
-    assert [getattr(result, "text", None) for result in results] == [
-        "user: 0</s>assistant: a</s>", None, None, "user: 3</s>assistant: a</s>"
-    ]  # fmt: skip
-    assert "noncharacter" in str(results[1]) and str(results[2]).startswith("f:error: ")
-
-
-def test_pickled_template_renders_the_same():
-    template = ChatTemplate(PLAIN + "{{ eos_token }}", {"eos_token": "</e>"}, "T")
-    expected = template.render(QUESTION_AND_ANSWER, "f:1")
-    copy = pickle.loads(pickle.dumps(template))
-    assert (copy.render(QUESTION_AND_ANSWER, "f:1"), copy.identity, copy.name) == (expected, template.identity, "T")
+    with pytest.raises(BadRecord, match=message):
+        ChatTemplate(if_error + PLAIN, {}).render(chat, "f:1")

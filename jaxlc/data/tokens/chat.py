@@ -18,7 +18,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,9 +76,6 @@ class ChatTemplate:
         except Exception as error:  # SyntaxError, MemoryError, ValueError and others of Python's compiler, too
             raise UserError(f"{name} is not a valid Jinja template ({reason_of(error)})") from error
 
-    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, str], str]]:
-        return ChatTemplate, (self.source, self._special_tokens, self.name)
-
     def render(self, chat: Chat, where: str) -> MarkedText:
         """Renders a chat.
 
@@ -88,59 +85,30 @@ class ChatTemplate:
           BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
             answer as nothing.
         """
-        return self._answered(self._question(chat, where))
-
-    def render_all(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[MarkedText | BadRecord]:
-        """Renders several chats, the arguments of `render`, and yields its results or errors."""
-        for chat, where in chats:
-            try:
-                yield self.render(chat, where)
-            except BadRecord as error:
-                yield error
-
-    def _question(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]] = ()) -> "_Question":
-        """
-        Args:
-          renderings: other ones than those of the chat and of the prompts of its answers.
-        """
-        messages, tools, masked = chat
-        try:
-            text = json.dumps([messages, tools], ensure_ascii=False, default=str)
-        except RecursionError as error:
-            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
-        if _BEGIN in text or _END in text:
-            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        messages, _, masked = chat
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if not renderings and masked.issuperset(numbers):
+        if masked.issuperset(numbers):
             kind = "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
             raise BadRecord(f"{where}: {kind}, so there is nothing to train on")
-        for problem in self._problems(messages, tools):
-            raise BadRecord(f"{where}: {problem}")
-        if not self._has_markers:
-            numbers = [number for number in numbers if number not in masked]
-        prompts = [x for number in numbers for x in ((number, True), (number + 1, False))] * (not self._has_markers)
-        return _Question(chat, where, numbers, renderings or [(len(messages), False), *prompts])
-
-    def _answered(self, question: "_Question") -> MarkedText:
-        chat, where, numbers = question.chat, question.where, question.numbers
-        texts = self._render(question)
-        marked = next(texts)
+        self._check(chat, where)
+        marked = self._render(chat, where)
         parts = re.split(f"[{_BEGIN}{_END}]", marked)
         text = "".join(parts)
         if self._has_markers:
             ends = np.cumsum([len(part) for part in parts]).tolist()
             spans = list(zip(ends[0::2], ends[1::2]))
         else:
-            spans = self._answers_by_prompts(marked, zip(numbers, texts, texts), question)
+            numbers = [number for number in numbers if number not in masked]
+            spans = self._answers_by_prompts(marked, chat, numbers, where)
         if spans is None:
-            spans = self._answers_by_header(text, question)
+            spans = self._answers_by_header(text, chat, numbers, where)
         if len(spans) == len(numbers):
             for number, span in zip(numbers, spans):
                 answer = text[slice(*span)]
-                if not _MARKER.sub("", answer).strip() and not _has_text(chat.messages[number], answer):
+                if not _MARKER.sub("", answer).strip() and not _has_text(messages[number], answer):
                     raise BadRecord(f"{where}: {self.name} renders no answer for message {number}")
-            spans = [span for number, span in zip(numbers, spans) if number not in chat.masked]
-        elif chat.masked:
+            spans = [span for number, span in zip(numbers, spans) if number not in masked]
+        elif masked:
             raise BadRecord(
                 f"{where}: {self.name} renders {len(spans)} answers of {len(numbers)} messages of the role"
                 f" {ASSISTANT!r}, so that it is unknown which of them have a loss"
@@ -181,17 +149,28 @@ class ChatTemplate:
         """A question and its answer, the question, its prompt, and both with another question."""
         messages = [dict(role=role, content=x) for role, x in (("user", _QUESTION), (ASSISTANT, _ANSWER))]
         try:
-            return self._texts(
-                Chat([*messages, messages[0]]), "example", [(2, False), (1, False), (1, True), (3, False)]
-            )
+            chat = Chat([*messages, messages[0]])
+            return [self._text(chat, *cut) for cut in ((2, False), (1, False), (1, True), (3, False))]
         except BadRecord:
             with contextlib.suppress(BadRecord):
-                return [*self._texts(Chat(messages), "example", [(2, False)]), "", "", ""]
+                return [self._text(Chat(messages), 2, False), "", "", ""]
             return [""] * 4
 
-    def _texts(self, chat: Chat, where: str, renderings: Sequence[tuple[int, bool]]) -> list[str]:
-        question = self._question(chat, where, renderings)
-        return [re.sub(f"[{_BEGIN}{_END}]", "", marked) for marked in self._render(question)]
+    def _text(self, chat: Chat, num_messages: int, has_prompt: bool, where: str = "example") -> str:
+        self._check(chat, where)
+        return re.sub(f"[{_BEGIN}{_END}]", "", self._render(chat, where, num_messages, has_prompt))
+
+    def _check(self, chat: Chat, where: str) -> None:
+        """Raises BadRecord for a chat that cannot be rendered."""
+        messages, tools, _ = chat
+        try:
+            text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        except RecursionError as error:
+            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
+        if _BEGIN in text or _END in text:
+            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        for problem in self._problems(messages, tools):
+            raise BadRecord(f"{where}: {problem}")
 
     def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
         """Parts of a chat that the template does not know."""
@@ -221,23 +200,25 @@ class ChatTemplate:
           BadRecord: the template raises an error or does not know a part of the chat.
         """
         chat = Chat(messages, tools)
-        [text] = self._texts(chat, where, [(len(messages), not continues_last)])
+        text = self._text(chat, len(messages), not continues_last, where)
         if continues_last:
             last = messages[-1]["content"]  # which templates may strip
             text = "".join(text.rpartition(last if last in text else last.strip())[:2])
         return MarkedText(text, (), left_out=_left_out(chat, text))
 
     def _answers_by_prompts(
-        self, text: str, rendered: Iterable[tuple[int, str, str]], question: "_Question"
+        self, text: str, chat: Chat, numbers: Sequence[int], where: str
     ) -> list[tuple[int, int]] | None:
         """The begin and end of each answer in the rendered text, for a template without markers; None: a prompt is not
         the start of the text.
 
         Args:
-          rendered: the number of the message, its prompt, and the text up to the end of the message.
+          numbers: of the messages that are answers.
         """
         spans = []
-        for number, prompt, through in rendered:
+        for number in numbers:
+            prompt = self._render(chat, where, number, has_prompt=True)
+            through = self._render(chat, where, number + 1)
             if not text.startswith(prompt) or not through.startswith(prompt):
                 # The prompt of the template may begin the answer, for instance with an empty reasoning.
                 prompt = _common_start(prompt, through)
@@ -250,47 +231,34 @@ class ChatTemplate:
                 end_of_turn = _END_OF_TURN.search(answer)
                 end = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
                 if end_of_turn is None or end < 0:
-                    raise BadRecord(f"{question.where}: the end of message {number} cannot be found; {_ADVICE}")
+                    raise BadRecord(f"{where}: the end of message {number} cannot be found; {_ADVICE}")
                 spans.append((len(prompt), end + len(end_of_turn[0])))
         return spans
 
-    def _answers_by_header(self, text: str, question: "_Question") -> list[tuple[int, int]]:
-        roles = [message["role"] for message in question.chat.messages]
+    def _answers_by_header(self, text: str, chat: Chat, numbers: Sequence[int], where: str) -> list[tuple[int, int]]:
+        roles = [message["role"] for message in chat.messages]
         begins = [match.end() for match in re.finditer(re.escape(self._header), text)] if self._header else []
         ends = [text.find(self.end_of_turn, begin) + len(self.end_of_turn) for begin in begins]
         if len(begins) != roles.count(ASSISTANT) or not self.end_of_turn or any(e < b for b, e in zip(begins, ends)):
             raise BadRecord(
-                f"{question.where}: {self.name} renders a message differently in its prompt and in the chat, and its"
-                f" answers cannot be found by their headers; {_ADVICE}"
+                f"{where}: {self.name} renders a message differently in its prompt and in the chat, and its answers"
+                f" cannot be found by their headers; {_ADVICE}"
             )
-        return [(begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in question.numbers)]
+        return [(begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in numbers)]
 
-    def _render(self, question: "_Question") -> Iterator[str]:
-        """Yields the texts of the renderings of a chat.
+    def _render(self, chat: Chat, where: str, num_messages: int | None = None, has_prompt: bool = False) -> str:
+        """The text of the first messages, or of all, with the marks of answers.
 
         Raises:
           BadRecord: the template raises an error, or exceeds a limit of `chat_environment`.
         """
         from jaxlc.data.tokens.chat_environment import render
 
-        messages, tools, _ = question.chat
-        for number, has_prompt in question.renderings:
-            try:
-                text = render(self._template, messages[:number], tools, has_prompt, **self._special_tokens)
-            except Exception as error:  # it may contain any expression
-                raise BadRecord(
-                    f"{question.where}: {self.name} raises an error for the messages ({reason_of(error)})"
-                ) from error
-            yield text
-
-
-class _Question(NamedTuple):
-    """A chat, and what is asked of its template."""
-
-    chat: Chat
-    where: str
-    numbers: list[int]  # message numbers of the answers; without markers, only answers that have a loss
-    renderings: Sequence[tuple[int, bool]]  # how many of the messages, and add_generation_prompt
+        messages, tools, _ = chat
+        try:
+            return render(self._template, messages[:num_messages], tools, has_prompt, **self._special_tokens)
+        except Exception as error:  # it may contain any expression
+            raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
 
 
 def _left_out(chat: Chat, text: str) -> tuple[str, ...]:

@@ -4,13 +4,12 @@ A prompt and its answer are encoded as one text. A token that contains a charact
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxlc.data.texts.chats import ASSISTANT, Chat
-from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.chat import ChatTemplate, MarkedText
 from jaxlc.data.tokens.fitting_template import fitting_template
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
@@ -63,13 +62,11 @@ class Encoder:
         template = self._chat_template
         return template if isinstance(template, ChatTemplate) else fitting_template(template, self.tokenizer)
 
-    def render(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[MarkedText | BadRecord]:
-        """Renders chats, each with the place of its record, FILE:NUMBER; yields errors instead of raising them."""
-        chats = list(chats)
-        for (chat, where), rendered in zip(chats, self.template.render_all(chats), strict=True):
-            if isinstance(rendered, MarkedText):
-                self._note_chat(chat, rendered, where)
-            yield rendered
+    def render(self, chat: Chat, where: str) -> MarkedText:
+        """Renders a chat; see `ChatTemplate.render`."""
+        rendered = self.template.render(chat, where)
+        self._note_chat(chat, rendered, where)
+        return rendered
 
     def encode(
         self, texts: Sequence[tuple[MarkedText, str]], *, special_tokens: bool = True

@@ -163,7 +163,7 @@ def _cache_key(files: Sequence[SourceFile], reader: Reader) -> str:
     described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
     fields = reader.fields
     if fields.chat:
-        read = (*fields, reader.chat_template_identity)
+        read = (*fields, reader.encoder.template.identity)
     else:  # as in older versions
         read = (fields.tokens, "", ()) if fields.tokens else fields.text
     return hashlib.sha256(repr((_FORMAT, reader.tokenizer.fingerprint, read, described)).encode()).hexdigest()[:24]

@@ -1,6 +1,5 @@
 """Tokenizes documents in parallel, in memory that does not depend on their length."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxlc.data.texts.chats import Chat
 from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
@@ -19,26 +19,19 @@ Log = Callable[[str], None]  # prints one line
 
 _BATCH_CHARACTERS = 4 << 20  # tokenized at once, over all threads
 _BYTES_PER_CHARACTER = 180  # memory that the package tokenizers needs
-_CHATS_AT_ONCE = 16  # rendered; more would not make it faster
 _LONG_PIECE = 4 * _BATCH_CHARACTERS  # a warning comes before a longer piece is tokenized
 
 
-class Counts(NamedTuple):
+@dataclass
+class Counts:
     """Sizes of one document."""
 
-    num_bytes: int
+    num_bytes: int = 0
     num_invalid: int = 0  # characters that are not valid UTF-8
 
-
-class DocumentCounts:
-    """The blocks of a document, counted while they are read."""
-
-    def __init__(self, blocks: Iterable[bytes]):
-        self.num_bytes = self.num_invalid = 0
-        self._blocks = blocks
-
-    def __iter__(self) -> Iterator[bytes]:
-        for block in self._blocks:
+    def counted(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        """Yields the blocks of the document, and counts them."""
+        for block in blocks:
             self.num_bytes += len(block)
             self.num_invalid += _num_invalid_characters(block)
             yield block
@@ -49,7 +42,7 @@ class Piece(NamedTuple):
 
     content: bytes | str | np.ndarray | MarkedText
     document: str  # name
-    counts: DocumentCounts | Counts  # complete at the last piece
+    counts: Counts  # complete at the last piece
     is_last: bool
     is_first: bool = False  # it gets the start token of documents
     where: str = ""  # FILE:NUMBER of the record of a chat, for errors
@@ -77,11 +70,6 @@ class Reader:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.encoder.tokenizer
-
-    @property
-    def chat_template_identity(self) -> tuple:
-        """What the text of chats depends on."""
-        return self.encoder.template.identity if self.fields.chat else ()
 
 
 def tokenized_pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[TokenizedPiece]:
@@ -126,22 +114,21 @@ def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
 
 def _pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[Piece]:
     for file in files:
-        documents = read_documents(file, reader.fields, reader.bad_records)
-        for is_chat, group in itertools.groupby(documents, lambda document: document.chat is not None):
-            if is_chat:
-                while chats := list(itertools.islice(group, _CHATS_AT_ONCE)):
-                    yield from _chat_pieces(chats, reader)
-                continue
-            for document in group:
-                if document.ids is not None:
-                    yield from _id_pieces(document, reader)
+        for document in read_documents(file, reader.fields, reader.bad_records):
+            try:
+                if document.chat is not None:
+                    yield _chat_piece(document, document.chat, reader.encoder)
+                elif document.ids is not None:
+                    yield _id_piece(document, document.ids, reader.tokenizer)
                 else:
                     yield from _text_pieces(document, reader.encoder, log)
+            except BadRecord as error:
+                reader.bad_records.add(error)
 
 
 def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Piece]:
-    counts, tokenizer = DocumentCounts(document.blocks), encoder.tokenizer
-    texts = tokenizer.pieces(counts)
+    counts, tokenizer = Counts(), encoder.tokenizer
+    texts = tokenizer.pieces(counts.counted(document.blocks))
     text, has_special, is_first = next(texts), False, True
     while text is not None:
         following = next(texts, None)
@@ -153,29 +140,19 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
         text, is_first = following, False
 
 
-def _id_pieces(document: Document, reader: Reader) -> Iterator[Piece]:
+def _id_piece(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piece:
     """The token IDs of a document without its end-of-document token, which the store appends."""
-    ids, tokenizer = document.ids, reader.tokenizer
-    assert ids is not None
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        reader.bad_records.add(
-            BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
-        )
-        return
+        raise BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
     counts = Counts(ids.nbytes)
     ids = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
-    yield Piece(ids, document.name, counts, is_last=True, is_first=True)
+    return Piece(ids, document.name, counts, is_last=True, is_first=True)
 
 
-def _chat_pieces(documents: Sequence[Document], reader: Reader) -> Iterator[Piece]:
-    chats = [(document.chat, document.where) for document in documents if document.chat is not None]
-    for document, rendered in zip(documents, reader.encoder.render(chats), strict=True):
-        if isinstance(rendered, BadRecord):
-            reader.bad_records.add(rendered)
-        else:
-            counts = Counts(len(rendered.text))
-            yield Piece(rendered, document.name, counts, is_last=True, where=document.where)
+def _chat_piece(document: Document, chat: Chat, encoder: Encoder) -> Piece:
+    rendered = encoder.render(chat, document.where)
+    return Piece(rendered, document.name, Counts(len(rendered.text)), is_last=True, where=document.where)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -213,9 +213,7 @@ class TraceReader:
         return _Encoded(tokens, in_loss, _bytes_of(prompt), has_end)
 
     def _of_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
-        (marked,) = self.encoder.render([(chat, where)])
-        if isinstance(marked, BadRecord):
-            raise marked
+        marked = self.encoder.render(chat, where)
         if is_truncated:  # without the end of its last answer
             begin, end = marked.answers[-1]
             text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
