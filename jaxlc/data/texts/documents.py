@@ -2,8 +2,8 @@
 
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,13 @@ from jaxlc.data.texts.records import (
     field_of,
     kind_of,
     read_records,
+    token_ids,
 )
 from jaxlc.data.texts.sources import SourceFile, unreadable
 
 # Fields beside token IDs -> the value of tokens that are not in the loss.
 _MASKS = {"labels": -100} | dict.fromkeys(("loss_mask", "attention_mask", "completion_mask", "assistant_masks"), 0)
+_SKIP_ADVICE = "or skip such records with data.max_bad_records"
 _BLOCK_BYTES = 1 << 20  # text of a file in memory at one time
 
 
@@ -79,7 +81,7 @@ class BadRecords:
     limit: int = 0
     out: BinaryIO | None = None  # the file, with one line per record
     num_records: int = 0
-    first: str = field(default="")  # the error of the first one
+    first: str = ""  # the error of the first one
 
     def add(self, error: BadRecord) -> None:
         """Counts and writes a bad record.
@@ -90,18 +92,11 @@ class BadRecords:
         self.num_records += 1
         self.first = self.first or str(error)
         if self.num_records > self.limit:
-            raise UserError(str(error) + self.advice()) from None
+            skipped = f"{self.num_records:,} records cannot be used, more than data.max_bad_records={self.limit}"
+            advice = f"{skipped} (the first: {self.first})" if self.limit else _SKIP_ADVICE
+            raise UserError(f"{error}; {advice}") from None
         if self.out is not None:
             self.out.write(f"{error}\n".encode(errors="backslashreplace"))
-
-    def advice(self) -> str:
-        """The end of the error."""
-        if not self.limit:
-            return "; or skip such records with data.max_bad_records"
-        return (
-            f"; {self.num_records:,} records cannot be used, more than data.max_bad_records={self.limit} (the first:"
-            f" {self.first})"
-        )
 
 
 def read_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) -> Iterator[Document]:
@@ -176,7 +171,7 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
     value = field_of(record, fields.document, field_setting)
     name = f"{file.name}:{record.number}"
     if fields.tokens:
-        ids = _ids(value, record, fields.tokens)
+        ids = token_ids(value, f"the field {fields.tokens!r}", record.where, "a list of token IDs")
         for mask, excluded in _MASKS.items():
             mask_values = np.atleast_1d(record.values.get(mask, 1))
             if len(mask_values) > 1 and excluded in mask_values:
@@ -201,13 +196,3 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
         )
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
     return Document(name=name, where=record.where, blocks=[value.encode(errors="replace")]) if value else None
-
-
-def _ids(value: Any, record: Record, token_field: str) -> np.ndarray:
-    try:
-        ids = np.asarray(value)
-    except ValueError:  # lists of different lengths
-        ids = np.array(None)
-    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-        raise BadRecord(f"{record.where}: the field {token_field!r} is {kind_of(value)}, expected a list of token IDs")
-    return ids

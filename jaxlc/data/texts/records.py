@@ -169,6 +169,26 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"an {name}" if name == "int" else f"a {name}"
 
 
+def array_of(value: Any) -> np.ndarray:
+    """The value as an array; of no numeric dtype if lists in it have different lengths."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(value, object)
+
+
+def token_ids(value: Any, name: str, where: str, expected: str) -> np.ndarray:
+    """The value as an array of integers, which may be empty.
+
+    Raises:
+      BadRecord: it is something else.
+    """
+    ids = array_of(value)
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        raise BadRecord(f"{where}: {name} is {kind_of(value)}, expected {expected}")
+    return ids
+
+
 def _column_records(
     path: Path, field: str, others: Sequence[str] | None, setting: str, field_setting: str
 ) -> Iterator[Record]:

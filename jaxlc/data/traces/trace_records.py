@@ -40,7 +40,7 @@ from jaxlc.data.texts.chats import (
     read_answer,
     read_chat,
 )
-from jaxlc.data.texts.records import BadRecord, Record, kind_of
+from jaxlc.data.texts.records import BadRecord, Record, array_of, token_ids
 from jaxlc.data.tokens.chat import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import with_start
@@ -155,7 +155,7 @@ class TraceReader:
         tokens, in_loss = self._checked(encoded.tokens, where), encoded.in_loss
         in_loss[:1] = False  # the first token has no earlier one
         recorded = {name: values[name] for name in LOG_PROBS if name in values}
-        if encoded.has_end and any(_array(x).shape == (in_loss.sum() - 1,) for x in recorded.values()):
+        if encoded.has_end and any(array_of(x).shape == (in_loss.sum() - 1,) for x in recorded.values()):
             tokens, in_loss = tokens[:-1], in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
@@ -168,7 +168,7 @@ class TraceReader:
         is_truncated, prompt, answer = bool(values.get("truncated", False)), values.get("prompt"), values.get(name)
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
-            in_loss = _array(values.get("loss_mask", ()))
+            in_loss = array_of(values.get("loss_mask", ()))
             if in_loss.shape != tokens.shape or not np.isin(in_loss, (0, 1)).all():
                 raise BadRecord(f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens")
             in_loss = in_loss.astype(bool)
@@ -256,18 +256,10 @@ def _mask(spans: np.ndarray, num_tokens: int) -> np.ndarray:
     return mask
 
 
-def _array(value: Any) -> np.ndarray:
-    """The value as an array; of no numeric dtype if lists in it have different lengths."""
-    try:
-        return np.asarray(value)
-    except ValueError:
-        return np.asarray(value, object)
-
-
 def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
-    ids = _array(value)
-    if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
-        raise BadRecord(f"{where}: {name} is {kind_of(value)}, expected text or a list of token ids")
+    ids = token_ids(value, name, where, "text or a list of token ids")
+    if not len(ids):
+        raise BadRecord(f"{where}: {name} is an empty list, expected text or a list of token ids")
     return ids
 
 
@@ -297,7 +289,7 @@ def _of_answer(log_probs: Any, name: str, answer: str, where: str) -> Any:
 
 
 def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: str) -> np.ndarray:
-    numbers = _array(value)
+    numbers = array_of(value)
     num_expected = int(in_loss.sum())
     if numbers.shape != (num_expected,) or not np.issubdtype(numbers.dtype, np.number):
         raise BadRecord(f"{where}: expected {num_expected} numbers in {name}, one for each token in the loss")
