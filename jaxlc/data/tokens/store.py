@@ -82,7 +82,7 @@ class TokenStore:
     answers: np.ndarray | None = None
     num_bad_records: int = 0  # skipped
     first_bad_record: str = ""  # the error of the first one
-    bad_records_file: Path | None = None  # the errors of all; None: there are none, or an older version wrote the store
+    bad_records_file: Path | None = None  # the errors of all; None: there are none
     notes: Notes = field(default_factory=Notes)
 
     @property
@@ -177,8 +177,8 @@ def _read(paths: _Paths, tokenizer: Tokenizer) -> TokenStore | None:
         num_documents, num_characters = index["invalid_utf8_counts"].tolist()
         invalid_utf8 = InvalidUtf8(num_documents, num_characters, str(index["first_invalid_utf8"]))
         answers = index.get("answers")
-        num_bad_records = int(index["num_bad_records"]) if "num_bad_records" in index else 0
-        first_bad_record = str(index["first_bad_record"]) if num_bad_records else ""
+        num_bad_records = int(index["num_bad_records"])
+        first_bad_record = str(index["first_bad_record"])
         notes = Notes(json.loads(str(index["notes"])) if "notes" in index else {})
         tokens = np.load(paths.tokens, mmap_mode="r", allow_pickle=False)
         is_valid = _is_valid(tokens, offsets, split_hashes, answers)

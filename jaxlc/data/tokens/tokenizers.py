@@ -175,15 +175,16 @@ class HuggingFaceTokenizer:
         self.end_of_document_id = self._end_token_id(end_token or usual)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         if end_token not in ("", usual) or parse_special_tokens:
-            identity = (self.fingerprint, self.end_of_document_id, *["special tokens"] * parse_special_tokens)
-            self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+            self._add_to_fingerprint(self.end_of_document_id, *["special tokens"] * parse_special_tokens)
         self.start_ids = self.own_start_ids
         if start_token != AUTO:
             ids = [self._token_id("data.start_token", start_token)] if start_token else []
             self.start_ids = np.array(ids, np.int32)
         if self.start_ids.size:
-            identity = (self.fingerprint, self.start_ids.tolist())
-            self.fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+            self._add_to_fingerprint(self.start_ids.tolist())
+
+    def _add_to_fingerprint(self, *identity: Any) -> None:
+        self.fingerprint = hashlib.sha256(repr((self.fingerprint, *identity)).encode()).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.concatenate(self.encode_pieces(list(self.pieces([text]))))
