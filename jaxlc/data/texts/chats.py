@@ -151,13 +151,13 @@ _Messages = dict[str, dict[str, Any]]
 
 
 def _messages(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
-    is_turns = isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "from" in value[0]
-    other = "sharegpt" if is_turns else "alpaca" if isinstance(value, str) and "output" in values else ""
+    is_alpaca = isinstance(value, str) and "output" in values
+    other = "sharegpt" if _starts_with(value, "from") else "alpaca" if is_alpaca else ""
     return _items(value, field, ("role",), "message with role and content", other)
 
 
 def _sharegpt(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
-    other = "messages" if isinstance(value, list) and is_chat(value) and "role" in value[0] else ""
+    other = "messages" if _starts_with(value, "role") else ""
     messages = _Messages()
     for path, turn in _items(value, field, ("from", "value"), "turn with from and value", other).items():
         role = _SHAREGPT_ROLES.get(str(turn["from"]))
@@ -217,8 +217,12 @@ def _turns(value: Any, field: str, role: str) -> "_Messages":
     if isinstance(value, str):
         return {field: {"role": role, "content": value}}
     turns = [value] if isinstance(value, dict) else value
-    is_sharegpt = isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
-    return (_sharegpt if is_sharegpt else _messages)(turns, {}, field)
+    return (_sharegpt if _starts_with(turns, "from") else _messages)(turns, {}, field)
+
+
+def _starts_with(value: Any, key: str) -> bool:
+    """Whether a value is a list whose first item is a dictionary with this key."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
 
 
 def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
