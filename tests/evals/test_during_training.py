@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from jaxlc.checkpoints.checkpoint_files import read_meta
+from jaxlc.checkpoints.retention import read_evaluations
 from jaxlc.checkpoints.stored_checkpoints import arrays_of
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
@@ -99,7 +99,7 @@ def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path
         assert rows["scores/loss@512"] == read_scores(scored / "evals" / f"step-{step}")[0].score
     with_seconds = read_rows(scored / METRICS_FILE)
     assert all(row["scores/passkey@512/seconds"] >= 0 for row in with_seconds if "scores/passkey@512" in row)
-    assert read_meta(scored / "checkpoints", 2)["scores"].keys() == set(names)
+    assert read_evaluations(scored / "checkpoints")[2]["scores"].keys() == set(names)
     assert (scored / "evals" / "loss_by_position.png").exists()
 
 
