@@ -162,7 +162,7 @@ def generate(
     Args:
       source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
       prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, with
-        the start token of the run (data.start_token) or, of a Hugging Face directory, those of `transformers`.
+        the start token of the run (data.start_token) or, for a Hugging Face directory, as `transformers` does.
       max_tokens: largest number of new tokens of each prompt.
       temperature: logits are divided by it. 0: the token with the largest logit.
       top_p: sample from the smallest set of tokens with at least this probability.
@@ -173,7 +173,7 @@ def generate(
       chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
       stream: called with the index of a prompt and its new text as soon as the text is known.
       chat: texts are messages of a user, in the chat template of the model; answers end at its end-of-turn token.
-      chat_template: of `chat`, instead of that of the model: "chatml", "llama3" or a Jinja file.
+      chat_template: with `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
     Returns:
       The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
     Raises:
@@ -220,7 +220,7 @@ def evaluate(
       out: directory of predictions and scores. None: `evals` in the workdir, and runs/NAME/evals for a hub id.
       step, mesh: as in `load`; only with a path.
       report: called with each score.
-      chat_template: of the setting `chat`, instead of that of the model: "chatml", "llama3" or a Jinja file.
+      chat_template: with the setting `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
       settings: fields of `jaxlc.config.EvalsConfig`:
         lengths: in tokens of the tokenizer, prompt and new tokens together.
         tasks: "needle" (the default), "passkey", "loss", "ruler" (all its tasks), or names of RULER's tasks.
