@@ -19,7 +19,6 @@ from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.setting_paths import converted, hint_at
 from jaxlc.core.errors import UserError
 from jaxlc.core.extras import EXTRAS as extras_of_packages
-from jaxlc.plan import generation_command
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -31,7 +30,6 @@ PARSERS = {verb: getattr(module, "Flags", ConfigFlags) for verb, module in MODUL
 FLAGS = {
     verb: {field.name for field in dataclasses.fields(flags)} - {*flags.positional} for verb, flags in PARSERS.items()
 }
-FLAGS["generate"] |= {field.name for field in dataclasses.fields(generation_command.Flags)}  # generate --plan
 OTHER_FLAGS = {"help", "name", "upgrade", "repo-type", "local-dir", "model_args", "gen_kwargs", "apply_chat_template"}
 OTHER_NAMES = {"section.key", "model.safetensors", "update_from_flattened_dict", "json", "py", "model.token_losses"}
 
@@ -146,8 +144,6 @@ class WorkStarted(Exception):
         ("plan --config=64k:h100 --json=.", "choose the name of a file", "--json=plan.json"),
         ("plan --config=64k:h100 --json=no/x.json", "choose another file", "--json=plan.json"),
         ("plan --config=extend_512k --topology=h100:8x8 --html=a.html", "--stage=NAME", "--stage=64k"),
-        ("plan --config=64k:h100 --goal=longest", "use jaxlc recommend --goal", "recommend"),
-        ("plan --config=64k:h100 --new_tokens=9", "use jaxlc generate --plan --new_tokens", "generate --plan"),
         ("recommend --topology=h100:1x8 --seq_len=1M", "use --model=NAME or", "--model=tiny"),
         ("recommend --topology=h100:1x8 --seq_len=1M", "or --config=NAME with --seq_len", "--config=64k"),
         ("recommend --topology=h100:1x8 --model=llama3.1-8c", "did you mean llama3.1-8b?", "--model=llama3.1-8b"),
@@ -162,7 +158,6 @@ class WorkStarted(Exception):
         ("generate run", "--prompt=TEXT or --prompt_file=FILE", "--prompt=TEXT"),
         ("generate run", "--prompt=TEXT or --prompt_file=FILE", "--prompt_file=mine.py"),
         ("generate run --prompt=a --mesh=4", "such as context=4,tensor=2", "--mesh=context=4,tensor=2"),
-        ("generate --config=64k:h100", "use --plan --config", "--plan"),
         ("eval run", "such as --lengths=4096,65536", "--lengths=4096,65536"),
         ("eval run --lengths=4K --out=mine.py", "use a different directory, with --out", "--out=scores"),
         ("eval run --lengths=4K --tasks=loss", "needs documents: files", "--documents=mine.py"),
@@ -177,7 +172,7 @@ def test_command_that_an_error_advises_starts_its_work(tmp_path, monkeypatch, ca
 
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("text of a user")
-    for module in (MODULES["plan"], MODULES["recommend"], generation_command):
+    for module in (MODULES["plan"], MODULES["recommend"]):
         monkeypatch.setattr(module, "start_on_cpu", start)
     for name in ("load", "generate", "export"):
         monkeypatch.setattr(jaxlc, name, start)

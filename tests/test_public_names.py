@@ -15,7 +15,6 @@ import pytest
 import jaxlc
 from jaxlc.cli import VERBS
 from jaxlc.plan import Plan
-from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.plan.stage_table import StagePlan, StagesPlan
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import METRICS_FILE
@@ -47,8 +46,6 @@ FUNCTIONS = {  # name -> parameters
     "jaxlc.plan.mesh_figure": "mesh topology",
     "jaxlc.plan.plan": "config topology devices_per_process host_memory_gib advise constants evaluation"
     " document_lengths starting",
-    "jaxlc.plan.plan_generation": "config topology prompt_tokens new_tokens batch_size cache_dtype chunk_tokens"
-    " constants starting",
     "jaxlc.profile.compare": "trace plan topology constants num_steps",
     "jaxlc.start": "simulated_devices num_processes process_id coordinator_address",
     "jaxlc.sweep.load": "path",
@@ -137,14 +134,6 @@ PACKING_ESTIMATES = [
 OTHER_PLANS = {
     StagesPlan: ["price_per_gpu_hour", "stages"],
     StagePlan: ["name", "num_steps", "plan"],
-    GenerationPlan: [
-        *("batch_size", "cache_bytes", "cache_dtype", "cache_tokens", "compile_seconds", "decode"),
-        *("device_capacity_bytes", "float32_params_bytes", "kernel_choice", "mesh", "new_tokens", "num_devices"),
-        *("prefill", "prompt_tokens", "topology", "weights_bytes"),
-    ],
-    ProgramPlan: [
-        *("kernels", "largest", "nccl_bytes", "seconds", "seconds_by_kind", "temp_bytes", "tokens", "workspace_bytes"),
-    ],
 }
 CONSTANTS = [
     *("attention_half_keys_masked", "attention_half_keys_unmasked", "expert_kernel_share", "f8_matmul_share"),

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -118,12 +117,11 @@ def test_imports_only_go_down():
 
 def test_modules_imported_by_name_are_listed():
     """Such imports are not seen by the test of layers: lazy attributes of packages, an optional package, evals
-    and rollouts in training, a function of the user's, and the plan of `jaxlc generate --plan`."""
+    and rollouts in training, and a function of the user's."""
     users = {name_of(path) for path in MODULES if "import_module(" in path.read_text()}
     assert users == {
         "jaxlc",
         "jaxlc.plan",
-        "jaxlc.generation.__main__",
         "jaxlc.train",
         "jaxlc.train.evaluation.scorer",
         "jaxlc.train.rollouts",
@@ -169,11 +167,6 @@ def test_module_and_function_sizes_are_limited(path):
 def test_package_does_not_import_benchmarks_scripts_or_tests():
     roots = {path: {module.partition(".")[0] for module in all_imports(path)} for path in MODULES}
     assert [path for path, names in roots.items() if names & {"benchmarks", "scripts", "tests"}] == []
-
-
-def test_module_names_are_unique():
-    counts = Counter(path.stem for path in MODULES if not path.stem.startswith("__"))
-    assert [stem for stem, count in counts.items() if count > 1] == []
 
 
 def test_private_jax_apis_are_used_in_one_module():

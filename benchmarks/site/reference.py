@@ -9,7 +9,6 @@ from typing import Any
 from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.thunks import Launches
-from jaxlc.plan.generation_result import GenerationPlan, ProgramPlan
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
 from jaxlc.plan.record import DERIVED_MEMORY, Change, PlanRecord
@@ -33,14 +32,6 @@ _RECORDS = {  # heading on the page -> class
 _DERIVED = {  # properties that the JSON has
     Memory: DERIVED_MEMORY,
     StagePlan: ("num_tokens", "hours", "gpu_hours"),
-    GenerationPlan: (
-        "device_peak_bytes",
-        "usable_bytes",
-        "fits",
-        "prefill_tokens_per_second",
-        "decode_tokens_per_second",
-    ),
-    ProgramPlan: ("peak_bytes",),
 }
 
 
@@ -75,8 +66,6 @@ def plan_fields() -> str:
         lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *record_rows(kind), ""]
     lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *record_rows(StagesPlan)]
     lines += ["", "Each element of `stages`:", "", *record_rows(StagePlan)]
-    lines += ["", "## `jaxlc generate --plan`", "", _first_paragraph(GenerationPlan), "", *record_rows(GenerationPlan)]
-    lines += ["", "Each of `prefill` and `decode`:", "", *record_rows(ProgramPlan)]
     return "\n".join(lines)
 
 

@@ -1,13 +1,11 @@
 """usage: jaxlc generate SOURCE --prompt=TEXT [--max_tokens=N] [--temperature=T]
-       jaxlc generate --plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--prompt_tokens=TOKENS]
 
-Continues a prompt with the model of a run or of a Hugging Face directory, on all devices of a mesh. With --plan it
-compiles generation ahead of time instead, without a GPU; `jaxlc generate --plan --help` lists the flags.
+Continues a prompt with the model of a run or of a Hugging Face directory, on all devices of a mesh.
+`jaxlc plan --prompt_tokens=TOKENS` prints the memory of a KV cache.
 """
 
-import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +15,6 @@ from jaxlc.config.ranges import Above0UpTo1, From1
 from jaxlc.config.setting_paths import hint_at
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.paths import local_path
-
-_PLAN_FLAGS = ("config", "topology", "prompt_tokens", "new_tokens", "batch_size", "cache_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +29,6 @@ class ModelFlags(VerbFlags):
 @dataclass(frozen=True, kw_only=True)
 class Flags(ModelFlags):
     positional: ClassVar[tuple[str, ...]] = ("source",)
-    moved: ClassVar[Mapping[str, str]] = {name: f"--plan --{name}" for name in _PLAN_FLAGS}
 
     source: str  # workdir of a run, Hugging Face directory or hub id
     prompt: str | None = None  # text to continue
@@ -50,8 +45,6 @@ class Flags(ModelFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    if "--plan" in argv:
-        return importlib.import_module("jaxlc.plan.generation_command").main(argv)
     return run_main(_generate, argv, description=__doc__, flags=Flags)
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import Config
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.generation.cache import Cache, CacheLayout, abstract_cache, decode_tokens
@@ -34,15 +33,6 @@ class CachedStep:
         replicated = NamedSharding(self.mesh, PartitionSpec())
         cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
         return jax.jit(self._decoder(layout).__call__, donate_argnums=1, out_shardings=(replicated, cache))
-
-    def kernels(self, layout: CacheLayout, batch_size: int, num_tokens: int) -> dict[str, KernelSelection]:
-        """The attention kernels of a program for `num_tokens` tokens of each sequence, by what they attend to."""
-        attention = self._decoder(layout).attention_of_kinds(batch_size, num_tokens)
-        selections = {}
-        for kind, attend in attention.items():
-            prefix = f"{kind} layers, " if len(attention) > 1 else ""
-            selections |= {prefix + what: kernel for what, kernel in attend.kernels.items()}
-        return selections
 
     def _decoder(self, layout: CacheLayout) -> CachedDecoder:
         return CachedDecoder(

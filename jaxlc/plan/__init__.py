@@ -1,8 +1,7 @@
 """Ahead-of-time planning: compiles the training step for absent GPUs; reports memory, collectives, estimated time.
 
-`plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one. `plan_generation` compiles the
-programs of generation. `mesh_figure` draws a mesh without compiling. Modules are imported on first use, so that
-`python -m jaxlc.plan` can set the environment before JAX starts.
+`plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one. `mesh_figure` draws a mesh without
+compiling. Modules are imported on first use, so that `python -m jaxlc.plan` can set the environment before JAX starts.
 """
 
 import importlib
@@ -15,10 +14,9 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from jaxlc.config import Config
-    from jaxlc.plan.generation_result import GenerationPlan
     from jaxlc.plan.result import Plan
 
-__all__ = ["Plan", "mesh_figure", "plan", "plan_generation"]
+__all__ = ["Plan", "mesh_figure", "plan"]
 
 _ADVICE = "jaxlc.search.advise"
 
@@ -72,56 +70,6 @@ def plan(
         advise_module = importlib.import_module(_ADVICE)  # by name, since search is a layer above
         return advise_module.with_advice(result, config, gpus, starting, roofline)
     return result
-
-
-@checked
-def plan_generation(
-    config: "ConfigDict | Config",
-    topology: str,
-    *,
-    prompt_tokens: int,
-    new_tokens: int = 256,
-    batch_size: int = 1,
-    cache_dtype: str = "",
-    chunk_tokens: int = 0,
-    constants: str = "",
-    starting=lambda description: None,
-) -> "GenerationPlan":
-    """Compiles a prefill chunk and a decoding step of `jaxlc.generate` for GPUs such as "h100:1x8". No GPU is needed.
-
-    Args:
-      config: a ConfigDict or Config; its model, mesh, attention kernel and precision are used.
-      topology: target GPUs, "GPU:DOMAINSxGPUS_PER_DOMAIN".
-      prompt_tokens, new_tokens: of each sequence.
-      batch_size: sequences that are generated together.
-      cache_dtype: of keys and values, "bf16", "fp16" or "fp32". "": the compute dtype.
-      chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
-      constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
-      starting: called with a description of each program before it is compiled.
-    Returns:
-      A `GenerationPlan`: memory per GPU from the compiler, and estimated times. Print it.
-    Raises:
-      UserError: invalid user input, or arrays too large for the compiler.
-    """
-    from jaxlc import runtime
-    from jaxlc.config import RuntimeConfig
-
-    runtime.start(RuntimeConfig(num_processes=1))  # before anything imports jax
-    from jaxlc.plan.generation_plan import plan_generation
-    from jaxlc.simulate.roofline import from_file
-    from jaxlc.simulate.topology import topology as parse_topology
-
-    return plan_generation(
-        config,
-        parse_topology(topology),
-        starting,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        batch_size=batch_size,
-        cache_dtype=cache_dtype,
-        chunk_tokens=chunk_tokens,
-        roofline=from_file(constants),
-    )
 
 
 @checked

@@ -2,40 +2,33 @@
 
 Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
 For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
-`jaxlc generate --plan` does the same for generation.
+With --prompt_tokens it prints the memory of the KV cache of `jaxlc generate` instead, and compiles nothing.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxlc import plan
+from jaxlc.config import Config
 from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.values import Tokens
 from jaxlc.core import extras
+from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
 from jaxlc.plan.output_files import check_output_file, write_json
 from jaxlc.plan.terminal import NodeFlags, progress, start_on_cpu, target_topology, with_transport
 
-_GENERATION_FLAGS = ("prompt_tokens", "new_tokens", "batch_size", "cache_dtype", "chunk_tokens")
-_SEARCH_FLAGS = ("goal", "model", "seq_len", "search_minutes", "workers", "out")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(NodeFlags):
-    moved: ClassVar[Mapping[str, str]] = {
-        "generate": "jaxlc generate --plan",
-        "recommend": "jaxlc recommend",
-        **{name: f"jaxlc generate --plan --{name}" for name in _GENERATION_FLAGS},
-        **{name: f"jaxlc recommend --{name}" for name in _SEARCH_FLAGS},
-    }
-
     transport: str = ""  # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
     json: str = ""  # output file for the plan as JSON, for jaxlc.plan.Plan.from_json
     html: str = ""  # output file for the plan as a page with figures, such as plan.html
     timeline: str = ""  # output file for a plot of one layer's estimated timeline, such as timeline.png
     evaluation: bool = False  # also compile the evaluation of held-out sequences and print its peak memory
     document_lengths: str = ""  # estimate packed sequences too: corpus, mix, or lengths: 65536,1024x64,tree:8192+4x512
+    prompt_tokens: Tokens | None = None  # print the memory of generation after a prompt of this length, such as 1M
     advise: bool = False  # if the step does not fit, compile it with changed settings until some fit
 
 
@@ -46,6 +39,9 @@ def main(command: ParsedCommand[Flags]) -> int:
     topology = target_topology(flags.topology, configs[0])
     _check_output_files(flags, len(stages))
     start_on_cpu()
+    if flags.prompt_tokens:
+        _print_generation_memory(configs[0], topology, flags.prompt_tokens)
+        return 0
     from jaxlc.plan import report
     from jaxlc.plan.stage_table import StagePlan, StagesPlan
 
@@ -83,6 +79,21 @@ def main(command: ParsedCommand[Flags]) -> int:
     if flags.timeline:
         plans[0].timeline_figure().savefig(flags.timeline)
     return 0
+
+
+def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) -> None:
+    """The bytes of a prompt and its answer in the KV cache, from the shapes of the arrays."""
+    from jaxlc.generation.memory import generation_memory
+    from jaxlc.plan.compile import on_gpus
+    from jaxlc.simulate.topology import make_mesh
+    from jaxlc.simulate.topology import topology as parse_topology
+    from jaxlc.step.step import build_step
+
+    gpus = parse_topology(topology)
+    memory = generation_memory(build_step(on_gpus(config, gpus), make_mesh(gpus, config.mesh)), 1, prompt_tokens)
+    print(f"generation on {gpus}, GiB per GPU, without temporaries; one sequence of {prompt_tokens:,} tokens")
+    print(f"  KV cache  {gib(memory.cache_bytes):>9}")
+    print(f"  weights   {gib(memory.weights_bytes):>9}")
 
 
 def _check_output_files(flags: Flags, num_stages: int) -> None:

@@ -10,7 +10,7 @@ from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.models.context_length import context_warning
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.generation.rollout_memory import rollout_memory
+from jaxlc.generation.memory import rollout_memory
 from jaxlc.plan.compiled_program import compile_log_probs
 from jaxlc.plan.memory import evaluation_peak_bytes
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents

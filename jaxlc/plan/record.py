@@ -12,7 +12,7 @@ from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.foreign_files import read_json_file
-from jaxlc.generation.rollout_memory import RolloutMemory
+from jaxlc.generation.memory import GenerationMemory
 from jaxlc.hlo.thunks import Launches
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
@@ -72,7 +72,7 @@ class PlanRecord:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
     evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
-    rollouts: RolloutMemory | None = None  # beside the training state; None: config.rollouts.source is not "model"
+    rollouts: GenerationMemory | None = None  # beside the training state; None: config.rollouts.source is not "model"
     reference: ReferencePass | None = None  # None: the loss needs no weights of a reference model
     packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 

@@ -17,7 +17,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import Prompt, open_prompts
 from jaxlc.data.traces.rollout_files import decoded_text, write_rollouts
 from jaxlc.generation.generator import Generation, Generator
-from jaxlc.generation.rollout_memory import rollout_memory
+from jaxlc.generation.memory import rollout_memory
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.reward import load_reward, rewarded
 from jaxlc.step.step import TrainStep

@@ -101,7 +101,6 @@ def test_checked_function_with_unknown_or_missing_arguments_names_them():
         (lambda: jaxlc.make_mesh(context="2"), "context='2' of make_mesh(): expected int"),
         (lambda: jaxlc.start(simulated_devices="8"), "simulated_devices='8' of start(): expected int"),
         (lambda: jaxlc.plan.plan(defaults(), 8), "topology=8 of plan(): expected str"),
-        (lambda: jaxlc.plan.plan_generation(defaults(), "h100:1x1", prompt_tokens="1M"), "prompt_tokens='1M'"),
         (lambda: jaxlc.config.with_settings(defaults(), {}), "of with_settings(): expected Config"),
         (lambda: jaxlc.data.show(defaults(), num="3"), "num='3' of show(): expected int"),
         (lambda: jaxlc.sweep.load(3), "path=3 of load(): expected str | Path"),

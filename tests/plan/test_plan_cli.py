@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxlc.config import load
 from jaxlc.plan import __main__ as command
+from tests.plan.gpus import small_config
 
 CONFIG = """
 from tests.plan.gpus import small_config
@@ -34,10 +36,8 @@ def config(tmp_path) -> Path:
     (["--topology=h100:1x4", "--host_memory_gib=lots"], "invalid --host_memory_gib=lots: expected a finite number"),
     (["--topology=h100:1x4", "--host_memory_gib=0"], "invalid --host_memory_gib=0.0: expected greater than 0"),
     (["--topology=h100:1x4", "--advise=maybe"], "invalid --advise=maybe: expected true or false"),
-    (["--topology=h100:1x4", "--recommend"], "unknown flag --recommend: use jaxlc recommend"),
-    (["--topology=h100:1x4", "--seq_len=1M"], "unknown flag --seq_len: use jaxlc recommend --seq_len"),
-    (["--topology=h100:1x4", "--generate"], "unknown flag --generate: use jaxlc generate --plan"),
-    (["--prompt-tokens=5"], "unknown flag --prompt-tokens: use jaxlc generate --plan --prompt_tokens"),
+    (["--topology=h100:1x4", "--prompt_tokens=x"], "expected tokens, such as 131072, 32K or 1M (1M = 1,048,576)"),
+    (["--prompt-tokens=5"], "unknown flag --prompt-tokens: use --prompt_tokens"),
     (["--price-per-gpu-hour=2"], "unknown flag --price-per-gpu-hour: use --price_per_gpu_hour"),
     (["--topology=h100:1x4", "--advice"], "unknown flag --advice: did you mean --advise?"),
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
@@ -50,3 +50,14 @@ def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr
+
+
+@pytest.mark.gpu_compiler
+def test_prompt_tokens_prints_the_bytes_of_the_cache(config, capsys, monkeypatch):
+    """Those of all tokens, up to the 16 sizes per power of two; the mesh has 4 GPUs."""
+    monkeypatch.setattr(command, "start_on_cpu", lambda: None)
+    assert command.run(["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]) == 0
+    cache, _ = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:])
+    model = load(small_config()).model
+    exact = 2 * 2 * model.num_layers * 2**20 * model.num_kv_heads * model.head_dim / 4 / 2**30
+    assert exact - 0.01 <= cache <= 1.07 * exact + 0.01
