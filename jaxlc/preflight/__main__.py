@@ -1,8 +1,8 @@
-"""usage: jaxlc preflight --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR] [--plan=FILE]
+"""usage: jaxlc preflight --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
 
 Checks the machines of a run before it starts: versions, clocks, host names, limits, free memory and disk, the shared
-file system, the speed of each device and of the links. Start it as the training command, with the same launcher and
-arguments. Exit status 0: the run can start; 2: the reasons are printed.
+file system, the speed of each device. Start it as the training command, with the same launcher and arguments. Exit
+status 0: the run can start; 2: the reasons are printed.
 """
 
 import dataclasses
@@ -11,13 +11,11 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxlc import runtime
 from jaxlc.config import check_num_devices
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
-from jaxlc.config.ranges import Above0UpTo1
 from jaxlc.core.errors import UserError
 from jaxlc.core.paths import local_path
 from jaxlc.preflight.facts import Facts, read_facts, with_visible_gpus
@@ -29,15 +27,7 @@ _CLOCK_READINGS = 5
 _MAX_LINES = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags(ConfigFlags):
-    plan: str = ""  # JSON file of the plan of this config, from jaxlc plan --json: memory with activations
-    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
-    # share of the plan's rates that GPUs and links must reach; rates of CPU devices are shown, not judged.
-    least_share: Above0UpTo1[float] = 0.25
-
-
-def main(command: ParsedCommand[Flags]) -> int:
+def main(command: ParsedCommand[ConfigFlags]) -> int:
     """Returns the exit status."""
     try:
         return _run(command)
@@ -46,7 +36,7 @@ def main(command: ParsedCommand[Flags]) -> int:
         raise
 
 
-def _run(command: ParsedCommand[Flags]) -> int:
+def _run(command: ParsedCommand[ConfigFlags]) -> int:
     found = read_facts()  # before JAX takes memory
     runtime.start_training([stage.config for stage in command.stages], is_preflight=True)
     import jax
@@ -67,7 +57,6 @@ def _measured(facts: Facts, workdir: Path) -> Facts:
     """Adds what the processes measure together."""
     import jax
 
-    from jaxlc.preflight.link_speed import link_seconds
     from jaxlc.preflight.shared_directory import check_directory
     from jaxlc.runtime.barrier import wait_for_processes
     from jaxlc.train.stragglers import device_times
@@ -90,41 +79,30 @@ def _measured(facts: Facts, workdir: Path) -> Facts:
         clock=clock,
         directory_problems=problems,
         directory_free_bytes=free_bytes,
-        device_seconds=device_times(jax.local_devices(), with_upload=True),
-        link_seconds=link_seconds(wait),
+        device_seconds=device_times(jax.local_devices()),
     )
 
 
-def _judged(command: ParsedCommand[Flags], everyone: Sequence[Facts]) -> list[str]:
+def _judged(command: ParsedCommand[ConfigFlags], everyone: Sequence[Facts]) -> list[str]:
     """Prints the table; returns the failures."""
     import jax
 
-    from jaxlc.preflight.facts_table import table_lines
-    from jaxlc.preflight.findings import findings
-    from jaxlc.preflight.needs import figures_of, needs_of
-    from jaxlc.simulate.roofline import from_file
+    from jaxlc.preflight.findings import findings, needs_of, table_lines
 
-    flags, first = command.flags, everyone[0]
+    first = everyone[0]
     configs = [stage.config for stage in command.stages]
-    failures, needs, figures = list[str](), None, None
+    failures, needs = list[str](), None
     try:
         for config in configs:
-            check_num_devices(config, jax.device_count(), "the number of available devices is", flags.config)
-        needs = needs_of(configs, local_path(command.workdir), first.platform, flags.plan)
-        if first.platform == "gpu":
-            per_machine = sum(own.num_devices for own in everyone if own.host == first.host)
-            figures = figures_of(configs[0], from_file(flags.constants), first.device_kind, per_machine)
+            check_num_devices(config, jax.device_count(), "the number of available devices is", command.flags.config)
+        needs = needs_of(configs, local_path(command.workdir), first.platform)
     except UserError as error:
         failures.append(str(error))
-    failures += findings(
-        everyone, needs, figures, factor=configs[0].runtime.straggler_factor, least_share=flags.least_share
-    )
+    failures += findings(everyone, needs, factor=configs[0].runtime.straggler_factor)
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    print("\n".join([*table_lines(everyone, figures), f"process 0: {versions}"]))
+    print("\n".join([*table_lines(everyone), f"process 0: {versions}"]))
     if needs is not None:
         print(needs.text(first.num_devices))
-    if figures is None:
-        print(f"rates of {first.device_kind} are compared among the processes only: the plan has no figures for it")
     if not failures:
         print("preflight: no problem found")
     return failures
@@ -164,7 +142,7 @@ def _from_process_0(name: str, value: str) -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status."""
-    return run_main(main, argv, description=__doc__, flags=Flags)
+    return run_main(main, argv, description=__doc__)
 
 
 if __name__ == "__main__":

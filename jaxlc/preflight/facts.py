@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import platform
 import re
@@ -19,7 +20,7 @@ from jaxlc.runtime.unified_memory import query_gpus
 
 NOT_FOUND = "not found"
 _CAP_IPC_LOCK = 14  # linux/capability.h: a process that has it locks memory without limit
-_UNKNOWN_MEMORY = 2**62  # more than any machine has
+UNKNOWN_MEMORY = 2**62  # more than any machine has
 _GPU_FIELDS = ("index", "uuid", "memory.total", "memory.free", "driver_version")
 
 
@@ -33,7 +34,7 @@ class Facts:
     versions: dict[str, str]  # NOT_FOUND: not installed
     locked_bytes: int | None = None  # `ulimit -l`; None: unlimited
     has_infiniband: bool = False
-    host_bytes: int = _UNKNOWN_MEMORY  # free, within the limit of the container
+    host_bytes: int = UNKNOWN_MEMORY  # free, within the limit of the container
     gpu_uuids: list[str] = field(default_factory=list)  # that this process uses
     gpu_bytes: list[int] = field(default_factory=list)
     gpu_free_bytes: list[int] = field(default_factory=list)  # before JAX has started
@@ -43,9 +44,8 @@ class Facts:
     num_devices: int = 1  # of this process
     clock: list[float] = field(default_factory=list)  # time.time() right after each of some barriers
     directory_problems: dict[str, str] = field(default_factory=dict)  # what failed in the workdir -> why
-    directory_free_bytes: int = _UNKNOWN_MEMORY
+    directory_free_bytes: int = UNKNOWN_MEMORY
     device_seconds: dict[str, list[float]] = field(default_factory=dict)  # as `stragglers.device_times`
-    link_seconds: dict[str, float] = field(default_factory=dict)  # as `link_speed.link_seconds`
 
     @property
     def name(self) -> str:
@@ -83,13 +83,16 @@ def with_visible_gpus(facts: Facts, environment: Mapping[str, str]) -> Facts:
     if visible is None or not facts.gpu_uuids:
         return facts
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    kept = [
-        index
+    is_visible = [
+        str(index) in names or any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
         for index, uuid in enumerate(facts.gpu_uuids)
-        if str(index) in names or any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
     ]
-    lists = {name: [getattr(facts, name)[index] for index in kept] for name in ("gpu_uuids", "gpu_bytes")}
-    return dataclasses.replace(facts, gpu_free_bytes=[facts.gpu_free_bytes[index] for index in kept], **lists)
+    return dataclasses.replace(
+        facts,
+        gpu_uuids=list(itertools.compress(facts.gpu_uuids, is_visible)),
+        gpu_bytes=list(itertools.compress(facts.gpu_bytes, is_visible)),
+        gpu_free_bytes=list(itertools.compress(facts.gpu_free_bytes, is_visible)),
+    )
 
 
 def versions(driver: str = "") -> dict[str, str]:
@@ -136,7 +139,7 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("
                 r"^(?:total_)?inactive_file (\d+)", _text((cgroup / limit).with_name("memory.stat")), re.M
             )
             free.append(int(texts[0]) - int(texts[1]) + (int(cached[1]) if cached else 0))
-    return min(free, default=_UNKNOWN_MEMORY)
+    return min(free, default=UNKNOWN_MEMORY)
 
 
 def _package(*names: str) -> str:
@@ -170,7 +173,7 @@ def _cudnn() -> str:
 
 def _mebibytes(text: str) -> int:
     """Bytes; of GPUs that do not report their memory, such as "[N/A]", more than any has."""
-    return int(text) * 2**20 if text.isdigit() else _UNKNOWN_MEMORY
+    return int(text) * 2**20 if text.isdigit() else UNKNOWN_MEMORY
 
 
 def _text(path: Path) -> str:

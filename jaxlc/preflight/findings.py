@@ -1,42 +1,98 @@
-"""Compares the facts of all processes with each other, and with what the config needs. No process is asked here."""
+"""Compares the facts of all processes with each other, and with what the config needs: findings, and a table."""
 
+import operator
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+
+from jaxlc.checkpoints.base_model import checkpoint_part
+from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps
+from jaxlc.config import Config
 from jaxlc.core.counts import gib
-from jaxlc.preflight.facts import NOT_FOUND, Facts
-from jaxlc.preflight.link_speed import ALL_PAIRS, RING
-from jaxlc.preflight.needs import Figures, Needs
+from jaxlc.core.text_table import aligned
+from jaxlc.preflight.facts import NOT_FOUND, UNKNOWN_MEMORY, Facts
+from jaxlc.runtime import memory_pools
 from jaxlc.runtime.unified_memory import HOST_SHARE
-from jaxlc.train.stragglers import COPY, PRODUCT, UPLOAD, Times, least_device_seconds, slow_ones
+from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.state import DEVICE, bytes_per_device
+from jaxlc.step.step import TrainStep, build_step
+from jaxlc.train import stragglers
+from jaxlc.train.stragglers import COPY, PRODUCT, Times, least_device_seconds, slow_ones
 
 # The table of phases of a hang compares the clocks of machines, and calls a process silent that is 15 s late.
 CLOCK_SECONDS = 5.0
 # InfiniBand registers the buffers of NCCL, a few GiB: a limit, if there is one, must be far above them.
 _LOCKED_BYTES = 2**36
-MEASURED = (PRODUCT, COPY, UPLOAD, RING, ALL_PAIRS)
-NAMES = {
-    PRODUCT: "a matrix product",
-    COPY: "a copy to the host",
-    UPLOAD: "a copy from the host",
-    RING: "a hop around the ring of all devices",
-    ALL_PAIRS: "an exchange between all pairs of devices",
-}
+_NAMES = {PRODUCT: "a matrix product", COPY: "a copy to the host"}
 _MAX_NAMES = 8
+MARK = "*"  # the worst value of a column
+_MAX_ROWS = 64  # of more processes, only the first ones and those with a worst value
 
 
-def findings(
-    facts: Sequence[Facts], needs: Needs | None, figures: Figures | None, *, factor: float, least_share: float
-) -> list[str]:
+class Needs(NamedTuple):
+    """Bytes that the largest stage needs, which are known without the compiler: not those of activations."""
+
+    state_bytes: int  # on each GPU
+    memory_fraction: float  # of each GPU's memory, which JAX's pool takes at the start
+    host_bytes_per_device: int  # on a machine, for each of its devices
+    host_bytes_per_process: int
+    disk_bytes: int  # checkpoints that the run adds to the workdir
+
+    def host_bytes(self, num_devices: int, num_processes: int) -> int:
+        """On a machine with this number of devices and processes of the run."""
+        return num_devices * self.host_bytes_per_device + num_processes * self.host_bytes_per_process
+
+    def text(self, num_devices: int) -> str:
+        """One line, for a process with this number of devices."""
+        return (
+            f"the config needs {gib(self.state_bytes)} GiB of each device for its training state, and activations;"
+            f" {gib(self.host_bytes(num_devices, 1))} GiB of host memory per process; {gib(self.disk_bytes)} GiB of"
+            " disk for checkpoints"
+        )
+
+
+def needs_of(configs: Sequence[Config], workdir: Path, platform: str) -> Needs:
+    """What the stages of a run need.
+
+    Raises:
+      UserError: the mesh has another number of devices.
+    """
+    parts = [_needs_of_step(build_step(config, make_mesh(config.mesh)), platform) for config in configs]
+    largest = Needs(*map(max, *parts, parts[0]))
+    num_saved = len(committed_steps(workdir / CHECKPOINTS_DIRECTORY))
+    # The oldest checkpoint is deleted after the newest is complete.
+    num_more = max(1, configs[0].train.keep_checkpoints + 1 - num_saved)
+    return largest._replace(disk_bytes=num_more * largest.disk_bytes)
+
+
+def _needs_of_step(step: TrainStep, platform: str) -> Needs:
+    config, state = step.config, step.abstract_state
+    saved = checkpoint_part(step, state)
+    host_bytes = bytes_per_device(saved)  # while a checkpoint is written
+    pool_bytes = memory_pools.host_pool_bytes(config.runtime, memory_pools.pooled_host_bytes(config))
+    if platform == "cpu":  # no pools, and the memory of the devices is that of the host
+        pool_bytes = 0
+        host_bytes += bytes_per_device(state)
+    return Needs(
+        state_bytes=bytes_per_device(state, step.memory_spaces, DEVICE),
+        memory_fraction=0.0 if config.runtime.unified_memory else config.runtime.memory_fraction,
+        host_bytes_per_device=pool_bytes + host_bytes,
+        host_bytes_per_process=memory_pools.pools_per_node_bytes(pool_bytes, 0, 1),
+        disk_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(saved)),
+    )
+
+
+def findings(facts: Sequence[Facts], needs: Needs | None, *, factor: float) -> list[str]:
     """One sentence for each failure; empty if the run can start.
 
     Args:
       facts: of all processes, in order.
       needs: None: the config does not fit these devices, which is reported elsewhere.
-      figures: None: rates are not compared with a plan, as on CPU.
       factor: a device is slow if its time is more than this multiple of the median.
-      least_share: a device is slow if it reaches less than this share of the plan's rate.
     """
     sentences = [
         *_version_findings(facts),
@@ -45,7 +101,7 @@ def findings(
         *_limit_findings(facts),
         *(_memory_findings(facts, needs) if needs else ()),
         *_directory_findings(facts, needs),
-        *_speed_findings(facts, figures, factor, least_share),
+        *_speed_findings(facts, factor),
     ]
     return list(dict.fromkeys(sentences))  # one for all equal GPUs of a process
 
@@ -53,16 +109,59 @@ def findings(
 def clock_offsets(facts: Sequence[Facts]) -> list[float]:
     """How many seconds each clock is ahead of the median of all; the median over barriers, whose ends are not exactly
     at the same time."""
-    rounds = list(zip(*(own.clock for own in facts)))
-    medians = [statistics.median_low(times) for times in rounds]
+    medians = [statistics.median_low(times) for times in zip(*(own.clock for own in facts))]
     return [statistics.median([t - median for t, median in zip(own.clock, medians)] or [0.0]) for own in facts]
 
 
-def seconds_of(own: Facts, name: str) -> float | None:
-    """The time of the slowest device of a process, or of its links; None: not measured."""
-    if name in (RING, ALL_PAIRS):
-        return own.link_seconds.get(name)
-    return max(own.device_seconds.get(name, []), default=None)
+def table_lines(facts: Sequence[Facts]) -> list[str]:
+    """A row per process, with the worst value of each column marked."""
+    columns: dict[str, list[str]] = {
+        "process": [str(own.process_id) for own in facts],
+        "host": [own.host for own in facts],
+    }
+    worst = set()
+    for head, (values, text, badness) in _columns(facts).items():
+        cells = [text(value) if value is not None and abs(value) < UNKNOWN_MEMORY else "-" for value in values]
+        known = [index for index, cell in enumerate(cells) if cell != "-"]
+        if not known:
+            continue
+        columns[head] = [f"{cell} " for cell in cells]
+        if len({cells[index] for index in known}) > 1:
+            index = max(known, key=lambda index: badness(values[index]))
+            columns[head][index] = cells[index] + MARK
+            worst.add(index)
+    rows = list(zip(*columns.values()))
+    shown = [row for index, row in enumerate(rows) if index < _MAX_ROWS or index in worst]
+    lines = aligned([tuple(columns), *shown], "rl" + "r" * (len(columns) - 2))
+    if len(shown) < len(rows):
+        lines.append(f"{len(rows) - len(shown)} more processes without a worst value")
+    return [*lines, f"{MARK} the worst of the column"]
+
+
+class _Column(NamedTuple):
+    values: list[Any]  # of each process; None: not known
+    text: Callable[[Any], str]
+    badness: Callable[[Any], float]  # the value with the largest one is the worst
+
+
+def _columns(facts: Sequence[Facts]) -> dict[str, _Column]:
+    """By their heads."""
+    size, dtype = stragglers.operand(facts[0].platform)
+
+    def rates(name: str, amount: float) -> list[float | None]:
+        seconds = [max(own.device_seconds.get(name, []), default=None) for own in facts]
+        return [x and amount / x for x in seconds]
+
+    products = rates(stragglers.PRODUCT, stragglers.NUM_PRODUCTS * 2e-12 * size**3)
+    copies = rates(stragglers.COPY, 1e-9 * size * size * dtype.itemsize)
+    return {
+        "free GPU GiB": _Column([min(own.gpu_free_bytes, default=None) for own in facts], gib, operator.neg),
+        "free host GiB": _Column([own.host_bytes for own in facts], gib, operator.neg),
+        "ulimit -l GiB": _Column([own.locked_bytes for own in facts], gib, operator.neg),
+        "clock s": _Column(clock_offsets(facts), "{:+.2f}".format, abs),
+        "TFLOP/s": _Column(products, "{:.3g}".format, operator.neg),
+        "to host GB/s": _Column(copies, "{:.3g}".format, operator.neg),
+    }
 
 
 def _version_findings(facts: Sequence[Facts]) -> Iterator[str]:
@@ -122,10 +221,10 @@ def _memory_findings(facts: Sequence[Facts], needs: Needs) -> Iterator[str]:
     for own in facts:
         for total, free in zip(own.gpu_bytes, own.gpu_free_bytes):
             pool_bytes = needs.memory_fraction * total
-            if needs.memory_fraction and needs.pool_bytes > pool_bytes:
+            if needs.memory_fraction and needs.state_bytes > pool_bytes:
                 yield (
                     f"a GPU of {own.name} has {gib(total)} GiB, of which JAX's pool takes {needs.memory_fraction:g},"
-                    f" and the step needs {gib(needs.pool_bytes)} GiB ({needs.source})"
+                    f" and the training state needs {gib(needs.state_bytes)} GiB"
                 )
             elif free < pool_bytes:
                 yield (
@@ -161,37 +260,14 @@ def _directory_findings(facts: Sequence[Facts], needs: Needs | None) -> Iterator
         yield f"the workdir has {gib(free)} GiB free, and the checkpoints of the run need {gib(needs.disk_bytes)} GiB"
 
 
-def _speed_findings(
-    facts: Sequence[Facts], figures: Figures | None, factor: float, least_share: float
-) -> Iterator[str]:
-    rows = [
-        Times(
-            own.process_id,
-            own.host,
-            0,
-            0.0,
-            own.device_seconds | {name: [seconds] for name, seconds in own.link_seconds.items()},
-            {},
-        )
-        for own in facts
-    ]
-    reported: set[str] = set()
-    for slow in slow_ones(rows, factor, least_device_seconds(facts[0].platform), MEASURED):
-        reported.add(slow.cause)
-        device = "" if slow.cause in (RING, ALL_PAIRS) else f"device {slow.device} of "
+def _speed_findings(facts: Sequence[Facts], factor: float) -> Iterator[str]:
+    rows = [Times(own.process_id, own.host, 0, 0.0, own.device_seconds, {}) for own in facts]
+    for slow in slow_ones(rows, factor, least_device_seconds(facts[0].platform)):
         yield (
-            f"{device}process {slow.times.process_id} on {slow.times.host} is slow: {NAMES[slow.cause]} takes"
-            f" {1e3 * slow.seconds:.2f} ms, and {1e3 * slow.median_seconds:.2f} ms in the median"
+            f"device {slow.device} of process {slow.times.process_id} on {slow.times.host} is slow:"
+            f" {_NAMES[slow.cause]} takes {1e3 * slow.seconds:.2f} ms, and {1e3 * slow.median_seconds:.2f} ms in the"
+            " median"
         )
-    for name, expected in figures.seconds.items() if figures else ():
-        measured = [(seconds, own) for own in facts if (seconds := seconds_of(own, name)) is not None]
-        low = [own for seconds, own in measured if expected < least_share * seconds]
-        if low and name not in reported:
-            worst = max(seconds for seconds, _ in measured)
-            yield (
-                f"{NAMES[name]} takes {1e3 * worst:.2f} ms, and the plan assumes {1e3 * expected:.2f} ms:"
-                f" {_names(low)} reach less than {least_share:.0%} of its rate"
-            )
 
 
 def _grouped(facts: Iterable[Facts], key: Callable[[Facts], str]) -> dict[str, list[Facts]]:

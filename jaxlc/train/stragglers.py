@@ -29,7 +29,7 @@ from jaxlc.runtime.phase_board import DEVICES
 from jaxlc.train.actions import is_period
 
 TIMES_FILE = "process_times.jsonl"  # in the workdir
-PRODUCT, COPY, UPLOAD = "product", "copy", "upload"
+PRODUCT, COPY = "product", "copy"
 # The phases of a process that do not contain waiting for other processes.
 _PHASES = ("data", "callback", "export")
 # Events of Orbax, for the part of this process: name -> the time until a step can continue, and the time to write.
@@ -160,17 +160,14 @@ class Stragglers:
         return slow_ones(rows, self._factor, least_device_seconds(jax.default_backend()))
 
 
-def slow_ones(
-    rows: list[Times], factor: float, least_device_seconds: float, causes: Iterable[str] = _COMPARED
-) -> list[Slow]:
+def slow_ones(rows: list[Times], factor: float, least_device_seconds: float) -> list[Slow]:
     """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median.
 
     Args:
       least_device_seconds: smaller differences between devices do not count.
-      causes: the kinds of time.
     """
     found = []
-    for cause in causes:
+    for cause in _COMPARED:
         times = list(times_of(rows, cause))
         if len(times) < 2:
             continue
@@ -250,17 +247,12 @@ def _products(x: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, NUM_PRODUCTS, lambda _, y: (y @ x) * (1.0 / x.shape[0]), x)
 
 
-def device_times(devices: Iterable[jax.Device], *, with_upload: bool = False) -> dict[str, list[float]]:
-    """The least time of a few products and copies to the host on each device, one device after the other, in seconds.
-
-    Args:
-      with_upload: also copies from the host, UPLOAD.
-    """
-    times: dict[str, list[float]] = {PRODUCT: [], COPY: []} | ({UPLOAD: []} if with_upload else {})
+def device_times(devices: Iterable[jax.Device]) -> dict[str, list[float]]:
+    """The least time of a few products and copies to the host on each device, one device after the other, in s."""
+    times: dict[str, list[float]] = {PRODUCT: [], COPY: []}
     for device in devices:
         size, dtype = operand(device.platform)
-        on_host = np.ones((size, size), dtype)
-        on_device = jax.device_put(on_host, device)
+        on_device = jax.device_put(np.ones((size, size), dtype), device)
         jax.block_until_ready(_products(on_device))  # compiles
         best = dict.fromkeys(times, math.inf)
         for _ in range(_REPEATS):
@@ -269,10 +261,6 @@ def device_times(devices: Iterable[jax.Device], *, with_upload: bool = False) ->
             middle = time.perf_counter()
             jax.device_get(result)
             seconds = {PRODUCT: middle - start, COPY: time.perf_counter() - middle}
-            if with_upload:
-                start = time.perf_counter()
-                jax.block_until_ready(jax.device_put(on_host, device))
-                seconds[UPLOAD] = time.perf_counter() - start
             best = {name: min(best[name], seconds[name]) for name in best}
         for name in best:
             times[name].append(best[name])

@@ -24,8 +24,8 @@ if "--config.runtime.process_id=1" in sys.argv:
     facts.free_host_bytes = lambda: 2**20
     program.time = types.SimpleNamespace(time=lambda: time.time() + 60)
 
-    def slow_times(devices, **options):
-        times = device_times(devices, **options)
+    def slow_times(devices):
+        times = device_times(devices)
         times["product"][2] += 1.0
         return times
 
@@ -44,14 +44,8 @@ _FAULTS = (
 def test_preflight_of_one_process_finds_no_problem(tmp_path, capsys):
     assert program.run(["jaxlc preflight", "--config=quickstart", f"--workdir={tmp_path}"]) == 0
     output = capsys.readouterr().out
-    assert "preflight: no problem found" in output and "all pairs GB/s" in output and "jaxlib" in output
+    assert "preflight: no problem found" in output and "to host GB/s" in output and "jaxlib" in output
     assert list(tmp_path.iterdir()) == []
-
-
-def test_preflight_with_missing_plan_names_it(tmp_path, capsys):
-    arguments = ["jaxlc preflight", "--config=quickstart", f"--workdir={tmp_path}"]
-    assert program.run([*arguments, "--plan=no_such_plan.json"]) == 2
-    assert "cannot read the plan no_such_plan.json" in capsys.readouterr().err
 
 
 def test_preflight_of_two_processes_finds_all_faults(tmp_path):

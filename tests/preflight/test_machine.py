@@ -1,28 +1,20 @@
 """What a process finds on its own machine, and the checks of the shared directory with faults in its file system."""
 
-import dataclasses
 import errno
 import fcntl
-import json
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import pytest
 
-from jaxlc.config import defaults, load, to_dict
-from jaxlc.core.errors import UserError
-from jaxlc.core.hardware import find
-from jaxlc.plan.memory import Memory
+from jaxlc.config import defaults, load
 from jaxlc.preflight import facts, shared_directory
 from jaxlc.preflight.facts import Facts, free_host_bytes, may_lock_memory, read_facts, with_visible_gpus
-from jaxlc.preflight.link_speed import link_seconds
-from jaxlc.preflight.needs import figures_of, needs_of
+from jaxlc.preflight.findings import needs_of
 from jaxlc.runtime import memory_pools
-from jaxlc.simulate.roofline import Roofline
 
 GIB = 2**30
 
@@ -105,13 +97,6 @@ def test_capability_ipc_lock_is_read():
     assert not may_lock_memory("Name: x\nCapEff:\t00000000a80425fb\n")
 
 
-def test_link_seconds_measures_both_kinds():
-    """On the 8 simulated devices of the tests."""
-    names: list[str] = []
-    assert all(seconds > 0 for seconds in link_seconds(names.append).values())
-    assert len(set(names)) == len(names) == 8  # a barrier needs its own name
-
-
 def small_config(**memory: object):
     config = defaults()
     config.mesh.update(context=8)
@@ -124,7 +109,7 @@ def test_needs_are_those_of_the_run(tmp_path):
     """Host memory has the pools that a run makes and a copy of the state, and on CPU the state itself."""
     config = small_config(optimizer="host")
     on_cpu, on_gpu = (needs_of([config], tmp_path, platform) for platform in ("cpu", "gpu"))
-    state = needs_of([small_config()], tmp_path, "cpu").pool_bytes
+    state = needs_of([small_config()], tmp_path, "cpu").state_bytes
     assert (on_cpu.host_bytes_per_device, on_cpu.host_bytes_per_process) == (2 * state, 0)
     pool = memory_pools.host_pool_bytes(config.runtime, memory_pools.pooled_host_bytes(config))
     assert on_gpu.host_bytes(8, 2) == 8 * (pool + state) + 2 * memory_pools.STAGING_BYTES
@@ -133,45 +118,3 @@ def test_needs_are_those_of_the_run(tmp_path):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
         (tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text("{}")
     assert 3 * needs_of([config], tmp_path, "cpu").disk_bytes == on_cpu.disk_bytes
-
-
-def test_plan_gives_the_memory_of_the_step(tmp_path):
-    """A plan of other settings is refused."""
-    path, config = tmp_path / "plan.json", small_config()
-    values = stored_plan()
-    path.write_text(json.dumps(values))
-    with pytest.raises(UserError, match=r"the plan .*plan.json was made with model\.\w+=.*plan it again"):
-        needs_of([config], tmp_path, "gpu", str(path))
-    values |= dict(config=to_dict(config), tokens_per_step=config.tokens_per_step)
-    path.write_text(json.dumps(values))
-    needs = needs_of([config], tmp_path, "gpu", str(path))
-    assert needs.pool_bytes == Memory(**memory_of(values)).pool_bytes and needs.source == "from --plan"
-    path.write_text(json.dumps(values | dict(tokens_per_step=7)))
-    with pytest.raises(UserError, match="has 7 tokens in a step, and the config"):
-        needs_of([config], tmp_path, "gpu", str(path))
-    path.write_text(json.dumps({"stages": [{"plan": values}] * 2}))
-    with pytest.raises(UserError, match="has 2 stages and the config has 1"):
-        needs_of([config], tmp_path, "gpu", str(path))
-
-
-def memory_of(values: dict) -> dict:
-    names = {field.name for field in dataclasses.fields(Memory)}
-    return {name: value for name, value in values["memory"].items() if name in names}
-
-
-def stored_plan() -> dict:
-    return json.loads((Path(__file__).parents[2] / "notebooks/data/plan_256k_mesh.json").read_text())
-
-
-def rates(figures: Sequence[str], device_kind: str, per_machine: int) -> dict[str, float]:
-    found = figures_of(small_config(), Roofline(), device_kind, per_machine)
-    return {name: found.seconds[name] for name in figures}
-
-
-def test_figures_are_those_of_the_plan():
-    """8 devices; across machines the network bounds the links. Unknown devices have no figures."""
-    device = find("h100")
-    inside, across = (rates(("ring", "all pairs", "copy"), device.device_kind, count) for count in (8, 1))
-    assert across["ring"] > 5 * inside["ring"] and across["all pairs"] > 5 * inside["all pairs"]
-    assert inside["copy"] == Roofline().host_seconds(device, 8 * 2**20)
-    assert figures_of(small_config(), Roofline(), "cpu", 8) is None
