@@ -59,7 +59,6 @@ class Ranks(NamedTuple):
 
     axis: str | tuple[str, ...]  # several axes count as one, the last varying fastest
     size: int
-    per_node: int | None = None  # number of consecutive ranks on each node; None: one node, or unknown nodes
 
     def positions(self, batch: int, num_tokens: int) -> jax.Array:
         """The positions in the sequence of this rank's `num_tokens` local tokens, int32 [batch, num_tokens]."""

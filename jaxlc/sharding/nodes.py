@@ -36,12 +36,6 @@ class Nodes:
         """The axes within a node whose ranks use the same weights."""
         return _INNER
 
-    @property
-    def context_ranks_per_node(self) -> int | None:
-        """Consecutive ranks of the context axis on a node; None if all of them are, or one."""
-        outer, inner = (self.mesh.shape[axis] for axis in _parts(CONTEXT))
-        return inner if min(outer, inner) > 1 else None
-
     def axes(self, axes: str | tuple[str, ...]) -> tuple[str, ...]:
         """Axes of the unsplit mesh as axes of this one."""
         names = (axes,) if isinstance(axes, str) else axes

@@ -266,11 +266,9 @@ class Objective:
         """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
         model, settings = self.config.model, self.config.attention
         if model.of_kind(kind).mixer == "gated_delta_net":
-            per_node = None if self.nodes is None else self.nodes.context_ranks_per_node
             if self._num_tiles:
-                return TiledDeltaNet(self.mesh, self._num_tiles, model.delta_conv_taps, per_node)
-            num_chains = self._sequence_order.num_chains
-            return ShardedDeltaNet(self.mesh, per_node, num_chains, model.delta_conv_taps)
+                return TiledDeltaNet(self.mesh, self._num_tiles, model.delta_conv_taps)
+            return ShardedDeltaNet(self.mesh, self._sequence_order.num_chains, model.delta_conv_taps)
         window = model.window_of(kind)
         if self._num_tiles:
             num_kv_heads = model.of_kind(kind).num_kv_heads

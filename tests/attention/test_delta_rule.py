@@ -16,7 +16,6 @@ from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.attention.delta_rule.unit_lower_inverse import unit_lower_inverse
 from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hlo import analyze
 from jaxlc.sharding.document_layout import chained_order, zigzag_chain
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
@@ -274,52 +273,6 @@ def test_bytes_between_ranks_do_not_depend_on_the_length():
 
     lengths = [re.sub(r"%\w+|handle = \d+", "", "\n".join(collectives(num_tokens))) for num_tokens in (1024, 8192)]
     assert lengths[0] == lengths[1] and "collective_permute" in lengths[0]
-
-
-def bytes_between_nodes(function, arrays, per_node):
-    """Sent by all devices of the compiled program to other nodes. All of it is sent by collective permutes."""
-    total = 0
-    for collective in analyze(jax.jit(function).lower(*arrays).compile().as_text()).collectives:
-        crossing = [group for group in collective.groups if len({rank // per_node for rank in group}) > 1]
-        assert not crossing or collective.kind == "collective-permute"
-        total += collective.times * collective.sent_bytes * len(crossing)
-    return total
-
-
-def test_maps_of_states_cross_nodes_once():
-    """Two nodes of four ranks: instead of four maps and four states, one state in each direction of zigzag order."""
-    arrays = (*operands("float32"), *filters("float32"))
-    flat, by_node = (
-        functools.partial(ShardedDeltaNet(mesh_of(context=8), per_node), ranges=None) for per_node in (None, 4)
-    )
-    heads, key_dim, value_dim = 4, 8, 6
-    map_bytes, state_bytes = (4 * heads * key_dim * dim for dim in (key_dim, value_dim))
-    # Besides, the last tokens and segments of fragments: from rank 3 to rank 4, and from rank 4 to rank 3.
-    halo_bytes = bytes_between_nodes(flat, arrays, 4) - 2 * (4 * map_bytes + 8 * state_bytes)
-    assert 0 < halo_bytes < 2 * state_bytes
-    assert bytes_between_nodes(by_node, arrays, 4) == halo_bytes + 2 * state_bytes
-
-
-@pytest.mark.parametrize("per_node", [4, pytest.param(2, marks=pytest.mark.full)])
-def test_exchange_by_nodes_equals_natural_order_on_one_device(per_node):
-    """Two and four nodes of a context axis of 8, in zigzag order; the ranks of a node exchange parts of 6 heads."""
-    with jax.enable_x64():
-        order = zigzag_order(512, 8)
-        arrays = (*operands("float64", heads=6), *filters("float64", heads=6))
-
-        def on_nodes(*arrays):
-            *tokens, filter_q, filter_k, filter_v = arrays
-            documents = Documents(jnp.asarray(SEGMENTS[:, order]), None)
-            net = ShardedDeltaNet(mesh_of(context=8), per_node)
-            out = net(*(x[:, order] for x in tokens), filter_q, filter_k, filter_v, ranges=documents)
-            return out[:, natural_order(order)]
-
-        def natural(*arrays):
-            return ShardedDeltaNet(mesh_of())(*arrays, ranges=Documents(jnp.asarray(SEGMENTS), None))
-
-        actual, exact = (values_and_gradients(function, arrays) for function in (on_nodes, natural))
-        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
-            assert max_relative_error(a, b) < FLOAT64_PARITY, name
 
 
 def test_inverse_of_equal_keys_is_exact():

@@ -47,7 +47,6 @@ class ShardedDeltaNet(NamedTuple):
     """What a layer of Gated DeltaNet computes between its projections, to be called under `jit`."""
 
     mesh: Mesh
-    ranks_per_node: int | None = None  # of the context axis; see `Ranks.per_node`
     # Of per-document sharding; not used in zigzag order.
     num_chains: int = 0
     num_taps: int = 0  # of the convolutions
@@ -107,7 +106,7 @@ class ShardedDeltaNet(NamedTuple):
 
     @property
     def _ranks(self) -> Ranks:
-        return Ranks(CONTEXT, self.mesh.shape[CONTEXT], self.ranks_per_node)
+        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
 
     def _split(self, local, in_specs, out_specs):
         # check_vma: as in `linear_attention._split`.

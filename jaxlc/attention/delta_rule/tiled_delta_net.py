@@ -55,7 +55,6 @@ class TiledDeltaNet(NamedTuple):
     mesh: Mesh
     tiles: int
     num_taps: int  # of the convolutions
-    ranks_per_node: int | None = None  # of the context axis; see `Ranks.per_node`
 
     def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array | None, q_like=None) -> TileSegments:
         """The segments of all tiles. No segments: each sequence is one segment."""
@@ -124,7 +123,7 @@ class TiledDeltaNet(NamedTuple):
 
     @property
     def _ranks(self) -> Ranks:
-        return Ranks(CONTEXT, self.mesh.shape[CONTEXT], self.ranks_per_node)
+        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
 
     def _split(self, local, in_specs, out_specs):
         # check_vma: as in `linear_attention._split`.

@@ -27,33 +27,10 @@ def predecessors(fragments: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array
 
 def shifted(x: jax.Array, ranks: Ranks, step: int) -> jax.Array:
     """The array of rank - step; zeros where there is no such rank."""
-    return _shifted(x, ranks, step, ranks.size)
-
-
-def shifted_in_node(x: jax.Array, ranks: Ranks, step: int) -> jax.Array:
-    """The array of rank - step; zeros where there is no such rank on the node."""
-    return _shifted(x, ranks, step, ranks.per_node)
-
-
-def _shifted(x: jax.Array, ranks: Ranks, step: int, per_group: int) -> jax.Array:
-    pairs = [(r, r + step) for r in range(ranks.size) if (r + step) // per_group == r // per_group]
+    pairs = [(r, r + step) for r in range(ranks.size) if 0 <= r + step < ranks.size]
     if not pairs:  # without collectives: XLA keeps a permute that sends nothing
         return jnp.zeros_like(x)
     return lax.ppermute(x, ranks.axis, pairs)
-
-
-def sum_in_node(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """A part of the sum over the ranks of a node, [rows / ranks per node, ...]; that of all ranks is the sum."""
-    return lax.psum_scatter(x, ranks.axis, axis_index_groups=_nodes(ranks), tiled=True)
-
-
-def gathered_in_node(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """The inverse of `sum_in_node`: the arrays of the ranks of a node, one after the other."""
-    return lax.all_gather(x, ranks.axis, axis_index_groups=_nodes(ranks), tiled=True)
-
-
-def _nodes(ranks: Ranks) -> list[list[int]]:
-    return [list(range(begin, begin + ranks.per_node)) for begin in range(0, ranks.size, ranks.per_node)]
 
 
 def is_last(ranks: Ranks) -> jax.Array | bool:
