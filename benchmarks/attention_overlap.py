@@ -22,9 +22,9 @@ from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.hlo.attention_collectives import AttentionCollective
-from jaxlc.hlo.attention_flops import flops_by_rank, imbalance
-from jaxlc.hlo.op_names import PASSES, Pass
+from jaxlc.hlo.analysis import flops_by_rank, imbalance
+from jaxlc.hlo.attention_kernels import AttentionCollective
+from jaxlc.hlo.parser import PASSES, Pass
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.simulate.topology import topology as parse_topology

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 
 TILE = 128  # side of the tiles that kernels compute or skip, about equal in cuDNN and our Pallas kernel
 

@@ -22,10 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.config.data_schema import SourceConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.data.sequences.loader import batches
-from jaxlc.data.sequences.mixed import MixedSequences
-from jaxlc.data.sequences.selection import packed_source
+from jaxlc.data.sequences.mixture import MixedSequences
+from jaxlc.data.sequences.packing import packed_source
 from jaxlc.data.tokens.store import TokenStore
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 
 # Name, share, mean document length in tokens, share of the bytes, and settings of each source.
 SOURCES = (

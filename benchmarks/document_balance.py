@@ -20,10 +20,9 @@ from jaxlc.core import plot_style
 from jaxlc.data.sequences.packing import best_fit
 from jaxlc.data.texts.sources import PYTHON_STDLIB, list_files
 from jaxlc.plan.packing_estimates import mix_of_lengths
-from jaxlc.sharding.document_layout import by_ring_step, chained_order, document_layout, ring_cost
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import by_ring_step, chained_order, document_layout, ring_cost, zigzag_order
 from jaxlc.simulate.packed_work import sequence_work
-from jaxlc.step.sequence_order import choose
+from jaxlc.step.batch import choose
 
 TOKENS, CONTEXT = 524_288, 8
 _NUM_SEQUENCES = 30

@@ -38,7 +38,7 @@ from pathlib import Path
 from jaxlc.config import read_config
 from jaxlc.runtime.watchdog import Watchdog
 from jaxlc.train.reports.metrics import MetricsLog
-from jaxlc.train.reports.pending_metrics import PendingMetrics
+from jaxlc.train.reports.metrics import PendingMetrics
 from jaxlc.train.stragglers import Stragglers
 
 fetch, close, seconds = PendingMetrics.fetch, Watchdog.close, collections.Counter()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxlc.core import interrupts
-from jaxlc.core.arguments import checked
+from jaxlc.core.errors import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from jaxlc import attention, config, data, plan, profile, sweep, train
     from jaxlc.attention import attend
-    from jaxlc.evals.score_rows import ScoreRow
+    from jaxlc.evals.predictions import ScoreRow
     from jaxlc.generation.generator import Generation
     from jaxlc.generation.sampling import Sampling
     from jaxlc.train import Result
-    from jaxlc.train.result.loaded_run import load
+    from jaxlc.train.result import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 # Available after `import jaxlc` alone.
-_FUNCTIONS = {"attend": "jaxlc.attention", "load": "jaxlc.train.result.loaded_run"}
+_FUNCTIONS = {"attend": "jaxlc.attention", "load": "jaxlc.train.result"}
 _PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
 
 
@@ -240,7 +240,7 @@ def evaluate(
     """
     from jaxlc import runtime
     from jaxlc.config.checks.eval_checks import eval_settings
-    from jaxlc.core.paths import local_path
+    from jaxlc.core.files import local_path
 
     checked_settings, target = eval_settings(settings), local_path(out) if out else None
     runtime.import_jax()
@@ -285,7 +285,7 @@ def export(
     from jaxlc.config import RuntimeConfig
 
     runtime.start(RuntimeConfig(num_processes=1))
-    from jaxlc.checkpoints import to_huggingface
+    from jaxlc.checkpoints import export as to_huggingface
 
     return to_huggingface.export(
         workdir,

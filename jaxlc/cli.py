@@ -8,8 +8,8 @@ from typing import NamedTuple
 from jaxlc import __version__
 from jaxlc.config import shipped_configs
 from jaxlc.config.other_names import meaning_of
-from jaxlc.core import streams
-from jaxlc.core.suggestions import did_you_mean
+from jaxlc.core import text
+from jaxlc.core.text import did_you_mean
 
 
 class Verb(NamedTuple):
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: the verb ended with its own exit status.
     """
-    return streams.guarded(lambda: _run(list(sys.argv if argv is None else argv)[1:]))
+    return text.guarded(lambda: _run(list(sys.argv if argv is None else argv)[1:]))
 
 
 def _run(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.models.own_format import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.ranges import Above0
-from jaxlc.core.progress_lines import progress_lines
+from jaxlc.core.text import progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,9 @@ import jaxlc
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.ranges import Above0
-from jaxlc.core.atomic_files import replacing
 from jaxlc.core.errors import UserError
-from jaxlc.core.foreign_files import read_json_file
+from jaxlc.core.files import full_disk_explained, local_path, make_writable, read_json_file, replacing
 from jaxlc.core.identity import difference, file_fingerprint, fingerprint_of
-from jaxlc.core.paths import local_path
-from jaxlc.core.write_errors import full_disk_explained, make_writable
 from jaxlc.generation.__main__ import mesh_sizes
 
 _KEPT = "finished records are kept, and the same command resumes"
@@ -60,9 +57,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
     import jax
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
-    from jaxlc.checkpoints.checksums import model_fingerprint
-    from jaxlc.data.tokens.encoder import Encoder
-    from jaxlc.data.tokens.stops import template_if_any
+    from jaxlc.checkpoints.files import model_fingerprint
+    from jaxlc.data.tokens.encoder import Encoder, template_if_any
     from jaxlc.data.traces.open_traces import records_of
     from jaxlc.data.traces.trace_records import TraceReader
 

@@ -21,8 +21,8 @@ from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import defaults
 from jaxlc.config.stage_schema import Stage
-from jaxlc.core.progress_lines import print_to_stderr as log
-from jaxlc.core.progress_lines import progress_lines
+from jaxlc.core.text import print_to_stderr as log
+from jaxlc.core.text import progress_lines
 from jaxlc.plan.terminal import NodeFlags, start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space

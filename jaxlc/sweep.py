@@ -20,11 +20,10 @@ from jaxlc.config.models.model_schema import model_name
 from jaxlc.config.ranges import From1
 from jaxlc.config.setting_paths import hint_at
 from jaxlc.config.values import Tokens, typed
-from jaxlc.core.arguments import checked
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
-from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
-from jaxlc.core.progress_lines import print_to_stderr as log
+from jaxlc.core.errors import UserError, checked
+from jaxlc.core.files import local_path
+from jaxlc.core.text import print_to_stderr as log
 from jaxlc.plan.terminal import TargetFlags, start_on_cpu, target_topology
 from jaxlc.runtime.worker_processes import Row, default_num_workers, run_in_processes
 from jaxlc.search import results, runner, space, worker

@@ -17,8 +17,8 @@ from jaxlc.cli import VERBS
 from jaxlc.config.command_line import ConfigFlags
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.setting_paths import converted, hint_at
+from jaxlc.core.errors import EXTRAS as extras_of_packages
 from jaxlc.core.errors import UserError
-from jaxlc.core.extras import EXTRAS as extras_of_packages
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

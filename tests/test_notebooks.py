@@ -36,7 +36,7 @@ HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")  # a short one 
 INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
-# Lines of core/progress_lines.py, which a slow machine prints.
+# Lines of core/text.py, which a slow machine prints.
 PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILINE)
 
 HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "use_of_context"}  # more than 20 CPU seconds

@@ -13,7 +13,7 @@ from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
-from jaxlc.core.extras import is_installed
+from jaxlc.core.errors import is_installed
 from jaxlc.core.hardware import Device
 from jaxlc.search.measure import seconds_of_calls
 

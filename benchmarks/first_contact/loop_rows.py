@@ -18,15 +18,15 @@ from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import step_config
 from jaxlc import runtime
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.restore import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import to_dict
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
-from jaxlc.train.workdir import prepare_workdir
+from jaxlc.train.stage import prepare_workdir
 
 ROOT = Path(__file__).parents[2]
 _STOPPED = 143  # exit status after SIGTERM

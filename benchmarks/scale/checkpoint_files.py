@@ -25,7 +25,7 @@ def save(directory: Path) -> None:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jaxlc.checkpoints.checkpoint import Checkpoints
+    from jaxlc.checkpoints.save import Checkpoints
 
     mesh = jax.make_mesh((NUM_DEVICES,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("x"))

@@ -19,8 +19,8 @@ from jax._src.lib import _jax
 from jaxlc.config import RuntimeConfig
 from jaxlc.preflight.facts import read_facts
 from jaxlc.runtime import rendezvous
-from jaxlc.runtime.connection import Member
-from jaxlc.runtime.phase_board import Row
+from jaxlc.runtime.rendezvous import Member
+from jaxlc.runtime.watchdog import Row
 from jaxlc.train.stragglers import COPY, PRODUCT, Times
 
 _SECONDS = 600

@@ -19,12 +19,11 @@ from jax.sharding import NamedSharding
 from benchmarks.data_path import SOURCES, memory_gib, write_store
 from jaxlc.config import Config, load, read_config
 from jaxlc.config.data_schema import SourceConfig
-from jaxlc.data.sequences.balance import BalancedSequences
 from jaxlc.data.sequences.loader import local_part, spans_of
-from jaxlc.data.sequences.mixed import MixedSequences
-from jaxlc.data.sequences.selection import packed_source
+from jaxlc.data.sequences.mixture import BalancedSequences, MixedSequences
+from jaxlc.data.sequences.packing import packed_source
 from jaxlc.data.tokens.store import TokenStore
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.batch import BATCH_SPEC
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
-from jaxlc.hlo.memory_dump import LiveTensor
-from jaxlc.hlo.thunks import Launches
+from jaxlc.hlo.memory_dump import Launches, LiveTensor
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
 from jaxlc.plan.record import DERIVED_MEMORY, Change, PlanRecord

@@ -3,13 +3,12 @@
 The public API: `attend`, `dot_product_attention` and, of linear attention, `gated_delta_rule` and `short_convolution`.
 """
 
-from jaxlc.attention.api import attend
+from jaxlc.attention.api import attend, dot_product_attention
 from jaxlc.attention.delta_rule.linear_attention import gated_delta_rule, short_convolution
-from jaxlc.attention.dot_product import dot_product_attention
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.sharded_attention import choose, make
 from jaxlc.attention.tiles.query_tiles import make_tiled
-from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.document_layout import natural_order, zigzag_order
 
 __all__ = [
     "KernelSelection",

@@ -17,10 +17,8 @@ from typing import ClassVar
 
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed, local_path
-from jaxlc.core.progress_lines import progress_lines
-from jaxlc.core.suggestions import did_you_mean
-from jaxlc.core.text_table import aligned
+from jaxlc.core.files import displayed, local_path
+from jaxlc.core.text import aligned, did_you_mean, progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ def _run(command: ParsedCommand[Flags]) -> int:
     if flags.action != "rm" and flags.incomplete:
         raise UserError(f"--incomplete has no effect on {flags.action}: remove it, or use rm")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, existing_step
+    from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step
 
     directory = local_path(flags.workdir).absolute() / CHECKPOINTS_DIRECTORY
     for step in flags.steps:
@@ -57,8 +55,8 @@ def _run(command: ParsedCommand[Flags]) -> int:
 
 
 def _list(directory: Path, flags: Flags) -> int:
-    from jaxlc.checkpoints.checkpoint_files import existing_step
-    from jaxlc.checkpoints.stored_checkpoints import leftovers, stored_checkpoints
+    from jaxlc.checkpoints.files import existing_step
+    from jaxlc.checkpoints.stored import leftovers, stored_checkpoints
 
     unfinished = leftovers(directory)
     if not unfinished:
@@ -74,8 +72,8 @@ def _list(directory: Path, flags: Flags) -> int:
 
 
 def _verify(directory: Path, flags: Flags) -> int:
-    from jaxlc.checkpoints.checkpoint_files import committed_steps, existing_step
-    from jaxlc.checkpoints.stored_checkpoints import problem_of
+    from jaxlc.checkpoints.files import committed_steps, existing_step
+    from jaxlc.checkpoints.stored import problem_of
 
     existing_step(directory, None)
     num_damaged = 0
@@ -88,8 +86,8 @@ def _verify(directory: Path, flags: Flags) -> int:
 
 
 def _remove(directory: Path, flags: Flags) -> int:
-    from jaxlc.checkpoints.checkpoint_files import committed_steps, existing_step
-    from jaxlc.checkpoints.stored_checkpoints import leftovers, no_run_in, remove
+    from jaxlc.checkpoints.files import committed_steps, existing_step
+    from jaxlc.checkpoints.stored import leftovers, no_run_in, remove
 
     if not flags.steps and not flags.incomplete:
         raise UserError("nothing to delete: name checkpoints with --steps=STEP,..., or use --incomplete")

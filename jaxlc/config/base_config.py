@@ -10,8 +10,8 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.settings import defaults
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
-from jaxlc.core.suggestions import suggestion
+from jaxlc.core.files import local_path
+from jaxlc.core.text import suggestion
 
 TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
 _DEFAULT_SEQ_LEN = 131_072

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxlc.config.data_schema import CHAT_TEMPLATES
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 
 ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a Jinja file"
 
@@ -27,7 +27,7 @@ def read_template(path: Path, advice: str = ADVICE) -> str:
 
     try:
         text = path.read_text(encoding="utf-8")
-        # The tag `generation` of published templates is an extension of `jaxlc.data.tokens.chat_environment`.
+        # The tag `generation` of published templates is an extension of `jaxlc.data.tokens.chat_templates`.
         without_tag = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_tag)
     except (OSError, UnicodeDecodeError) as error:

@@ -26,10 +26,11 @@ from jaxlc.config.settings import Settings
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
 from jaxlc.config.values import as_argument, invalid_value, typed
-from jaxlc.core import interrupts, streams
+from jaxlc.core import interrupts
+from jaxlc.core import text as streams
 from jaxlc.core.errors import UserError, raise_first
-from jaxlc.core.paths import local_path
-from jaxlc.core.suggestions import did_you_mean, nearest_name
+from jaxlc.core.files import local_path
+from jaxlc.core.text import did_you_mean, nearest_name
 
 _SETTING = "config."
 

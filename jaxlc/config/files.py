@@ -12,9 +12,8 @@ from ml_collections import ConfigDict
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.values import SettingError
-from jaxlc.core.arguments import checked
-from jaxlc.core.errors import UserError
-from jaxlc.core.suggestions import did_you_mean, nearest_name
+from jaxlc.core.errors import UserError, checked
+from jaxlc.core.text import did_you_mean, nearest_name
 
 _PACKAGE = Path(__file__).parents[1]
 # A wheel has the shipped configs at jaxlc/configs, a source tree at configs/.

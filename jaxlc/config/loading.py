@@ -13,8 +13,7 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
-from jaxlc.core.arguments import checked
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, checked
 
 
 def load(config: ConfigDict | Config, *, on_devices: bool = True) -> Config:

@@ -21,7 +21,7 @@ from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.other_names import meaning_of
 from jaxlc.config.stage_schema import StageConfig, refusal
 from jaxlc.config.values import SettingError, invalid_value, typed
-from jaxlc.core.suggestions import nearest_name
+from jaxlc.core.text import nearest_name
 
 NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
 

@@ -22,7 +22,7 @@ from jaxlc.config.setting_paths import (
 from jaxlc.config.stage_schema import StageConfig
 from jaxlc.config.values import SettingError, defaults_of
 from jaxlc.core import html
-from jaxlc.core.suggestions import did_you_mean
+from jaxlc.core.text import did_you_mean
 
 
 class Settings(ConfigDict):

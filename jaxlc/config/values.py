@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, NewType
 
 from jaxlc.config import other_names
 from jaxlc.core.errors import UserError
-from jaxlc.core.suggestions import suggestion
+from jaxlc.core.text import suggestion
 
 Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
 

@@ -3,6 +3,8 @@
 Python raises KeyboardInterrupt wherever the program is, and some code turns it into another error or ignores it. While
 the main thread is in a call that does not return, such as a compilation of minutes, Python runs no handler: then a
 thread ends the process. Imports no jax.
+
+Calls that may hang, such as those to a file system or to another process, with a time limit. Imports no jax.
 """
 
 import contextlib
@@ -14,9 +16,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from jaxlc.core import streams
+from jaxlc.core import text
+
+T = TypeVar("T")
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T | None:
+    """The result of `function`, called in a daemon thread; None if it raises or takes longer than `seconds`.
+
+    A call that takes longer goes on in its thread, which does not keep the process from ending.
+    """
+    results: list[T] = []
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            results.append(function())
+
+    thread = threading.Thread(target=call, name="jaxlc-limited-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
 
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself
 _REPEAT_SECONDS = 1.0  # `timeout`, or the end of a terminal, may send the same signal twice
@@ -27,7 +49,7 @@ _sentence = ""  # set while a command runs
 _requested = 0  # the number of the signal that `_handle` got
 _number = signal.SIGINT  # of the last signal
 _undo: list[Callable[[], None]] = []
-_stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.stderr` replaces for a time
+_stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.alarm` replaces for a time
 
 
 def install_for_command() -> None:
@@ -38,7 +60,7 @@ def install_for_command() -> None:
     global _stderr
     if os.path.basename(sys.argv[0]) not in ("-m", "jaxlc"):  # "-m" while the packages of a module are imported
         return
-    streams.prepare()
+    text.prepare()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         _stderr = os.dup(2)
         signal.signal(signal.SIGINT, _handle)
@@ -136,7 +158,7 @@ def _handlers() -> Iterator[None]:
 
 def _watch(reader: int, done: threading.Event) -> None:
     """Ends the process a while after a signal: the first one that `_handle` gets, or a second one of another handler,
-    such as that of `jaxlc.train.preemption`."""
+    such as that of `jaxlc.train.callbacks`."""
     first_seconds = None
     while data := os.read(reader, 1):
         if (number := data[0]) not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -17,13 +17,10 @@ from typing import ClassVar
 
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.config.ranges import From1
-from jaxlc.core import extras
-from jaxlc.core.atomic_files import replacing
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed
-from jaxlc.core.progress_lines import print_to_stderr
-from jaxlc.core.suggestions import did_you_mean
-from jaxlc.core.write_errors import full_disk_explained, make_writable
+from jaxlc.core.files import displayed, full_disk_explained, make_writable, replacing
+from jaxlc.core.text import did_you_mean, print_to_stderr
 
 PLOT_FILE = "data.png"
 
@@ -80,8 +77,8 @@ def _report(command: ParsedCommand[Flags]) -> int:
     print("\n".join([report_text(list(sources.values()), stages), *[""] * bool(lines), *lines]))
     if not stages:
         return 0
-    if extras.is_installed("matplotlib"):
-        from jaxlc.data.reports.data_report_plot import report_figure
+    if errors.is_installed("matplotlib"):
+        from jaxlc.data.reports.data_report import report_figure
 
         path = Path(command.workdir) / PLOT_FILE
         advice = "use a different --workdir"
@@ -90,7 +87,7 @@ def _report(command: ParsedCommand[Flags]) -> int:
             report_figure(list(sources.values()), stages).savefig(out, format="png")
         print(f"\nplot  {displayed(path)}")
     else:
-        print(f"\nplot skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}")
+        print(f"\nplot skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}")
     return 0
 
 

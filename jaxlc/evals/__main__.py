@@ -17,8 +17,7 @@ from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.schema import EvalSettings
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
-from jaxlc.core.write_errors import full_disk_explained, make_writable
+from jaxlc.core.files import full_disk_explained, local_path, make_writable
 from jaxlc.generation.__main__ import ModelFlags, mesh_sizes
 
 
@@ -49,8 +48,8 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     settings = eval_settings({field.name: getattr(flags, field.name) for field in fields(EvalSettings)})
     runtime.import_jax()
     from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
-    from jaxlc.evals.pictures import draw_maps, draw_overlays
-    from jaxlc.evals.score_rows import comparison, step_directories
+    from jaxlc.evals.figures import draw_maps, draw_overlays
+    from jaxlc.evals.predictions import comparison, step_directories
 
     for source in flags.sources:
         check_before_loading(source, settings)

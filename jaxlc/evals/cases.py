@@ -8,12 +8,10 @@ from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
 from jaxlc.core.identity import fingerprint_of
 from jaxlc.evals import needle, passkey
-from jaxlc.evals.example import CountTokens
-from jaxlc.evals.materials import Prose, prose_of
-from jaxlc.evals.predictions import Case
+from jaxlc.evals.haystack import CountTokens, Prose, prose_of
+from jaxlc.evals.predictions import Case, match_all
 from jaxlc.evals.ruler import ruler
-from jaxlc.evals.ruler.ruler_questions import read_hotpotqa, read_squad
-from jaxlc.evals.scoring import match_all
+from jaxlc.evals.ruler.ruler import read_hotpotqa, read_squad
 
 _QUESTION_TASKS = ("qa_1", "qa_2")
 

@@ -1,5 +1,10 @@
-"""Long-context evaluations of a model: `jaxlc.evaluate`."""
+"""Long-context evaluations of a model: `jaxlc.evaluate`.
 
+Evaluations during training: `config.evals`, with the live parameters and in the same process.
+"""
+
+import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,24 +13,27 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxlc.checkpoints.checksums import model_fingerprint
+from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
-from jaxlc.config.checks.eval_checks import LOSS
-from jaxlc.config.models.pretrained import locate
+from jaxlc.config.checks.eval_checks import LOSS, lengths_in_training
+from jaxlc.config.models.pretrained import locate, original_of
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import local_path
 from jaxlc.core.identity import fingerprint_of
-from jaxlc.core.paths import local_path
-from jaxlc.data.tokens.stops import Stops
-from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.data.tokens.chat_templates import fitting_template
+from jaxlc.data.tokens.encoder import Stops, stops_of
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.document_loss import TokenLosses, evaluate_loss, read_cut_documents
-from jaxlc.evals.example import Example
-from jaxlc.evals.predictions import run_case
-from jaxlc.evals.score_rows import ScoreRow, store_scores
-from jaxlc.generation.generate_text import generator_of, stops_for, warn_beyond_context
+from jaxlc.evals.figures import draw_maps, draw_overlays
+from jaxlc.evals.haystack import Example
+from jaxlc.evals.predictions import ScoreRow, run_case, step_directories, store_scores
+from jaxlc.generation.generate_text import PromptEncoder, encoder_of, generator_of, stops_for, warn_beyond_context
 from jaxlc.generation.generator import Generator
-from jaxlc.generation.prompts import PromptEncoder, encoder_of
-from jaxlc.train.result.run_result import Result
+from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.step import TrainStep
+from jaxlc.train.evaluation import NamedScore
+from jaxlc.train.result import Result
 
 Report = Callable[[ScoreRow], None]
 _CHECKED_TOKENS = 8192  # longer examples take long to make
@@ -134,3 +142,85 @@ def evaluate_run(
         fingerprint=model_fingerprint(result.config, result.params),
     )
     return model.evaluate(settings, report)
+
+
+class TrainingScorer:
+    """The scorer of a stage; see `jaxlc.train.evaluation.Scorer`.
+
+    Losses of documents use the live parameters. Generation copies them once in the compute dtype, sharded as they are,
+    and frees the copy after the evaluation; the KV cache is sharded over context and tensor. Compiled programs remain.
+    """
+
+    def __init__(self, step: TrainStep, tokenizer: Tokenizer):
+        self._step, self._tokenizer = step, tokenizer
+        self._settings = dataclasses.replace(step.config.evals, lengths=lengths_in_training(step.config))
+        template = fitting_template(step.config.data.chat_template, tokenizer) if self._settings.chat else None
+        self._encode = PromptEncoder(tokenizer=tokenizer, template=template)
+        self._model: LanguageModel | None = None
+        self._generator: Generator | None = None
+
+    def check(self) -> None:
+        try:
+            check_examples(self._settings, self._encode)
+        except UserError as error:
+            raise UserError(f"config.evals: {error}") from error
+
+    def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
+        out, is_copied, config = workdir / "evals", False, self._step.config
+        params = jax.tree.map(_strongly_typed, params)
+
+        def generator() -> Generator:
+            nonlocal is_copied
+            if not is_copied:
+                if self._generator is None:
+                    self._generator = Generator(self._step, params, self._tokenizer)
+                else:
+                    self._generator.set_params(params)
+                is_copied = True
+            return self._generator
+
+        if self._model is None:
+            self._model = LanguageModel(self._step, params, self._tokenizer)
+        self._model.params = params
+        evaluated = EvaluatedModel(
+            encode=self._encode,
+            token_losses=self._model.token_losses,
+            generator=generator,
+            stops=stops_of(
+                config, self._tokenizer, original_of(config.model.init_from, workdir), self._encode.template
+            ),
+            directory=out / f"step-{step}",
+            fingerprint=model_fingerprint(config, params),
+            replaces=True,
+        )
+        try:
+            rows = evaluated.evaluate(self._settings, report=lambda row: log(str(row)))
+        finally:  # the next training step donates the parameters
+            self._model.params = None
+            if is_copied:
+                self._generator.set_params(None)
+        if jax.process_index() == 0:
+            draw_maps(rows, out)
+            draw_overlays({path.name: path for path in step_directories(out)}, out)
+        return list(_named(rows))
+
+
+def _strongly_typed(x: jax.Array) -> jax.Array:
+    """The initial norm scales are weakly typed, and trained ones are not: programs would be compiled twice."""
+    return x.astype(x.dtype) if x.weak_type else x
+
+
+def _named(rows: Sequence[ScoreRow]) -> Iterator[NamedScore]:
+    """Yields one score per task and length: the mean over depths, with its standard error."""
+    groups: dict[str, list[ScoreRow]] = {}
+    for row in rows:
+        groups.setdefault(f"{row.task}@{row.length}", []).append(row)
+    for name, group in groups.items():
+        count = len(group)
+        yield NamedScore(
+            name=name,
+            score=sum(row.score for row in group) / count,
+            standard_error=math.sqrt(sum(row.standard_error**2 for row in group)) / count,
+            num_examples=sum(row.num_examples for row in group),
+            seconds=sum(row.seconds for row in group),
+        )

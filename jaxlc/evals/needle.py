@@ -5,8 +5,7 @@ import bisect
 import itertools
 import random
 
-from jaxlc.evals.example import CountTokens, Example, largest_example
-from jaxlc.evals.materials import Prose, sentences_of
+from jaxlc.evals.haystack import CountTokens, Example, Prose, largest_example, sentences_of
 
 NEW_TOKENS = 16
 _NEEDLE = "The secret number of {name} is {value}."

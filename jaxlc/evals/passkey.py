@@ -5,7 +5,7 @@ The wording is ours. The filler is a group of sentences that is repeated.
 
 import random
 
-from jaxlc.evals.example import CountTokens, Example, largest_example
+from jaxlc.evals.haystack import CountTokens, Example, largest_example
 
 NEW_TOKENS = 16
 _INTRODUCTION = "A pass key is hidden in a long text without meaning. Find it and remember it.\n\n"

@@ -14,7 +14,7 @@ from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.ranges import Above0UpTo1, From1
 from jaxlc.config.setting_paths import hint_at
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention import sinks
+from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, prepared
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
@@ -84,7 +84,7 @@ class CachedAttention:
 
         Args:
           q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
-          sinks_N: float32; see attention/sinks.py. None: no sinks.
+          sinks_N: float32; see attention/contract.py. None: no sinks.
           layer: index into the second dimension of `cache`, int32.
           ranges: of `prepare`.
         Returns:
@@ -104,7 +104,7 @@ class CachedAttention:
             with jax.named_scope(scopes.CORE_ATTENTION):
                 out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
         with jax.named_scope(scopes.CORE_ATTENTION):
-            out_BCNH, _ = sinks.join(out_BCNH, lse_BNC, sinks_N)  # once: out and lse are over all keys here
+            out_BCNH, _ = contract.join(out_BCNH, lse_BNC, sinks_N)  # once: out and lse are over all keys here
         return out_BCNH.astype(q_BCNH.dtype), cache
 
     @property

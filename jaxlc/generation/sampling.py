@@ -1,12 +1,107 @@
-"""The choice of the next token from its logits."""
+"""The choice of the next token from its logits.
 
+Text of a growing sequence of tokens, with stop strings.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"  # a tokenizer decodes the first bytes of a character to it
+_CHARACTER_BYTES = 4  # at most, in UTF-8
+
+
+class TextStream:
+    """Decodes tokens as they come and finds stop strings, also in the text of special tokens.
+
+    The text is that of the prompt and the new tokens, without that of the prompt: a token may be a part of a character
+    or of a word that the tokenizer decodes differently at the start of a text. So only the last tokens are decoded,
+    together with a few before them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Iterable[int] = ()):
+        self._decode, self._stop = tokenizer.decode, [text for text in stop if text]
+        self._tokens = [int(token) for token in prompt]
+        # Tokens before `_end` are in the text, and those from `_start` give the context. The last character of the
+        # prompt may be incomplete: the characters of tokens before `_whole_end` are complete.
+        self._start, self._end = 0, len(self._tokens)
+        ends = range(self._end, max(0, self._end - _CHARACTER_BYTES), -1)
+        self._whole_end = next((end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end)
+        self._all_text = ""  # with hidden text
+        self._hidden: list[tuple[int, int]] = []  # begin and end in `_all_text`
+        self._num_taken = 0
+        self.is_stopped = False  # a stop string occurred; the text ends before it
+
+    def add(self, token: int, *, is_hidden: bool = False) -> None:
+        """Adds a token. The text of a special token, or of one that is hidden, is only searched for stop strings."""
+        alone = np.array([token], np.int32)
+        if (is_hidden or not self._decode(alone)) and (hidden := self._decode(alone, special_tokens=True)):
+            self._hidden.append((len(self._all_text), len(self._all_text) + len(hidden)))
+            self._append(hidden)
+            return
+        self._tokens.append(token)
+        new = self._new_text()
+        if new and not new.endswith(_REPLACEMENT):
+            self._append(new)
+            self._start, self._end = self._whole_end, len(self._tokens)
+            self._whole_end = self._end
+
+    def finish(self) -> None:
+        """Adds the text of tokens that end within a character."""
+        if not self.is_stopped and self._end < len(self._tokens):
+            self._append(self._new_text())
+            self._end = len(self._tokens)
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return self._shown(0, len(self._all_text))
+
+    def take(self, *, is_last: bool) -> str:
+        """The text that was not taken before, without an end that may become a stop string unless `is_last`."""
+        held = 0 if is_last or self.is_stopped else max((self._overlap(stop) for stop in self._stop), default=0)
+        end = len(self._all_text) - held
+        taken = self._shown(self._num_taken, end)
+        self._num_taken = max(end, self._num_taken)
+        return taken
+
+    def _new_text(self) -> str:
+        """The text of the tokens from `_end`."""
+        text = self._text_of(self._start, None)
+        for end in (self._end, self._whole_end):
+            context = self._text_of(self._start, end)
+            if text.startswith(context):
+                return text[len(context) :]
+        return self._text_of(self._end, None)  # tokens for bytes: an incomplete character replaces all before it
+
+    def _text_of(self, begin: int, end: int | None) -> str:
+        return self._decode(np.array(self._tokens[begin:end], np.int32))
+
+    def _shown(self, begin: int, end: int) -> str:
+        """The text from `begin` to `end` without hidden text."""
+        parts = []
+        for hidden_begin, hidden_end in (*self._hidden, (end, end)):
+            parts.append(self._all_text[begin : min(hidden_begin, end)])
+            begin = max(begin, hidden_end)
+        return "".join(parts)
+
+    def _overlap(self, stop: str) -> int:
+        """The length of the longest end of the text that is a start of `stop`."""
+        return next((n for n in range(len(stop) - 1, 0, -1) if self._all_text.endswith(stop[:n])), 0)
+
+    def _append(self, new: str) -> None:
+        searched = max(0, len(self._all_text) - max(map(len, self._stop), default=1) + 1)
+        self._all_text += new
+        ends = [at for stop in self._stop if (at := self._all_text.find(stop, searched)) >= 0]
+        if ends:
+            self._all_text, self.is_stopped = self._all_text[: min(ends)], True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ from jaxlc.config.models.families import Family
 from jaxlc.config.schema import EXPERT_PROJECTIONS
 from jaxlc.config.trained_params import PROJECTION_PARAMS, projection_params
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.hf.load import layouts_of, paths_of
-from jaxlc.hf.tensor_slices import Layout
-from jaxlc.hf.write import TensorWriter
+from jaxlc.hf.files import TensorWriter
+from jaxlc.hf.load import Layout, layouts_of, paths_of
 from jaxlc.models import decoder, freezing
 from jaxlc.models.frozen_names import frozen_names
 from jaxlc.models.lora import LORA
@@ -34,7 +33,7 @@ _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = "adapter_config.json", "adapter_model.saf
 
 
 class Params(Protocol):
-    """Parameters, adapters included, without vocabulary padding: `jaxlc.checkpoints.stored_params.StoredParams`."""
+    """Parameters, adapters included, without vocabulary padding: `jaxlc.checkpoints.restore.StoredParams`."""
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]  # by path
 

@@ -1,18 +1,90 @@
-"""A compiled program with everything that is derived from its text, each part computed once."""
+"""A compiled program with everything that is derived from its text, each part computed once.
+
+How many arrays of one kind are alive at one time, in the order of the schedule.
+
+FLOPs that the attention kernels of a program compute on each rank, given what masks skip.
+"""
 
 import dataclasses
-from collections import Counter
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from jaxlc.hlo.attention_collectives import AttentionCollective, find_attention_collectives
-from jaxlc.hlo.attention_kernels import AttentionKernelCall, CountedCall, find_attention_calls
-from jaxlc.hlo.collectives import Collective, find_collectives
-from jaxlc.hlo.host_transfers import HostCopy, find_host_copies
-from jaxlc.hlo.parser import Instruction, Program, parse
-from jaxlc.hlo.thunks import Thunks
-from jaxlc.hlo.trip_counts import count_executions
+from jaxlc.hlo.attention_kernels import (
+    AttentionCollective,
+    AttentionKernelCall,
+    CountedCall,
+    find_attention_calls,
+    find_attention_collectives,
+)
+from jaxlc.hlo.collectives import Collective, HostCopy, find_collectives, find_host_copies
+from jaxlc.hlo.memory_dump import Thunks
+from jaxlc.hlo.parser import Array, Computation, Instruction, Pass, Program, count_executions, parse
+
+IsCounted = Callable[[Array], bool]
+# Opcodes whose results are their operands' arrays under another name; a loop updates its carry in place.
+_SAME_ARRAYS = ("tuple", "bitcast", "while", "optimization-barrier")
+
+
+def max_alive(program: Program, is_counted: IsCounted, computation: Computation | None = None) -> int:
+    """Maximum number of counted arrays alive at one time in `computation` (None: the entry) and the loops in it.
+
+    An array is alive from the instruction that makes it (a parameter: from the start) until its last use. Arrays that
+    share a buffer while both are alive count twice, so this is an upper bound.
+    """
+    computation = computation or program.entry
+    arrays = _arrays_held(computation, is_counted)
+    last_use = {array: index for index, array in _uses(computation, arrays)}
+    alive, maximum = set(), 0
+    for index, instruction in enumerate(computation):
+        alive |= arrays[instruction.name]
+        in_loop = 0
+        if instruction.opcode == "while":
+            body = program.computations[instruction.attributes["body"].lstrip("%")]
+            in_loop = max_alive(program, is_counted, body) - len(arrays[instruction.name])
+        maximum = max(maximum, len(alive) + max(0, in_loop))
+        alive = {array for array in alive if last_use[array] > index}
+    return maximum
+
+
+def _uses(computation: Computation, arrays: dict[str, set[int]]) -> Iterator[tuple[int, int]]:
+    """(index, array) wherever an array is made or read; the result of the computation is read at its end."""
+    for index, instruction in enumerate(computation):
+        operands = () if instruction.opcode == "get-tuple-element" else instruction.operands  # it reads one of them
+        for name in (instruction.name, *operands):
+            yield from ((index, array) for array in arrays.get(name, ()))
+    yield from ((index + 1, array) for array in arrays[instruction.name])
+
+
+def _arrays_held(computation: Computation, is_counted: IsCounted) -> dict[str, set[int]]:
+    """The counted arrays, as unique numbers, of each instruction's result, by the name of the instruction."""
+    held: dict[str, list[int | None]] = {}
+    numbers = itertools.count()
+    for instruction in computation:
+        held[instruction.name] = _held_by(instruction, held, is_counted, numbers)
+    return {name: {array for array in arrays if array is not None} for name, arrays in held.items()}
+
+
+def _held_by(
+    instruction: Instruction,
+    held: dict[str, list[int | None]],
+    is_counted: IsCounted,
+    numbers: Iterator[int],
+) -> list[int | None]:
+    """A number for each array of the result; None for an array that is not counted."""
+    operands = [array for name in instruction.operands for array in held[name]]
+    if instruction.opcode == "get-tuple-element":
+        return [operands[int(instruction.attributes["index"])]]
+    if instruction.opcode in _SAME_ARRAYS:
+        return operands
+    if instruction.opcode == "collective-permute-done":
+        return operands[1:2]
+    new = [next(numbers) if is_counted(array) else None for array in instruction.arrays]
+    return operands + new[1:2] if instruction.opcode == "collective-permute-start" else new
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,3 +141,33 @@ def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram
     """
     program = parse(text)
     return AnalyzedProgram(program.computations, program.entry, program.is_scheduled, thunks)
+
+
+# (number of queries, number of keys) of a masked call -> the pairs that it computes on each rank
+ComputedPairs = Callable[[int, int], list[int]]
+
+
+def flops_by_rank(program: AnalyzedProgram, computed_pairs: ComputedPairs, num_ranks: int) -> dict[Pass, list[float]]:
+    """Attention FLOPs of one run on each rank, by pass.
+
+    Args:
+      computed_pairs: pairs that a masked call computes; all other calls compute all pairs.
+    Raises:
+      ValueError: a blockwise kernel; its number of queries and keys cannot be read from the program text.
+    """
+    flops: dict[Pass, list[float]] = defaultdict(lambda: [0.0] * num_ranks)
+    for call, times in program.attention_calls:
+        if call.sizes is None:
+            raise ValueError(f"{call.instruction.name} is a loop: what its mask skips is unknown")
+        pairs = call.sizes.num_queries * call.sizes.num_keys
+        computed = computed_pairs(*call.sizes[1:]) if call.is_masked else [pairs] * num_ranks
+        flops[call.pass_name] = [
+            rank_flops + times * call.full_flops * rank_pairs / pairs
+            for rank_flops, rank_pairs in zip(flops[call.pass_name], computed, strict=True)
+        ]
+    return dict(flops)
+
+
+def imbalance(work_by_rank: list[float]) -> float:
+    """Work of the busiest rank over the mean; 1 means balanced."""
+    return max(work_by_rank) * len(work_by_rank) / math.fsum(work_by_rank)

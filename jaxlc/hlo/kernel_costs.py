@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxlc.core.scopes import EXPERTS
-from jaxlc.hlo.op_names import components
-from jaxlc.hlo.parser import Computation, Instruction, Program
+from jaxlc.hlo.parser import Computation, Instruction, Program, components
 
 # Instructions that only name arrays or parts of them; they run no kernel.
 _NO_KERNEL = (

@@ -9,16 +9,158 @@
 
 A computation precedes its callers. In a scheduled module, instructions are listed in the order in which they run.
 A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory space; a tuple lists several.
+
+Scopes, pass and a readable label of an instruction, from its `op_name`.
+
+An `op_name` is the path of a JAX operation:
+
+    jit(_step)/while/body/closed_call/transpose(jvp())/while/body/checkpoint/attention/shard_map/core_attention/ppermute
+
+Its components are of three kinds: scopes that this package sets (`jaxlc.core.scopes`), marks that JAX adds for its
+own transformations and control flow, and, last, the primitive. Membership in a part of the model is read from scopes
+only. Two things are known from JAX's marks alone, and all knowledge of these marks is in this module:
+
+- the pass. `jax.checkpoint` marks what it recomputes with "rematted_computation"; the transpose of differentiation
+  is marked "transpose(...)". A scope could not tell: the same Python code is traced once for all three passes.
+- which components carry no information for a reader (`_MARKS`).
+
+Where XLA merges instructions it merges their names too: "prefix/(path:path:path)".
+
+Asynchronous operations: pairs of a start and a done, and the instructions that the schedule puts between them.
+
+How often each computation runs in one run of the program, from the trip counts of loops.
 """
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from jaxlc.core.foreign_files import parse_json
+from jaxlc.core.files import parse_json
+from jaxlc.core.scopes import (
+    CORE_ATTENTION,
+    FIRST_RING_STEPS,
+    MORE_DOCUMENTS,
+    RECURRENCE,
+    RING_STEP,
+    SCOPES,
+    SHARED_PREFIX,
+    SLIDING_WINDOW,
+)
+
+Pass = Literal["forward", "recomputation", "backward"]
+PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
+
+_RECOMPUTED, _TRANSPOSED = "rematted_computation", "transpose("
+_TRANSFORMED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)$")  # not jit(...), which contains the name of a function
+_MERGED = re.compile(r"(?:(.*)/)?\((.*:.*)\)$")
+_MARKS = re.compile(
+    r"(jit\(\w+\)|while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation|shard_map|)$"
+)
+_OPERATIONS = {  # JAX's name of a primitive -> a plainer one
+    "psum": "sum over ranks",
+    "scatter-add": "scatter-add",
+    "broadcast_in_dim": "zeros",
+    "dynamic_update_slice": "update in place",
+    "sharding_constraint": "resharded",
+    "optimization_barrier": "copy",
+    "convert_element_type": "cast",
+    "dot_general": "matrix product",
+    "pallas_call": "kernel",
+}
+
+
+def components(op_name: str) -> tuple[str, ...]:
+    """The parts of one path, without JAX's transformations around them: "jvp(loss)" is "loss"."""
+    return tuple(_untransformed(part) for part in op_name.split("/"))
+
+
+def is_in_attention(op_name: str) -> bool:
+    """Whether an instruction belongs to attention's kernels and exchanges (scope `core_attention`).
+
+    A merged instruction belongs to them if all its parts do: XLA merges the all-gather of segment ids with those of
+    weights.
+    """
+    return all(CORE_ATTENTION in components(path) for path in _paths(op_name))
+
+
+def is_in_token_mixing(op_name: str) -> bool:
+    """As `is_in_attention`, or to the recurrence of linear attention, convolutions included."""
+    mixing = {CORE_ATTENTION, *RECURRENCE}
+    return all(mixing & set(components(path)) for path in _paths(op_name))
+
+
+def has_window(op_name: str) -> bool:
+    """Whether an instruction belongs to attention with a sliding window, exchanges included."""
+    return any(SLIDING_WINDOW in components(path) for path in _paths(op_name))
+
+
+def is_in_ring_step(op_name: str) -> bool:
+    """Whether an instruction belongs to attention over the KV block of another rank."""
+    return any(RING_STEP in components(path) for path in _paths(op_name))
+
+
+def is_over_prefix(op_name: str) -> bool:
+    """Whether an instruction belongs to attention of branches to a shared prefix."""
+    return any(SHARED_PREFIX in components(path) for path in _paths(op_name))
+
+
+def innermost_scope(op_name: str) -> str:
+    """The last scope of an instruction, "" if it has none; a merged instruction has that of its first path."""
+    scopes = [part for part in components(_paths(op_name)[0]) if part in SCOPES]
+    return scopes[-1] if scopes else ""
+
+
+def is_data_dependent(op_name: str) -> bool:
+    """Whether the number of executions depends on the documents of a packed sequence."""
+    return any(MORE_DOCUMENTS in components(path) for path in _paths(op_name))
+
+
+def is_in_first_ring_steps(op_name: str) -> bool:
+    """Whether an instruction belongs to a ring whose later steps no document needs."""
+    return any(FIRST_RING_STEPS in components(path) for path in _paths(op_name))
+
+
+def pass_of(op_name: str) -> Pass:
+    """The pass of an instruction, from JAX's own marks; see the head of this module."""
+    if _RECOMPUTED in op_name:
+        return "recomputation"
+    return "backward" if _TRANSPOSED in op_name else "forward"
+
+
+def label(op_name: str) -> str:
+    """A short description for people: "embedding, backward: scatter-add", "loss/logits, forward: matrix product".
+
+    Names the scopes, the pass and the operation. Without a scope it names the components that are not JAX's marks. A
+    merged instruction is described by its first path. The name of an argument is returned as it is.
+    """
+    path = _paths(op_name)[0].replace("\\'", "'")
+    if "/" not in path:
+        return path
+    *parts, operation = components(path)
+    names = [part for part in parts if part in SCOPES]
+    if not names and operation == "dynamic_update_slice" and "while" in parts:
+        return f"layers, {pass_of(path)}: saved activations"  # `jax.lax.scan` stacks what its rounds save
+    names = names or [part for part in parts if not _MARKS.match(part)] or ["step"]
+    return f"{'/'.join(names)}, {pass_of(path)}: {_OPERATIONS.get(operation, operation)}"
+
+
+def _untransformed(part: str) -> str:
+    while match := _TRANSFORMED.match(part):
+        part = match[1]
+    return part
+
+
+def _paths(op_name: str) -> list[str]:
+    """The paths of a merged name, or the one there is."""
+    merged = _MERGED.match(op_name)
+    if merged is None:
+        return [op_name]
+    return ["/".join(filter(None, (merged[1], path))) for path in merged[2].split(":")]
+
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory; 0 is device memory
 
@@ -196,3 +338,137 @@ def _split(text: str) -> list[str]:
             parts.append(text[start : match.start()].strip())
             start = match.end()
     return [*parts, text[start:].strip()]
+
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-broadcast", "collective-permute",
+    "reduce-scatter",
+)  # fmt: skip
+
+
+class Transfer(NamedTuple):
+    """A collective or a copy. A synchronous one has the same instruction as start and done."""
+
+    kind: str  # the opcode without "-start": "collective-permute", "copy", "dynamic-update-slice"
+    start: Instruction
+    done: Instruction
+    computation: Computation
+    start_index: int  # positions of start and done in the schedule of the computation
+    done_index: int
+    overlapped_ops: tuple[Instruction, ...]  # instructions between start and done
+
+    def overlaps(self, other: "Transfer") -> bool:
+        """Whether both are in flight at the same time."""
+        return (
+            self.computation is other.computation
+            and self.start_index < other.done_index
+            and other.start_index < self.done_index
+        )
+
+
+def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
+    """Transfers of a computation, ordered by their done; without those of the computations it calls.
+
+    Raises:
+      ValueError: the program is not scheduled, so the order of its instructions has no meaning.
+    """
+    if not program.is_scheduled:
+        raise ValueError("the program is not scheduled: its instructions are not in execution order")
+    start_indices = {}  # by name of the start, and of each -update, which continues one
+    for index, instruction in enumerate(computation):
+        if instruction.opcode in COLLECTIVES:
+            yield Transfer(instruction.opcode, instruction, instruction, computation, index, index, ())
+        elif instruction.opcode.endswith("-start"):
+            start_indices[instruction.name] = index
+        elif instruction.opcode.endswith("-update") and instruction.operands[0] in start_indices:
+            start_indices[instruction.name] = start_indices[instruction.operands[0]]
+        elif instruction.opcode.endswith("-done"):
+            yield _transfer(program, computation, start_indices[instruction.operands[0]], index)
+
+
+def _transfer(program: Program, computation: Computation, start_index: int, done_index: int) -> Transfer:
+    instructions = tuple(computation)
+    start = instructions[start_index]
+    overlapped = () if is_synchronous(start) else instructions[start_index + 1 : done_index]
+    return Transfer(
+        _kind(program, start), start, instructions[done_index], computation, start_index, done_index, overlapped
+    )
+
+
+def is_synchronous(start: Instruction) -> bool:
+    """Whether the compiler marked a start/done pair as synchronous: nothing runs between them."""
+    return bool(start.backend_config.get("collective_backend_config", {}).get("is_sync"))
+
+
+def _kind(program: Program, start: Instruction) -> str:
+    """The operation of an `async-start` is the root, the last instruction, of the computation that it calls."""
+    if start.opcode != "async-start":
+        return start.opcode.removesuffix("-start")
+    return tuple(program.computations[start.called[0]])[-1].opcode
+
+
+_KNOWN = "known_trip_count"
+
+
+def count_executions(program: Program, *, skips_ring_steps: bool = False) -> Counter[str]:
+    """How often each computation runs, by name. Every branch of a conditional counts, so this is an upper bound.
+
+    Except for a ring that may skip steps: one of its branches counts.
+
+    Args:
+      skips_ring_steps: the branch that skips steps counts, instead of the one with all steps.
+
+    Raises:
+      ValueError: the trip count of a loop is unknown.
+    """
+    counts = Counter({program.entry.name: 1})
+    for computation in reversed(list(program)):  # callers before callees
+        for instruction in computation:
+            rounds = trip_count(program, instruction) if instruction.opcode == "while" else 1
+            for callee in called(program, instruction, skips_ring_steps):
+                counts[callee] += rounds * counts[computation.name]
+    return counts
+
+
+def called(program: Program, instruction: Instruction, skips_ring_steps: bool) -> list[str]:
+    """The computations that `instruction` runs, by name; see `count_executions`."""
+    if instruction.opcode != "conditional":
+        return list(instruction.called)
+    skips = {name: _skips_ring_steps(program.computations[name]) for name in instruction.called}
+    return [name for name in skips if not any(skips.values()) or skips[name] == skips_ring_steps]
+
+
+def _skips_ring_steps(branch: Computation) -> bool:
+    return any(is_in_first_ring_steps(instruction.op_name) for instruction in branch)
+
+
+def trip_count(program: Program, loop: Instruction) -> int:
+    """Trip count of a `while`: the compiler's annotation, or the constant to which its condition compares.
+
+    0 for the loop over further packed documents, whose trip count depends on the data: with one document it does not
+    run.
+
+    Raises:
+      ValueError: none of these.
+    """
+    if is_data_dependent(loop.op_name):
+        return 0
+    if not is_host_controlled(loop):
+        return int(loop.backend_config[_KNOWN]["n"])
+    (condition,) = re.findall(r"%?([\w.$-]+)", loop.attributes["condition"])
+    constants: list[int] = []
+    is_below = False
+    callees = (name for instruction in program.computations[condition] for name in instruction.called)
+    for name in (condition, *callees):
+        for instruction in program.computations[name]:
+            if instruction.opcode == "constant" and instruction.arguments.lstrip("-").isdigit():
+                constants.append(int(instruction.arguments))
+            is_below |= instruction.attributes.get("direction") == "LT"
+    if len(constants) != 1 or not is_below:
+        raise ValueError(f"unknown trip count of loop %{loop.name}")
+    return constants[0]  # jax.lax.scan and fori_loop count from 0 by 1
+
+
+def is_host_controlled(loop: Instruction) -> bool:
+    """Whether the compiler does not know the trip count, so that the host waits for the condition of each round."""
+    return _KNOWN not in loop.backend_config

@@ -7,7 +7,7 @@ compiling. Modules are imported on first use, so that `python -m jaxlc.plan` can
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxlc.core.arguments import checked
+from jaxlc.core.errors import checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,9 +88,9 @@ def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
         numbers of devices.
     """
     from jaxlc import runtime
-    from jaxlc.core import extras
+    from jaxlc.core import errors
 
-    extras.require("matplotlib", "a figure of the mesh")
+    errors.require("matplotlib", "a figure of the mesh")
     runtime.import_jax()
     from jaxlc.plan.figures import mesh_plot
     from jaxlc.sharding.mesh import all_sizes

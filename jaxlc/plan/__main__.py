@@ -13,9 +13,9 @@ from jaxlc import plan
 from jaxlc.config import Config
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.values import Tokens
-from jaxlc.core import extras
-from jaxlc.core.counts import gib
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError
+from jaxlc.core.text import gib
 from jaxlc.plan.output_files import check_output_file, write_json
 from jaxlc.plan.terminal import NodeFlags, progress, start_on_cpu, target_topology, with_transport
 
@@ -103,7 +103,7 @@ def _check_output_files(flags: Flags, num_stages: int) -> None:
             continue
         check_output_file(name, path, is_image=name == "timeline")
         if name != "json":
-            extras.require("matplotlib", f"--{name}")
+            errors.require("matplotlib", f"--{name}")
             if num_stages > 1:
                 raise UserError(f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME")
 

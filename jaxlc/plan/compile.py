@@ -22,9 +22,8 @@ from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
 from jaxlc.simulate.timeline import predict
 from jaxlc.simulate.topology import Topology, make_mesh
 from jaxlc.step import verify_compiled
-from jaxlc.step.layer_kernels import layer_kernels
 from jaxlc.step.state import bytes_per_device
-from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.step import TrainStep, build_step, layer_kernels
 
 
 def plan_step(

@@ -11,11 +11,10 @@ from jax.stages import Compiled
 
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.hlo.memory_dump import Dump, read
-from jaxlc.hlo.thunks import Launches, count_launches
+from jaxlc.hlo.memory_dump import Dump, Launches, count_launches, read
 from jaxlc.simulate.topology import FAILS_WITH_TRITON, NO_TRITON, options_without_gpu
-from jaxlc.step.absent_memory import place_params, place_state
 from jaxlc.step.step import TrainStep
+from jaxlc.step.verify_compiled import place_params, place_state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.attention.kernels import cudnn
-from jaxlc.checkpoints.base_model import checkpoint_part
+from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram
@@ -25,7 +25,8 @@ from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.hlo.parser import Computation
 from jaxlc.plan.compiled_program import CompiledProgram
-from jaxlc.runtime import memory_pools, unified_memory
+from jaxlc.runtime import memory as memory_pools
+from jaxlc.runtime import memory as unified_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
 from jaxlc.step.state import DEVICE, HOST, bytes_per_device
@@ -214,7 +215,7 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
 
 
 def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
-    """What the pools of pinned host memory grow to on a node, with those for staging buffers; see memory_pools.py."""
+    """What the pools of pinned host memory grow to on a node, with those for staging buffers; see memory.py."""
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     num_processes = gpus_per_node // gpus.devices_per_process
     return memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 
 _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 

@@ -11,9 +11,9 @@ from typing import Any, Self
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.foreign_files import read_json_file
+from jaxlc.core.files import read_json_file
 from jaxlc.generation.memory import GenerationMemory
-from jaxlc.hlo.thunks import Launches
+from jaxlc.hlo.memory_dump import Launches
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.summary import CollectiveStats, Ring

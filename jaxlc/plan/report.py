@@ -4,12 +4,12 @@ import textwrap
 from collections.abc import Iterator, Mapping
 
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.counts import count_text, gib
-from jaxlc.hlo.op_names import label
+from jaxlc.core.text import count_text, gib
+from jaxlc.hlo.parser import label
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
 from jaxlc.plan.record import PlanRecord
-from jaxlc.runtime.memory_pools import STAGING_BYTES
+from jaxlc.runtime.memory import STAGING_BYTES
 from jaxlc.simulate.interval import Interval, estimate_text, range_text, seconds_text, two_digits
 from jaxlc.simulate.timeline import Prediction
 

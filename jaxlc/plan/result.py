@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from jaxlc.config import to_dict
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError
 from jaxlc.plan import report, summary
 from jaxlc.plan.figures import html_page
@@ -67,8 +67,8 @@ class Plan(PlanRecord):
         return self._html({})
 
     def _html(self, totals: Mapping[str, str]) -> str:
-        if not extras.is_installed("matplotlib"):
-            hint = f"{extras.install_hint('matplotlib')} adds figures to this page."
+        if not errors.is_installed("matplotlib"):
+            hint = f"{errors.install_hint('matplotlib')} adds figures to this page."
             return html_page.fragment(self, {}, f"{hint}\n\n{self}", totals)
         return html_page.fragment(self, self._figures(), str(self), totals)
 
@@ -80,7 +80,7 @@ class Plan(PlanRecord):
         Raises:
           UserError: matplotlib is not installed, or the file cannot be written.
         """
-        extras.require("matplotlib", "the plan as an HTML page")
+        errors.require("matplotlib", "the plan as an HTML page")
         try:
             Path(path).write_text(html_page.document(self.title, self._html(totals or {})), encoding="utf-8")
         except OSError as error:
@@ -88,7 +88,7 @@ class Plan(PlanRecord):
 
     def memory_figure(self) -> "Figure":
         """Device memory by kind against the usable memory, and host memory if the step uses it."""
-        extras.require("matplotlib", "a figure of memory")
+        errors.require("matplotlib", "a figure of memory")
         from jaxlc.plan.figures import plan_figures as figures
 
         return figures.memory_figure(self.memory, self.title)
@@ -99,7 +99,7 @@ class Plan(PlanRecord):
         Raises:
           UserError: there is no timeline, because the program has no loop over layers.
         """
-        extras.require("matplotlib", "a figure of the timeline")
+        errors.require("matplotlib", "a figure of the timeline")
         from jaxlc.simulate import timeline_plot
 
         if not self.layer_timeline:
@@ -115,14 +115,14 @@ class Plan(PlanRecord):
 
     def links_figure(self) -> "Figure":
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
-        extras.require("matplotlib", "a figure of communication")
+        errors.require("matplotlib", "a figure of communication")
         from jaxlc.plan.figures import plan_figures as figures
 
         return figures.links_figure(self.collectives, self.predicted, self.title)
 
     def mesh_figure(self) -> "Figure":
         """The mesh on nodes and NVLink domains, and which GPUs communicate with each other."""
-        extras.require("matplotlib", "a figure of the mesh")
+        errors.require("matplotlib", "a figure of the mesh")
         from jaxlc.plan.figures import mesh_plot
 
         return mesh_plot.mesh_figure(self.mesh, topology(self.topology), self.collectives)

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxlc.core.counts import count_text, gib
-from jaxlc.core.text_table import aligned
+from jaxlc.core.text import aligned, count_text, gib
 from jaxlc.plan.report import verdict
 from jaxlc.plan.result import Plan
 from jaxlc.simulate.interval import range_text, seconds_text, two_digits

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.attention_collectives import AttentionCollective
+from jaxlc.hlo.attention_kernels import AttentionCollective
 from jaxlc.hlo.collectives import Collective, mesh_axes
 from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER, is_expert_kernel
-from jaxlc.hlo.op_names import pass_of
-from jaxlc.hlo.parser import Instruction
+from jaxlc.hlo.parser import Instruction, pass_of
 from jaxlc.simulate.time_model import TimeModel
 
 

@@ -10,7 +10,7 @@ from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.core.errors import UserError
-from jaxlc.core.progress_lines import progress_lines
+from jaxlc.core.text import progress_lines
 
 
 @dataclass(frozen=True, kw_only=True)

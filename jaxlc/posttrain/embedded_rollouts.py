@@ -8,11 +8,11 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config.models.pretrained import original_of
-from jaxlc.core.counts import gib
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed
+from jaxlc.core.files import displayed
+from jaxlc.core.text import gib
 from jaxlc.data.sequences.packing import epoch_order
-from jaxlc.data.tokens.stops import stops_of
+from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import Prompt, open_prompts
 from jaxlc.data.traces.rollout_files import decoded_text, write_rollouts

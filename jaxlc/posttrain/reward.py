@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]  # prompt, answer, the record of the prompt
 _SETTING = "config.rollouts.reward"

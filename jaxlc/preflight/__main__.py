@@ -17,7 +17,7 @@ from jaxlc import runtime
 from jaxlc.config import check_num_devices
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 from jaxlc.preflight.facts import Facts, read_facts, with_visible_gpus
 from jaxlc.runtime import peers
 
@@ -58,7 +58,7 @@ def _measured(facts: Facts, workdir: Path) -> Facts:
     import jax
 
     from jaxlc.preflight.shared_directory import check_directory
-    from jaxlc.runtime.barrier import wait_for_processes
+    from jaxlc.runtime.watchdog import wait_for_processes
     from jaxlc.train.stragglers import device_times
 
     def wait(name: str) -> None:
@@ -113,7 +113,7 @@ def _gathered(facts: Facts) -> list[Facts]:
     import jax
 
     from jaxlc._jax_internals import coordination_client
-    from jaxlc.runtime.barrier import wait_for_processes
+    from jaxlc.runtime.watchdog import wait_for_processes
 
     if (client := coordination_client()) is None:
         return [facts]

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from jaxlc.runtime.plugin import installed_plugin
-from jaxlc.runtime.transport import find_library, nccl_version
-from jaxlc.runtime.unified_memory import query_gpus
+from jaxlc.runtime.memory import query_gpus
+from jaxlc.runtime.xla_flags import find_library, installed_plugin, nccl_version
 
 NOT_FOUND = "not found"
 _CAP_IPC_LOCK = 14  # linux/capability.h: a process that has it locks memory without limit

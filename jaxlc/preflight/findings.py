@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxlc.checkpoints.base_model import checkpoint_part
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
+from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import Config
-from jaxlc.core.counts import gib
-from jaxlc.core.text_table import aligned
+from jaxlc.core.text import aligned, gib
 from jaxlc.preflight.facts import NOT_FOUND, UNKNOWN_MEMORY, Facts
-from jaxlc.runtime import memory_pools
-from jaxlc.runtime.unified_memory import HOST_SHARE
+from jaxlc.runtime import memory
+from jaxlc.runtime.memory import HOST_SHARE
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import DEVICE, bytes_per_device
 from jaxlc.step.step import TrainStep, build_step
@@ -73,7 +72,7 @@ def _needs_of_step(step: TrainStep, platform: str) -> Needs:
     config, state = step.config, step.abstract_state
     saved = checkpoint_part(step, state)
     host_bytes = bytes_per_device(saved)  # while a checkpoint is written
-    pool_bytes = memory_pools.host_pool_bytes(config.runtime, memory_pools.pooled_host_bytes(config))
+    pool_bytes = memory.host_pool_bytes(config.runtime, memory.pooled_host_bytes(config))
     if platform == "cpu":  # no pools, and the memory of the devices is that of the host
         pool_bytes = 0
         host_bytes += bytes_per_device(state)
@@ -81,7 +80,7 @@ def _needs_of_step(step: TrainStep, platform: str) -> Needs:
         state_bytes=bytes_per_device(state, step.memory_spaces, DEVICE),
         memory_fraction=0.0 if config.runtime.unified_memory else config.runtime.memory_fraction,
         host_bytes_per_device=pool_bytes + host_bytes,
-        host_bytes_per_process=memory_pools.pools_per_node_bytes(pool_bytes, 0, 1),
+        host_bytes_per_process=memory.pools_per_node_bytes(pool_bytes, 0, 1),
         disk_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(saved)),
     )
 

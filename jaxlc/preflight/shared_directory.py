@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.lock import LockHeld, locked
-from jaxlc.core.write_errors import make_writable
+from jaxlc.core.files import LockHeld, locked, make_writable
 
 # A client of a network file system may see a new file of another machine late: by default after 60 s at most in NFS
 # (acdirmax), but a directory that it has never read is read at once.

@@ -7,7 +7,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxlc.core.arguments import checked
+from jaxlc.core.errors import checked
 
 if TYPE_CHECKING:
     from jaxlc.profile.comparison import Comparison
@@ -34,7 +34,7 @@ def compare(
     from jaxlc import runtime
 
     runtime.import_jax()
-    from jaxlc.core.paths import local_path
+    from jaxlc.core.files import local_path
     from jaxlc.profile import comparison, estimate, trace_events
 
     path = trace_events.find(local_path(trace))

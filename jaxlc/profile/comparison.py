@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxlc.core.errors import UserError
-from jaxlc.core.text_table import aligned
+from jaxlc.core.text import aligned
 from jaxlc.profile import time_use
 from jaxlc.profile.estimate import Estimate, TracedRun
 from jaxlc.profile.event_classes import (

@@ -9,8 +9,8 @@ from typing import Any
 from jaxlc.config import from_dict
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import read_json_file
 from jaxlc.core.flops import document_pairs
-from jaxlc.core.foreign_files import read_json_file
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate import timeline
@@ -19,7 +19,7 @@ from jaxlc.simulate.roofline import from_file
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, topology
-from jaxlc.train.step_profiler import PAIRS, PROGRAM_FILE, RUN_FILE
+from jaxlc.train.callbacks import PAIRS, PROGRAM_FILE, RUN_FILE
 
 _MAX_PROGRAM_BYTES = 1 << 30  # uncompressed
 _PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the program

@@ -10,10 +10,8 @@ from functools import cached_property
 
 from jaxlc.core.scopes import EXPERTS
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.async_ops import COLLECTIVES
 from jaxlc.hlo.kernel_costs import MOSAIC, is_expert_kernel, kernel_cost
-from jaxlc.hlo.op_names import components, is_in_attention
-from jaxlc.hlo.parser import Computation, Instruction
+from jaxlc.hlo.parser import COLLECTIVES, Computation, Instruction, components, is_in_attention
 from jaxlc.profile.trace_events import TraceEvent
 
 ATTENTION, MATMUL, OTHER = "attention", "matrix products", "other kernels"

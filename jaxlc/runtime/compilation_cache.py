@@ -16,9 +16,9 @@ from pathlib import Path
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import local_path
-from jaxlc.runtime import stderr
-from jaxlc.runtime.plugin import xla_version
+from jaxlc.core.files import local_path
+from jaxlc.runtime import alarm
+from jaxlc.runtime.xla_flags import xla_version
 
 # Of the default directory. JAX can bound the size itself, but that needs the package filelock, and JAX 0.10 fails to
 # evict entries that were written without a bound.
@@ -78,7 +78,7 @@ def for_step(devices: Iterable) -> Iterator[None]:
         before = jax.config.jax_compilation_cache_dir
         _update("jax_compilation_cache_dir", _Directories.step)
         try:
-            with stderr.without_lines(_CPU_NOTES), _torn_entries_deleted():
+            with alarm.without_lines(_CPU_NOTES), _torn_entries_deleted():
                 yield
         finally:
             _update("jax_compilation_cache_dir", before)

@@ -17,11 +17,9 @@ from typing import NoReturn
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.interrupts import end_process
-from jaxlc.core.time_limit import call_within
+from jaxlc.core.interrupts import call_within, end_process
 from jaxlc.runtime import alarm
-from jaxlc.runtime.connection import Connection, Member, Message
-from jaxlc.runtime.rendezvous import Say, gather, join
+from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
 
 # Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can restart the run.
 PEER_LOST_STATUS = 75

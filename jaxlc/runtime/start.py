@@ -10,18 +10,9 @@ from pathlib import Path
 
 from jaxlc._jax_internals import backends_are_initialized, register_plugins
 from jaxlc.config import Config, RuntimeConfig
-from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import (
-    compilation_cache,
-    launcher,
-    memory_pools,
-    peers,
-    rendezvous,
-    stderr,
-    transport,
-    unified_memory,
-)
+from jaxlc.core.text import count_text
+from jaxlc.runtime import alarm, compilation_cache, launcher, memory, peers, rendezvous, xla_flags
 from jaxlc.runtime.xla_flags import check_users_flags
 
 _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
@@ -83,7 +74,7 @@ def start_training(configs: Sequence[Config], *, is_preflight: bool = False) -> 
       is_preflight: the run is only checked, without a watchdog.
     """
     first = configs[0].runtime
-    pinned_host_bytes = max(map(memory_pools.pooled_host_bytes, configs))
+    pinned_host_bytes = max(map(memory.pooled_host_bytes, configs))
     is_watched = first.watchdog_factor > 0 and not is_preflight
     start(first, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
 
@@ -122,10 +113,10 @@ def _set_environment(
             gpus = launcher.gpus_of_process(launch, environment, launcher.num_gpus_on_machine())
             if gpus is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = gpus
-        transport.prepare(config, environment)
+        xla_flags.prepare(config, environment)
         users_variables = _variables_line(environment)  # before memory_pools adds variables
         num_local = launch.num_local if launch is not None and config.num_processes > 1 else 1
-        lines = [*memory_pools.prepare(config, environment, pinned_host_bytes, num_local), *users_variables]
+        lines = [*memory.prepare(config, environment, pinned_host_bytes, num_local), *users_variables]
     elif config.unified_memory:
         lines = ["unified memory: no effect on CPU"]
     if config.process_id == 0:
@@ -163,7 +154,7 @@ def _without_driver_notes() -> contextlib.AbstractContextManager[None]:
 
     Its C++ code prints them several times at any log level.
     """
-    return contextlib.nullcontext() if _has_nvidia_driver() else stderr.without_lines(_DRIVER_NOTES)
+    return contextlib.nullcontext() if _has_nvidia_driver() else alarm.without_lines(_DRIVER_NOTES)
 
 
 def _has_nvidia_driver() -> bool:
@@ -178,7 +169,7 @@ def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int,
             f" config.runtime.num_processes is {config.num_processes}; call jaxlc.start or jaxlc.train.run before any"
             " code uses a device"
         )
-    if config.unified_memory and platform != "cpu" and not unified_memory.is_on(os.environ):
+    if config.unified_memory and platform != "cpu" and not memory.is_on(os.environ):
         raise UserError(
             "JAX has already started without unified memory, but config.runtime.unified_memory=True; restart Python (in"
             " a notebook, the kernel) and call jaxlc.train.run first"

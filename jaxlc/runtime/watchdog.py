@@ -4,17 +4,26 @@ A run tells in which phase it is: `with watchdog.phase("checkpoint"):`. A thread
 deadline, a multiple of the median of its last durations. When it has passed, the thread
 
 1. writes the Python stacks, the phase and the device memory to WORKDIR/hangs/process-N.txt, and reads the phases of the
-   other processes (`jaxlc.runtime.phase_board`), for at most a few seconds;
+   other processes (`jaxlc.runtime.watchdog`), for at most a few seconds;
 2. announces the reason to the other processes, which print it and end (`jaxlc.runtime.peers`);
 3. ends the process with status 75, after which launchers restart the run.
 
 A thread that holds the interpreter lock stops all Python code. The operating system's timer (`jaxlc.runtime.alarm`)
 ends such a process, with its stacks and status 142. When the end in step 2 begins, `peers` sets the timer to the limit
 of the end itself, since process 0 waits for the others.
+
+The phases of all processes of a run, which each process publishes in the key-value store of JAX's coordinator.
+
+A call to the coordinator may not return: with process 0 stopped by SIGSTOP, a read had not returned after 37 s. So all
+calls are made in helper threads.
+
+Barriers of the processes of a run, before they execute a program together.
 """
 
 import contextlib
 import faulthandler
+import itertools
+import json
 import math
 import socket
 import statistics
@@ -23,17 +32,140 @@ import sysconfig
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import interrupts
-from jaxlc.core.time_limit import call_within
+from jaxlc.core.interrupts import call_within
+from jaxlc.core.text import aligned
 from jaxlc.runtime import alarm, peers
-from jaxlc.runtime.phase_board import DEVICES, PhaseBoard, Row, suspects, table_lines
+
+DEVICES = "devices"  # the phase of a process that waits for its devices
+
+_PREFIX = "jaxlc/phases/"
+_PUBLISH_SECONDS = 10.0
+_READ_SECONDS = 5.0
+_STALE_SECONDS = 1.5 * _PUBLISH_SECONDS  # a process that has published nothing for this time does not answer
+
+
+class Row(NamedTuple):
+    """What a process publishes."""
+
+    process_id: int
+    host: str
+    phase: str
+    step: int  # the last step that was dispatched
+    seconds: float  # in this phase
+    place: str  # where its Python code is, such as "user_data.py:12 read"
+    published: float  # time.time() of its machine
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was published, by the clocks of two machines."""
+        return time.time() - self.published
+
+    @property
+    def is_stale(self) -> bool:
+        return self.age > _STALE_SECONDS
+
+
+class PhaseBoard:
+    """Publishes the row of this process every 10 s; process 0 also reads the rows of all processes."""
+
+    def __init__(self, client: Any, process_id: int, num_processes: int, row: Callable[[], Row]):
+        """
+        Args:
+          client: of JAX's coordination service.
+          row: returns what to publish; called in a thread.
+        """
+        self._client, self._process_id, self._num_processes, self._row = client, process_id, num_processes, row
+        self._published: dict[int, tuple[Row, float]] = {}  # process -> its row, and when it was new here
+        self._last_answer = time.monotonic()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._publish, name="jaxlc-phases", daemon=True)
+        self._thread.start()
+
+    def silent(self, limit_seconds: float) -> str | None:
+        """Names a process that has not answered for `limit_seconds`, at least 30 s; None: all have.
+
+        Process 0 looks at all processes, and the others look at process 0.
+        """
+        now, limit_seconds = time.monotonic(), max(limit_seconds, 3 * _PUBLISH_SECONDS)
+        if (seconds := now - self._last_answer) > limit_seconds:
+            return f"process 0 of {self._num_processes} has not answered for {seconds:.0f} s"
+        for row, since in list(self._published.values()):
+            if (seconds := now - since) > limit_seconds:
+                return self.describe(row, seconds)
+        return None
+
+    def rows(self) -> list[Row] | None:
+        """The rows of all processes that have published one; None: the coordinator does not answer."""
+        return call_within(_READ_SECONDS, self._read)
+
+    def describe(self, row: Row, silent_seconds: float = 0.0) -> str:
+        """Where a process is, or was before it was silent."""
+        name = f"process {row.process_id} of {self._num_processes} on {row.host}"
+        if silent_seconds:
+            return f"{name} has not answered for {silent_seconds:.0f} s, since phase {row.phase} of step {row.step}"
+        return f"{name} is in phase {row.phase} of step {row.step}, at {row.place}"
+
+    def close(self) -> None:
+        """Removes the row of this process, which ends."""
+        self._is_closed.set()
+        self._thread.join(_READ_SECONDS)
+
+    def _publish(self) -> None:
+        key = f"{_PREFIX}{self._process_id}"
+        with contextlib.suppress(Exception):  # process 0 has ended, which `peers` notices
+            while True:
+                self._client.key_value_set(key, json.dumps(self._row()), allow_overwrite=True)
+                if self._process_id == 0:
+                    self._note(self._read())
+                self._last_answer = time.monotonic()
+                if self._is_closed.wait(_PUBLISH_SECONDS):
+                    break
+            self._client.key_value_delete(key)
+
+    def _read(self) -> list[Row]:
+        return sorted(Row(*json.loads(value)) for _, value in self._client.key_value_dir_get(_PREFIX))
+
+    def _note(self, rows: list[Row]) -> None:
+        """Remembers which rows are new, by this machine's clock."""
+        now, known = time.monotonic(), self._published
+        unchanged = {row.process_id for row in rows if known.get(row.process_id, (None, 0.0))[0] == row}
+        self._published = {
+            row.process_id: (row, known[row.process_id][1] if row.process_id in unchanged else now) for row in rows
+        }
+
+
+def table_lines(rows: list[Row]) -> list[str]:
+    """The rows as a table."""
+    head = ("process", "host", "phase", "step", "seconds", "last row", "Python code")
+    cells = [
+        (row.process_id, row.host, row.phase, row.step, f"{row.seconds:.0f}", f"{row.age:.0f} s ago", row.place)
+        for row in rows
+    ]
+    return aligned([head, *(tuple(map(str, cell)) for cell in cells)], "rllrrrl")
+
+
+def suspects(rows: list[Row]) -> list[Row]:
+    """The processes for which the others seem to wait; empty if the rows do not show any.
+
+    They are silent, or at an earlier step than others, or do not wait for their devices while others do.
+    """
+    for is_suspect in (
+        lambda row: row.is_stale,
+        lambda row: row.step < max(row.step for row in rows),
+        lambda row: row.phase != DEVICES and any(other.phase == DEVICES for other in rows),
+    ):
+        if found := [row for row in rows if is_suspect(row)]:
+            return found
+    return []
+
 
 HANGS_DIRECTORY = "hangs"  # in the workdir
 STEP = "step"
@@ -315,3 +447,72 @@ def fetching(step: int) -> Iterator[list[float]]:
     watched = contextlib.nullcontext([]) if _watchdog is None else _watchdog.fetching(step)
     with _timed(DEVICES), watched as measured:
         yield measured
+
+
+_DAY_SECONDS = 24 * 3600
+_num_names = itertools.count()  # each barrier and each text needs its own name
+
+
+def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
+    """Waits until all processes of the run are here.
+
+    It precedes the first execution of each program: compilation times differ between processes by minutes, and a
+    collective of devices fails if a process is late (Gloo: after about 30 s), or has a limit of its own.
+    """
+    # Not jax.experimental.multihost_utils: its barrier is such a collective.
+    if (client := coordination_client()) is None:
+        return
+    with phase("waiting for processes", repeats=False):
+        client.wait_at_barrier(f"jaxlc/{name} {next(_num_names)}", 1000 * timeout_seconds)
+
+
+def text_of_process_0(name: str, text: str) -> str:
+    """`text` of process 0, on every process; that of other processes is not used."""
+    import jax
+
+    if (client := coordination_client()) is None:
+        return text
+    key = f"jaxlc/{name} {next(_num_names)}"
+    if jax.process_index() == 0:
+        client.key_value_set(key, text)
+        return text
+    with phase("waiting for processes", repeats=False):
+        return client.blocking_key_value_get(key, 1000 * _DAY_SECONDS)
+
+
+def problem_of_any_process(name: str, problem: str) -> str:
+    """The problem of the first process that has one, on every process; "": none has."""
+    import jax
+
+    if (client := coordination_client()) is None:
+        return problem
+    prefix = f"jaxlc/{name} {next(_num_names)}/"
+    if problem:
+        client.key_value_set(f"{prefix}{jax.process_index():09}", problem)
+    wait_for_processes(name)
+    return min(client.key_value_dir_get(prefix), default=("", ""))[1]
+
+
+class Program:
+    """A jitted function that all processes of a run call with the same shapes. When it is compiled, they wait for each
+    other before it is executed."""
+
+    def __init__(self, name: str, jitted: Any):
+        """
+        Args:
+          jitted: what `jax.jit` returns.
+        """
+        self._name, self._jitted = name, jitted
+        self._compiled: set[Any] = set()  # structures, shapes and dtypes of arguments
+
+    def __call__(self, *arguments: Any) -> Any:
+        import jax
+
+        if jax.process_count() > 1:
+            leaves, structure = jax.tree.flatten(arguments)
+            if (key := (structure, *map(jax.typeof, leaves))) not in self._compiled:
+                with phase("compilation", repeats=False):
+                    self._jitted.lower(*arguments).compile()
+                wait_for_processes(f"{self._name} compiled")
+                self._compiled.add(key)
+        return self._jitted(*arguments)

@@ -24,7 +24,7 @@ from jaxlc.core.flops import causal_pairs, num_params
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes
-from jaxlc.runtime.memory_pools import activation_bytes, host_pool_bytes, pinned_host_bytes, pooled_host_bytes
+from jaxlc.runtime.memory import activation_bytes, host_pool_bytes, pinned_host_bytes, pooled_host_bytes
 from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel

@@ -9,7 +9,7 @@ from jaxlc.config.config_text import file_text
 from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
 from jaxlc.config.values import as_python, flattened
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"

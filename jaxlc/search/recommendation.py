@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
 from jaxlc.core.axes import DATA, FSDP
-from jaxlc.core.counts import duration_text
 from jaxlc.core.errors import UserError
-from jaxlc.core.progress_lines import progress_lines
+from jaxlc.core.text import duration_text, progress_lines
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Compile, Search

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxlc.config.models.context_length import context_warning
 from jaxlc.config.models.model_schema import model_name
-from jaxlc.core.counts import gib
+from jaxlc.core.text import gib
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxlc.core import extras, html
+from jaxlc.core import errors, html
 from jaxlc.core.errors import UserError
-from jaxlc.core.foreign_files import read_json_lines
-from jaxlc.core.text_table import aligned
+from jaxlc.core.files import read_json_lines
+from jaxlc.core.text import aligned
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.ranking import NUM_MESHES, mesh_of, name_of
 from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
@@ -89,13 +89,13 @@ class Ranking:
             writer = csv.DictWriter(file, ["rank", *names], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(dict(rank=rank) | row for rank, row in enumerate(self.rows, start=1))
-        if not extras.is_installed("matplotlib"):
-            print(f"plots skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}", file=sys.stderr)
+        if not errors.is_installed("matplotlib"):
+            print(f"plots skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}", file=sys.stderr)
             return [path]
         return [path, *self._plots().write(self.rows, self.title, out)]
 
     def _plots(self) -> ModuleType:
-        extras.require("matplotlib", "a figure of a sweep")
+        errors.require("matplotlib", "a figure of a sweep")
         from jaxlc.search import ranking_plots
 
         return ranking_plots

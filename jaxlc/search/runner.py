@@ -14,8 +14,8 @@ from typing import Any
 from jaxlc.config import Config, to_dict
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.errors import UserError
-from jaxlc.core.progress_lines import print_to_stderr as log
-from jaxlc.core.progress_lines import progress_lines
+from jaxlc.core.text import print_to_stderr as log
+from jaxlc.core.text import progress_lines
 from jaxlc.runtime.worker_processes import Row, Work, run_in_processes
 from jaxlc.search import worker
 from jaxlc.search.results import ROWS, read_rows, row_text

@@ -19,7 +19,7 @@ from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text
-from jaxlc.core.counts import count_text
+from jaxlc.core.text import count_text
 
 Settings = dict[str, Any]  # path -> value: "mesh.context" -> 8
 

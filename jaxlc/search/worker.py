@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxlc.config import Config, RuntimeConfig
-from jaxlc.runtime.memory_pools import pooled_host_bytes
+from jaxlc.runtime.memory import pooled_host_bytes
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import departures
 

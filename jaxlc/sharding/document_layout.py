@@ -23,6 +23,19 @@ smallest whose ring cost is below a limit: each sharded document makes the piece
 
 Without sharded documents, no rank needs the keys of another one but of the rank before it. A ring that skips the steps
 after step 1 in this case saves more than a better balance of short documents does.
+
+Zigzag order: the assignment of a sequence's tokens to context ranks. Pure NumPy.
+
+Under a causal mask a query attends to all earlier keys, so a rank with late tokens would have more work than one with
+early tokens. Zigzag order cuts the sequence into 2 x context chunks and assigns the chunks r and 2 x context - 1 - r to
+rank r, so that every rank has the same work (Llama 3, arXiv:2407.21783, section 3.3.2; zhuzilin/ring-flash-attention).
+
+Room for the tokens that sliding windows need of other ranks. Pure NumPy.
+
+The exchange of these tokens (attention/strategies/window_exchange.py) has static shapes: each rank sends a fixed number
+of tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it always needs the same tokens.
+Under per-document sharding each piece of a document has a predecessor, and pieces that are shorter than the window need
+several. So the exchange has room for several windows, and a layout of documents that needs more is not used.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,14 +45,123 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.document_assignment import Assignment
-from jaxlc.sharding.layout import zigzag_order
-from jaxlc.sharding.window_room import has_room
+from jaxlc.sharding.document_balance import Assignment
+
+
+def zigzag_order(num_tokens: int, context: int) -> np.ndarray:
+    """Returns order_T int64 [num_tokens]: index i of the layout holds token `order_T[i]` of the natural order.
+
+    The layout is split evenly over `context` ranks; each rank's local shard is two chunks of equal length, (lo, hi).
+
+    Raises:
+      UserError: num_tokens is not divisible by 2 x context.
+    """
+    if num_tokens % (2 * context):
+        raise UserError(
+            f"zigzag order cannot split a sequence of {num_tokens} tokens into 2 x {context} equal chunks;"
+            f" use a multiple of {2 * context}"
+        )
+    return token_at(np.arange(num_tokens), num_tokens, context)
+
+
+def token_at(index, num_tokens: int, context: int):
+    """Computes `zigzag_order(num_tokens, context)[index]` for integer arrays of NumPy or JAX."""
+    chunk_tokens = num_tokens // (2 * context)
+    rank, offset = index // (2 * chunk_tokens), index % (2 * chunk_tokens)
+    is_hi = offset // chunk_tokens
+    chunk = rank + is_hi * (2 * context - 1 - 2 * rank)
+    return chunk * chunk_tokens + offset % chunk_tokens
+
+
+def natural_order(layout_order: np.ndarray) -> np.ndarray:
+    """The inverse permutation: token t of the natural order is at index `natural_order(order)[t]` of the layout."""
+    inverse = np.empty_like(layout_order)
+    inverse[layout_order] = np.arange(len(layout_order))
+    return inverse
+
+
+_WINDOWS_AT_DISTANCE = {1: 8, 2: 2}  # windows for which there is room, in each direction
+
+
+def room_by_distance(rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: bool = False) -> dict[int, int]:
+    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each distance that has any.
+
+    Args:
+      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a chunk and of those
+        that share its prefix, the prefix ends before the chunk, on any rank: a chunk needs one more window.
+    """
+    chunk_tokens, chunks = rank_tokens // 2, np.arange(2 * num_ranks)
+    sizes = np.full(len(chunks), chunk_tokens)
+    rank = np.minimum(chunks, chunks[::-1])
+    zigzag = np.stack([np.zeros_like(chunks), chunks * chunk_tokens, sizes, rank], axis=1)
+    room = _by_distance(_needed(zigzag, num_ranks, window))
+    if has_room_for_documents(rank_tokens, window):
+        for_documents = np.zeros(num_ranks, np.int64)
+        for distance, num_windows in _WINDOWS_AT_DISTANCE.items():
+            for signed in (distance, -distance):
+                for_documents[signed % num_ranks] += num_windows * (window - 1)
+        room = np.minimum(np.maximum(room, for_documents), rank_tokens)
+    if shared_prefixes:
+        room = np.minimum(room + 2 * (window - 1), rank_tokens)
+    return {distance: int(room[distance]) for distance in range(1, num_ranks) if room[distance]}
+
+
+def room_per_chunk(rank_tokens: int, num_ranks: int, window: int) -> int:
+    """Tokens that a chunk, half of a rank's tokens, can have of all others."""
+    room = sum(room_by_distance(rank_tokens, num_ranks, window).values())
+    return max(room, min(window - 1, (2 * num_ranks - 1) * (rank_tokens // 2)))
+
+
+def has_room_for_documents(rank_tokens: int, window: int) -> bool:
+    """Whether the exchange has room for several windows: in one direction, they are at most the tokens of a rank."""
+    return sum(_WINDOWS_AT_DISTANCE.values()) * (window - 1) <= rank_tokens
+
+
+def has_room(pieces: np.ndarray, num_places: int, rank_tokens: int, num_ranks: int, window: int) -> bool:
+    """Whether the windows of a layout need at most the tokens for which there is room.
+
+    Args:
+      pieces: int64 [pieces, 4]: document, offset in the document, tokens, place.
+      num_places: of all ranks: ranks, or chunks, two for each rank in turn.
+    """
+    by_place = _needed(pieces, num_places, window)
+    per_rank = num_places // num_ranks
+    by_rank = by_place.reshape(num_ranks, per_rank, num_ranks, per_rank).sum(axis=(1, 3))
+    room = room_by_distance(rank_tokens, num_ranks, window)
+    needed = _by_distance(by_rank)
+    if any(needed[distance] > room.get(distance, 0) for distance in range(1, num_ranks)):
+        return False
+    return per_rank == 1 or by_place.sum(axis=1).max() <= room_per_chunk(rank_tokens, num_ranks, window)
+
+
+def _needed(pieces: np.ndarray, num_places: int, window: int) -> np.ndarray:
+    """int64 [places, places]: tokens of the second place that windows of the first reach, at most; 0 on the diagonal.
+
+    A token that several pieces of a place need counts for each of them.
+    """
+    pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
+    needed = np.zeros((num_places, num_places), np.int64)
+    for lag in range(1, len(pieces)):
+        (document, offset, size, place), (other, other_offset, _, other_place) = pieces[:-lag].T, pieces[lag:].T
+        num_tokens = offset + size - np.maximum(offset, other_offset - (window - 1))
+        num_tokens = np.where(document == other, np.maximum(num_tokens, 0), 0)
+        if not num_tokens.any():
+            break
+        np.add.at(needed, (other_place, place), num_tokens)
+    np.fill_diagonal(needed, 0)
+    return needed
+
+
+def _by_distance(needed: np.ndarray) -> np.ndarray:
+    """int64 [distances]: the maximum over the ranks of what a rank needs of the one that is `distance` before it."""
+    ranks = np.arange(len(needed))
+    return needed[ranks[:, None], (ranks[:, None] - ranks) % len(needed)].max(axis=0)
+
 
 _BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
 # Any two ranks have tokens of at most this many documents in common, and of those with more than a quarter of a rank's
-# tokens. So two kernel calls take the documents of a ring step: attention/kernels/packed_operands.py, `calls_for`.
+# tokens. So two kernel calls take the documents of a ring step: attention/kernels/cudnn_packed.py, `calls_for`.
 MAX_SHARED_DOCUMENTS, MAX_LONG_SHARED_DOCUMENTS = 11, 3
 NUM_FIRST_RING_STEPS = 2  # that have work if no document is sharded: a cut document is on neighboring ranks
 # What a ring step without pairs costs, in pairs per query: estimated 640 for Llama 3.1 8B on H100s with NVLink, 8,192
@@ -121,7 +243,7 @@ def document_order(
       inner: number of ranks of a group. Its tokens are split over them in zigzag order, as Ulysses expects
         (attention/strategies/ulysses.py).
       mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
-      window: tokens of a sliding window, whose exchange has limited room (window_room.py).
+      window: tokens of a sliding window, whose exchange has limited room (document_layout.py).
       ascending: the tokens of a rank are in natural order. So if neighboring documents continue the same prefix, their
         tokens are contiguous on each rank, as the packed call over the keys of the prefix requires.
       skips_ring_steps: ring steps after step 1 do not run if no document needs them.

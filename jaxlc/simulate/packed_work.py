@@ -2,7 +2,7 @@
 
 A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So the time of a sequence
 follows from the rank with the most pairs in each step, and depends on the lengths of the documents and on the order of
-tokens that distributes them over the ranks (`jaxlc.step.sequence_order`).
+tokens that distributes them over the ranks (`jaxlc.step.batch`).
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.attention.kernels.packed_operands import calls_for
+from jaxlc.attention.kernels.cudnn_packed import calls_for
 from jaxlc.config import Config
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.core.flops import causal_pairs, document_pairs
-from jaxlc.data.sequences.balance import balanced_order
 from jaxlc.data.sequences.loader import OrderOf
+from jaxlc.data.sequences.mixture import balanced_order
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, by_ring_step, ring_cost
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxlc.core import hardware
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.foreign_files import MAX_JSON_BYTES, parse_json, read_limited
+from jaxlc.core.files import MAX_JSON_BYTES, parse_json, read_limited
 from jaxlc.core.hardware import Device, Efficiency
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.simulate import efficiency, interval

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.checks.mesh_checks import num_head_ranks
-from jaxlc.hlo.attention_collectives import AttentionCollective
-from jaxlc.hlo.attention_kernels import AttentionKernelCall
+from jaxlc.hlo.attention_kernels import AttentionCollective, AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
-from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step, is_over_prefix
-from jaxlc.hlo.parser import Instruction, Program
-from jaxlc.hlo.trip_counts import trip_count
+from jaxlc.hlo.parser import Instruction, Program, is_data_dependent, is_in_ring_step, is_over_prefix, trip_count
 from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.packed_work import AttentionWork, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline

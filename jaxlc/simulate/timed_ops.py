@@ -5,9 +5,7 @@ from typing import NamedTuple
 from jaxlc.core.scopes import CORE_ATTENTION
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.hlo.op_names import innermost_scope, is_data_dependent
-from jaxlc.hlo.parser import Computation, Instruction
-from jaxlc.hlo.trip_counts import called, is_host_controlled
+from jaxlc.hlo.parser import Computation, Instruction, called, innermost_scope, is_data_dependent, is_host_controlled
 from jaxlc.simulate.time_model import TimeModel
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.

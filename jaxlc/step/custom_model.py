@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jaxlc.config import Config
 from jaxlc.core.axes import TENSOR
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.step.accumulation import accumulate
 from jaxlc.step.batch import Batch
-from jaxlc.step.losses.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
+from jaxlc.step.loss import LossSpec, LossSums, TokenLoss, check_losses, loss_sums, token_losses
+from jaxlc.step.objective import accumulate
 
 NATURAL, ZIGZAG = "natural", "zigzag"
 

@@ -18,10 +18,10 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 from jaxlc.models.rope import TablesOfKinds, tables_of_kinds
-from jaxlc.runtime.barrier import Program
-from jaxlc.sharding.layout import natural_order
+from jaxlc.runtime.watchdog import Program
+from jaxlc.sharding.document_layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
-from jaxlc.step.losses.loss_chunk import loss_chunk_tokens
+from jaxlc.step.loss import loss_chunk_tokens
 from jaxlc.step.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # in host memory, for one call

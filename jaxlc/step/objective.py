@@ -1,26 +1,37 @@
 """Loss and gradients of one batch.
 
 batch -> decoder -> hidden states -> final norm, output head and loss, chunk by chunk
+
+Gradient accumulation: sums over the microbatches of a step.
+
+The copies of the parameters that nodes gather once per step, and the sums of their gradients over nodes.
+
+    stored      [L, D, ...]          D sharded over the ranks of a node, and over the nodes
+    copy        [L, nodes, D, ...]   nodes sharded over the nodes, D over the ranks of a node
+
+See `sharding.mesh`. Norm scales, biases and other vectors have no copy: they are kilobytes, and are not sharded.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc import attention
 from jaxlc.attention.delta_rule.sharded_delta_net import ShardedDeltaNet
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.attention.strategies.sharded_attention import ShardedAttention
-from jaxlc.attention.tiles.query_tiles import TiledAttention
-from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
+from jaxlc.attention.tiles.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
-from jaxlc.core.axes import CONTEXT, TENSOR
+from jaxlc.core import scopes
+from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.blocks.delta_tiles import DeltaNetLayer
 from jaxlc.models.frozen_names import frozen_names
@@ -29,17 +40,132 @@ from jaxlc.models.layer_tiles import AttentionLayer
 from jaxlc.models.lora import is_adapter
 from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
-from jaxlc.sharding.nodes import Nodes, nodes_of
-from jaxlc.sharding.rules import Sharder, is_vector
-from jaxlc.step import mixed_precision, sequence_order
-from jaxlc.step.accumulation import accumulate
+from jaxlc.sharding.mesh import Nodes, nodes_of
+from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
+from jaxlc.step import batch as sequence_order
+from jaxlc.step import precision, update
 from jaxlc.step.batch import Batch, sequence_positions
-from jaxlc.step.losses.expert_balance import expert_sums, weighted_loss
-from jaxlc.step.losses.loss import LossSpec, TokenLoss, loss_sums, token_losses
-from jaxlc.step.losses.policy_loss import PolicyLoss, PolicySums, policy_sums
-from jaxlc.step.node_copies import NodeCopies
+from jaxlc.step.loss import LossSpec, TokenLoss, expert_sums, loss_sums, token_losses, weighted_loss
+from jaxlc.step.policy_loss import PolicyLoss, PolicySums, policy_sums
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
+
+
+def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict | None = None):
+    """Sums of the loss and its gradients over a batch [gradient accumulation steps, sequences, tokens].
+
+    Args:
+      objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums over the microbatch;
+        the first is differentiated. The second may be a tree of sums.
+      params: pytree of arrays, in device or host memory.
+      dims: the parameter tree with a tuple of dimension names per leaf.
+      histories: amax histories of FP8 delayed scaling, or None.
+    Returns:
+      The sums of the second result; the sum of the gradients; the next histories, which are the maximum over the
+      microbatches, or None.
+    """
+    differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
+
+    def add_microbatch(totals, part: Batch):
+        (gradients, amax), (part_totals, cross_entropy) = totals, differentiate(params, histories, part)
+        gradients = update.add(gradients, part_totals[0], dims)
+        return (gradients, jax.tree.map(jnp.maximum, amax, part_totals[1])), cross_entropy
+
+    if not is_on_host(params):
+        # float32 also of the copies of nodes, which may have the compute dtype.
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (params, histories))
+        totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
+        return jax.tree.map(lambda x: x.sum(0), cross_entropy), *totals
+    # No zeros, which would be allocated on the device: the sum starts with the gradients of the first microbatch.
+    first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
+    totals, first_cross_entropy = differentiate(params, histories, first)
+    if len(batch.tokens) == 1:
+        return first_cross_entropy, *totals
+    totals, cross_entropy = lax.scan(add_microbatch, totals, others)
+    return jax.tree.map(lambda first, others: first + others.sum(0), first_cross_entropy, cross_entropy), *totals
+
+
+@dataclass(frozen=True)
+class NodeCopies:
+    """Gathers copies and sums their gradients, under `jit`."""
+
+    nodes: Nodes
+    compute_dtype: jnp.dtype
+    reduce: Literal["compute", "fp32"]  # config.precision.reduce
+
+    @jax.named_scope(scopes.GATHER_NODE_COPY)
+    def gathered(self, params: dict, dims: dict) -> dict:
+        """The parameters with copies in place of matrices.
+
+        Those of layers are in the compute dtype, since layers gather in it; the embedding and the output head, whose
+        gradients are always summed in float32, keep the dtype in which they are stored, and so do layers if their
+        gradients are summed in float32.
+        """
+
+        def copy(path, stored: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+            if not is_copied(dims):
+                return stored
+            spec, out_spec = self._specs(dims, stored.shape)
+            dtype = self._reduce_dtype(path, stored.dtype)
+
+            def gather(x: jax.Array) -> jax.Array:
+                x = x.astype(dtype)
+                for dim, entry in enumerate(spec):
+                    if axes := self._over_nodes(entry):
+                        x = lax.all_gather(x, axes, axis=dim, tiled=True)
+                return jnp.expand_dims(x, _nodes_dim(dims))
+
+            return self._mapped(gather, spec, out_spec)(stored)
+
+        return jax.tree.map_with_path(copy, params, dims)
+
+    @jax.named_scope(scopes.SUM_OVER_NODES)
+    def summed(self, gradients: dict, dims: dict) -> dict:
+        """Gradients of the parameters, float32 and sharded as these, from those of the copies."""
+
+        def add(path, gradient: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+            if not is_copied(dims):
+                return gradient
+            nodes_dim = _nodes_dim(dims)
+            shape = gradient.shape[:nodes_dim] + gradient.shape[nodes_dim + 1 :]
+            spec, copy = self._specs(dims, shape)
+            dtype = self._reduce_dtype(path, gradient.dtype)
+
+            def scatter(x: jax.Array) -> jax.Array:
+                x, remaining = x.squeeze(nodes_dim).astype(dtype), set(self.nodes.outer)
+                for dim, entry in enumerate(spec):
+                    if axes := self._over_nodes(entry):
+                        x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+                        remaining -= set(axes)
+                return lax.psum(x, tuple(axis for axis in self.nodes.outer if axis in remaining)).astype(gradient.dtype)
+
+            return self._mapped(scatter, copy, spec)(gradient)
+
+        return jax.tree.map_with_path(add, gradients, dims)
+
+    def _specs(self, dims: tuple[str, ...], shape: tuple[int, ...]) -> tuple[PartitionSpec, PartitionSpec]:
+        """The shardings of a parameter and of its copy."""
+        at, copy = _nodes_dim(dims), copy_spec(dims, shape, self.nodes)
+        return storage_spec(dims, shape, self.nodes.mesh), PartitionSpec(*copy[:at], self.nodes.outer, *copy[at:])
+
+    def _over_nodes(self, entry) -> tuple[str, ...]:
+        """The axes over nodes, of more than one, in an entry of a PartitionSpec."""
+        return tuple(axis for axis in axes_of(entry) if axis in self.nodes.outer)
+
+    def _reduce_dtype(self, path, dtype) -> jnp.dtype:
+        """The dtype in which a parameter is gathered, and its gradient summed, across nodes."""
+        is_layer = path[0].key in LAYER_STACKS
+        return self.compute_dtype if is_layer and self.reduce == "compute" else dtype
+
+    def _mapped(self, function, in_spec: PartitionSpec, out_spec: PartitionSpec):
+        specs = dict(in_specs=(in_spec,), out_specs=out_spec, check_vma=False)
+        return jax.shard_map(function, mesh=self.nodes.mesh, **specs)
+
+
+def _nodes_dim(dims: tuple[str, ...]) -> int:
+    """The dimension of nodes in the copy of a parameter: after that of layers, which scans remove."""
+    return int(dims[0] == "layers")
+
 
 # What mixes the tokens of a layer, on whole sequences or by tiles.
 Mixing = ShardedAttention | TiledAttention | ShardedDeltaNet | TiledDeltaNet
@@ -215,7 +341,7 @@ class Objective:
             self._in_tiles(batch.tokens),
             self._in_tiles(positions),
             context,
-            fp8=mixed_precision.make_fp8(self.config.precision, params.histories),
+            fp8=precision.make_fp8(self.config.precision, params.histories),
             lora=self.config.lora,
         )
 
@@ -230,7 +356,7 @@ class Objective:
 
     @property
     def _compute_dtype(self):
-        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+        return precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
 
     @property
     def _memory(self) -> MemoryConfig:

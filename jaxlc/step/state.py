@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.models import freezing
 from jaxlc.sharding import rules
-from jaxlc.step.mixed_precision import Scaling, first_scaling
+from jaxlc.step.precision import Scaling, first_scaling
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in compiled programs

@@ -1,36 +1,54 @@
-"""The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it."""
+"""The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it.
+
+One optimizer step as a pure function: loss and gradients of a batch, the gradient norm, the update, the metrics.
+
+The attention kernels of the kinds of layers.
+
+Checks of kernels on the GPU that is about to train, before the step is compiled.
+"""
 
 import dataclasses
 import functools
 import os
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc import attention
-from jaxlc.config import Config, LoraConfig
+from jaxlc.attention.kernels.cudnn import check_deterministic
+from jaxlc.attention.kernels.packed_check import check_packed_cudnn
+from jaxlc.config import Config, LoraConfig, ModelConfig
 from jaxlc.core import hardware
-from jaxlc.core.axes import CONTEXT
+from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import freezing
 from jaxlc.models.blocks import mosaic_product
-from jaxlc.runtime import compilation_cache, transport
+from jaxlc.models.blocks.mosaic_check import check_mosaic_product
+from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
-from jaxlc.sharding.nodes import nodes_of
-from jaxlc.sharding.table import ShardingTable, sharding_table
-from jaxlc.step import mixed_precision, sequence_order
-from jaxlc.step.batch import BATCH_SPEC, Batch, abstract_batch, abstract_sequences
+from jaxlc.sharding.mesh import nodes_of
+from jaxlc.sharding.rules import ShardingTable, sharding_table
+from jaxlc.step import batch as sequence_order
+from jaxlc.step import precision, update
+from jaxlc.step.batch import (
+    BATCH_SPEC,
+    Batch,
+    SequenceOrder,
+    abstract_batch,
+    abstract_sequences,
+    attention_pairs,
+    num_invalid_indices,
+)
 from jaxlc.step.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
-from jaxlc.step.layer_kernels import by_kind, layer_kernels
-from jaxlc.step.losses.loss import TokenLoss
-from jaxlc.step.losses.policy_loss import PolicyLoss
+from jaxlc.step.loss import ExpertMetrics, TokenLoss, expert_metrics, with_balanced_biases
 from jaxlc.step.objective import Objective
-from jaxlc.step.optimizer import StepOptimizer, learning_rate_schedule
-from jaxlc.step.sequence_order import SequenceOrder
+from jaxlc.step.policy_loss import PolicyLoss, PolicySums, denominator, means
 from jaxlc.step.state import (
     DEVICE,
     TrainState,
@@ -41,7 +59,135 @@ from jaxlc.step.state import (
     memory_spaces,
     to_memory_kind,
 )
-from jaxlc.step.step_function import StepFunction, StepMetrics
+from jaxlc.step.update import StepOptimizer, learning_rate_schedule
+
+
+class StepMetrics(NamedTuple):
+    """Scalars, float32 unless noted, replicated."""
+
+    # Mean cross entropy in nats over all weighted tokens of the step; NaN if a token or position is out of range.
+    loss: jax.Array
+    grad_norm: jax.Array  # before clipping
+    learning_rate: jax.Array
+    target_tokens: jax.Array  # sum of the loss weights
+    is_finite: jax.Array  # bool: of loss and gradients; if False, the update was skipped
+    loss_scale: jax.Array | None  # with fp16 only: of this step
+    skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
+    attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
+    policy: PolicySums | None  # with posttrain.loss only: the means of the step
+    experts: ExpertMetrics | None  # with model.num_experts only; arrays [layers with experts] among them
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFunction:
+    """(state, batch) -> (state, metrics), to call under `jit`."""
+
+    config: Config
+    objective: Objective | CustomObjective
+    optimizer: StepOptimizer
+    memory_spaces: TrainState  # the `jax.memory.Space` of each array of the state
+
+    @property
+    def _trainable_dims(self):
+        return freezing.split(self.objective.dims, self.objective.frozen)[0]
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        is_decoder = isinstance(self.objective, Objective)
+        has_documents = self.config.attention.document_mask and is_decoder
+        num_invalid = num_invalid_indices(batch, self.config.model.vocab_size) if is_decoder else 0
+        pairs = attention_pairs(batch, self.config.model) if has_documents else None
+        # No copy, only types: with absent devices the types of the arguments do not include the memory space.
+        state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
+        # The division by the sum of weights of all ranks and microbatches: a single one may have no target tokens.
+        target_tokens = batch.loss_weights.sum()
+        posttrain = self.config.posttrain
+        total = denominator(batch, posttrain) if posttrain.loss else target_tokens
+        to_mean = jnp.where(total > 0, 1.0 / total, 0.0)
+        loss_scale = state.scaling.loss_scale
+        if loss_scale is not None:  # multiplies the mean loss, before anything is rounded to float16
+            batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
+            to_mean = 1.0 / loss_scale.scale
+        sums, gradients, histories, experts = self.objective.loss_and_grads(
+            state.params, batch, state.scaling.histories
+        )
+        policy = means(sums, batch, posttrain) if posttrain.loss else None
+        loss = jnp.where(num_invalid == 0, sums * to_mean if policy is None else policy.loss, jnp.nan)
+        grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
+        # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        trainable, frozen = freezing.split(state.params, self.objective.frozen)
+        trainable, opt_state = update.update(
+            self.optimizer.of,
+            self._trainable_dims,
+            update.ParamsAndOptState(trainable, state.opt_state),
+            gradients,
+            scale=to_mean,
+            grad_norm=grad_norm,
+            is_finite=is_finite,
+        )
+        if experts is not None and self.config.train.balance_bias_rate:
+            model, train = self.config.model, self.config.train
+            trainable = with_balanced_biases(trainable, experts.counts_LE, is_finite, model, train)
+        metrics = StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self.optimizer.learning_rate(state.opt_state),
+            target_tokens=target_tokens,
+            is_finite=is_finite,
+            loss_scale=loss_scale and loss_scale.scale,
+            skipped_steps=loss_scale and loss_scale.skipped_steps + ~is_finite,
+            attention_pairs=pairs,
+            policy=policy,
+            experts=experts and expert_metrics(experts, len(batch.tokens)),
+        )
+        scaling = precision.after_step(state.scaling, histories, is_finite, self.config.precision)
+        rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
+        params = freezing.join(trainable, frozen) if self.objective.frozen else trainable
+        return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
+
+
+def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelection]:
+    """The kernel of each kind of layers with attention of `config` on `mesh`, and why it was selected.
+
+    Raises:
+      UserError: the kernel that the config names does not support a kind.
+    """
+    model = config.model
+    dtype = precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
+    choose = functools.partial(attention.choose, config.attention, mesh, dtype=dtype)
+    kernels = {}
+    for kind in model.used_kinds:
+        own, window = model.of_kind(kind), model.window_of(kind)
+        if own.mixer != "attention":
+            continue
+        kernels[kind] = choose(
+            head_dim=own.head_dim,
+            window=window,
+            packed=config.attention.document_mask or (window is not None and config.memory.tile_tokens > 0),
+            num_elements=_num_query_elements(config, mesh, own),
+        )
+    return kernels
+
+
+def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
+    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone; if there are none,
+    "none"."""
+    if not texts:
+        yield "none"
+    elif len(set(texts.values())) == 1:
+        yield next(iter(texts.values()))
+    else:
+        yield from (f"{kind}: {text}" for kind, text in texts.items())
+
+
+def _num_query_elements(config: Config, mesh: Mesh, model: ModelConfig) -> int:
+    """Elements of a device's queries in a layer with the sizes of `model`; of a tile's, if layers are computed in
+    tiles."""
+    sizes, train = mesh.shape, config.train
+    batch = train.global_batch_size // (train.gradient_accumulation_steps * sizes[DATA] * sizes[FSDP])
+    tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
+    return batch * tokens * model.num_heads // sizes[TENSOR] * model.head_dim
+
 
 _HOST_MEMORY_SPACE = "S(5)"  # in the layouts of XLA's programs
 
@@ -68,7 +214,7 @@ def build_step(
       UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
         support the custom model, loss or optimizer.
     """
-    mixed_precision.check_devices(config.precision, mesh.devices.flat)
+    precision.check_devices(config.precision, mesh.devices.flat)
     if config.runtime.expert_kernel == "mosaic":
         mosaic_product.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))
@@ -102,7 +248,7 @@ class TrainStep:
     @property
     def compute_dtype(self) -> jax.numpy.dtype:
         """The dtype of the residual stream and of all matrix products that are not in FP8."""
-        return mixed_precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+        return precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
 
     @property
     def dims(self):
@@ -309,9 +455,9 @@ class TrainStep:
         return jax.jit(lambda: select(state().params), out_shardings=shardings)()
 
     @cached_property
-    def transport(self) -> transport.TransportSelection | None:
+    def transport(self) -> xla_flags.TransportSelection | None:
         """The transport of attention's sends and why it was selected; None on CPU."""
-        return transport.choose(self.config.runtime, tuple(self.mesh.devices.flat))
+        return xla_flags.choose(self.config.runtime, tuple(self.mesh.devices.flat))
 
     @property
     def kernels(self) -> dict[str, attention.KernelSelection]:
@@ -359,3 +505,47 @@ def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
     A program from the compilation cache may lack their sizes, so its text is also searched for their memory space.
     """
     return bool(compiled.memory_analysis().host_temp_size_in_bytes) or _HOST_MEMORY_SPACE in compiled.as_text()
+
+
+def check_kernels(step: TrainStep) -> list[str]:
+    """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's calls for packed documents and
+    the Mosaic products of experts with the reference, and the version of cuDNN with what config.runtime.deterministic
+    needs.
+
+    Returns:
+      Lines with the errors; none without such kernels.
+    Raises:
+      UserError: as `check_packed_cudnn`, `check_deterministic` and `check_mosaic_product`.
+    """
+    config, device = step.config, jax.local_devices()[0]
+    if device.platform != "gpu" or step.model is not None:
+        return []
+    lines = _check_cudnn(step, device)
+    if config.runtime.expert_kernel == "mosaic":
+        model = config.model
+        ffn_dim = model.expert_ffn_dim // config.mesh.tensor
+        sizes = dict(num_experts=model.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim)
+        lines.append(check_mosaic_product(device, **sizes))
+    return lines
+
+
+def _check_cudnn(step: TrainStep, device: jax.Device) -> list[str]:
+    config, kernels = step.config, step.kernels
+    if not any(kernel.name == "cudnn" for kernel in kernels.values()):
+        return []
+    if config.runtime.deterministic:
+        check_deterministic(device)
+    if not config.attention.document_mask:
+        return []
+    shapes = dict.fromkeys(config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn")
+    lines = [
+        check_packed_cudnn(
+            device,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=step.compute_dtype,
+        )
+        for shape in shapes
+    ]
+    return list(dict.fromkeys(lines))

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxlc.core.arguments import checked
+from jaxlc.core.errors import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,25 +18,24 @@ if TYPE_CHECKING:
     from jaxlc.config import Config
     from jaxlc.step.custom_model import Model
     from jaxlc.step.language_model import LanguageModel
-    from jaxlc.step.losses.loss import TokenLoss
-    from jaxlc.step.losses.policy_loss import PolicyLoss
+    from jaxlc.step.loss import TokenLoss
+    from jaxlc.step.policy_loss import PolicyLoss
     from jaxlc.step.step import TrainStep, build_step
-    from jaxlc.train.actions import TrainingStopped
-    from jaxlc.train.callbacks import Callback, RunInfo, StopTraining
-    from jaxlc.train.reports.history import History
-    from jaxlc.train.result.run_result import Result
+    from jaxlc.train.callbacks import Callback, RunInfo, StopTraining, TrainingStopped
+    from jaxlc.train.reports.metrics import History
+    from jaxlc.train.result import Result
 
 # Public name -> its module, which is imported when the name is first used.
 _MODULES = {
     "Callback": "train.callbacks",
-    "History": "train.reports.history",
+    "History": "train.reports.metrics",
     "LanguageModel": "step.language_model",
     "Model": "step.custom_model",
-    "Result": "train.result.run_result",
+    "Result": "train.result",
     "RunInfo": "train.callbacks",
     "StopTraining": "train.callbacks",
     "TrainStep": "step.step",
-    "TrainingStopped": "train.actions",
+    "TrainingStopped": "train.callbacks",
     "build_step": "step.step",
 }
 __all__ = [

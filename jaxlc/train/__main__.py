@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
-from jaxlc.core import streams
+from jaxlc.core import text
 from jaxlc.runtime import peers
 
 
@@ -40,7 +40,7 @@ def _run(command: ParsedCommand) -> int:
 
 
 def _latest_checkpoint(workdir: Path) -> str:
-    from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY, committed_steps
+    from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, committed_steps
 
     steps = committed_steps(workdir / CHECKPOINTS_DIRECTORY)
     if not steps:
@@ -49,6 +49,6 @@ def _latest_checkpoint(workdir: Path) -> str:
 
 
 if __name__ == "__main__":
-    streams.outlast()
+    text.outlast()
     kept = "interrupted; the same command resumes from the latest checkpoint, if there is one"
     peers.exit_process(run_main(main, sys.argv, description=__doc__, interrupted=kept))

@@ -1,19 +1,303 @@
-"""Callbacks: user code that a training run calls at certain events."""
+"""Callbacks: user code that a training run calls at certain events.
 
+What a run does between its steps: actions with a period. They get the position of the run and may add to it.
+
+Stopping on a signal: SIGTERM, which schedulers send before they kill a job, SIGHUP of a terminal that is closed, and
+SIGINT (Ctrl-C).
+
+Profiles of training steps: traces of the steps that config.profile names, and device memory when it runs out.
+
+    WORKDIR/profile/
+        plugins/profile/DATE/HOST.xplane.pb    the trace, for XProf and `jaxlc profile`
+        step.hlo.txt.gz                        the compiled step, whose instructions the trace names
+        run.json                               its config and devices, and the pairs of its attention
+        memory-PROCESS.prof                    allocations on the devices, written when a step runs out of memory
+
+With config.profile.processes="all", the first three are in one directory per process, WORKDIR/profile/process-N.
+"""
+
+import contextlib
+import ctypes
+import enum
+import gzip
 import inspect
-from collections.abc import Iterable
+import itertools
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import jax
+from jax.experimental import multihost_utils
+
+from jaxlc.config import Config, to_dict
+from jaxlc.core import interrupts
 from jaxlc.core.errors import UserError
-from jaxlc.core.suggestions import suggestion
+from jaxlc.core.text import suggestion
 from jaxlc.runtime import watchdog
+from jaxlc.step.batch import Batch
+from jaxlc.step.state import TrainState
+from jaxlc.step.step import StepMetrics
+from jaxlc.train.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from jaxlc.config import Config
+
+class TrainingStopped(RuntimeError):
+    """A loss or gradient was not finite, or a gate at the end of a stage stopped the run. The message names the
+    checkpoint."""
+
+
+class Stop(enum.Enum):
+    """Why a run stops after a step; the value is its exit status, which is 128 + the number of a signal."""
+
+    DONE = 0  # the last step of a stage, the end of the batches, or StopTraining
+    SIGHUP = 128 + signal.SIGHUP
+    SIGINT = 128 + signal.SIGINT
+    SIGTERM = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where training is: what a checkpoint holds."""
+
+    state: TrainState
+    step: int  # optimizer steps done
+    next_sequence: int  # index of the first training sequence of the stage that no step has used
+    evaluation: Evaluation | None = None  # None: the parameters were not evaluated
+    rows: Sequence[dict[str, Any]] = ()  # of metrics.jsonl, which may not have them yet
+
+
+class Action(NamedTuple):
+    """Something that a run does every `every` steps, and after its last step."""
+
+    every: int  # 0: after the last step only
+    run: Callable[[Position], Position]
+    at_start: bool = False  # also before step 1
+    at_signal: bool = False  # also when a signal stops the run
+    at_resume: bool = False  # also before the first step after a resume, and so not when a signal stops the run
+
+    def is_due(self, step: int, stop: Stop | None) -> bool:
+        """Whether it runs after `step`, after which the run stops if `stop` is not None."""
+        if step == 0:
+            return self.at_start and self.every > 0
+        if stop not in (None, Stop.DONE) and (self.at_signal or self.at_resume):
+            return self.at_signal
+        return stop is Stop.DONE or is_period(step, self.every)
+
+
+def run_due(actions: Iterable[Action], position: Position, stop: Stop | None = None) -> Position:
+    """Runs the actions that are due, in order; returns the position with what they added."""
+    for action in actions:
+        if action.is_due(position.step, stop):
+            position = action.run(position)
+    return position
+
+
+def is_period(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every`; never if that is 0."""
+    return every > 0 and step % every == 0
+
+
+_num_calls = itertools.count(1)  # JAX's sync points must increase in a process
+_AGAIN = {signal.SIGINT: "press Ctrl-C again to stop now without saving"}
+_NAMES = {signal.SIGINT: "\nCtrl-C"}  # below the ^C of a terminal
+
+
+class PreemptionGuard:
+    """While it is entered, the first signal asks for a stop, and a second one raises KeyboardInterrupt.
+
+    With several processes, a signal to any of them stops all of them after the same step: JAX's preemption service
+    catches SIGTERM, and the others are passed on as SIGTERM. Signals that are ignored, as SIGHUP after nohup, still
+    are. Outside the main thread signals cannot be caught; with one process `stop` is then always None.
+    """
+
+    def __init__(self):
+        self._on_signal: Callable[[], None] = lambda: None
+        self._signal: signal.Signals | None = None
+        self._seconds = 0.0  # of the first signal
+        self._stop: Stop | None = None
+        self._is_main_thread = threading.current_thread() is threading.main_thread()
+        self._previous_handlers: dict[signal.Signals, object] = {}
+
+    def calling(self, on_signal: Callable[[], None]) -> "PreemptionGuard":
+        """The same guard, which calls `on_signal` in the main thread when this process catches a signal."""
+        self._on_signal = on_signal
+        return self
+
+    def __enter__(self) -> "PreemptionGuard":
+        if self._is_main_thread:
+            caught = [signal.SIGINT, signal.SIGHUP, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
+            caught = [number for number in caught if signal.getsignal(number) != signal.SIG_IGN]
+            self._previous_handlers = {number: signal.signal(number, self._handle) for number in caught}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame) -> None:
+        if self._signal is not None:
+            is_pressed_twice = self._signal == number == signal.SIGINT
+            if is_pressed_twice or not interrupts.is_repeat(self._seconds):
+                interrupts.interrupt(number)
+        else:
+            self._seconds = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.write(2, _message(signal.Signals(number)))  # not print: the signal may have interrupted one
+            if jax.process_count() > 1:
+                signal.raise_signal(signal.SIGTERM)
+        self._signal = signal.Signals(number)
+        if jax.process_count() == 1:  # otherwise the others would go on: all stop at the same call of `stop`
+            self._on_signal()
+
+    def stop(self) -> Stop | None:
+        """The signal that stops the run now, if there was one. Every process must make the same calls."""
+        if jax.process_count() > 1:
+            # A sync point is a call, not a step: a run that waits for rollouts makes several calls in a step.
+            is_requested = self._stop is not None or multihost_utils.reached_preemption_sync_point(next(_num_calls))
+        else:
+            is_requested = self._signal is not None
+        if is_requested:
+            self._stop = Stop(128 + (self._signal or signal.SIGTERM))
+        return self._stop
+
+
+def _message(number: signal.Signals) -> bytes:
+    again = _AGAIN.get(number, "a second signal stops now without saving")
+    return f"{_NAMES.get(number, number.name)}: saving a checkpoint after this step; {again}\n".encode()
+
+
+PROFILE_DIRECTORY = "profile"  # in the workdir
+PROGRAM_FILE, RUN_FILE = "step.hlo.txt.gz", "run.json"
+PAIRS = "attention_pairs"  # in RUN_FILE: mean `StepMetrics.attention_pairs` of the traced steps; absent if unknown
+STEP_ANNOTATION = "train"  # name of the range of one step, with the statistic step_num
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+_CUDA_RUNTIMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
+
+
+class StepProfiler:
+    """Calls the compiled step, and traces the steps of config.profile. A context manager around the loop over steps.
+
+    Each call is a range named `STEP_ANNOTATION` in any trace of the process. An exception that reports that the device
+    memory is exhausted writes a memory profile.
+    """
+
+    def __init__(self, config: Config, workdir: Path, run_step: jax.stages.Compiled, log: Callable[[str], None]):
+        """
+        Args:
+          run_step: the compiled step, (state, batch) -> (state, metrics).
+          log: prints one line.
+        """
+        settings = config.profile
+        self._config, self._run_step, self._log = config, run_step, log
+        self._directory = workdir / PROFILE_DIRECTORY
+        is_traced = settings.processes == "all" or jax.process_index() == 0
+        self._steps = settings.traced_steps if is_traced else range(0)
+        self._first_traced: int | None = None  # the first step of the trace that is being recorded
+        self._metrics: list[StepMetrics] = []  # of its steps
+
+    def start(self, step: int, state: TrainState) -> None:
+        """Starts the trace if `step` is its first step; `state` is the argument of the step."""
+        if step in self._steps and self._first_traced is None:
+            jax.block_until_ready(state)  # earlier steps are not a part of the trace
+            self._start(step)
+
+    def __call__(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        with jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step):
+            state, metrics = self._run_step(state, batch)
+        if self._first_traced is not None:
+            self._metrics.append(metrics)
+        return state, metrics
+
+    def is_last(self, step: int) -> bool:
+        """Whether `step` is the last one of the trace that is being recorded."""
+        return self._first_traced is not None and step + 1 not in self._steps
+
+    def stop(self, step: int, state: TrainState) -> None:
+        """Writes the trace if `step`, which returned `state`, is its last step."""
+        if self.is_last(step):
+            jax.block_until_ready(state)
+            self._stop(step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._first_traced is not None:  # the run ended among the traced steps
+            self._stop(None)
+        if isinstance(error, jax.errors.JaxRuntimeError) and _OUT_OF_MEMORY in str(error):
+            self._save_memory_profile()
+
+    @property
+    def _trace_directory(self) -> Path:
+        """One directory per process if all trace: JAX names traces by second and host, which processes can share."""
+        if self._config.profile.processes == "first":
+            return self._directory
+        return self._directory / f"process-{jax.process_index()}"
+
+    def _start(self, step: int) -> None:
+        self._first_traced = step
+        if self._config.profile.tool == "nsys":
+            _cuda_runtime().cudaProfilerStart()
+            return
+        directory = self._trace_directory
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / PROGRAM_FILE).write_bytes(gzip.compress(self._run_step.as_text().encode()))
+        self._write_run()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # calls of Python functions, which fill the trace
+        jax.profiler.start_trace(directory, profiler_options=options)
+
+    def _stop(self, last: int | None) -> None:
+        first, self._first_traced = self._first_traced, None
+        if self._config.profile.tool == "nsys":
+            _cuda_runtime().cudaProfilerStop()
+            return
+        jax.profiler.stop_trace()
+        steps = f"steps {first} to {last}" if last is not None else f"steps from {first} on, until the run ended,"
+        directory = self._trace_directory
+        pairs = [metrics.attention_pairs for metrics in self._metrics]
+        if last is not None and None not in pairs:
+            self._write_run({PAIRS: statistics.fmean(map(float, pairs))})
+        self._log(f"traced {steps} in {directory}; compare them with the plan: jaxlc profile {directory}")
+
+    def _write_run(self, more: Mapping[str, float] = MappingProxyType({})) -> None:
+        devices = dict(device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count())
+        about = dict(config=to_dict(self._config), **devices, **more)
+        (self._trace_directory / RUN_FILE).write_text(json.dumps(about, indent=1) + "\n")
+
+    def _save_memory_profile(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"memory-{jax.process_index()}.prof"
+        jax.profiler.save_device_memory_profile(path)
+        self._log(
+            f"the device memory is exhausted; its allocations are in {path}, which `go tool pprof` and XProf read"
+        )
+
+
+def _cuda_runtime() -> ctypes.CDLL:
+    """The CUDA runtime, which the CUDA plugin of JAX has loaded. Raises UserError if there is none."""
+    for name in _CUDA_RUNTIMES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise UserError(
+        f"config.profile.tool='nsys' needs the CUDA runtime, and none of {', '.join(_CUDA_RUNTIMES)} can be loaded;"
+        " use --config.profile.tool=xprof"
+    )
+
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluation", "on_checkpoint", "on_end")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.core.counts import gib
+from jaxlc.core.text import gib
 from jaxlc.runtime import watchdog
 from jaxlc.train.reports.progress import Progress
 

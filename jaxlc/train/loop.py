@@ -11,58 +11,54 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxlc import runtime
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
-from jaxlc.core import extras, hardware
+from jaxlc.core import errors, hardware
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import local_path
-from jaxlc.core.write_errors import make_writable
+from jaxlc.core.files import local_path, make_writable
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.barrier import wait_for_processes
-from jaxlc.runtime.memory_pools import explained
+from jaxlc.runtime.memory import explained
+from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
-from jaxlc.step.kernel_checks import check_kernels
-from jaxlc.step.losses.loss import TokenLoss
-from jaxlc.step.losses.policy_loss import PolicyLoss
-from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.loss import TokenLoss
+from jaxlc.step.policy_loss import PolicyLoss
+from jaxlc.step.step import TrainStep, build_step, check_kernels
 from jaxlc.step.verify_compiled import verify_compiled_step
-from jaxlc.train.actions import Position, Stop, run_due
-from jaxlc.train.callbacks import Callback, Callbacks, RunInfo
+from jaxlc.train.callbacks import Callback, Callbacks, Position, PreemptionGuard, RunInfo, StepProfiler, Stop, run_due
 from jaxlc.train.host_memory import allocate_host_memory
-from jaxlc.train.preemption import PreemptionGuard
-from jaxlc.train.prepared_stages import (
+from jaxlc.train.reference_model import Reference, reference_lines
+from jaxlc.train.reports.manifest import (
+    keep_config,
+    keep_plan,
+    plan_summary,
+    read_manifest,
+    run_id_everywhere,
+    stored_settings,
+)
+from jaxlc.train.reports.metrics import MetricsLog, WandbWriter, open_metrics
+from jaxlc.train.reports.progress import LOG_FILE, Progress
+from jaxlc.train.reports.start_report import step_lines
+from jaxlc.train.reports.step_reports import StepReports
+from jaxlc.train.result import Result
+from jaxlc.train.run_data import Batches, open_data
+from jaxlc.train.stage import StageRun, open_workdir
+from jaxlc.train.stage_setup import (
     Outputs,
     PreparedStage,
+    check_equal_settings,
+    check_same_state,
+    check_stages,
+    check_weights,
     first_position,
     stage_after,
     stage_until,
     start_lines,
     with_stored_start,
 )
-from jaxlc.train.reference_model import Reference, reference_lines
-from jaxlc.train.reports.config_copy import (
-    keep_config,
-    keep_plan,
-    read_manifest,
-    run_id_everywhere,
-    stored_settings,
-)
-from jaxlc.train.reports.manifest import plan_summary
-from jaxlc.train.reports.metrics import MetricsLog, open_metrics
-from jaxlc.train.reports.progress import LOG_FILE, Progress
-from jaxlc.train.reports.start_report import step_lines
-from jaxlc.train.reports.step_reports import StepReports
-from jaxlc.train.reports.wandb_writer import WandbWriter
-from jaxlc.train.result.run_result import Result
-from jaxlc.train.run_data import Batches, open_data
-from jaxlc.train.stage_run import StageRun
-from jaxlc.train.start_checks import check_equal_settings, check_same_state, check_stages, check_weights
-from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.stragglers import Stragglers
-from jaxlc.train.workdir import open_workdir
 
 
 def run(
@@ -132,7 +128,7 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
         if not has_batches:
             check_evaluation(stage.config)
     if stages[0].config.train.wandb_project:
-        extras.require("wandb", "config.train.wandb_project")
+        errors.require("wandb", "config.train.wandb_project")
     if len(stages) > 1 and has_batches:
         raise UserError(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"

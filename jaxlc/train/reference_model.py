@@ -5,10 +5,10 @@ Its weights are in pinned host memory, and each layer is copied to the device wh
 records.
 """
 
-from jaxlc.checkpoints.pretrained_params import check_pretrained, load_pretrained
-from jaxlc.core.counts import gib
+from jaxlc.checkpoints.pretrained import check_pretrained, load_pretrained
+from jaxlc.core.text import gib
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.barrier import wait_for_processes
+from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.step.batch import Batch
 from jaxlc.step.state import bytes_per_device, lacks_host_memory
 from jaxlc.step.step import TrainStep

@@ -11,20 +11,18 @@ from jax.sharding import NamedSharding
 
 from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed, local_path
+from jaxlc.core.files import displayed, local_path
 from jaxlc.data import Corpus, open_corpus
-from jaxlc.data.reports.shares import share_lines
-from jaxlc.data.sequences.balance import BalancedSequences
-from jaxlc.data.sequences.batch_arrays import array_dtypes
-from jaxlc.data.sequences.loader import Sequences, batches
+from jaxlc.data.reports.data_report import share_lines
+from jaxlc.data.sequences.loader import Sequences, WaitingTime, array_dtypes, batches
+from jaxlc.data.sequences.mixture import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences
-from jaxlc.data.sequences.waiting import WaitingTime
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.step.batch import BATCH_SPEC
 from jaxlc.step.step import TrainStep
-from jaxlc.train.evaluation.held_out import FiniteSequences
+from jaxlc.train.evaluation import FiniteSequences
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import corpus_lines, start_token_lines
 from jaxlc.train.rollouts import DIRECTORY, together

@@ -22,11 +22,11 @@ import numpy as np
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.foreign_files import parse_json
-from jaxlc.core.time_limit import call_within
+from jaxlc.core.files import parse_json
+from jaxlc.core.interrupts import call_within
 from jaxlc.runtime import watchdog
-from jaxlc.runtime.phase_board import DEVICES
-from jaxlc.train.actions import is_period
+from jaxlc.runtime.watchdog import DEVICES
+from jaxlc.train.callbacks import is_period
 
 TIMES_FILE = "process_times.jsonl"  # in the workdir
 PRODUCT, COPY = "product", "copy"

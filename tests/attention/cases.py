@@ -8,14 +8,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxlc.attention import attend, sinks
+from jaxlc.attention import attend, contract
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.tiles.query_tiles import TiledAttention
-from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
+from jaxlc.attention.tiles.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.config import MeshConfig
-from jaxlc.sharding.layout import natural_order
+from jaxlc.sharding.document_layout import natural_order
 from jaxlc.sharding.mesh import make_mesh
 from tests.tolerances import max_relative_error
 
@@ -92,7 +91,7 @@ def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, sinks_N=Non
     def objective(operands):
         *qkv, sinks_1N = operands
         results = reference.forward(*qkv, ranges(packed, spec), spec)
-        out, _ = sinks.join(*results, None if sinks_1N is None else sinks_1N[0])
+        out, _ = contract.join(*results, None if sinks_1N is None else sinks_1N[0])
         return (out * dout).sum(), out
 
     operands = q, k, v, None if sinks_N is None else jnp.array([sinks_N])

@@ -13,7 +13,7 @@ from jaxlc.attention import attend, natural_order, zigzag_order
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies import reorder
+from jaxlc.attention.strategies import sharded_attention
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.mesh import Ranks
 from tests.attention.cases import inputs
@@ -117,8 +117,8 @@ def test_reorder_equals_zigzag_order(num_ranks):
     ranks, tokens = Ranks("sp", num_ranks), jnp.arange(6 * num_ranks)[None]
 
     def local(x):
-        zigzag = reorder.to_zigzag(x, ranks)
-        return zigzag, reorder.to_natural(zigzag, ranks)
+        zigzag = sharded_attention.to_zigzag(x, ranks)
+        return zigzag, sharded_attention.to_natural(zigzag, ranks)
 
     spec = PartitionSpec(None, "sp")
     zigzag, natural = jax.shard_map(local, mesh=mesh_of(sp=num_ranks), in_specs=spec, out_specs=spec)(tokens)

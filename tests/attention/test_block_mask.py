@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention.kernels.block_mask import BlockMask, kv_block_ranges, query_block_ranges
-from jaxlc.attention.kernels.tuning import MAX_BLOCK_RANGES
+from jaxlc.attention.kernels.block_mask import MAX_BLOCK_RANGES, BlockMask, kv_block_ranges, query_block_ranges
 
 QUERY_BLOCK, KV_BLOCK = 4, 8
 

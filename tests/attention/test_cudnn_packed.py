@@ -17,14 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc import _jax_internals
 from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, packed_operands, reference
+from jaxlc.attention.kernels import cudnn, cudnn_packed, packed_check, reference
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import parse
-from jaxlc.hlo.op_names import is_data_dependent, is_in_ring_step
+from jaxlc.hlo.parser import is_data_dependent, is_in_ring_step
 from jaxlc.sharding.document_layout import document_layout
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.attention import cudnn_stand_in
@@ -39,7 +39,7 @@ FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 def stand_in(monkeypatch: pytest.MonkeyPatch):
     """The stand-in in place of cuDNN, and buckets for up to 96, 24 and 6 tokens."""
     cudnn_stand_in.install(monkeypatch)
-    monkeypatch.setattr(packed_operands, "MIN_BUCKET_TOKENS", 4)
+    monkeypatch.setattr(cudnn_packed, "MIN_BUCKET_TOKENS", 4)
     monkeypatch.setattr(cudnn, "unsupported", lambda problem: None)
     jax.clear_caches()  # programs with cuDNN's calls
     yield
@@ -153,7 +153,7 @@ def check(stand_in, monkeypatch):
     Args:
       problem: the only problem to compute: 0 is a rank's own KV block, 1 a ring step, 2 the large problem. None: all.
     """
-    monkeypatch.setattr(packed_operands, "MIN_BUCKET_TOKENS", 16)
+    monkeypatch.setattr(cudnn_packed, "MIN_BUCKET_TOKENS", 16)
     problems = packed_check._problems
     device, heads = jax.devices()[0], dict(num_heads=4, num_kv_heads=2, head_dim=8)
 
@@ -242,7 +242,7 @@ def test_check_before_training_finds_stale_memory_of_gaps(check, monkeypatch):
 
 
 def test_check_before_training_finds_wrong_and_failing_calls(check, monkeypatch):
-    operands = packed_operands.packed_operands
+    operands = cudnn_packed.packed_operands
 
     def shifted(*arguments):
         right = operands(*arguments)
@@ -268,8 +268,8 @@ def test_check_without_memory_skips_large_problem():
     assert note == "" and (large.num_tokens - large.lengths[-1]) * 32 * 128 > 2**27
     for problem in (problems[0], large):
         sizes = 1, problem.num_tokens, problem.num_tokens
-        calls = packed_operands.calls_for(*sizes, causal=True, few_documents=problem.spec.few_documents)
-        rows, *_ = packed_operands.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
+        calls = cudnn_packed.calls_for(*sizes, causal=True, few_documents=problem.spec.few_documents)
+        rows, *_ = cudnn_packed.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
         assert rows.q_start[0, 0] > rows.q_start[0, 1] + rows.q_length[0, 1]  # also a gap between them
 
 
@@ -393,7 +393,7 @@ def test_packed_call_with_wrong_operand_differs(stand_in, monkeypatch):
     q, k, v, dout = inputs(batch=1, num_tokens=24)
     dlse = jnp.ones((1, q.shape[2], 24))
     oracle = float64_oracle(q, k, v, segments_BT, dout, dlse)
-    correct = packed_operands.packed_operands
+    correct = cudnn_packed.packed_operands
     monkeypatch.setattr(cudnn, "_fold_vmap_into_batch", lambda call: call)  # it cannot close over `mutation`
 
     @jax.jit  # one program for all mutations

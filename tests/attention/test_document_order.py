@@ -9,8 +9,7 @@ import pytest
 
 from jaxlc.attention import make, make_tiled
 from jaxlc.config import AttentionConfig
-from jaxlc.sharding.document_layout import document_order
-from jaxlc.sharding.layout import natural_order
+from jaxlc.sharding.document_layout import document_order, natural_order
 from tests.attention.cases import split_mesh, tiled_results
 
 LENGTHS = [37, 3, 52, 1, 20, 11]  # and 4 tokens of padding

@@ -6,8 +6,7 @@ import pytest
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, implicit_ranges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.sharding.document_layout import document_layout
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import document_layout, zigzag_order
 
 TOKENS, CONTEXT = 192, 4
 SPECS = {

@@ -20,9 +20,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.kernels import mosaic, reference, tokamax_kernels
+from jaxlc.attention.kernels import mosaic, reference
 from jaxlc.config import MeshConfig
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError
 from jaxlc.simulate.topology import make_mesh, topology
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
@@ -93,7 +93,7 @@ def _backward(
 def fake_tokamax(monkeypatch: pytest.MonkeyPatch):
     """The stand-in, for an H100, with blocks of 128 tokens per call of the backward."""
     module = SimpleNamespace(Config=dict, flash_attention_kernel=_forward, flash_attention_vjp_kernel=_backward)
-    monkeypatch.setattr(tokamax_kernels, "modules", lambda generation: tokamax_kernels.Modules(module, module))
+    monkeypatch.setattr(mosaic, "modules", lambda generation: mosaic.Modules(module, module))
     monkeypatch.setattr(mosaic, "target_generation", lambda: "9")
     monkeypatch.setattr(mosaic, "unsupported", lambda problem: None)
     monkeypatch.setattr(mosaic, "PAIR_BLOCK_TOKENS", 128)
@@ -206,19 +206,19 @@ def test_mosaic_on_cpu_raises():
 
 
 def test_mosaic_without_tokamax_names_extra(monkeypatch):
-    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    monkeypatch.setattr(errors, "is_installed", lambda package: False)
     with pytest.raises(UserError, match=r"attention.kernel=mosaic needs the package tokamax.*\[mosaic\]"):
-        tokamax_kernels.modules.__wrapped__("9")
+        mosaic.modules.__wrapped__("9")
 
 
 def test_changed_tokamax_raises_with_parameters(monkeypatch):
     def changed(q, k, v, added): ...
 
-    monkeypatch.setattr(extras, "is_installed", lambda package: True)
+    monkeypatch.setattr(errors, "is_installed", lambda package: True)
     fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(flash_attention_kernel=changed))
-    monkeypatch.setattr(tokamax_kernels, "importlib", fake)
+    monkeypatch.setattr(mosaic, "importlib", fake)
     with pytest.raises(NotImplementedError, match=r"changed flash_attention_kernel .supported: .*added, bias"):
-        tokamax_kernels.modules.__wrapped__("9")
+        mosaic.modules.__wrapped__("9")
 
 
 @pytest.mark.gpu_compiler
@@ -237,7 +237,7 @@ def test_target_inside_shard_map_is_that_of_the_mesh(gpu, generation):
     assert targets == [generation]
 
 
-needs_tokamax = pytest.mark.skipif(not extras.is_installed("tokamax"), reason="needs pip install -e '.[mosaic]'")
+needs_tokamax = pytest.mark.skipif(not errors.is_installed("tokamax"), reason="needs pip install -e '.[mosaic]'")
 
 
 @needs_tokamax

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.kernels.packed_operands import (
+from jaxlc.attention.kernels.cudnn_packed import (
     DOCUMENTS_PER_ROW,
     Bucket,
     Calls,

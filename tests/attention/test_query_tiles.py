@@ -14,13 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.tiles.kv_blocks import GroupState
-from jaxlc.attention.tiles.query_tiles import TiledAttention, make_tiled
-from jaxlc.attention.tiles.tile_order import layout_of, tiles_of
+from jaxlc.attention.tiles.query_tiles import TiledAttention, layout_of, make_tiled, tiles_of
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from tests.attention.cases import (
     TOKENS,
     assert_rows_match,

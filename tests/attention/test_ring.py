@@ -9,7 +9,7 @@ from jaxlc.attention import attend, make
 from jaxlc.attention.strategies import ring
 from jaxlc.config import AttentionConfig, MemoryConfig
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.step.remat import make_remat
 from tests.attention.cases import (
     BATCH,

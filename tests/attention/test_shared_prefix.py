@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 
 from jaxlc.attention import make
-from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.contract import AttentionSpec, join
 from jaxlc.attention.kernels import cudnn
-from jaxlc.attention.kernels.packed_operands import calls_for, document_table
+from jaxlc.attention.kernels.cudnn_packed import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.sinks import join
 from jaxlc.attention.tiles.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig
-from jaxlc.sharding.document_layout import document_order
-from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.document_layout import document_order, natural_order, zigzag_order
 from tests.attention import cudnn_stand_in
 from tests.attention.cases import split_mesh, tiled_results
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention import attend, make, sinks
+from jaxlc.attention import attend, contract, make
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
@@ -126,7 +126,7 @@ def test_sink_in_each_ring_step_does_not_match(context, monkeypatch):
     """Mutation test: a sink in each kernel call is right on one rank, and counted once per block on several ranks."""
 
     def forward(*operands):
-        return sinks.join(*reference.forward(*operands), jnp.asarray(SINKS))
+        return contract.join(*reference.forward(*operands), jnp.asarray(SINKS))
 
     kernel = SimpleNamespace(forward=forward, backward=reference.backward, unsupported=reference.unsupported)
     monkeypatch.setitem(KERNELS, "reference", kernel)
@@ -144,7 +144,7 @@ def calls_on_h100(kind: str) -> Counter:
     attend_fn = {
         "without": lambda q, k, v, sinks_N: attention(q, k, v)[0],
         "with": lambda q, k, v, sinks_N: attention(q, k, v, None, sinks_N)[0],
-        "differentiated": lambda q, k, v, sinks_N: sinks.join(*attention(q, k, v), sinks_N)[0],
+        "differentiated": lambda q, k, v, sinks_N: contract.join(*attention(q, k, v), sinks_N)[0],
     }[kind]
     sharding = NamedSharding(mesh, PartitionSpec(None, "context"))
     q, k = (jax.ShapeDtypeStruct((1, 4096, n, 64), jnp.bfloat16, sharding=sharding) for n in (8, 4))

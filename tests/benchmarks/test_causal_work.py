@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks import causal_work
-from jaxlc.hlo.attention_flops import imbalance
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.hlo.analysis import imbalance
+from jaxlc.sharding.document_layout import zigzag_order
 
 TOKENS = 48
 

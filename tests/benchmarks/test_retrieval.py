@@ -10,7 +10,7 @@ import jaxlc.train
 from benchmarks import retrieval
 from benchmarks.broken_ring import broken_ring
 from jaxlc.config import load_stages, read_config
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 
 CONTEXT, TOKENS = 4, 64
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from benchmarks import ring_steps
 from jaxlc.attention.contract import AttentionSpec, QueryResults
 from jaxlc.attention.kernels import blockwise, reference
-from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from tests.attention.cases import TOKENS, assert_rows_match, inputs
 from tests.tolerances import FLOAT32_PARITY
 

@@ -20,12 +20,12 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.checkpoints import checkpoint, checkpoint_files
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget, restore_params
-from jaxlc.checkpoints.storage import Storage
+from jaxlc.checkpoints import files as checkpoint_files
+from jaxlc.checkpoints import save as checkpoint
+from jaxlc.checkpoints.restore import RestoreTarget, restore_params
+from jaxlc.checkpoints.save import Checkpoints, Storage
 from jaxlc.core.errors import UserError, WriteError
-from jaxlc.train.workdir import prepare_workdir
+from jaxlc.train.stage import prepare_workdir
 from tests import helpers
 
 pytestmark = pytest.mark.jax_version
@@ -427,8 +427,8 @@ def start(code: str, *arguments: str, devices: int) -> subprocess.Popen:
 SAVE_FOREVER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.checkpoints.restore import RestoreTarget
 checkpoints = Checkpoints(sys.argv[1], keep=2, warn=print)
 for step in itertools.count(1):
     state = dict(big=jnp.full((256, 1024), step, jnp.float32), step=jnp.int32(step))
@@ -469,8 +469,8 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=proc
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.experimental import multihost_utils
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.checkpoints.restore import RestoreTarget
 
 mesh = Mesh(np.array(jax.devices()), ("fsdp",))
 sharding = NamedSharding(mesh, PartitionSpec("fsdp"))

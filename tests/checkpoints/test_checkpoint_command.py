@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlc.checkpoints.__main__ import main
-from jaxlc.checkpoints.retention import EVALUATIONS_FILE
-from jaxlc.checkpoints.stored_checkpoints import LOCK_FILE, problem_of
-from jaxlc.core.lock import locked
+from jaxlc.checkpoints.stored import EVALUATIONS_FILE, LOCK_FILE, problem_of
+from jaxlc.core.files import locked
 from tests.checkpoints import test_checkpoint as checkpoints
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import committed_steps
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.files import committed_steps
+from jaxlc.checkpoints.restore import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
 from tests import helpers
 from tests.checkpoints.test_checkpoint import MODEL, abstract, assert_same, make_mesh, make_state, meta_of, start
 
@@ -93,8 +93,8 @@ import jax
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process_id)
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.checkpoints.restore import RestoreTarget
 
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("fsdp", "context"))
 values = dict(split=np.arange(512, dtype=np.float32).reshape(32, 16), copied=np.arange(7, dtype=np.float32))

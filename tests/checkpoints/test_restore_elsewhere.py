@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.restore import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import TrainStep, build_step
@@ -60,8 +60,8 @@ if num_processes > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=num_processes, process_id=process_id)
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.checkpoints.restore import RestoreTarget
 
 devices = np.array(jax.devices())
 mesh = Mesh(devices.reshape(-1, 2), ("fsdp", "context"))

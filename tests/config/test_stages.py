@@ -10,7 +10,7 @@ import pytest
 from jaxlc.config import defaults, load, load_stages, read_config
 from jaxlc.config.command_line import StageFlags, parse
 from jaxlc.core.errors import UserError
-from jaxlc.step.optimizer import learning_rate_schedule
+from jaxlc.step.update import learning_rate_schedule
 from tests.advice import flags, followed
 
 _SOURCE = """

@@ -8,8 +8,7 @@ import pytest
 
 import jaxlc
 from jaxlc.config import defaults
-from jaxlc.core.arguments import ArgumentError, checked
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import ArgumentError, UserError, checked
 
 if TYPE_CHECKING:
     import no_such_module

@@ -3,7 +3,7 @@ import stat
 
 import pytest
 
-from jaxlc.core.atomic_files import replacing
+from jaxlc.core.files import replacing
 
 
 def test_replacing_gives_the_permissions_of_the_umask(tmp_path):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -11,17 +11,17 @@ ROOT = Path(__file__).parents[2]
 
 def test_extras_names_match_pyproject():
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for package, extra in extras.EXTRAS.items():
+    for package, extra in errors.EXTRAS.items():
         assert any(requirement.startswith(package) for requirement in optional[extra]), package
 
 
 def test_require_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    monkeypatch.setattr(errors, "is_installed", lambda package: False)
     with pytest.raises(UserError) as error:
-        extras.require("matplotlib", "--timeline")
+        errors.require("matplotlib", "--timeline")
     command = "pip install -e '.[plot]' in a checkout of jaxlc"
     assert str(error.value) == f"--timeline needs the package matplotlib, which is not installed: {command}"
 
 
 def test_require_installed_package_passes():
-    extras.require("matplotlib", "--timeline")
+    errors.require("matplotlib", "--timeline")

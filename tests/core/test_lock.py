@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxlc.core.lock import LockHeld, locked
+from jaxlc.core.files import LockHeld, locked
 from tests import helpers
 
 _HOLDER = """
 import pathlib, sys, time
-from jaxlc.core.lock import locked
+from jaxlc.core.files import locked
 with locked(pathlib.Path(sys.argv[1]), print):
     print("holds", flush=True)
     time.sleep(600)
@@ -65,7 +65,7 @@ def test_locked_opens_file_again_if_deleted_on_nfs(tmp_path: Path, monkeypatch):
             raise OSError(errors.pop(0), "of NFS")
         flock(file, operation)
 
-    monkeypatch.setattr("jaxlc.core.lock.fcntl.flock", flock_on_nfs)
+    monkeypatch.setattr("jaxlc.core.files.fcntl.flock", flock_on_nfs)
     with locked(tmp_path / "lock", lambda holder: None):
         assert errors == [] and (tmp_path / "lock").exists()
 
@@ -86,7 +86,7 @@ def test_locked_without_locks_reports_it_and_does_not_wait(tmp_path: Path, monke
     def flock(file, operation):
         raise OSError(errno.ENOSYS, "no locks")
 
-    monkeypatch.setattr("jaxlc.core.lock.fcntl.flock", flock)
+    monkeypatch.setattr("jaxlc.core.files.fcntl.flock", flock)
     reports = []
     with locked(tmp_path / "lock", pytest.fail, on_unsupported=lambda: reports.append(1)):
         assert reports == [1]

@@ -5,7 +5,7 @@ import pytest
 
 from jaxlc import cli
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed, local_path
+from jaxlc.core.files import displayed, local_path
 from jaxlc.runtime import peers
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxlc.core.suggestions import did_you_mean, nearest_name, suggestion
+from jaxlc.core.text import did_you_mean, nearest_name, suggestion
 
 
 def test_did_you_mean_near_name_is_a_question_in_the_given_form():

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.core.write_errors import full_disk_explained, make_writable
+from jaxlc.core.files import full_disk_explained, make_writable
 
 
 def _write(tmp_path, error: Exception) -> str:

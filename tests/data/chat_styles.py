@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from jaxlc.data.tokens.named_templates import TEMPLATES
+from jaxlc.data.tokens.chat_templates import TEMPLATES
 
 # ChatML with tools, as Qwen and SmolLM.
 CHATML = """\

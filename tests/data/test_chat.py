@@ -10,9 +10,9 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.texts.chats import Chat
+from jaxlc.data.texts.documents import Chat
 from jaxlc.data.texts.records import BadRecord
-from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
+from jaxlc.data.tokens.chat_templates import ChatTemplate, load_chat_template
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import CHATML, CHATS, HEADERS, TOOL_CHAT, VARIABLES, cases, without_markers, write_tokenizer

@@ -11,11 +11,10 @@ from tokenizers import normalizers
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.texts.chats import CHAT_FIELDS, Chat, read_chat
-from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
+from jaxlc.data.texts.documents import CHAT_FIELDS, BadRecords, Chat, Fields, read_chat, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens.chat import ChatTemplate, load_chat_template
+from jaxlc.data.tokens.chat_templates import ChatTemplate, load_chat_template
 from tests.data.chat_styles import CHATML, HEADERS, OPENAI_CHAT, TRANSFORMERS_CHAT, VARIABLES, write_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

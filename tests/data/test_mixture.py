@@ -10,9 +10,9 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.reports.shares import share_lines, source_shares
-from jaxlc.data.sequences.mixed import PERIOD, MixedSequences, schedule
-from jaxlc.data.sequences.selection import num_copies
+from jaxlc.data.reports.data_report import share_lines, source_shares
+from jaxlc.data.sequences.mixture import PERIOD, MixedSequences, schedule
+from jaxlc.data.sequences.packing import num_copies
 from tests.data.test_packing import make_store
 
 S = 64

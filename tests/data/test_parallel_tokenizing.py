@@ -12,7 +12,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import Fields
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens import parallel_tokenizing
-from jaxlc.data.tokens.parts import plan_parts
+from jaxlc.data.tokens.parallel_tokenizing import plan_parts
 from jaxlc.data.tokens.store import TokenStore, open_store
 from jaxlc.data.tokens.tokenized_pieces import Counts, Piece, TokenizedPiece
 from jaxlc.data.tokens.tokenizers import load_tokenizer

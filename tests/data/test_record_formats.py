@@ -13,11 +13,10 @@ from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.reports.examples import show
-from jaxlc.data.tokens.chat import ChatTemplate
-from jaxlc.data.tokens.named_templates import TEMPLATES
+from jaxlc.data.tokens.chat_templates import TEMPLATES, ChatTemplate
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_prompts, open_traces
-from jaxlc.generation.prompts import PromptEncoder
+from jaxlc.generation.generate_text import PromptEncoder
 from tests.data.chat_styles import REASONING, SPECIAL_TOKENS, VARIABLES, without_markers, write_tokenizer
 
 END, TURN = "<end of document>", "<|im_end|>"

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.packing import PackedSequences
-from jaxlc.data.sequences.split import split_documents
+from jaxlc.data.sequences.packing import PackedSequences, split_documents
 from jaxlc.data.tokens.store import TokenStore
 
 

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
-from jaxlc.checkpoints.checkpoint_files import digest_of, read_meta
+from jaxlc.checkpoints.files import digest_of, read_meta
 from jaxlc.config import load, load_stages
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
@@ -19,9 +19,9 @@ from jaxlc.data.texts.records import Record
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer, starting_with
 from jaxlc.data.traces.trace_records import TraceReader
-from jaxlc.generation.prompts import PromptEncoder
-from jaxlc.train.prepared_stages import with_stored_start
+from jaxlc.generation.generate_text import PromptEncoder
 from jaxlc.train.reports.start_report import start_token_lines
+from jaxlc.train.stage_setup import with_stored_start
 from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, VARIABLES, write_tokenizer
 from tests.generation.test_prompts import add_bos_processor
 from tests.train.runs import write_untrained_run

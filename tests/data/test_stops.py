@@ -9,9 +9,8 @@ from ml_collections import ConfigDict
 from jaxlc.config import Config, load
 from jaxlc.config.models.pretrained import Pretrained, eos_token_ids
 from jaxlc.core.errors import UserError
-from jaxlc.data.tokens.chat_environment import without_generation_tags
-from jaxlc.data.tokens.fitting_template import fitting_template
-from jaxlc.data.tokens.stops import stops_of
+from jaxlc.data.tokens.chat_templates import fitting_template, without_generation_tags
+from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import CHATML, SPECIAL_TOKENS, STYLES, write_tokenizer
 

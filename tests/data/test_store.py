@@ -8,12 +8,13 @@ import pytest
 
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
-from jaxlc.core.lock import locked
+from jaxlc.core.files import locked
 from jaxlc.data.texts import documents
 from jaxlc.data.texts.documents import Fields
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens import store as store_module
-from jaxlc.data.tokens import token_writer, tokenized_pieces
+from jaxlc.data.tokens import store as token_writer
+from jaxlc.data.tokens import tokenized_pieces
 from jaxlc.data.tokens.store import InvalidUtf8
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 

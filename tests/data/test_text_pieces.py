@@ -9,9 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from jaxlc.data.tokens import text_pieces as text_pieces_module
-from jaxlc.data.tokens.text_pieces import safe_cuts, text_pieces
-from jaxlc.data.tokens.tokenizers import load_tokenizer
+from jaxlc.data.tokens import tokenizers as text_pieces_module
+from jaxlc.data.tokens.tokenizers import load_tokenizer, safe_cuts, text_pieces
 
 SOURCES = [path.read_text() for path in Path(text_pieces_module.__file__).parent.glob("*.py")]
 GPT2, CL100K, QWEN2, O200K, TEKKEN = None, *text_pieces_module._KNOWN_REGEXES

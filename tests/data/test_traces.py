@@ -12,7 +12,7 @@ import pytest
 
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.data.sequences.user_batches import EndOfBatches, complete_batch
 from jaxlc.data.texts.records import BadRecord, Record
 from jaxlc.data.tokens.encoder import Encoder

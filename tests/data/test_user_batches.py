@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.batch_arrays import ALWAYS
+from jaxlc.data.sequences.loader import ALWAYS
 from jaxlc.data.sequences.user_batches import complete_batch
 
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from jaxlc.data.sequences.waiting import WaitingTime
+from jaxlc.data.sequences.loader import WaitingTime
 
 
 class Clock:

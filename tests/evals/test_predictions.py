@@ -17,12 +17,21 @@ from jaxlc.config.checks.eval_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.__main__ import main
 from jaxlc.evals.cases import text_cases
-from jaxlc.evals.example import Example
-from jaxlc.evals.predictions import Case, run_case
-from jaxlc.evals.score_plots import depth_figure, score_figure
-from jaxlc.evals.score_rows import ScoreRow, comparison, read_scores, store_scores
-from jaxlc.evals.scoring import cleaned, match_all, match_any, score_of
-from jaxlc.generation.prompts import PromptEncoder
+from jaxlc.evals.figures import depth_figure, score_figure
+from jaxlc.evals.haystack import Example
+from jaxlc.evals.predictions import (
+    Case,
+    ScoreRow,
+    cleaned,
+    comparison,
+    match_all,
+    match_any,
+    read_scores,
+    run_case,
+    score_of,
+    store_scores,
+)
+from jaxlc.generation.generate_text import PromptEncoder
 from tests.train import runs
 
 # (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of

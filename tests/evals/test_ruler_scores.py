@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxlc.evals.predictions import cleaned, score_of
 from jaxlc.evals.ruler import ruler
-from jaxlc.evals.scoring import cleaned, score_of
 
 STORED = json.loads((Path(__file__).parent / "ruler_scores.json").read_text())["tasks"]
 

@@ -10,21 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.checkpoints.checkpoint_files import read_meta
+from jaxlc.checkpoints.files import read_meta
 from jaxlc.config import defaults, load
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.chats import Chat
-from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
+from jaxlc.data.texts.documents import BadRecords, Chat, Fields, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.tokens.chat_templates import load_chat_template
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer, load_tokenizer
 from jaxlc.data.traces.open_traces import records_of
 from jaxlc.data.traces.trace_records import TraceReader
-from jaxlc.evals.score_rows import read_scores
-from jaxlc.hf.safetensors_files import DTYPES, TensorFiles
+from jaxlc.evals.predictions import read_scores
+from jaxlc.hf.files import DTYPES, TensorFiles
 from jaxlc.search import results
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import read_rows
@@ -198,7 +197,7 @@ def _read_traces(directory: Path) -> None:
 
 
 def _checkpoint_meta() -> bytes:
-    from jaxlc.checkpoints.checkpoint_files import DIGEST, digest_of
+    from jaxlc.checkpoints.files import DIGEST, digest_of
 
     meta = dict(step=1, next_row=4, config=dict(model=dict(vocab_size=8)), stage=dict(name="", first_step=0))
     return _json(meta | {DIGEST: digest_of(meta)})

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlc.checkpoints.checkpoint_files import DIGEST, digest_of
-from jaxlc.checkpoints.stored_checkpoints import problem_of
+from jaxlc.checkpoints.files import DIGEST, digest_of
+from jaxlc.checkpoints.stored import problem_of
 from jaxlc.config import defaults, from_dict, load, to_dict
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.models.pretrained import read_json
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import BadRecords, Fields
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens import parts, store
+from jaxlc.data.tokens import parallel_tokenizing, store
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenized_pieces import Reader, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
@@ -39,7 +39,7 @@ def files_below(directory: Path) -> dict[str, bytes]:
 def checkpoint() -> dict[str, bytes]:
     import orbax.checkpoint as ocp
 
-    from jaxlc.checkpoints.checksums import stored_summary
+    from jaxlc.checkpoints.files import stored_summary
 
     arrays = {"params": {"a": np.random.default_rng(0).standard_normal((64, 64)), "b": np.arange(8, dtype=np.int32)}}
     checksums = {f"params/{name}": stored_summary(array).checksum for name, array in arrays["params"].items()}
@@ -85,8 +85,8 @@ def token_store() -> dict[str, bytes]:
         renamed = files_below(Path(directory, "cache")).items()
         kept = {f"x.{name.partition('.')[2]}": content for name, content in renamed}
         reader = Reader(Fields(), BadRecords(), Encoder(ByteTokenizer()))
-        arrays = parts.part_arrays(tokenized_pieces(files, reader, print), np.dtype(np.uint16))
-        parts.save_part(
+        arrays = parallel_tokenizing.part_arrays(tokenized_pieces(files, reader, print), np.dtype(np.uint16))
+        parallel_tokenizing.save_part(
             Path(directory, "part.npz"),
             arrays | dict(bad_records=np.zeros(0, np.uint8), notes=np.frombuffer(b"{}", np.uint8)),
         )
@@ -103,8 +103,10 @@ def read_store(directory: Path) -> None:
 
 
 def read_part(directory: Path) -> None:
-    parts.add_records_of_part(directory / "part.npz", Reader(Fields(), BadRecords(10**6), Encoder(ByteTokenizer())))
-    for piece in parts.read_part(directory / "part.npz", is_chats=True):
+    parallel_tokenizing.add_records_of_part(
+        directory / "part.npz", Reader(Fields(), BadRecords(10**6), Encoder(ByteTokenizer()))
+    )
+    for piece in parallel_tokenizing.read_part(directory / "part.npz", is_chats=True):
         assert piece.ids.ndim == 1
 
 

@@ -13,12 +13,11 @@ import pytest
 
 from jaxlc.config.models.pretrained import copy_file
 from jaxlc.core.errors import UserError
-from jaxlc.core.foreign_files import parse_json, read_arrays, read_limited
-from jaxlc.core.paths import file_inside
+from jaxlc.core.files import file_inside, parse_json, read_arrays, read_limited
 from jaxlc.data.texts import records
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.hf.safetensors_files import TensorFiles
-from jaxlc.train.workdir import prepare_workdir
+from jaxlc.hf.files import TensorFiles
+from jaxlc.train.stage import prepare_workdir
 from tests.fuzz.readers import READERS
 
 # Prints the error, and the MiB by which the peak memory grows.

@@ -9,12 +9,10 @@ from tokenizers import Tokenizer, processors
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.texts.chats import Chat
-from jaxlc.data.tokens.chat import ChatTemplate
-from jaxlc.data.tokens.chat_environment import without_generation_tags
-from jaxlc.data.tokens.fitting_template import fitting_template
+from jaxlc.data.texts.documents import Chat
+from jaxlc.data.tokens.chat_templates import ChatTemplate, fitting_template, without_generation_tags
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.generation.prompts import PromptEncoder
+from jaxlc.generation.generate_text import PromptEncoder
 from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, VARIABLES, cases, write_tokenizer
 
 TEXTS = ("", "Which number?", "A text.\n" * 40)

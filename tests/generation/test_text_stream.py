@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxlc.data.tokens.tokenizers import ByteTokenizer, load_tokenizer
-from jaxlc.generation.text_stream import TextStream
+from jaxlc.generation.sampling import TextStream
 from tests.data.chat_styles import SPECIAL_TOKENS, write_tokenizer
 
 BYTES = ByteTokenizer()

@@ -21,7 +21,7 @@ from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import read_json
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.models import decoder
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.step import build_step

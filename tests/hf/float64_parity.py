@@ -28,7 +28,7 @@ jnp.float32 = jnp.float64
 
 import numpy as np  # noqa: E402
 
-from jaxlc.checkpoints.pretrained_params import load_pretrained  # noqa: E402
+from jaxlc.checkpoints.pretrained import load_pretrained  # noqa: E402
 from tests.hf.comparison import batch_of, by_names_in_files, errors_of, step_of  # noqa: E402
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.data.texts.chats import Chat
-from jaxlc.data.tokens.chat import load_chat_template
+from jaxlc.data.texts.documents import Chat
+from jaxlc.data.tokens.chat_templates import load_chat_template
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import cases, without_markers, write_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxlc.checkpoints.to_huggingface import _write_weights
+from jaxlc.checkpoints.export import _write_weights
 from jaxlc.config import load
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import read_json

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.hf.load import paths_of
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import BATCH_SPEC, Batch
 from jaxlc.step.step import build_step

@@ -16,17 +16,17 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 import jaxlc
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import PRESETS, load
 from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
-from jaxlc.data.texts.chats import Chat
-from jaxlc.data.tokens import chat
+from jaxlc.data.texts.documents import Chat
+from jaxlc.data.tokens import chat_templates
 from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.exporting import main
-from jaxlc.hf.write import TensorWriter
+from jaxlc.hf.files import TensorWriter
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from jaxlc.train.run_data import load_matching_tokenizer
@@ -184,7 +184,7 @@ def test_export_of_a_chat_run_of_a_base_model_stops_at_the_end_of_turn(tmp_path)
     files = {"tokenizer_config.json": dict(bos_token="<s>", eos_token="</s>", model_max_length=32)}
     files["special_tokens_map.json"] = dict(bos_token="<s>", eos_token="</s>")
     source = write_chat_model(tmp_path / "model", files)
-    (tmp_path / "own.jinja").write_text(chat.TEMPLATES["chatml"])
+    (tmp_path / "own.jinja").write_text(chat_templates.TEMPLATES["chatml"])
     save_step_0(config_of(source, data__chat_template=str(tmp_path / "own.jinja")), tmp_path / "run")
     (tmp_path / "own.jinja").unlink()
     # A run on plain text that starts from it keeps the template, and has shorter sequences.
@@ -198,9 +198,9 @@ def test_export_of_a_chat_run_of_a_base_model_stops_at_the_end_of_turn(tmp_path)
         assert config["eos_token_id"] == [END, 2] and config["max_position_embeddings"] == 64
         assert tokenizer == dict(bos_token="<s>", eos_token="<|im_end|>", model_max_length=64)
         assert older == dict(bos_token="<s>", eos_token="<|im_end|>")
-        exported = chat.load_chat_template("", out / "tokenizer.json")
+        exported = chat_templates.load_chat_template("", out / "tokenizer.json")
         assert exported.source == (out / "chat_template.jinja").read_text() and "endgeneration" not in exported.source
-        expected = chat.ChatTemplate(chat.TEMPLATES["chatml"], {}).render(Chat(_QUESTION), "x").text
+        expected = chat_templates.ChatTemplate(chat_templates.TEMPLATES["chatml"], {}).render(Chat(_QUESTION), "x").text
         assert exported.render(Chat(_QUESTION), "x").text == expected
     for directory in (tmp_path / "second", outs[0]):
         generation = jaxlc.generate(directory, "hi", max_tokens=4, chat=True)
@@ -229,7 +229,7 @@ def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_genera
     for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     # The tokenizer of a run may be another one, for instance with tokens for the markers of a template.
-    own = write_chat_model(tmp_path / "own", {"chat_template.jinja": chat.TEMPLATES["chatml"]})
+    own = write_chat_model(tmp_path / "own", {"chat_template.jinja": chat_templates.TEMPLATES["chatml"]})
     write_tokenizer(own, 59, (*_SPECIAL_TOKENS, "<|more|>"))
     mixture = dict(chats=dict(paths="x", chat_format="messages"))
     save_step_0(config_of(source, data__tokenizer=str(own), data__mixture=mixture), tmp_path / "other")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator
 from tests.hf.comparison import MESHES, config_of, needs_transformers, relative_error, run_jobs, step_of, tokens_of

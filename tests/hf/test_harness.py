@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 import jaxlc  # noqa: E402
 from jaxlc.core.errors import UserError  # noqa: E402
 from jaxlc.evals import harness  # noqa: E402
-from jaxlc.evals.harness_model import HarnessModel  # noqa: E402
+from jaxlc.evals.harness import HarnessModel  # noqa: E402
 from tests.data.chat_styles import CHATML, write_tokenizer  # noqa: E402
 from tests.generation.test_prompts import add_bos_processor  # noqa: E402
 

@@ -21,7 +21,7 @@ from jaxlc.config import load
 from ml_collections import ConfigDict
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
-from jaxlc.hf.safetensors_files import TensorFiles
+from jaxlc.hf.files import TensorFiles
 from jaxlc.models import decoder
 from tests.hf.test_large_files import SHARE
 

@@ -20,19 +20,19 @@ from safetensors.numpy import load_file, save_file
 
 import jaxlc
 import jaxlc.train
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import PRESETS, load, with_settings
 from jaxlc.config.command_line import parse
 from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.pretrained import locate
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.evals.evaluate_run import results_directory
 from jaxlc.generation.__main__ import mesh_sizes
+from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
-from jaxlc.hf.safetensors_files import TensorFiles
 from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
@@ -836,7 +836,7 @@ def test_hub_that_cannot_be_reached_raises_one_line(tmp_path, monkeypatch):
 
 
 def test_hub_without_its_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    monkeypatch.setattr(errors, "is_installed", lambda package: False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"needs the package huggingface_hub.*\[hf\]"):
         config_of("org/tiny")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxlc
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.config.schema import DELTA_PROJECTIONS, MATMUL_NAMES
 from jaxlc.config.trained_params import PROJECTION_PARAMS

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.step.step import build_step
 from tests.hf.comparison import (

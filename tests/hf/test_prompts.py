@@ -6,9 +6,9 @@ Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 import json
 import subprocess
 
-from jaxlc.data.tokens.fitting_template import fitting_template
+from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.generation.prompts import PromptEncoder
+from jaxlc.generation.generate_text import PromptEncoder
 from tests.data.chat_styles import STYLES, write_tokenizer
 from tests.generation.test_prompts import add_bos_processor
 from tests.hf.comparison import PYTHON, needs_transformers

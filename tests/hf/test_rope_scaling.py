@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.config.models.config_json import ROPE_SETTINGS, config_json_of
 from jaxlc.config.models.families import FAMILIES

@@ -10,9 +10,9 @@ import json
 import pytest
 
 import jaxlc
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import to_dict
 from jaxlc.config.models.families import FAMILIES
 from jaxlc.step.language_model import LanguageModel

@@ -17,9 +17,9 @@ from ml_collections import ConfigDict
 
 import jaxlc
 from jaxlc import logprobs
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import load, to_dict
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh

@@ -14,7 +14,7 @@ import pytest
 
 from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.step.batch import Batch
-from jaxlc.step.losses.policy_loss import denominator, policy_sums
+from jaxlc.step.policy_loss import denominator, policy_sums
 from tests.hf.comparison import PYTHON, needs_transformers
 
 pytestmark = needs_transformers

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxlc.hlo import parse
-from jaxlc.hlo.async_ops import transfers
+from jaxlc.hlo.parser import transfers
 from tests.hlo.snippets import RING, program
 
 ASYNC = """

@@ -2,8 +2,8 @@ import pytest
 
 from jaxlc.config import defaults, load
 from jaxlc.hlo import analyze
-from jaxlc.hlo.attention_flops import flops_by_rank, imbalance
-from jaxlc.hlo.op_names import is_in_attention, label, pass_of
+from jaxlc.hlo.analysis import flops_by_rank, imbalance
+from jaxlc.hlo.parser import is_in_attention, label, pass_of
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import topology
 from tests.hlo.snippets import FORWARD, RING, program

@@ -1,5 +1,5 @@
 from jaxlc.hlo import parse
-from jaxlc.hlo.liveness import max_alive
+from jaxlc.hlo.analysis import max_alive
 from tests.hlo.snippets import RING, program
 
 

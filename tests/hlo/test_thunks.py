@@ -4,7 +4,7 @@ import pytest
 
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.hlo.thunks import Launches, count_launches, kinds, parse_commands
+from jaxlc.hlo.memory_dump import Launches, count_launches, kinds, parse_commands
 from jaxlc.step.verify_compiled import check_host_copies
 from tests.hlo.snippets import program
 

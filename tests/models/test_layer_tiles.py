@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxlc.attention import sinks
+from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
@@ -47,18 +47,18 @@ class _TileAttention:
 
     def forward(self, q_BtNH, kv, tile, ranges, sinks_N):
         results = reference.forward(q_BtNH, *(kv / 2), self._key_ranges(q_BtNH, tile), AttentionSpec())
-        return sinks.join(*results, sinks_N)
+        return contract.join(*results, sinks_N)
 
     def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N):
         key_ranges = self._key_ranges(q_BtNH, tile)
         results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
         dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *(kv / 2), key_ranges, AttentionSpec(), results)
-        dsinks_N = None if sinks_N is None else sinks.gradient(sinks_N, results)
+        dsinks_N = None if sinks_N is None else contract.gradient(sinks_N, results)
         return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH]) / 2, dsinks_N
 
 
 def _attend(q_BTNH, k_BTKH, v_BTKH, sinks_N):
-    return sinks.join(*reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec()), sinks_N)[0]
+    return contract.join(*reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec()), sinks_N)[0]
 
 
 ATTENTION = dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)

@@ -14,10 +14,9 @@ from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import ShardedQKV
 from jaxlc.attention.strategies.ulysses import attend_on_device
 from jaxlc.config import defaults, load
-from jaxlc.hlo.attention_collectives import AttentionCollective
-from jaxlc.hlo.attention_flops import imbalance
-from jaxlc.hlo.liveness import max_alive
-from jaxlc.hlo.op_names import PASSES
+from jaxlc.hlo.analysis import imbalance, max_alive
+from jaxlc.hlo.attention_kernels import AttentionCollective
+from jaxlc.hlo.parser import PASSES
 from jaxlc.simulate.topology import topology
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]

@@ -22,8 +22,8 @@ from jaxlc.plan.report import page
 from jaxlc.plan.stage_table import StagePlan, StagesPlan
 from jaxlc.simulate.interval import range_text
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.step.absent_memory import place_in_memory
 from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.verify_compiled import place_in_memory
 from tests.plan.gpus import small_config
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
@@ -279,7 +279,7 @@ def test_html_page_of_step_that_does_not_fit_lists_changes(result):
 
 
 def test_html_page_without_matplotlib_is_text(result, monkeypatch):
-    monkeypatch.setattr("jaxlc.core.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("jaxlc.core.errors.is_installed", lambda package: False)
     text = result._repr_html_()
     assert "<svg" not in text and "VERDICT: fits" in text and "pip install -e &#x27;.[plot]&#x27;" in text
     with pytest.raises(UserError, match="needs the package matplotlib"):

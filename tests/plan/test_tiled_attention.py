@@ -13,8 +13,7 @@ from jaxlc.attention.tiles.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.hlo import parse
-from jaxlc.hlo.async_ops import transfers
-from jaxlc.hlo.parser import Program
+from jaxlc.hlo.parser import Program, transfers
 from jaxlc.runtime.xla_flags import PRESETS
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 

@@ -14,7 +14,7 @@ from jaxlc.config import defaults, load
 from jaxlc.preflight import facts, shared_directory
 from jaxlc.preflight.facts import Facts, free_host_bytes, may_lock_memory, read_facts, with_visible_gpus
 from jaxlc.preflight.findings import needs_of
-from jaxlc.runtime import memory_pools
+from jaxlc.runtime import memory as memory_pools
 
 GIB = 2**30
 

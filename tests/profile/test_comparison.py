@@ -17,7 +17,7 @@ from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MAT
 from jaxlc.profile.time_use import GAP, Activity
 from jaxlc.profile.trace_events import TraceEvent
 from jaxlc.simulate.interval import two_digits
-from jaxlc.train.step_profiler import PAIRS
+from jaxlc.train.callbacks import PAIRS
 from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED
 from tests.profile.xspace import Event, profile_data

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxlc.runtime import barrier
-from jaxlc.runtime.barrier import Program
+from jaxlc.runtime import watchdog
+from jaxlc.runtime.watchdog import Program
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def events(monkeypatch):
             seen.append("compile")
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(barrier, "coordination_client", Client)
+    monkeypatch.setattr(watchdog, "coordination_client", Client)
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)

@@ -12,16 +12,16 @@ import pytest
 from jaxlc.config import RuntimeConfig, defaults, load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_params
-from jaxlc.runtime import memory_pools, unified_memory
-from jaxlc.runtime.memory_pools import (
+from jaxlc.runtime import memory
+from jaxlc.runtime.memory import (
     STAGING_BYTES,
+    Machine,
     explained,
     out_of_memory,
     pinned_host_bytes,
     pooled_host_bytes,
     prepare,
 )
-from jaxlc.runtime.unified_memory import Machine
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def prepared(needed_bytes: int = 0, *, environment: dict | None = None, **runtim
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(unified_memory, "find_machine", lambda: Machine(("H100",) * 8, 80 * GIB, 1000 * GIB))
+    monkeypatch.setattr(memory, "find_machine", lambda: Machine(("H100",) * 8, 80 * GIB, 1000 * GIB))
 
 
 def test_prepare_sets_both_pools():
@@ -211,4 +211,4 @@ def test_explained_leaves_other_errors():
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
     with pytest.raises(UserError, match="out of GPU memory: 2.00 GiB more do not fit"), explained(RuntimeConfig()):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
-    assert memory_pools.DEFAULT_HOST_GIB == 64
+    assert memory.DEFAULT_HOST_GIB == 64

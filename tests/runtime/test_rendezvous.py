@@ -14,7 +14,7 @@ import pytest
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import peers, rendezvous
-from jaxlc.runtime.connection import Connection, Member
+from jaxlc.runtime.rendezvous import Connection, Member
 from tests.helpers import free_port, wait_until
 
 

@@ -8,10 +8,17 @@ from jaxlc import attention
 from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.runtime import transport
-from jaxlc.runtime.plugin import xla_version
-from jaxlc.runtime.transport import TransportEnvironment, choose, choose_for, prepare, unsupported
-from jaxlc.runtime.xla_flags import LAST_XLA_WITH_NVSHMEM, compile_options
+from jaxlc.runtime import xla_flags
+from jaxlc.runtime.xla_flags import (
+    LAST_XLA_WITH_NVSHMEM,
+    TransportEnvironment,
+    choose,
+    choose_for,
+    compile_options,
+    prepare,
+    unsupported,
+    xla_version,
+)
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from tests.advice import followed
 
@@ -84,7 +91,7 @@ def library(tmp_path, monkeypatch):
     (directory / "libnvshmem_host.so.3").touch()
     (directory / "nvshmem_bootstrap_uid.so.3").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(transport, "xla_version", lambda: (0, 10, 1))
+    monkeypatch.setattr(xla_flags, "xla_version", lambda: (0, 10, 1))
     return directory / "libnvshmem_host.so.3"
 
 
@@ -124,7 +131,7 @@ def test_prepare_users_variables_take_precedence(library):
     ],
 )
 def test_prepare_without_nvshmem_sets_nothing(config, visible, version, library, monkeypatch):
-    monkeypatch.setattr(transport, "xla_version", lambda: version)
+    monkeypatch.setattr(xla_flags, "xla_version", lambda: version)
     assert prepared(config, CUDA_VISIBLE_DEVICES=visible) == {"CUDA_VISIBLE_DEVICES": visible}
 
 
@@ -173,4 +180,4 @@ def test_compiled_ring_uses_selected_transport(name, transport):
             choose(RuntimeConfig(transport=name), devices)
     else:
         selection = choose(RuntimeConfig(transport=name), devices)
-        assert compiled_transports(selection.name, devices_per_process) == {transport}
+        assert compiled_transports(selection.name, devices_per_process) == {xla_flags}

@@ -8,8 +8,8 @@ import pytest
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import unified_memory
-from jaxlc.runtime.unified_memory import Machine, find_machine, fraction_for, host_memory_bytes, prepare
+from jaxlc.runtime import memory
+from jaxlc.runtime.memory import Machine, find_machine, fraction_for, host_memory_bytes, prepare_unified
 
 start = importlib.import_module("jaxlc.runtime.start")  # the package's `start` is the function
 GIB = 2**30
@@ -19,8 +19,8 @@ ON = RuntimeConfig(num_processes=1, unified_memory=True)
 
 
 def prepared(machine: Machine, monkeypatch, config=ON, **environment: str) -> tuple[dict[str, str], str]:
-    monkeypatch.setattr(unified_memory, "find_machine", lambda: machine)
-    return environment, prepare(config, environment)
+    monkeypatch.setattr(memory, "find_machine", lambda: machine)
+    return environment, prepare_unified(config, environment)
 
 
 def test_prepare_pool_is_gpu_memory_and_host_share(monkeypatch):
@@ -81,15 +81,15 @@ def test_prepare_variables_are_read_by_jaxlib(monkeypatch):
 
 def test_find_machine_reads_nvidia_smi(monkeypatch):
     lines = "NVIDIA GH200 480GB, 97871\nNVIDIA GH200 480GB, 97870\n"
-    monkeypatch.setattr(unified_memory.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(memory.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(
-        unified_memory.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, lines, "")
+        memory.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, lines, "")
     )
     machine = find_machine()
     assert machine[:2] == (("NVIDIA GH200 480GB",) * 2, 97_870 * 2**20) and machine.host_memory_bytes > 0
     lines = "NVIDIA GB10, [N/A]\n"
     assert find_machine()[:2] == (("NVIDIA GB10",), 0)
-    monkeypatch.setattr(unified_memory.shutil, "which", lambda name: None)
+    monkeypatch.setattr(memory.shutil, "which", lambda name: None)
     assert find_machine()[:2] == ((), 0)
 
 

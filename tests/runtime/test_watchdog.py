@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import RuntimeConfig
-from jaxlc.runtime import alarm, phase_board, watchdog
-from jaxlc.runtime.phase_board import DEVICES, PhaseBoard, Row, suspects
-from jaxlc.runtime.watchdog import Watchdog
+from jaxlc.runtime import alarm, watchdog
+from jaxlc.runtime.watchdog import DEVICES, PhaseBoard, Row, Watchdog, suspects
 from tests import environment
 from tests.helpers import TIMEOUT_SECONDS, wait_until
 
@@ -199,7 +198,7 @@ def test_process_that_hangs_ends_with_stacks(tmp_path, call, status):
 _PROCESS_0 = """
 import socket
 from jaxlc.runtime import peers
-from jaxlc.runtime.connection import Connection, Member
+from jaxlc.runtime.rendezvous import Connection, Member
 listener = socket.create_server(("127.0.0.1", 0))
 others = [socket.create_connection(listener.getsockname()) for _ in range(2)]  # they never end
 connections = [Connection(listener.accept()[0]) for _ in range(2)]
@@ -289,7 +288,7 @@ class Store(dict):
 
 
 def test_board_names_the_process_that_is_silent(monkeypatch):
-    monkeypatch.setattr(phase_board, "_PUBLISH_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "_PUBLISH_SECONDS", 0.01)
     store = Store()
     boards = [PhaseBoard(store, i, 2, lambda i=i: row(i, "step", 5)) for i in range(2)]
     wait_until(lambda: len(store) == 2)
@@ -304,7 +303,7 @@ def test_board_names_the_process_that_is_silent(monkeypatch):
 
 
 def test_board_of_a_coordinator_that_hangs_has_no_rows(monkeypatch):
-    monkeypatch.setattr(phase_board, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(watchdog, "_READ_SECONDS", 0.05)
     store = Store()
     store.key_value_dir_get = lambda prefix: time.sleep(2)
     board = PhaseBoard(store, 1, 2, lambda: row(1, "step", 5))

@@ -20,7 +20,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as plan_command
 from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.recommend import main
-from jaxlc.runtime.memory_pools import STAGING_BYTES, host_pool_bytes, pooled_host_bytes
+from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes, pooled_host_bytes
 from jaxlc.search import ranking, recommendation, space, worker
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.compile_order import Estimate, Layout, Rates

@@ -14,7 +14,7 @@ import pytest
 
 from jaxlc import sweep
 from jaxlc.config import Config, command_line, defaults, load, with_settings
-from jaxlc.core import progress_lines
+from jaxlc.core import text as progress_lines
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, results, runner, worker

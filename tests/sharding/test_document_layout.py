@@ -16,8 +16,8 @@ from jaxlc.sharding.document_layout import (
     document_layout,
     document_order,
     ring_cost,
+    zigzag_order,
 )
-from jaxlc.sharding.layout import zigzag_order
 
 
 def dense_ring_work(lengths, num_tokens: int, context: int, order: np.ndarray) -> np.ndarray:

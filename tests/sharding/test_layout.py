@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.document_layout import natural_order, zigzag_order
 
 
 def test_zigzag_order_two_ranks_equals_example():

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import MESH_AXES
-from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sharding.nodes import nodes_of
+from jaxlc.sharding.mesh import make_mesh, nodes_of
 from jaxlc.sharding.rules import RULES, Sharder, compute_spec, copy_spec, storage_axes, storage_spec
 
 

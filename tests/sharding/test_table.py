@@ -9,8 +9,7 @@ from jaxlc.config import MeshConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.sharding.rules import storage_spec
-from jaxlc.sharding.table import sharding_table
+from jaxlc.sharding.rules import sharding_table, storage_spec
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "sharding_table_tiny.txt"
 TINY = PRESETS["tiny"]

@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.contract import AttentionSpec
-from jaxlc.attention.kernels.packed_operands import calls_for, document_table
+from jaxlc.attention.kernels.cudnn_packed import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.tiles.tile_order import tiles_of
+from jaxlc.attention.tiles.query_tiles import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
-from jaxlc.sharding.document_layout import document_layout
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import document_layout, zigzag_order
 from jaxlc.simulate.packed_work import AttentionWork, mean_of_microbatches, one_document, sequence_work
 from jaxlc.simulate.time_model import visible_fraction
-from jaxlc.step.sequence_order import choose, zigzag
+from jaxlc.step.batch import choose, zigzag
 
 TOKENS, CONTEXT = 4096, 4
 LENGTHS = (1500, 1, 700, 90, 1205, 400)  # 200 tokens of padding

@@ -10,8 +10,7 @@ from jaxlc.config import Config, MeshConfig, defaults, load
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step
-from jaxlc.train.evaluation.document_sums import DocumentSums
-from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.evaluation import DocumentSums, Evaluation
 
 # Layers whose heads and feed-forward layer differ, three in a period.
 MIXED_KINDS = dict(

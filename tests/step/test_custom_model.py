@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxlc
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.step.batch import Batch
 from tests.step.synthetic import ROWS, TOKENS, make_batch, natural_rows, put_params, small_config, small_step
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

@@ -12,8 +12,8 @@ from jaxlc import _jax_internals
 from jaxlc.core.errors import UserError
 from jaxlc.models.blocks import mosaic_product
 from jaxlc.models.blocks.experts import CHOICE
-from jaxlc.step import kernel_checks
-from jaxlc.step.losses.expert_balance import with_balanced_biases
+from jaxlc.step import step as kernel_checks
+from jaxlc.step.loss import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
 from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
 from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, FP8_GRADIENT, max_relative_error

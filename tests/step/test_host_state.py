@@ -11,23 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.restore import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import load, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze, parse
-from jaxlc.hlo.async_ops import transfers
 from jaxlc.hlo.attention_kernels import calls_within
-from jaxlc.hlo.host_transfers import find_host_copies
-from jaxlc.hlo.parser import Program
+from jaxlc.hlo.collectives import find_host_copies
+from jaxlc.hlo.parser import Program, transfers
 from jaxlc.plan.compiled_program import compile_step
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step import update, verify_compiled
-from jaxlc.step.absent_memory import place_state
 from jaxlc.step.objective import Objective
-from jaxlc.step.optimizer import learning_rate_schedule, make_optimizer
 from jaxlc.step.state import DEVICE, HOST, PINNED_HOST, bytes_per_device, lacks_host_memory, memory_lines
 from jaxlc.step.step import TrainStep, build_step
+from jaxlc.step.update import learning_rate_schedule, make_optimizer
+from jaxlc.step.verify_compiled import place_state
 from tests.plan import gpus
 from tests.step.synthetic import MIXED_KINDS, make_batch, natural_rows, small_config, small_step, without_padding
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

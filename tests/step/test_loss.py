@@ -7,7 +7,7 @@ import pytest
 
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.step.losses.loss import LossSpec, loss_sums, token_losses
+from jaxlc.step.loss import LossSpec, loss_sums, token_losses
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 B, T, D, V, V_PADDED = 2, 24, 8, 13, 16

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxlc.config import load, read_config
-from jaxlc.step.losses.loss_chunk import loss_chunk_tokens
+from jaxlc.step.loss import loss_chunk_tokens
 
 
 def mesh(device_kind: str, **axes) -> SimpleNamespace:

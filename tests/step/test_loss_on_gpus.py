@@ -14,7 +14,7 @@ from jaxlc.hlo import analyze
 from jaxlc.models.embedding import lookup
 from jaxlc.sharding.rules import Sharder, storage_spec
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
-from jaxlc.step.losses.loss import LossSpec, loss_sums
+from jaxlc.step.loss import LossSpec, loss_sums
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.jax_version]
 TILES, TOKENS, D, V, CHUNK = 4, 65_536, 256, 4096, 256  # tokens of one GPU, over all tiles

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.restore import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import PrecisionConfig, to_dict
 from jaxlc.core.errors import UserError
-from jaxlc.step.mixed_precision import is_retried
+from jaxlc.step.precision import is_retried
 from tests.step.synthetic import (
     HYBRID,
     MIXED_KINDS,

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.reading import RestoreTarget
+from jaxlc.checkpoints.restore import RestoreTarget
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.sharding.rules import is_copied

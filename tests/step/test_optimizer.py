@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxlc.config import OptimizerConfig
-from jaxlc.step.optimizer import learning_rate_schedule, make_optimizer
+from jaxlc.step.update import learning_rate_schedule, make_optimizer
 
 CONFIG = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_learning_rate_ratio=0.1)
 

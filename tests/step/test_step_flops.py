@@ -8,7 +8,7 @@ from jaxlc.core import scopes
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.hlo.op_names import components
+from jaxlc.hlo.parser import components
 from tests.step.synthetic import HYBRID, ROWS, TOKENS, small_config, small_step
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)

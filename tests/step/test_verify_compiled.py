@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
-from jaxlc.runtime.transport import TransportSelection
+from jaxlc.runtime.xla_flags import TransportSelection
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.step import build_step
 from jaxlc.step.verify_compiled import describe, mismatch, verify_compiled_step, verify_evaluation

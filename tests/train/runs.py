@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
+from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.config.command_line import run_main
 from jaxlc.sharding.mesh import make_mesh

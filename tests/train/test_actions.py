@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxlc.train.actions import Action, Position, Stop, run_due
+from jaxlc.train.callbacks import Action, Position, Stop, run_due
 
 
 def position(step: int) -> Position:

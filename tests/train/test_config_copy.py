@@ -4,8 +4,7 @@ import pytest
 
 import jaxlc
 from jaxlc.config import load_stages, read_config
-from jaxlc.train.reports.config_copy import keep_config, keep_plan, read_manifest
-from jaxlc.train.reports.manifest import make_manifest
+from jaxlc.train.reports.manifest import keep_config, keep_plan, make_manifest, read_manifest
 
 
 def test_different_settings_of_an_earlier_start_are_kept(tmp_path):

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.train.evaluation.context_gain import Pieces
-from jaxlc.train.evaluation.held_out import Evaluator
+from jaxlc.train.evaluation import Evaluator, Pieces
 from tests.step.synthetic import natural_rows, put_params, small_config, small_step
 
 

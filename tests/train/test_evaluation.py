@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.train.evaluation.document_sums import position_edges
-from jaxlc.train.evaluation.held_out import Evaluator
+from jaxlc.train.evaluation import Evaluator, position_edges
 from tests.step.synthetic import (
     documents_evaluation,
     make_batch,

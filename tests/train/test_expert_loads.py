@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.train.reports.expert_loads import LOADS_FILE, is_recorded, read_loads, write_loads
-from jaxlc.train.reports.expert_plot import experts_figure
+from jaxlc.train.reports.final_report import LOADS_FILE, is_recorded, read_loads, write_loads
+from jaxlc.train.reports.plots import experts_figure
 
 
 @pytest.mark.parametrize(("every", "end_step", "num_rows"), [(1, 8, 8), (1, 1000, 33), (10, 1005, 33), (100, 300, 3)])

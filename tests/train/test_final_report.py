@@ -6,9 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxlc.train.evaluation.context_gain import ContextGain
-from jaxlc.train.evaluation.document_sums import DocumentSums
-from jaxlc.train.evaluation.held_out import Evaluation
+from jaxlc.train.evaluation import ContextGain, DocumentSums, Evaluation
 from jaxlc.train.reports.final_report import write_report
 from tests.helpers import png_size, record_figures
 from tests.step.synthetic import documents_evaluation, small_config

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlc.train.reports.history import History
+from jaxlc.train.reports.metrics import History
 
 ROWS = [dict(step=0, eval_loss=9.0), dict(step=1, loss=4.0), dict(step=2, loss=None), dict(step=3, loss=2.0)]
 

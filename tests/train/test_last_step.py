@@ -5,18 +5,17 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc.checkpoints.checkpoint_files import committed_steps
-from jaxlc.checkpoints.retention import Evaluations, read_evaluations
+from jaxlc.checkpoints.files import committed_steps
+from jaxlc.checkpoints.stored import Evaluations, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
-from jaxlc.train import stage_run, start_checks
+from jaxlc.train import stage, stage_setup
 from jaxlc.train.callbacks import Callbacks
-from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.evaluation.scorer import NamedScore
-from jaxlc.train.prepared_stages import PreparedStage
+from jaxlc.train.evaluation import Evaluation, NamedScore
 from jaxlc.train.reports import final_report
 from jaxlc.train.reports.metrics import MetricsLog
-from jaxlc.train.stage_run import StageRun
+from jaxlc.train.stage import StageRun
+from jaxlc.train.stage_setup import PreparedStage
 from tests.train import runs
 
 STEPS = 24
@@ -96,7 +95,7 @@ def test_run_that_fails_after_every_second_step_ends_like_an_undisturbed_one(tmp
         (MetricsLog, "write"), (Callbacks, "__call__", "on_step"), (Callbacks, "__call__", "on_log"),
         (Callbacks, "__call__", "on_checkpoint"), (StageRun, "evaluate"), (Evaluations, "add"),
         (Callbacks, "__call__", "on_evaluation"), (StageRun, "score"), (StageRun, "compare_processes"),
-        (stage_run, "write_report"), (Callbacks, "__call__", "on_end"),
+        (stage, "write_report"), (Callbacks, "__call__", "on_end"),
     ]  # fmt: skip
     errors = [RuntimeError("it fails"), Killed("it fails")]
     workdir, last = tmp_path / "disturbed", 2 * len(places)
@@ -147,9 +146,9 @@ def test_different_settings_of_a_process_are_named(monkeypatch):
         return load_stages(config)
 
     texts: list[str] = []
-    monkeypatch.setattr(start_checks, "text_of_process_0", lambda _, text: texts.append(text) or texts[0])
-    start_checks.check_equal_settings(stages(learning_rate=1e-3))
-    start_checks.check_equal_settings(stages(learning_rate=1e-3, warmup_steps=10))
+    monkeypatch.setattr(stage_setup, "text_of_process_0", lambda _, text: texts.append(text) or texts[0])
+    stage_setup.check_equal_settings(stages(learning_rate=1e-3))
+    stage_setup.check_equal_settings(stages(learning_rate=1e-3, warmup_steps=10))
     words = r"process 0 has config.optimizer.learning_rate=0.002, where process 0 has 0.001: start"
     with pytest.raises(UserError, match=words):
-        start_checks.check_equal_settings(stages(learning_rate=2e-3))
+        stage_setup.check_equal_settings(stages(learning_rate=2e-3))

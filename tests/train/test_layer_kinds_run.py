@@ -8,7 +8,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import jaxlc
-from jaxlc.checkpoints.pretrained_params import load_pretrained
+from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh

@@ -11,10 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from jaxlc.core.plot_style import line_styles
-from jaxlc.train.evaluation.context_gain import ContextGain
-from jaxlc.train.evaluation.document_sums import DocumentSums, position_edges
-from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.reports.loss_plots import loss_by_position_figure, loss_figure, optimizer_figure, reward_figure
+from jaxlc.train.evaluation import ContextGain, DocumentSums, Evaluation, position_edges
+from jaxlc.train.reports.plots import loss_by_position_figure, loss_figure, optimizer_figure, reward_figure
 from tests.helpers import png_size
 from tests.step.synthetic import documents_evaluation
 
@@ -174,5 +172,5 @@ def test_loss_by_position_figure_draws_gain_with_zero_line(tmp_path, gain):
 
 def test_loss_plots_import_leaves_pyplot_unloaded():
     """pyplot would replace the matplotlib backend of a notebook."""
-    code = "import jaxlc.train.reports.loss_plots, sys; assert 'matplotlib.pyplot' not in sys.modules"
+    code = "import jaxlc.train.reports.plots, sys; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)

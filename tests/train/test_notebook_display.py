@@ -5,7 +5,7 @@ import nbclient
 import nbformat
 import pytest
 
-from jaxlc.train.reports.notebook_display import NotebookDisplay
+from jaxlc.train.reports.progress import NotebookDisplay
 from tests import helpers
 
 

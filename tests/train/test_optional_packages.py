@@ -2,12 +2,12 @@
 
 import json
 
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.train.reports import final_report, metrics
 
 
 def test_metrics_without_tensorboardx_writes_jsonl_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    monkeypatch.setattr(errors, "is_installed", lambda package: False)
     log = metrics.open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.write(step=1, loss=2.0)
     log.close()
@@ -16,7 +16,7 @@ def test_metrics_without_tensorboardx_writes_jsonl_only(tmp_path, monkeypatch):
 
 
 def test_plots_without_matplotlib_are_skipped_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(extras, "is_installed", lambda package: False)
+    monkeypatch.setattr(errors, "is_installed", lambda package: False)
     lines = final_report.write_plots(tmp_path, [], evaluation=None)
-    assert lines == [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
+    assert lines == [f"plots           skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}"]
     assert list(tmp_path.iterdir()) == []

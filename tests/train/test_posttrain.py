@@ -16,7 +16,7 @@ import pytest
 
 import jaxlc
 from jaxlc import logprobs
-from jaxlc.checkpoints.checkpoint_files import read_meta
+from jaxlc.checkpoints.files import read_meta
 from jaxlc.config import defaults, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.posttrain.embedded_rollouts import EmbeddedRollouts

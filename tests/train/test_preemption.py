@@ -6,8 +6,7 @@ from jaxlc.config.command_line import run_main
 from jaxlc.core import interrupts
 from jaxlc.train import loop
 from jaxlc.train.__main__ import main
-from jaxlc.train.actions import Stop
-from jaxlc.train.preemption import PreemptionGuard
+from jaxlc.train.callbacks import PreemptionGuard, Stop
 from tests.train import runs
 
 

@@ -4,8 +4,8 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxlc.core import progress_lines
-from jaxlc.core.counts import duration_text
+from jaxlc.core import text as progress_lines
+from jaxlc.core.text import duration_text
 from jaxlc.plan import terminal
 from jaxlc.train.reports.progress import Progress, flops_text
 

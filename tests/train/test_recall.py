@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxlc.attention.strategies import ring
-from jaxlc.sharding.layout import zigzag_order
+from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.step.batch import Batch
 from tests.step.synthetic import small_config, small_step
 

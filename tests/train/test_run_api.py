@@ -15,7 +15,7 @@ from jaxlc.data import open_corpus
 from jaxlc.profile.__main__ import main as profile_main
 from jaxlc.step.language_model import padded_length
 from jaxlc.step.step import TrainStep
-from jaxlc.train.reports.pending_metrics import PendingMetrics
+from jaxlc.train.reports.metrics import PendingMetrics
 from tests.step.synthetic import small_config, small_step
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
@@ -135,7 +135,7 @@ def test_result_returns_figures(result):
 
 @pytest.mark.parametrize("name", ["loss_figure", "loss_by_position_figure"])
 def test_result_figure_without_matplotlib_raises(result, monkeypatch, name):
-    monkeypatch.setattr("jaxlc.core.extras.is_installed", lambda package: False)
+    monkeypatch.setattr("jaxlc.core.errors.is_installed", lambda package: False)
     with pytest.raises(UserError, match="a figure of the loss needs the package matplotlib"):
         getattr(result, name)()
 

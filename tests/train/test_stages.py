@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.checkpoints.checkpoint_files import committed_steps
-from jaxlc.checkpoints.retention import read_evaluations
-from jaxlc.checkpoints.stored_checkpoints import arrays_of
+from jaxlc.checkpoints.files import committed_steps
+from jaxlc.checkpoints.stored import arrays_of, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop
-from jaxlc.train.actions import TrainingStopped
-from jaxlc.train.reports.loss_plots import loss_figure
-from jaxlc.train.stage_run import StageRun
+from jaxlc.train.callbacks import TrainingStopped
+from jaxlc.train.reports.plots import loss_figure
+from jaxlc.train.stage import StageRun
 from scripts import kill_drill
 from tests.train import runs
 

@@ -11,12 +11,12 @@ import pytest
 from jaxlc.config import defaults, load
 from jaxlc.runtime import watchdog
 from jaxlc.step.batch import Batch
-from jaxlc.step.step_function import StepMetrics
-from jaxlc.train import loop, step_profiler
-from jaxlc.train.actions import Action, Position
-from jaxlc.train.callbacks import Callback, Callbacks
-from jaxlc.train.prepared_stages import num_tokens_until
-from jaxlc.train.reports import pending_metrics
+from jaxlc.step.step import StepMetrics
+from jaxlc.train import callbacks as step_profiler
+from jaxlc.train import loop
+from jaxlc.train.callbacks import Action, Callback, Callbacks, Position
+from jaxlc.train.reports import metrics as pending_metrics
+from jaxlc.train.stage_setup import num_tokens_until
 from tests import environment
 
 NUM_STEPS = 105
@@ -165,7 +165,7 @@ def test_tokens_of_a_finished_run_with_fewer_steps_are_those_of_the_run():
 
 _ERROR_IN_FLIGHT = """
 import jax
-from jaxlc.train.reports.pending_metrics import PendingMetrics
+from jaxlc.train.reports.metrics import PendingMetrics
 x = jax.numpy.ones((128, 128))
 step = jax.jit(lambda x: jax.lax.fori_loop(0, 10_000, lambda _, x: jax.numpy.tanh(x @ x), x)).lower(x).compile()
 pending = PendingMetrics(0)

@@ -10,8 +10,8 @@ import pytest
 from jaxlc.config import read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train.loop import run
-from jaxlc.train.reports import wandb_writer
-from jaxlc.train.reports.wandb_writer import WandbWriter
+from jaxlc.train.reports import metrics
+from jaxlc.train.reports.metrics import WandbWriter
 from tests.train import runs
 
 
@@ -61,8 +61,8 @@ def test_writer_sends_rows_in_order(server, tmp_path):
 
 
 def test_writer_without_server_warns_and_does_not_wait(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb_writer, "_CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(wandb_writer, "_MAX_ROWS", 10)
+    monkeypatch.setattr(metrics, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(metrics, "_MAX_ROWS", 10)
     lines = []
     for failure in ("raises", "blocks"):
         wandb = server(failure)
@@ -90,9 +90,9 @@ def test_resumed_run_continues_its_run(server, tmp_path):
 
 
 def test_run_without_the_package_raises(tmp_path, monkeypatch):
-    from jaxlc.core import extras
+    from jaxlc.core import errors
 
-    monkeypatch.setattr(extras, "is_installed", lambda package: package != "wandb")
+    monkeypatch.setattr(errors, "is_installed", lambda package: package != "wandb")
     config = read_config(str(runs.write_config(tmp_path)))
     config.train.wandb_project = "long"
     with pytest.raises(UserError, match=r"config.train.wandb_project needs the package wandb.*\[wandb\]"):

@@ -7,15 +7,15 @@ import sys
 import pytest
 
 from jaxlc.core.errors import UserError
-from jaxlc.core.lock import locked
-from jaxlc.train import workdir
-from jaxlc.train.workdir import LOCK_FILE, open_workdir
+from jaxlc.core.files import locked
+from jaxlc.train import stage
+from jaxlc.train.stage import LOCK_FILE, open_workdir
 from tests.train import runs
 
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch):
-    monkeypatch.setattr(workdir, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(stage, "LOCK_SECONDS", 0.0)
 
 
 def test_open_workdir_twice_raises_and_after_a_failure_works(tmp_path):
@@ -70,8 +70,8 @@ import subprocess, sys
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", sys.argv[1]], check=True)
 print("MOUNTED", flush=True)
 import jax, jax.numpy as jnp
-from jaxlc.checkpoints.checkpoint import Checkpoints
-from jaxlc.train.workdir import open_workdir
+from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.train.stage import open_workdir
 try:
     with open_workdir(sys.argv[1], print) as path:
         checkpoints = Checkpoints(path / "checkpoints", keep=2, warn=print)

@@ -1,6 +1,6 @@
 """The groups of tokens of a rank in the order of per-document sharding; for code inside `shard_map`.
 
-A rank has two fragments of each of several chains, of any lengths (`sharding/document_assignment.py`,
+A rank has two fragments of each of several chains, of any lengths (`sharding/document_balance.py`,
 `Assignment.fragments`); fragments of all ranks in the order of a chain are consecutive tokens. The recurrence needs
 groups of equal numbers of tokens, none of which has tokens of two fragments. So the tokens are gathered into groups,
 and the last group of a fragment ends with empty places. The numbers of groups and of places are static.

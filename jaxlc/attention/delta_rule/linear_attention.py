@@ -11,9 +11,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.delta_rule.convolution import convolution
 from jaxlc.attention.delta_rule.sharded_rule import delta_rule
-from jaxlc.attention.strategies.mesh_axes import AttentionAxes, check_contiguous, check_split, is_manual, resolve_axes
 from jaxlc.attention.strategies.sharded_attention import TokenOrder
-from jaxlc.attention.strategies.strategy import repeat_heads
+from jaxlc.attention.strategies.strategy import (
+    AttentionAxes,
+    check_contiguous,
+    check_split,
+    is_manual,
+    repeat_heads,
+    resolve_axes,
+)
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import Ranks

@@ -31,7 +31,7 @@ from jaxlc.attention.delta_rule.entering_states import entering_states, total
 from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
 from jaxlc.attention.delta_rule.sharded_rule import groups_of
 from jaxlc.attention.strategies.fragments import predecessors
-from jaxlc.attention.tiles.tile_order import tiles_of
+from jaxlc.attention.tiles.query_tiles import tiles_of
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.sharding.mesh import Ranks

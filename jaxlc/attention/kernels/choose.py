@@ -1,10 +1,85 @@
-"""Kernel selection: by name, or the fastest kernel that supports the problem."""
+"""Kernel selection: by name, or the fastest kernel that supports the problem.
 
+Attention of documents that share a prefix, by two calls of another kernel: the prefix is computed and stored once.
+
+A tree is a prefix and the documents that continue it (branches): the first call computes prefix and branches as
+documents of a packed sequence. The second computes the product of the branches' queries and the prefix's keys, in which
+nothing is masked. The results merge exactly (merge.py). The backward of both calls takes out and lse over all keys.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxlc.attention.contract import AttentionProblem, Kernel
+import jax
+import jax.numpy as jnp
+
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    CallResults,
+    Kernel,
+    QueryResults,
+    TreeRanges,
+    calls_of,
+    prepared,
+)
 from jaxlc.attention.kernels import blockwise, cudnn, mosaic, pallas, reference
+from jaxlc.attention.merge import merge
+from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported, UserError
+
+
+@dataclass(frozen=True)
+class SharedPrefixKernel:
+    """A kernel whose `ranges` are `TreeRanges`; otherwise as `contract.Kernel`."""
+
+    kernel: Kernel
+
+    def unsupported(self, problem: AttentionProblem) -> str | None:
+        return self.kernel.unsupported(problem)
+
+    def prepare(self, ranges: TreeRanges, num_keys: int, spec: AttentionSpec) -> TreeRanges:
+        """As `contract.prepared` of the kernel, for both calls."""
+        specs = spec, _of_prefix(spec)
+        return TreeRanges(*(prepared(self.kernel, part, num_keys, spec) for part, spec in zip(ranges, specs)))
+
+    def forward(self, *operands):
+        """(out_BTNH, lse_BNT), both float32."""
+        return self.forward_calls(*operands).values()
+
+    def backward(self, *operands):
+        """(dq_BTNH, dk_BSKH, dv_BSKH), float32."""
+        return self.backward_calls(*operands).values()
+
+    def forward_calls(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec) -> CallResults:
+        calls = self._calls("forward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec)
+        return calls._replace(joined=lambda results: merge(*itertools.chain(*calls.joined(results))))
+
+    def backward_calls(
+        self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec, results: QueryResults
+    ) -> CallResults:
+        calls = self._calls("backward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec, results)
+        return calls._replace(joined=lambda results: tuple(map(jnp.add, *calls.joined(results))))
+
+    def _calls(self, direction: str, qkv: tuple, ranges: TreeRanges, spec: AttentionSpec, *others) -> CallResults:
+        """Both calls; joined, they are the results of each in float32."""
+        own = calls_of(self.kernel, direction, *qkv, ranges.own, spec, *others)
+        with jax.named_scope(scopes.SHARED_PREFIX):
+            prefix = calls_of(self.kernel, direction, *qkv, ranges.prefix, _of_prefix(spec), *others)
+
+        def joined(results):
+            pairs = zip((own, prefix), results, strict=True)
+            return tuple(tuple(x.astype(jnp.float32) for x in calls.joined(part)) for calls, part in pairs)
+
+        return CallResults((own.results, prefix.results), joined)
+
+
+def _of_prefix(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of the second call: all queries of a tree have the same keys, unless there is a window."""
+    return dataclasses.replace(spec, causal=False, window=None, few_documents=False)
+
 
 KERNELS: dict[str, Kernel] = {
     "cudnn": cudnn,

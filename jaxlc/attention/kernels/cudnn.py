@@ -27,7 +27,7 @@ from jaxlc._jax_internals import (
 )
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, CallResults, KeyRanges, QueryResults
 from jaxlc.attention.kernels import cudnn_packed
-from jaxlc.attention.kernels.packed_operands import MAX_ELEMENTS, DocumentTable, calls_for, document_table
+from jaxlc.attention.kernels.cudnn_packed import MAX_ELEMENTS, DocumentTable, calls_for, document_table
 from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")

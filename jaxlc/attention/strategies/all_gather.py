@@ -19,7 +19,7 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.strategies import halo, window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
-from jaxlc.sharding.layout import natural_order, zigzag_order
+from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
 
 

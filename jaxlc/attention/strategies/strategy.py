@@ -7,19 +7,195 @@ Every strategy is two functions that run inside `shard_map`, on this rank's shar
 
 `ranges` is the mask as key ranges, in the form that this strategy's kernel calls need, or what the kernel's `prepare`
 computed from them.
+
+The mesh axes that split the arrays of attention, and checks of the shapes of these arrays.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxlc.attention import sinks
+from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.text import suggestion
+from jaxlc.sharding.document_layout import natural_order, zigzag_order
 from jaxlc.sharding.mesh import Ranks
+
+
+class AttentionSpecs(NamedTuple):
+    """The PartitionSpecs of arrays of attention."""
+
+    tokens: PartitionSpec  # [B, T]
+    heads: PartitionSpec  # [B, T, N, H]
+    lse: PartitionSpec  # [B, N, T]
+
+
+class AttentionAxes(NamedTuple):
+    """Names of mesh axes."""
+
+    batch: tuple[str, ...]  # split B
+    context: str  # splits T and S
+    head: str | None  # splits N and K. None: heads are not split
+
+    def specs(self, context: tuple[str, ...]) -> AttentionSpecs:
+        """With T split over the axes `context`."""
+        return AttentionSpecs(
+            tokens=PartitionSpec(self.batch, context),
+            heads=PartitionSpec(self.batch, context, self.head, None),
+            lse=PartitionSpec(self.batch, self.head, context),
+        )
+
+    def num_head_ranks(self, mesh: Mesh) -> int:
+        """The number of shards of the head dimension."""
+        return 1 if self.head is None else mesh.shape[self.head]
+
+
+DEFAULT_AXES = AttentionAxes(BATCH_AXES, CONTEXT, TENSOR)  # the axes of jaxlc's own meshes
+
+
+def resolve_axes(
+    mesh: Mesh | None, context_axis: str, batch_axes: str | Sequence[str] | None, head_axis: str | None
+) -> AttentionAxes:
+    """The axes from the arguments of `attend`. None: the names of jaxlc's own meshes, as far as `mesh` has them.
+
+    Raises:
+      UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two roles.
+    """
+    if mesh is None:
+        raise UserError("attention outside of shard_map needs a mesh: pass mesh=")
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
+        raise UserError(
+            "the mesh has Explicit or Manual axes (the default of jax.make_mesh); create it with"
+            f" axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}, or with jaxlc.make_mesh"
+        )
+    _check_axis(mesh, "context_axis", context_axis)
+    if head_axis is None:
+        head_axis = TENSOR if TENSOR in mesh.axis_names and context_axis != TENSOR else None
+    else:
+        _check_axis(mesh, "head_axis", head_axis)
+    if batch_axes is None:
+        batch_axes = [axis for axis in BATCH_AXES if axis in mesh.axis_names and axis not in (context_axis, head_axis)]
+    batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    for axis in batch_axes:
+        _check_axis(mesh, "batch_axes", axis)
+    names = [context_axis, *batch_axes, *([] if head_axis is None else [head_axis])]
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"invalid axes: context_axis={context_axis!r}, batch_axes={batch_axes} and head_axis={head_axis!r} overlap;"
+            " a mesh axis splits one dimension"
+        )
+    return AttentionAxes(batch_axes, context_axis, head_axis)
+
+
+def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
+    """Whether the caller is inside `shard_map` over the context axis, so that arrays are local shards.
+
+    Raises:
+      Unsupported: inside `shard_map` over other axes only.
+      UserError: the `shard_map` has check_vma=True, which the kernels do not support.
+    """
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    if manual_axes and context_axis not in manual_axes:
+        raise Unsupported(
+            f"unsupported: attention inside a shard_map over {', '.join(manual_axes)} but not over"
+            f" context_axis={context_axis!r}; call outside of it, or add that axis to its axis_names"
+        )
+    if jax.typeof(q_BTNH).manual_axis_type.varying:
+        raise UserError("attention inside shard_map needs check_vma=False: pass it to jax.shard_map")
+    return bool(manual_axes)
+
+
+def check_shapes(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BT: jax.Array | None,
+    sinks_N: jax.Array | None = None,
+) -> None:
+    """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k and v are floats."""
+    q_shape, k_shape = q_BTNH.shape, k_BSKH.shape
+    are_consistent = q_shape[:2] == k_shape[:2] and q_shape[3:] == k_shape[3:] and v_BSKH.shape[:3] == k_shape[:3]
+    if not (q_BTNH.ndim == k_BSKH.ndim == v_BSKH.ndim == 4 and are_consistent):
+        raise UserError(
+            f"invalid shapes q {q_shape}, k {k_shape} and v {v_BSKH.shape}: expected q [B, T, N, H], k and v"
+            " [B, T, K, H]"
+        )
+    batch, num_tokens, num_heads, _ = q_shape
+    num_kv_heads = k_shape[2]
+    dtypes = [x.dtype for x in (q_BTNH, k_BSKH, v_BSKH)]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        raise UserError(f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16")
+    if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
+        raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
+    if segments_BT is not None and not jnp.issubdtype(segments_BT.dtype, jnp.integer):
+        raise UserError(f"invalid dtype {segments_BT.dtype} of segment_ids: expected int32")
+    if sinks_N is not None and sinks_N.shape != (num_heads,):
+        raise UserError(f"invalid shape {sinks_N.shape} for sinks: expected one per query head, {(num_heads,)}")
+    if num_heads % num_kv_heads:
+        raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
+
+
+def check_contiguous(segments_BT: jax.Array, context: int) -> None:
+    """Raises Unsupported if a segment of a concrete array is not contiguous. Values of traced arrays are unknown.
+
+    Args:
+      context: the tokens are in zigzag order over this number of ranks; 1 is natural order.
+    """
+    if isinstance(segments_BT, jax.core.Tracer) or not getattr(segments_BT, "is_fully_addressable", True):
+        return
+    ids_BT = np.asarray(segments_BT)
+    if (ids_BT < -(2**31)).any() or (ids_BT >= 2**31).any():  # JAX would keep their last 32 bits
+        raise UserError(f"invalid segment_ids from {ids_BT.min()} to {ids_BT.max()}: expected 32-bit integers")
+    ids_BT = ids_BT[:, natural_order(zigzag_order(ids_BT.shape[1], context))]
+    for sequence, ids_T in enumerate(ids_BT):
+        first_of_runs = ids_T[np.flatnonzero(np.diff(ids_T, prepend=0))]
+        ids, num_runs = np.unique(first_of_runs[first_of_runs != 0], return_counts=True)
+        if (num_runs > 1).any():
+            raise Unsupported(
+                f"unsupported: segment {ids[num_runs > 1][0]} of sequence {sequence} is not contiguous (supported:"
+                " segments of contiguous tokens in natural order); give each part an id of its own"
+            )
+
+
+def check_split(
+    shape_BTN: tuple[int, int, int], num_shared: int, mesh: Mesh, axes: AttentionAxes, *, heads: str
+) -> None:
+    """Raises UserError unless global arrays of this shape split over the mesh.
+
+    Args:
+      num_shared: key/value heads, each of which belongs to one or more of the N heads; they may be repeated on ranks.
+      heads: the heads and their numbers, for the error.
+    """
+    batch, num_tokens, num_heads = shape_BTN
+    context, head_ranks = mesh.shape[axes.context], axes.num_head_ranks(mesh)
+    batch_ranks = math.prod(mesh.shape[axis] for axis in axes.batch)
+    if num_heads % head_ranks or (num_shared % head_ranks and head_ranks % num_shared):
+        raise UserError(f"{heads} do not split over {axes.head}={head_ranks}")
+    if batch % batch_ranks:
+        raise UserError(
+            f"a batch of {batch} does not split over {' x '.join(axes.batch)} = {batch_ranks};"
+            f" use a multiple of {batch_ranks}"
+        )
+    if num_tokens % (2 * context):
+        raise UserError(
+            f"{num_tokens} tokens do not split over {axes.context}={context}; use a multiple of {2 * context}"
+        )
+
+
+def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
+    if axis not in mesh.axis_names:
+        names = ", ".join(mesh.axis_names)
+        question = suggestion(str(axis), mesh.axis_names)
+        raise UserError(f"unknown {argument} {axis!r}: the mesh has the axes {names}{question}")
 
 
 class ShardedQKV(NamedTuple):
@@ -60,7 +236,7 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
     """
 
     def forward_cast(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks | None = None):
-        out, lse = sinks.join(*forward(qkv, kernel, spec, ranks), qkv.sinks_n)
+        out, lse = contract.join(*forward(qkv, kernel, spec, ranks), qkv.sinks_n)
         return out.astype(qkv.q_btnH.dtype), lse
 
     def forward_rule(qkv, kernel, spec, ranks):
@@ -75,7 +251,7 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
         results = QueryResults(out, lse, *cotangents)
         gradients = backward(qkv, results, kernel, spec, ranks)
         dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip(gradients, qkv[:3], strict=True))
-        dsinks = None if qkv.sinks_n is None else sinks.gradient(qkv.sinks_n, results)
+        dsinks = None if qkv.sinks_n is None else contract.gradient(qkv.sinks_n, results)
         return (ShardedQKV(dq, dk, dv, None, dsinks),)
 
     attend = functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))(forward_cast)

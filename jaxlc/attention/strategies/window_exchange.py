@@ -2,7 +2,7 @@
 tokens of other ranks that its windows reach, and no others. With shared prefixes, tokens are in zigzag order.
 
 Which tokens these are depends on the documents, so `prepare` finds them once per training step, as indices; how many
-there are at most does not (sharding/window_room.py). The tokens that a rank has and receives are then sorted, so that
+there are at most does not (sharding/document_layout.py). The tokens that a rank has and receives are then sorted, so that
 the keys of each query are contiguous, and one kernel call attends to them.
 """
 
@@ -18,8 +18,8 @@ from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults, Tre
 from jaxlc.attention.key_ranges import TokenInfo, first_own_key, key_ranges, seen_by, seen_by_branches
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
+from jaxlc.sharding.document_layout import room_by_distance, room_per_chunk
 from jaxlc.sharding.mesh import Ranks
-from jaxlc.sharding.window_room import room_by_distance, room_per_chunk
 
 
 class WindowKeys(NamedTuple):

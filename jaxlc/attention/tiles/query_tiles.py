@@ -14,7 +14,7 @@ Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, a
 `tile_order.tiles_of` splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
 functions: forward and backward are separate calls.
 
-A rank's chunks lo and hi (sharding/layout.py) are split into n sub-chunks each. Its tile j consists of sub-chunk j of
+A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j consists of sub-chunk j of
 lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups form a ring
 of size `outer`: inner is 1 for strategy ring, outer is 1 for ulysses. So a group has a block of J = 2 inner n
 sub-chunks in natural order. Of tile j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and
@@ -32,6 +32,8 @@ In the backward pass, dK/dV are sent along with their block. The array that is s
 the owner's accumulator itself, so that there is no second array of its size. It is sent sub-chunk by sub-chunk, in
 place, before the steps instead of overlapping with them. The time of these sends is small compared with the steps of a
 long sequence; a second float32 array would not be small.
+
+The order of tokens in tiles, from layout order and back; query_tiles.py defines the tiles.
 """
 
 import functools
@@ -43,21 +45,36 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.attention import sinks
+from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
-from jaxlc.attention.kernels.shared_prefix import SharedPrefixKernel
+from jaxlc.attention.kernels.choose import SharedPrefixKernel
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges_of_halves
 from jaxlc.attention.strategies import ulysses, window_exchange
-from jaxlc.attention.strategies.mesh_axes import DEFAULT_AXES, AttentionSpecs
 from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
-from jaxlc.attention.strategies.strategy import repeat_heads
-from jaxlc.attention.tiles.kv_blocks import GroupState
-from jaxlc.attention.tiles.sliding_steps import CHUNKS, SlidingSteps
+from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionSpecs, repeat_heads
+from jaxlc.attention.tiles.kv_blocks import CHUNKS, GroupState, SlidingSteps
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.mesh import Ranks, split_context
+
+
+def tiles_of(x_BT: jax.Array, context: int, tiles: int) -> jax.Array:
+    """[B, T, ...] in layout order -> [tiles, B, t, ...], without communication between ranks."""
+    batch, num_tokens, *rest = x_BT.shape
+    chunks = x_BT.reshape(batch, context, 2, tiles, num_tokens // (2 * context * tiles), *rest)
+    pairs = jnp.stack([chunks[:, :, 0], chunks[:, :, 1, ::-1]], axis=2)
+    return jnp.moveaxis(pairs, 3, 0).reshape(tiles, batch, num_tokens // tiles, *rest)
+
+
+def layout_of(x_MBt: jax.Array, context: int) -> jax.Array:
+    """The inverse of `tiles_of`."""
+    tiles, batch, tile_tokens, *rest = x_MBt.shape
+    pairs = x_MBt.reshape(tiles, batch, context, 2, tile_tokens // (2 * context), *rest)
+    pairs = jnp.moveaxis(pairs, 0, 3)
+    chunks = jnp.stack([pairs[:, :, 0], pairs[:, :, 1, ::-1]], axis=2)
+    return chunks.reshape(batch, tiles * tile_tokens, *rest)
 
 
 def make_tiled(
@@ -236,7 +253,7 @@ class TiledAttention:
           kv: of `exchange`, after `put` of all tiles.
           tile: index of the tile, int32.
           ranges: of `prepare`. None, without a window: each sequence is one document.
-          sinks_N: float32; see sinks.py. None: no sinks.
+          sinks_N: float32; see contract.py. None: no sinks.
         Returns:
           out_BtNH in q's dtype, lse_BNt float32.
         """
@@ -250,7 +267,7 @@ class TiledAttention:
 
         in_specs = (self._specs.heads, self._blocks, _REPLICATED, self._ranges)
         split = self._split(local, in_specs, (self._specs.heads, self._specs.lse))
-        return sinks.join(*split(q_BtNH, kv, tile, ranges), sinks_N)
+        return contract.join(*split(q_BtNH, kv, tile, ranges), sinks_N)
 
     def backward(
         self,
@@ -286,7 +303,7 @@ class TiledAttention:
         if sinks_N is None:
             return dq_BtNH, dkv, None
         results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
-        return dq_BtNH, dkv, sinks.gradient(sinks_N, results)
+        return dq_BtNH, dkv, contract.gradient(sinks_N, results)
 
     def _group_with_kernel(self, q_BtNH: jax.Array, ranges) -> Callable:
         """A function (tile, ranges_bs) -> GroupState, to be called inside `shard_map`."""

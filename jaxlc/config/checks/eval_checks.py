@@ -10,7 +10,7 @@ from jaxlc.config.ranges import range_problems
 from jaxlc.config.schema import RULER_TASKS, EvalsConfig, EvalSettings
 from jaxlc.config.values import SettingError, invalid_value, typed
 from jaxlc.core.errors import UserError, raise_first
-from jaxlc.core.suggestions import did_you_mean
+from jaxlc.core.text import did_you_mean
 
 NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"
 _MIN_LOSS_LENGTH = 16

@@ -10,8 +10,8 @@ from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
 from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError, raise_first
+from jaxlc.core.text import count_text
 
 
 def check_num_devices(config: Config, num_devices: int, there_are: str, config_path: str = "") -> None:

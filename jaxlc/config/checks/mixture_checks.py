@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.ranges import range_problems
-from jaxlc.core.suggestions import nearest_name
+from jaxlc.core.text import nearest_name
 
 
 def mixture_problems(data: DataConfig) -> Iterator[str]:

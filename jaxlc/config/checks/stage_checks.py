@@ -9,7 +9,7 @@ from jaxlc.config.ranges import range_problems
 from jaxlc.config.stage_schema import Stage, StageConfig, merged_settings
 from jaxlc.config.values import invalid_value
 from jaxlc.core.errors import UserError
-from jaxlc.core.suggestions import did_you_mean, nearest_name
+from jaxlc.core.text import did_you_mean, nearest_name
 
 # Settings of the optimizer that make up a learning-rate schedule.
 SCHEDULE = (

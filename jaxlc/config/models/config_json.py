@@ -20,7 +20,7 @@ from jaxlc.config.models.own_format import (
 )
 from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.suggestions import suggestion
+from jaxlc.core.text import suggestion
 
 ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import nearest_path
+from jaxlc.core.files import nearest_path
 
 DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")  # config, tokenizer and chat template: some megabytes
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -41,7 +41,7 @@ def download_tokenizer(repo_id: str) -> Path:
 
 
 def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) -> Path:
-    extras.require("huggingface_hub", f"{setting} {repo_id!r}, which is not a path that exists,")
+    errors.require("huggingface_hub", f"{setting} {repo_id!r}, which is not a path that exists,")
     import huggingface_hub
 
     try:

@@ -13,8 +13,15 @@ from jaxlc.config.models.own_format import stored_settings
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import Unsupported, UserError, raise_all
-from jaxlc.core.foreign_files import ADAPTER_FILE, check_no_pointers, other_format, read_json_file
-from jaxlc.core.paths import file_inside, local_path, nearest_path
+from jaxlc.core.files import (
+    ADAPTER_FILE,
+    check_no_pointers,
+    file_inside,
+    local_path,
+    nearest_path,
+    other_format,
+    read_json_file,
+)
 
 CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = "config.json", "tokenizer.json", "generation_config.json"
 # Of the tokenizer, the chat template and generation.

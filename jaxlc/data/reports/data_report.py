@@ -1,15 +1,67 @@
-"""The report of `jaxlc data report`: documents and tokens of each source by length, and shares and epochs per stage."""
+"""The report of `jaxlc data report`: documents and tokens of each source by length, and shares and epochs per stage.
+
+Which text the training sequences of a run contain: shares of the tokens and epochs, source by source.
+
+The picture of `jaxlc data report`. Importing this module imports matplotlib.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from jaxlc.config import Config
-from jaxlc.core.text_table import aligned
+from jaxlc.core import plot_style
+from jaxlc.core.text import aligned, count_text
 from jaxlc.data.corpus import Corpus
-from jaxlc.data.reports.shares import SourceShare, source_shares
 from jaxlc.data.traces.open_traces import Prompts, TraceData
+
+
+class SourceShare(NamedTuple):
+    """The part of a source in the first sequences of a run."""
+
+    name: str  # "" for data.sources
+    share: float  # fraction of the tokens, as set
+    realized_share: float  # fraction of the tokens in those sequences
+    num_tokens: int  # in those sequences, without padding
+    num_epochs: float
+    num_documents: int  # per epoch
+    epoch_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.share:.2%} of the tokens, {self.realized_share:.2%} in this run;"
+            f" {count_text(self.num_documents, 'document')}, {count_text(self.epoch_tokens, 'token')},"
+            f" {self.num_epochs:.3g} epochs"
+        )
+
+
+def source_shares(corpus: Corpus, num_sequences: int) -> list[SourceShare]:
+    """The sources of the first `num_sequences` training sequences."""
+    num_tokens = corpus.num_tokens_of_first(num_sequences)
+    total = max(1, sum(num_tokens.values()))
+    return [
+        SourceShare(
+            name=source.name,
+            share=source.share,
+            realized_share=num_tokens[source.name] / total,
+            num_tokens=num_tokens[source.name],
+            num_epochs=num_tokens[source.name] / source.train.num_tokens,
+            num_documents=source.train.num_documents,
+            epoch_tokens=source.train.num_tokens,
+        )
+        for source in corpus.sources
+    ]
+
+
+def share_lines(corpus: Corpus, num_sequences: int) -> list[str]:
+    """One line per source of a mixture, for the start of a run; none without a mixture."""
+    return [f"source     {share}" for share in source_shares(corpus, num_sequences) if share.name]
+
 
 # Limits in tokens between the length classes of the report.
 LENGTH_LIMITS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
@@ -128,3 +180,53 @@ def _classes(lengths: np.ndarray) -> np.ndarray:
 
 def _number(number: float) -> str:
     return f"{int(number):,}"
+
+
+def report_figure(sources: Sequence[SourceLengths], stages: Sequence[StageShares]) -> Figure:
+    """Tokens by document length of each source; shares of the tokens; and epochs in each stage."""
+    names = [source.name for source in sources]
+    figure = plot_style.new_figure(11, 2.3 + 0.34 * len(names) * max(1, len(stages)) ** 0.5)
+    lengths, shares, epochs = figure.subplots(1, 3, sharey=True, width_ratios=(1.5, 1, 1))
+    _plot_lengths(lengths, sources)
+    rows = np.arange(len(names))
+    height = 0.8 / len(stages)
+    for number, stage in enumerate(stages):
+        cycle, place = divmod(number, len(plot_style.CYCLE))
+        style = dict(color=plot_style.CYCLE[place], hatch=plot_style.HATCHES[cycle % len(plot_style.HATCHES)])
+        style |= dict(edgecolor="white", linewidth=0)
+        by_name = {share.name: share for share in stage.shares}
+        at = rows + (number - (len(stages) - 1) / 2) * height
+        realized = [100 * by_name[name].realized_share if name in by_name else 0 for name in names]
+        num_epochs = [by_name[name].num_epochs if name in by_name else 0 for name in names]
+        shares.barh(at, realized, 0.9 * height, **style, label=stage.name or "the run")
+        bars = epochs.barh(at, num_epochs, 0.9 * height, **style)
+        epochs.bar_label(bars, [f"{count:.3g}" if count else "" for count in num_epochs], padding=3, fontsize=8)
+    for axes, label in ((lengths, "tokens"), (shares, "share of the tokens (%)"), (epochs, "epochs")):
+        plot_style.style_axes(axes, grid="x")
+        axes.set_xlabel(label)
+    epochs.margins(x=0.15)
+    if len(stages) > 1:
+        _draw_legend(shares, "outside lower right", "stage")
+    lengths.set_yticks(rows, names)
+    lengths.invert_yaxis()
+    plot_style.set_title(figure, "Tokens of each source by document length; shares and epochs of the run")
+    return figure
+
+
+def _plot_lengths(axes: Axes, sources: Sequence[SourceLengths]) -> None:
+    left = np.zeros(len(sources))
+    shades = [str(shade) for shade in np.linspace(0.85, 0.15, len(CLASS_NAMES))]
+    for number, name in enumerate(CLASS_NAMES):
+        tokens = np.array([source.num_tokens[number] for source in sources], float)
+        if tokens.any():
+            axes.barh(range(len(sources)), tokens, 0.7, left=left, color=shades[number], label=name)
+        left += tokens
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    _draw_legend(axes, "outside lower left", "document length in tokens")
+
+
+def _draw_legend(axes: Axes, place: str, title: str) -> None:
+    """A legend of the figure, in one line, for the bars of `axes`."""
+    handles, _ = axes.get_legend_handles_labels()
+    style = dict(fontsize=8, title_fontsize=8, frameon=False, alignment="left")
+    axes.figure.legend(handles=handles, loc=place, ncols=max(1, len(handles)), title=title, **style)

@@ -12,11 +12,9 @@ from ml_collections import ConfigDict
 from jaxlc.config import Config
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
-from jaxlc.core.arguments import checked
-from jaxlc.core.counts import count_text
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, checked
 from jaxlc.core.html import paragraph
-from jaxlc.core.progress_lines import progress_lines
+from jaxlc.core.text import count_text, progress_lines
 from jaxlc.data.corpus import Corpus, CorpusSource, open_corpus
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.data.traces.open_traces import Prompts, TraceData, open_prompts, open_traces

@@ -1,15 +1,85 @@
-"""Feeds sequences to the devices of all processes as sharded arrays."""
+"""Feeds sequences to the devices of all processes as sharded arrays.
+
+The arrays of a batch and their dtypes.
+
+How long training waits for data.
+"""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grain
 import jax
 import numpy as np
 
+from jaxlc.config import Config
 from jaxlc.core.errors import UserError
+
+# What each array has is described in `step.batch.Batch` and `user_batches.complete_batch`.
+ALWAYS = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
+OPTIONAL = dict(
+    prefix_ids=np.int32,
+    advantages=np.float32,
+    answer_weights=np.float32,
+    old_log_probs=np.float32,
+    reference_log_probs=np.float32,
+)
+
+
+def array_dtypes(config: Config) -> dict[str, type]:
+    """The dtype of each array of a batch of `config`."""
+    posttrain = config.posttrain
+    names = []
+    if config.attention.shared_prefixes:
+        names.append("prefix_ids")
+    if posttrain.loss:
+        names += ["advantages", "answer_weights"]
+    if posttrain.loss not in ("", "dpo") and (posttrain.old_log_probs == "record" or config.rollouts.source):
+        names.append("old_log_probs")  # with old_log_probs=policy for a metric only; NaN where a record has none
+    if posttrain.uses_reference and posttrain.reference == "record":
+        names.append("reference_log_probs")
+    return ALWAYS | {name: OPTIONAL[name] for name in names}
+
+
+T = TypeVar("T")
+
+
+class WaitingTime:
+    """Measures the share of the time of a loop in which it waits for the next item of its iterable.
+
+    The first item is not counted: it is built while the program starts. With asynchronous dispatch the devices still
+    compute while the loop waits, so the share is an upper bound of the time in which they are idle for lack of data.
+    """
+
+    def __init__(self) -> None:
+        self._waiting_seconds = self._total_seconds = 0.0
+
+    def timed(self, items: Iterable[T]) -> Iterator[T]:
+        """Yields the items and measures."""
+        iterator = iter(items)
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        while True:
+            start = time.perf_counter()
+            yield item
+            asked = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self._waiting_seconds += time.perf_counter() - asked
+            self._total_seconds += time.perf_counter() - start
+
+    @property
+    def share(self) -> float | None:
+        """Waiting time divided by the time of the loop, 0 to 1; None before the second item."""
+        return self._waiting_seconds / self._total_seconds if self._total_seconds else None
+
 
 _ENDLESS = 2**62
 MAX_THREADS = 8  # building a sequence is mostly copying; a few threads saturate the memory bandwidth

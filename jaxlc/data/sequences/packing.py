@@ -4,14 +4,68 @@ A document longer than a sequence is cut into full sequences and a remainder. Al
 packed by best-fit decreasing: the longest chunk first, each into the sequence where it leaves the least free space.
 A document is therefore cut only where it must be, and there is little padding (Ding et al. 2024, "Fewer Truncations
 Improve Language Modeling", https://arxiv.org/abs/2404.10830).
+
+Splits a corpus into training and held-out documents.
+
+Selects the documents of a source: filters and weights by length, and the pool that they are packed in.
 """
 
 import functools
+import hashlib
+import math
 from bisect import bisect_left, insort
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxlc.config.data_schema import SourceConfig
+from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.store import TokenStore
+
+
+class Split(NamedTuple):
+    store: TokenStore  # that train_ids refers to: with one more document if a document's tail is held out
+    train_ids: np.ndarray  # int64 [training documents]
+    heldout_store: TokenStore  # that heldout_ids refers to: `store`, or that of separate evaluation sources
+    heldout_ids: np.ndarray  # int64 [held-out documents]
+    tail_tokens: int  # length of the held-out tail; 0 if entire documents are held out
+
+
+def split_documents(
+    store: TokenStore, eval_fraction: float, eval_store: TokenStore | None = None, setting: str = "data.sources"
+) -> Split:
+    """Holds out all documents of `eval_store`, or else those whose split hash is below `eval_fraction`, 0 to 1.
+
+    The hash depends only on a document's name, so adding documents does not move others across the split. If it puts
+    all documents on one side, as with a single large document, the last `eval_fraction` of the longest document is
+    held out instead. It becomes a document of its own, so training never predicts its tokens.
+
+    Args:
+      setting: that names the corpus; in errors.
+    Raises:
+      UserError: the longest document is too short to hold out its tail.
+    """
+    if eval_store is not None:
+        return Split(store, np.arange(store.num_documents), eval_store, np.arange(eval_store.num_documents), 0)
+    is_heldout = store.split_hashes < eval_fraction
+    if is_heldout.any() and not is_heldout.all():
+        return Split(store, np.flatnonzero(~is_heldout), store, np.flatnonzero(is_heldout), 0)
+    lengths = np.diff(store.offsets)
+    longest = int(lengths.argmax())
+    tail_tokens = math.ceil(lengths[longest] * eval_fraction)
+    if min(tail_tokens, lengths[longest] - tail_tokens) < 2:  # one token to predict, and one to predict it from
+        raise UserError(
+            f"{setting}: too little text to hold out data.eval_fraction={eval_fraction}: {len(lengths)}"
+            f" documents, the longest of {lengths[longest]} tokens; add documents or change data.eval_fraction"
+        )
+    store = replace(
+        store,
+        offsets=np.insert(store.offsets, longest + 1, store.offsets[longest + 1] - tail_tokens),
+        split_hashes=np.insert(store.split_hashes, longest, store.split_hashes[longest]),
+    )
+    train_ids = np.delete(np.arange(store.num_documents), longest + 1)
+    return Split(store, train_ids, store, np.array([longest + 1]), tail_tokens)
 
 
 class PackedSequences:
@@ -200,3 +254,65 @@ def epoch_order(num_sequences: int, seed: int | None, epoch: int) -> np.ndarray:
     # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same order (NEP 19).
     generator = np.random.RandomState([0] if seed is None else [seed % 2**32, epoch])
     return generator.permutation(num_sequences)
+
+
+def packed_source(
+    store: TokenStore, document_ids: np.ndarray, source: SourceConfig, seq_len: int, seed: int | None
+) -> PackedSequences | None:
+    """Packs the documents that `source` selects; None if it selects none.
+
+    Args:
+      document_ids: int64, documents of `store`.
+      seed: data.seed; None: the same order in every epoch.
+    """
+    lengths = store.offsets[document_ids + 1] - store.offsets[document_ids]
+    selected = np.repeat(document_ids, num_copies(store, document_ids, lengths, source, seq_len))
+    if not len(selected):
+        return None
+    return PackedSequences(
+        store,
+        selected,
+        seq_len,
+        None if seed is None else source_seed(seed, source.name),
+        chunk_tokens=source.chunk_tokens,
+        max_document_tokens=seq_len if overlong_rule(source) == "truncate" else 0,
+        is_full_length=source.pool == "full_length",
+        weighs_answers_equally=source.answer_weights == "answer",
+    )
+
+
+def num_copies(
+    store: TokenStore, document_ids: np.ndarray, lengths: np.ndarray, source: SourceConfig, seq_len: int
+) -> np.ndarray:
+    """How often each document occurs in an epoch, int64 [documents]: 0 if it is not used.
+
+    A weight of 2.5 gives each document 2 copies, and one more to the half of the documents with the smallest hashes of
+    their names among those of their length class.
+    """
+    min_tokens = max(source.min_tokens, seq_len if source.pool == "full_length" else 0)
+    is_used = lengths >= min_tokens
+    if source.max_tokens:
+        is_used &= lengths <= source.max_tokens
+    if overlong_rule(source) == "drop":
+        is_used &= lengths <= seq_len
+    copies = is_used.astype(np.int64)
+    classes = np.searchsorted(np.array(source.length_limits, np.int64), lengths, side="right")
+    for index, weight in enumerate(source.length_weights):
+        members = np.flatnonzero(is_used & (classes == index))
+        copies[members] = int(weight)
+        num_more = round((weight - int(weight)) * len(members))
+        by_hash = np.argsort(store.split_hashes[document_ids[members]], kind="stable")
+        copies[members[by_hash[:num_more]]] += 1
+    return copies
+
+
+def overlong_rule(source: SourceConfig) -> str:
+    """What happens to documents longer than a sequence: cut, truncate or drop."""
+    if source.overlong == "auto":
+        return "drop" if source.has_chats else "cut"
+    return source.overlong
+
+
+def source_seed(seed: int, name: str) -> int:
+    """A seed of its own for each source, so that sources of equal size have different orders."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:4])

@@ -1,15 +1,31 @@
-"""Reads the documents of files: text, token IDs, or chats."""
+"""Reads the documents of files: text, token IDs, or chats.
 
+Chats of records as the messages that chat templates take.
+
+messages  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}: as the API of OpenAI. The content may
+          be a list of parts, of which all are text; it is null in a message of the assistant with `tool_calls`.
+sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "...", "tools": [...]}
+alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."], ...]}: a
+          question and its answer, after earlier ones
+completion {"prompt": ..., "completion": ...}: texts or lists of messages, as in TRL; only the completion has a loss
+
+`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON. A
+message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss. Fields of other programs that change what is
+trained on (`_UNSUPPORTED`) are refused.
+"""
+
+import contextlib
+import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxlc.config.data_schema import SourceConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.chats import CHAT_FIELDS, OTHER_FIELDS, UNSUPPORTED_FIELDS, Chat, is_chat, read_chat
+from jaxlc.core.files import parse_json
 from jaxlc.data.texts.records import (
     MEGATRON_SUFFIX,
     RECORD_SUFFIXES,
@@ -21,6 +37,283 @@ from jaxlc.data.texts.records import (
     token_ids,
 )
 from jaxlc.data.texts.sources import SourceFile, unreadable
+
+ASSISTANT = "assistant"
+# Format -> the field of the chat, unless chat_field is set.
+CHAT_FIELDS = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "alpaca": "instruction",
+    "completion": "completion",
+}
+# Other fields of a record that each format uses.
+OTHER_FIELDS = {
+    "messages": ("tools", "system"),
+    "sharegpt": ("tools", "system"),
+    "alpaca": ("tools", "system", "input", "output", "history"),
+    "completion": ("tools", "system", "prompt"),
+}
+LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # names in OpenAI's API, ms-swift and Axolotl
+_KTO_LABELS = ("label", "kto_tag")
+# Field of a record or message -> what to do instead.
+_UNSUPPORTED = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
+    **dict.fromkeys(("train_detail", "training_detail", "loss_scale"), "only whole messages can be without a loss"),
+    **dict.fromkeys(("function_call", "functions"), "write tool_calls and tools"),
+    **dict.fromkeys(("rejected_response", "rejected_messages"), "write pairs as prompt, chosen and rejected"),
+    **dict.fromkeys(_KTO_LABELS, "false marks an answer to be avoided; write pairs as prompt, chosen and rejected"),
+    "chat_template_kwargs": "write a template with these values",
+}
+UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED)
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "tool": "tool",
+}
+
+
+class Chat(NamedTuple):
+    messages: list[dict[str, Any]]  # role and content, and what else a message has, such as tool_calls
+    tools: list[Any] | None = None
+    masked: frozenset[int] = frozenset()  # numbers of the messages that have no loss
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a message or a list of messages, with role and content or with from and value."""
+    items = value if isinstance(value, list) else [value]
+    return bool(items) and all(isinstance(x, dict) and (x.get("role") or x.get("from")) for x in items)
+
+
+def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: str, where: str) -> Chat:
+    """The chat of a record.
+
+    Args:
+      value: of the field `field`.
+      values: all fields of the record.
+      chat_format: a key of CHAT_FIELDS; "": messages or sharegpt.
+      where: FILE:NUMBER of the record, for errors.
+    Raises:
+      BadRecord: the record has another form, a part of it cannot be trained on, or an answer is empty.
+    """
+    if chat_format == "completion":
+        return read_answer(values, field, where)
+    with located(where):
+        messages = _FORMATS[chat_format](value, values, field) if chat_format else _turns(value, field, "user")
+        return _chat(messages, values)
+
+
+def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
+    """The chat of a prompt and its answer; only the answer has a loss.
+
+    The answer may repeat the prompt: start with its messages, or have a message with its text. Without a prompt, only
+    the last answer of a pair has a loss.
+
+    Args:
+      field: of the answer.
+    Raises:
+      BadRecord: as `read_chat`, or the answer starts with another prompt.
+    """
+    with located(where):
+        prompt = next((values[name] for name in ("prompt", "messages", "conversations") if name in values), None)
+        before, turns = _turns(prompt, "prompt", "user"), _turns(values[field], field, ASSISTANT)
+        num_before, contents = len(before), [message.get("content") for message in turns.values()]
+        if list(turns.values())[:num_before] == list(before.values()):
+            before = {}
+        elif isinstance(prompt, str) and prompt in contents:
+            before, num_before = {}, contents.index(prompt) + 1
+        elif before and next(iter(turns.values()))["role"] != ASSISTANT:
+            raise BadRecord(f"the messages of {field!r} are another chat than those of the prompt")
+        chat = _chat(before | turns, values)
+        answers = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        first = num_before + len(chat.messages) - len(before | turns)  # with the message of the field system
+        first = first if num_before or field == "completion" else max(answers, default=0)
+        return chat._replace(masked=chat.masked | {number for number in answers if number < first})
+
+
+def check_fields(values: Mapping[str, Any], path: str = "") -> None:
+    """Raises BadRecord if a record or a message has a field that is unsupported."""
+    for name in _UNSUPPORTED.keys() & values.keys():
+        value = values[name]
+        is_set = len(value) > 0 if hasattr(value, "__len__") else value not in (None, False)
+        if value is False if name in _KTO_LABELS else is_set:
+            raise BadRecord(f"unsupported: the field {path + name!r}: {_UNSUPPORTED[name]}")
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Adds the place to errors."""
+    try:
+        yield
+    except BadRecord as error:
+        raise BadRecord(f"{where}: {error}") from None
+
+
+def _chat(messages: "_Messages", values: Mapping[str, Any]) -> Chat:
+    check_fields(values)
+    if system := values.get("system"):
+        first = next(iter(messages.values()))
+        if first["role"] != "system":
+            messages = {"system": {"role": "system", "content": system}} | messages
+        elif first.get("content") != system:
+            raise BadRecord("the field 'system' and the first message, of the system, differ: remove one of them")
+    checked = [_checked(message, path) for path, message in messages.items()]
+    masked = frozenset(number for number, (_, has_loss) in enumerate(checked) if not has_loss)
+    return Chat([message for message, _ in checked], _tools(values), masked)
+
+
+# Path of a message in the record, for errors -> the message.
+_Messages = dict[str, dict[str, Any]]
+
+
+def _messages(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
+    is_alpaca = isinstance(value, str) and "output" in values
+    other = "sharegpt" if _starts_with(value, "from") else "alpaca" if is_alpaca else ""
+    return _items(value, field, ("role",), "message with role and content", other)
+
+
+def _sharegpt(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
+    other = "messages" if _starts_with(value, "role") else ""
+    messages = _Messages()
+    for path, turn in _items(value, field, ("from", "value"), "turn with from and value", other).items():
+        role = _SHAREGPT_ROLES.get(str(turn["from"]))
+        if role is None:
+            raise BadRecord(f"{path}.from is {turn['from']!r}, expected one of {', '.join(_SHAREGPT_ROLES)}")
+        rest = {name: x for name, x in turn.items() if name not in ("from", "value")}
+        messages[path] = {"role": role, "content": turn["value"], **rest}
+    return messages
+
+
+def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
+    texts = {field: value, "input": values.get("input") or "", "output": values.get("output")}
+    pairs = {}
+    for i, pair in enumerate(values.get("history") or ()):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRecord(f"history[{i}] is {kind_of(pair)}, expected a question and its answer")
+        pairs |= {f"history[{i}][0]": pair[0], f"history[{i}][1]": pair[1]}
+    for name, text in (texts | pairs).items():
+        if not isinstance(text, str):
+            raise BadRecord(f"the field {name!r} is {kind_of(text)}, expected text")
+    pairs |= {field: f"{value}\n\n{texts['input']}" if texts["input"] else value, "output": texts["output"]}
+    roles = itertools.cycle(("user", ASSISTANT))
+    return {name: {"role": role, "content": text} for (name, text), role in zip(pairs.items(), roles)}
+
+
+_FORMATS: dict[str, Callable[[Any, Mapping[str, Any], str], _Messages]] = {
+    "messages": _messages,
+    "sharegpt": _sharegpt,
+    "alpaca": _alpaca,
+}
+
+
+def _items(value: Any, field: str, keys: tuple[str, ...], item: str, other_format: str) -> _Messages:
+    """The items of `value`, if it is a list of dictionaries with these keys.
+
+    Args:
+      item: what they are, in the singular, for errors.
+      other_format: the format that the record seems to have, or "".
+    """
+    advice = f"; set chat_format={other_format} for such records" if other_format else ""
+    if not isinstance(value, list) or not value:
+        kind = "an empty list" if isinstance(value, list) else kind_of(value)
+        name, _, rest = item.partition(" ")
+        raise BadRecord(f"the field {field!r} is {kind}, expected a list of {name}s {rest}{advice}")
+    for i, x in enumerate(value):
+        if not isinstance(x, dict) or not {*keys} <= x.keys() or x[keys[0]] is None:
+            kind = f"a dictionary with the fields {[*x]}" if isinstance(x, dict) else kind_of(x)
+            raise BadRecord(f"{field}[{i}] is {kind}, expected a {item}{advice}")
+    return {f"{field}[{i}]": x for i, x in enumerate(value)}
+
+
+def _turns(value: Any, field: str, role: str) -> "_Messages":
+    """The messages of a field: a text of `role`, a message, or a list of messages with role and content or with from
+    and value; none without the field."""
+    if value is None or (isinstance(value, list) and not value):
+        return {}
+    if isinstance(value, str):
+        return {field: {"role": role, "content": value}}
+    turns = [value] if isinstance(value, dict) else value
+    return (_sharegpt if _starts_with(turns, "from") else _messages)(turns, {}, field)
+
+
+def _starts_with(value: Any, key: str) -> bool:
+    """Whether a value is a list whose first item is a dictionary with this key."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
+
+
+def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
+    """A message with its content as one text and with the arguments of its calls as dictionaries, without empty fields
+    and flags, and whether it has a loss.
+
+    Args:
+      path: of the message in the record, for errors.
+    """
+    message = {name: x for name, x in message.items() if x is not None and (name, x) != ("tool_calls", [])}
+    check_fields(message, f"{path}.")
+    content, is_answer = message.get("content"), message["role"] == ASSISTANT
+    if content is None and not (is_answer and "tool_calls" in message):
+        raise BadRecord(f"{path}.content is null, expected text{' or tool_calls' * is_answer}")
+    flags = {name: message.pop(name) for name in LOSS_FLAGS if name in message}
+    for name, flag in flags.items():
+        if flag not in (0, 1) or (flag and not is_answer and name != "weight"):
+            raise BadRecord(
+                f"{path}.{name} is {flag!r}: {'expected 0 or 1' if is_answer else 'only answers have a loss'}"
+            )
+    message["content"] = content if content is None else _text(content, f"{path}.content")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
+    if is_answer and not any(x for name, x in message.items() if name not in ("role", "name")):
+        raise BadRecord(f"{path} is an empty answer")
+    return message, all(flags.values())
+
+
+def _text(content: Any, path: str) -> str:
+    if not isinstance(content, list):
+        if not isinstance(content, str):
+            raise BadRecord(f"{path} is {kind_of(content)}, expected text or a list of parts of text")
+        return content
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f"a part of the type {part.get('type')!r}" if isinstance(part, dict) else kind_of(part)
+            raise BadRecord(f"{path}[{i}] is {kind}, expected a part of the type 'text' with text")
+    return "".join(part["text"] for part in content)
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise BadRecord(f"{path} is {kind_of(calls)}, expected a list of calls")
+    checked = []
+    for i, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRecord(f"{path}[{i}] is {kind_of(call)} without the name of a function")
+        arguments = function.get("arguments") or {}
+        arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, dict):
+            raise BadRecord(f"{path}[{i}]: the arguments of {function['name']!r} are not a JSON object")
+        outer = call if function is not call else {"type": "function"}
+        checked.append({**outer, "function": {**function, "arguments": arguments}})
+    return checked
+
+
+def _tools(values: Mapping[str, Any]) -> list[Any] | None:
+    """The field `tools`; None if it is missing or empty."""
+    tools = values.get("tools") or None
+    tools = _parsed(tools) if isinstance(tools, str) else tools
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadRecord("the field 'tools' is not a list of JSON objects")
+    return tools or None
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON; the text itself if it is not JSON."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
+
 
 # Fields beside token IDs -> the value of tokens that are not in the loss.
 _MASKS = {"labels": -100} | dict.fromkeys(("loss_mask", "attention_mask", "completion_mask", "assistant_masks"), 0)

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxlc.config.data_schema import DataConfig
-from jaxlc.core.atomic_files import replacing
-from jaxlc.core.paths import local_path
-from jaxlc.core.write_errors import write_errors_explained
+from jaxlc.core.files import local_path, replacing, write_errors_explained
 
 PHONE_BOOK = "phone-book"
 _NAMES = """

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlc.core import extras
+from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.foreign_files import parse_json, read_limited
+from jaxlc.core.files import parse_json, read_limited
 
 JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 MEGATRON_SUFFIX = ".idx"
@@ -153,7 +153,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with gzip.open(path, "rb") as lines:
             yield lines
     elif path.name.endswith(".zst"):
-        extras.require("pyarrow", f"the compressed file {str(path)!r}")
+        errors.require("pyarrow", f"the compressed file {str(path)!r}")
         import pyarrow
 
         with open(path, "rb") as raw, pyarrow.CompressedInputStream(raw, "zstd") as lines:
@@ -194,7 +194,7 @@ def _column_records(
 ) -> Iterator[Record]:
     """The rows of a Parquet or Arrow file."""
     kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
-    extras.require("pyarrow", f"the {kind} file {str(path)!r}")
+    errors.require("pyarrow", f"the {kind} file {str(path)!r}")
     import pyarrow
 
     number = 0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from jaxlc.config.models import hub
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.paths import local_path
+from jaxlc.core.files import local_path
 from jaxlc.data.texts.records import ARRAY_SUFFIX, LISTED_SUFFIXES
 
 PYTHON_STDLIB = "python-stdlib"

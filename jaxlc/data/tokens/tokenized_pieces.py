@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.data.texts.chats import Chat
-from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
+from jaxlc.data.texts.documents import BadRecords, Chat, Document, Fields, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
-from jaxlc.data.tokens.chat import MarkedText
+from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.data.corpus_checks import MANY
-from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.corpus import MANY
+from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.data.texts.documents import BadRecords
 from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
 from jaxlc.data.texts.sources import list_files

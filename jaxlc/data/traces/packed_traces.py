@@ -9,7 +9,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.data.sequences.packing import best_fit, epoch_order
 from jaxlc.data.traces.trace_records import Trace
 from jaxlc.data.traces.trace_trees import Tree

@@ -13,9 +13,8 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.paths import displayed
-from jaxlc.core.write_errors import write_errors_explained
-from jaxlc.data.sequences.batch_arrays import array_dtypes
+from jaxlc.core.files import displayed, write_errors_explained
+from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_traces

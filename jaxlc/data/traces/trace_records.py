@@ -2,7 +2,7 @@
 
     {"tokens": [...], "loss_mask": [0, 0, 1, ...]}          token ids; 1: the token is in the loss
     {"messages": [...], "tools": [...]}                      a chat; the answers of the assistant are in the loss
-    {"conversations": [...]}, {"instruction": "..."}         the same in other formats; see `data.texts.chats`
+    {"conversations": [...]}, {"instruction": "..."}         the same in other formats; see `data.texts.documents`
     {"prompt": ..., "completion": ...}                       the completion is in the loss
     {"prompt": ..., "chosen": ..., "rejected": ...}          a pair
 
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlc.data.texts.chats import (
+from jaxlc.data.texts.documents import (
     CHAT_FIELDS,
     OTHER_FIELDS,
     UNSUPPORTED_FIELDS,
@@ -41,7 +41,7 @@ from jaxlc.data.texts.chats import (
     read_chat,
 )
 from jaxlc.data.texts.records import BadRecord, Record, array_of, token_ids
-from jaxlc.data.tokens.chat import MarkedText
+from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import with_start
 

@@ -168,7 +168,7 @@ def _local_outputs(
 
 
 def _sums(routing: Routing, is_text_BT: jax.Array) -> dict[str, jax.Array]:
-    """Sums over the tokens that are no padding, float32: for the losses and metrics of `step.losses.expert_balance`."""
+    """Sums over the tokens that are no padding, float32: for the losses and metrics of `step.loss`."""
     weights_BT = is_text_BT.astype(jnp.float32)
     num_experts = routing.probs_BTE.shape[-1]
     is_chosen_BTkE = routing.chosen_BTk[..., None] == jnp.arange(num_experts)

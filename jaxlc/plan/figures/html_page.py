@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.config.differences import differences, setting_text
 from jaxlc.core import html
-from jaxlc.core.counts import gib
 from jaxlc.core.plot_style import FAINT, GRAY, RED, TEAL
+from jaxlc.core.text import gib
 from jaxlc.plan import report
 from jaxlc.plan.record import PlanRecord
 from jaxlc.simulate.interval import two_digits

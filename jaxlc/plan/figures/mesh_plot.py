@@ -12,9 +12,9 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 from jaxlc.core import plot_style
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR, mesh_text
-from jaxlc.core.counts import count_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, FAINT, GRAY, RED, TEAL
+from jaxlc.core.text import count_text
 from jaxlc.plan.summary import CollectiveStats
 from jaxlc.simulate.topology import Topology
 

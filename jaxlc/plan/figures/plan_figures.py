@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxlc.core import plot_style
-from jaxlc.core.counts import gib
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, SILVER, SKY, TEAL, VIOLET
+from jaxlc.core.text import gib
 from jaxlc.plan.memory import USABLE_HOST_SHARE, Memory
 from jaxlc.plan.report import step_text
 from jaxlc.plan.summary import CollectiveStats

@@ -1,18 +1,65 @@
-"""The report at the end of a run: plots, and a summary that is printed."""
+"""The report at the end of a run: plots, and a summary that is printed.
 
+The loads of all experts over a run, in WORKDIR/expert_loads.jsonl, for the picture at the end of the run.
+"""
+
+import json
+import math
 from pathlib import Path
 
-from jaxlc.checkpoints.checkpoint_files import CHECKPOINTS_DIRECTORY
-from jaxlc.core import extras
-from jaxlc.core.counts import count_text, duration_text
-from jaxlc.core.paths import displayed
-from jaxlc.train.evaluation.held_out import Evaluation
-from jaxlc.train.reports.config_copy import CONFIG_COPY
-from jaxlc.train.reports.expert_loads import read_loads
-from jaxlc.train.reports.history import History
-from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, Row, read_rows
+import numpy as np
+
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
+from jaxlc.core import errors
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import displayed, parse_json
+from jaxlc.core.text import count_text, duration_text
+from jaxlc.train.evaluation import Evaluation
+from jaxlc.train.reports.manifest import CONFIG_COPY
+from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, History, Row, read_rows
 from jaxlc.train.reports.progress import LOG_FILE, flops_text
 from jaxlc.train.stragglers import read_times
+
+LOADS_FILE = "expert_loads.jsonl"
+_MAX_ROWS = 32  # of a run; a row has as many numbers as the model has experts, over all layers
+
+
+def is_recorded(step: int, every: int, end_step: int) -> bool:
+    """Whether the loads of a step are written: a function of the step, so a resumed run writes the same rows.
+
+    Args:
+      every: steps between two rows of metrics.
+      end_step: the last step.
+    """
+    interval = max(every, math.ceil(end_step / _MAX_ROWS))
+    return step == end_step or (step - 1) // interval != (step - 1 - every) // interval
+
+
+def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
+    """Appends the loads of a step, as multiples of the mean load of the experts of a layer."""
+    loads = [[float(f"{load:.4g}") for load in load_E] for load_E in load_LE]
+    with (workdir / LOADS_FILE).open("a") as file:
+        file.write(json.dumps(dict(step=step, loads=loads)) + "\n")
+
+
+def read_loads(workdir: Path) -> dict[int, np.ndarray]:
+    """Step -> load_LE, in the order of the steps; empty without a file. A run that was resumed writes steps again.
+
+    Raises:
+      UserError: a line, other than a truncated last one, is not such a row.
+    """
+    path = workdir / LOADS_FILE
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
+    loads: dict[int, np.ndarray] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+            step, load_LE = int(row["step"]), np.array(row["loads"], np.float32)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"line {number} of {path} has no loads of experts: remove that line") from error
+        loads = {earlier: x for earlier, x in loads.items() if earlier < step} | {step: load_LE}
+    return loads
+
 
 LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
 REWARD_PLOT, TIMES_PLOT, EXPERTS_PLOT = "reward.png", "process_times.png", "experts.png"
@@ -52,8 +99,8 @@ def write_report(
         peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
         flops.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
     tensorboard = f", {displayed(workdir / TENSORBOARD_DIRECTORY)}"
-    if not extras.is_installed("tensorboardX"):
-        tensorboard = f"; TensorBoard event files skipped: {extras.install_hint('tensorboardX')}"
+    if not errors.is_installed("tensorboardX"):
+        tensorboard = f"; TensorBoard event files skipped: {errors.install_hint('tensorboardX')}"
     heldout = []
     if evaluation is not None:
         losses_text = _arrow([*eval_losses[:1], evaluation.loss])
@@ -81,19 +128,19 @@ def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -
 
     If plots are skipped, the only line has the reason.
     """
-    if not extras.is_installed("matplotlib"):
-        return [f"plots           skipped, matplotlib is not installed: {extras.install_hint('matplotlib')}"]
-    from jaxlc.train.reports import expert_plot, loss_plots, times_plot  # imported here: matplotlib is slow
+    if not errors.is_installed("matplotlib"):
+        return [f"plots           skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}"]
+    from jaxlc.train.reports import plots  # imported here: matplotlib is slow
 
-    figures = {LOSS_PLOT: loss_plots.loss_figure(rows), OPTIMIZER_PLOT: loss_plots.optimizer_figure(rows)}
+    figures = {LOSS_PLOT: plots.loss_figure(rows), OPTIMIZER_PLOT: plots.optimizer_figure(rows)}
     if any("rollouts/reward" in row for row in rows):
-        figures[REWARD_PLOT] = loss_plots.reward_figure(rows)
+        figures[REWARD_PLOT] = plots.reward_figure(rows)
     if evaluation is not None:
-        figures[LOSS_BY_POSITION_PLOT] = loss_plots.loss_by_position_figure(evaluation)
-    if (measurements := read_times(workdir)) and (figure := times_plot.times_figure(measurements)) is not None:
+        figures[LOSS_BY_POSITION_PLOT] = plots.loss_by_position_figure(evaluation)
+    if (measurements := read_times(workdir)) and (figure := plots.times_figure(measurements)) is not None:
         figures[TIMES_PLOT] = figure
     if loads := read_loads(workdir):
-        figures[EXPERTS_PLOT] = expert_plot.experts_figure(loads)
+        figures[EXPERTS_PLOT] = plots.experts_figure(loads)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
     return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]

@@ -4,21 +4,210 @@ The rows of a step are written after its checkpoint is saved, since that may fai
 run that resumes from it adds those that are missing and drops the later ones, so its file equals the file of an
 uninterrupted run. A row is passed to the operating system in one write, so killing the process truncates at most the
 last line.
+
+Metrics of steps that are still in flight, and the time of each step.
+
+Devices process steps in order. The time of a step is the time from the end of the step before it, or from its own
+dispatch if that is later, to its end. So it includes nothing that the host does while the devices are idle between two
+steps: evaluations, checkpoints, callbacks, the start and the end of a trace, and waiting for data. They have their own
+times (phases of `jaxlc.runtime.watchdog`).
+
+A thread waits for each step and records its end. The thread of the loop cannot do so: it may fetch the metrics of a
+step long after its end, since the dispatch of the next step, a report or a callback may take any time.
+
+Metrics for Weights & Biases. Needs the package wandb: pip install -e '.[wandb]'.
+
+All calls to it are made in a thread, so that neither a slow server nor an error of the package delays or ends a run.
+
+The metrics of a run as columns.
 """
 
 import contextlib
 import json
 import math
 import os
+import queue
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from jaxlc.core import extras
-from jaxlc.core.atomic_files import replacing
+import jax
+import numpy as np
+
+from jaxlc.core import errors, html
 from jaxlc.core.errors import UserError
-from jaxlc.core.foreign_files import parse_json
+from jaxlc.core.files import parse_json, replacing
+from jaxlc.runtime import watchdog
+from jaxlc.step.step import StepMetrics
+
+
+class _Step(NamedTuple):
+    number: int
+    metrics: StepMetrics
+    dispatch_seconds: float  # when the host began to dispatch it
+    end_seconds: Future[float]
+
+
+class PendingMetrics:
+    """The metrics of the steps that were not fetched, in order, and the times of the steps since the last row.
+
+    Attributes:
+      last: metrics of the newest fetched step, numpy; None before the first fetch.
+      last_step: the newest fetched step.
+      first_end_seconds: when the first step ended, as `now`; NaN before the first fetch.
+    """
+
+    def __init__(self, step: int):
+        """
+        Args:
+          step: the step after which the stage starts or resumes.
+        """
+        self.last: StepMetrics | None = None
+        self.last_step = step
+        self.first_end_seconds = math.nan
+        self._pending: list[_Step] = []
+        self._dispatch_seconds = self._last_end_seconds = -math.inf
+        # No daemon thread: if Python ends while one waits in JAX, the process aborts.
+        self._clock = ThreadPoolExecutor(1, "jaxlc-step-clock")
+        self.start_row()
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that were added and not fetched."""
+        return len(self._pending)
+
+    def dispatching(self) -> None:
+        """The host begins to dispatch the next step."""
+        self._dispatch_seconds = now()
+
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """The step was dispatched; `metrics` may still be computed."""
+        self._pending.append(_Step(step, metrics, self._dispatch_seconds, self._clock.submit(end_of, metrics)))
+
+    def fetch(self, until: int) -> list[tuple[int, StepMetrics]]:
+        """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not fetched."""
+        steps = [step for step in self._pending if step.number <= until]
+        with watchdog.fetching(until) as measured:
+            fetched = [(step.number, jax.device_get(step.metrics)) for step in steps]
+            seconds = [self._seconds_of(step) for step in steps]
+            measured.extend(seconds)
+        self._pending = self._pending[len(steps) :]
+        self.last_step, self.last = fetched[-1]
+        self._num_steps += len(steps)
+        self._seconds += sum(seconds)
+        if self.last.attention_pairs is not None:
+            self._attention_pairs += sum(float(metrics.attention_pairs) for _, metrics in fetched)
+        return fetched
+
+    def start_row(self) -> None:
+        """The means below are over the steps that are fetched from now on."""
+        self._num_steps, self._seconds, self._attention_pairs = 0, 0.0, 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean time of the fetched steps since the last row."""
+        return self._seconds / self._num_steps
+
+    @property
+    def attention_pairs_per_step(self) -> float:
+        """Mean of the same steps; 0 without a document mask."""
+        return self._attention_pairs / self._num_steps
+
+    def close(self) -> None:
+        """Ends the thread, after the steps that were added."""
+        self._clock.shutdown(wait=False)
+
+    def _seconds_of(self, step: _Step) -> float:
+        end_seconds = step.end_seconds.result()
+        if math.isnan(self.first_end_seconds):
+            self.first_end_seconds = end_seconds
+        start_seconds = max(step.dispatch_seconds, self._last_end_seconds)
+        self._last_end_seconds = end_seconds
+        return end_seconds - start_seconds
+
+
+def now() -> float:
+    """Seconds of the clock of steps."""
+    return time.perf_counter()
+
+
+def end_of(metrics: StepMetrics) -> float:
+    """Waits for the step that computes `metrics`; returns the time of its end."""
+    jax.block_until_ready(metrics)
+    return now()
+
+
+_MAX_ROWS = 10_000  # that wait for the thread; later ones are dropped
+_CLOSE_SECONDS = 30.0  # how long the end of a run waits for the thread
+
+
+class WandbWriter:
+    """Sends rows to a run of Weights & Biases; `WANDB_MODE=offline` keeps them in the workdir."""
+
+    def __init__(
+        self, project: str, run_id: str, workdir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
+    ):
+        """
+        Args:
+          run_id: a later start with the same identifier continues the run.
+          settings: of the run, by their paths.
+          log: prints a line.
+        """
+        self._arguments = dict(
+            project=project,
+            id=run_id,
+            resume="allow",
+            name=workdir.name,
+            dir=str(workdir),
+            config=dict(settings),
+        )
+        self._log, self._num_dropped, self._has_failed = log, 0, False
+        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_ROWS)
+        self._thread = threading.Thread(target=self._send, name="jaxlc-wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Passes a row to the thread; does not wait."""
+        try:
+            self._rows.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._num_dropped += 1
+
+    def close(self) -> None:
+        """Waits for the rows to be sent, for a limited time."""
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            self._num_dropped += 1
+        else:
+            self._thread.join(_CLOSE_SECONDS)
+        if self._has_failed:
+            return
+        if self._thread.is_alive():
+            self._log(f"warning: Weights & Biases has not taken all metrics in {_CLOSE_SECONDS:.0f} s; they are in the"
+                      " workdir, for `wandb sync`, and in metrics.jsonl")  # fmt: skip
+        elif self._num_dropped:
+            self._log(f"warning: {self._num_dropped} rows were not sent to Weights & Biases; metrics.jsonl has them")
+
+    def _send(self) -> None:
+        try:
+            import wandb
+
+            run = wandb.init(**self._arguments)
+            while (item := self._rows.get()) is not None:
+                step, row = item
+                # After a resume, W&B ignores rows of steps that it already has.
+                run.log(row, step=step)
+            run.finish()
+        except Exception as error:
+            self._has_failed = True
+            reason = (str(error).splitlines() or [""])[0]
+            self._log(f"warning: no metrics for Weights & Biases from here on ({type(error).__name__}: {reason})")
+
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -111,7 +300,7 @@ def open_metrics(
     with replacing(path) as out:
         out.write("".join(map(_line, kept)).encode())
     directory = Path(workdir) / TENSORBOARD_DIRECTORY
-    tensorboard = [_TensorBoard(directory, last_step)] if extras.is_installed("tensorboardX") else []
+    tensorboard = [_TensorBoard(directory, last_step)] if errors.is_installed("tensorboardX") else []
     log = MetricsLog(_RowFile(path, warn), [*tensorboard, *writers])
     known = {row["step"] for row in kept if "loss" in row}
     for row in rows:
@@ -226,3 +415,67 @@ def _parse(line: str, where: str) -> Row:
 
 def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
+
+
+_SHOWN_ROWS = 5  # at the start and at the end of a table
+
+
+class History(dict[str, np.ndarray]):
+    """The rows of metrics.jsonl as columns: a dictionary of float64 arrays of equal length, "step" int64, "stage" str.
+
+    Missing and non-finite values are NaN. `pandas.DataFrame(history)` gives a data frame.
+    """
+
+    def __init__(self, rows: Sequence[Row]):
+        names = dict.fromkeys(["step", *(name for row in rows for name in row)])  # in the order of their first use
+        super().__init__({name: _column([row.get(name) for row in rows], name) for name in names})
+
+    @property
+    def num_rows(self) -> int:
+        """The length of each column."""
+        return len(self["step"])
+
+    def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of the rows that have a finite value of `name`; both empty if there are none."""
+        if name not in self:
+            return np.zeros(0, np.int64), np.zeros(0)
+        is_finite = np.isfinite(self[name])
+        return self["step"][is_finite], self[name][is_finite]
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the training loss; losses of post-training have none."""
+        return "" if "ratio" in self or "margin" in self else "nats per token"
+
+    def median(self, name: str) -> float | None:
+        """The median of the finite values of `name`, the upper one of an even number; None if there are none."""
+        values = self.column(name)[1].tolist()
+        return statistics.median_high(values) if values else None
+
+    def __repr__(self) -> str:
+        losses = self.column("loss")[1]
+        loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) else ""
+        return f"History({self.num_rows} rows: {', '.join(self)}{loss})"
+
+    def _repr_html_(self) -> str:
+        indices = list(range(self.num_rows))
+        if self.num_rows > 2 * _SHOWN_ROWS:
+            indices = [*indices[:_SHOWN_ROWS], None, *indices[-_SHOWN_ROWS:]]
+        rows = [["…" if i is None else _cell(column[i]) for column in self.values()] for i in indices]
+        return html.table(list(self), rows, caption=f"{self.num_rows} rows of metrics.jsonl")
+
+
+def _column(values: list, name: str) -> np.ndarray:
+    if name == "step":
+        return np.array(values, np.int64)
+    if name == "stage":
+        return np.array(values, np.str_)
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def _cell(value) -> str:
+    if isinstance(value, str):
+        return value
+    if np.isnan(value):
+        return ""
+    return f"{value:,}" if isinstance(value, np.integer) else f"{value:,.4g}"

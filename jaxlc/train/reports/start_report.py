@@ -10,15 +10,14 @@ from jaxlc.config import Config, TrainConfig
 from jaxlc.config.models.context_length import context_tokens
 from jaxlc.config.models.model_schema import ModelConfig, model_name
 from jaxlc.core.axes import mesh_text
-from jaxlc.core.counts import count_text
+from jaxlc.core.text import count_text
 from jaxlc.data import Corpus
-from jaxlc.data.sequences.balance import balanced_order, replica_cost, step_pairs
-from jaxlc.data.sequences.mixed import PackedText
+from jaxlc.data.sequences.mixture import PackedText, balanced_order, replica_cost, step_pairs
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models import freezing
-from jaxlc.step.optimizer import learning_rate_schedule
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
+from jaxlc.step.update import learning_rate_schedule
 
 
 def step_lines(config: Config, step: TrainStep) -> list[str]:

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlc.step.losses.expert_balance import ExpertMetrics
-from jaxlc.step.mixed_precision import is_retried
-from jaxlc.step.step_function import StepMetrics
-from jaxlc.train.actions import TrainingStopped, is_period
-from jaxlc.train.reports.expert_loads import is_recorded, write_loads
-from jaxlc.train.reports.pending_metrics import PendingMetrics
-from jaxlc.train.stage_run import StageRun
+from jaxlc.step.loss import ExpertMetrics
+from jaxlc.step.precision import is_retried
+from jaxlc.step.step import StepMetrics
+from jaxlc.train.callbacks import TrainingStopped, is_period
+from jaxlc.train.reports.final_report import is_recorded, write_loads
+from jaxlc.train.reports.metrics import PendingMetrics
+from jaxlc.train.stage import StageRun
 
 _STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")  # passed to `Callback.on_step`
 # Simulated CPU devices of JAX 0.10 and 0.11 hang with many steps in flight, so metrics are also fetched between logs.

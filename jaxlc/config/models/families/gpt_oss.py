@@ -1,6 +1,6 @@
 """gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers: models/gpt_oss).
 
-Released files have experts in MXFP4 (`jaxlc.hf.mxfp4`), and exports have all weights in one data type.
+Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all weights in one data type.
 """
 
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types

@@ -1,0 +1,293 @@
+"""Writes the parameters of a checkpoint as a directory that `transformers` opens.
+
+The files of an exported model besides weights and config.json: tokenizer, chat template and generation settings.
+
+Inference engines read the chat template from chat_template.jinja, and the tokens that end an answer from
+generation_config.json, config.json and the eos_token of tokenizer_config.json.
+"""
+
+import contextlib
+import json
+import operator
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, existing_step, read_meta
+from jaxlc.checkpoints.restore import StoredParams
+from jaxlc.config import Config, from_dict
+from jaxlc.config.models.config_json import config_json_of, family_of
+from jaxlc.config.models.families import Family
+from jaxlc.config.models.pretrained import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    TEXT_FILES,
+    TOKENIZER_FILE,
+    Pretrained,
+    copy_file,
+    eos_token_ids,
+    locate,
+    original_of,
+    read_json,
+)
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import local_path, write_errors_explained
+from jaxlc.core.text import print_to_stderr
+from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
+from jaxlc.data.tokens.encoder import stops_of, trained_template
+from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer, starting_with, tokenizer_file, tokenizer_of
+from jaxlc.hf.adapters import read_adapter, write_adapters
+from jaxlc.hf.files import TensorFiles, TensorWriter
+from jaxlc.hf.load import Layout, layouts_of, paths_of
+from jaxlc.models import decoder
+from jaxlc.step.state import groups_of
+
+_TEMPLATE_FILE, _TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+_TOKENIZER_SETTINGS_BEFORE = "special_tokens_map.json"  # transformers 4 prefers its tokens
+
+
+def write_text_files(config: Config, source: Pretrained | None, target: Path, *, longest: int) -> dict[str, Any]:
+    """Writes the files to `target`; returns the fields of config.json that follow from them.
+
+    The files of the model that training started from are copied. They change if the run trained on chats, or on longer
+    sequences.
+
+    Args:
+      longest: tokens of the longest sequences that the model was trained on.
+    Raises:
+      UserError: the tokenizer or the chat template of the run cannot be read.
+    """
+    _copy(config, source, target)
+    changes: dict[str, Any] = {}
+    has_tokenizer = (target / TOKENIZER_FILE).is_file()
+    tokenizer = tokenizer_of(replace(config.data, tokenizer=str(target))) if has_tokenizer else load_tokenizer("bytes")
+    if tokenizer.start_ids.tolist() != tokenizer.own_start_ids.tolist():
+        _write(target / TOKENIZER_FILE, starting_with(tokenizer.start_ids, read_json(target / TOKENIZER_FILE)))
+    template = trained_template(config, tokenizer) if has_tokenizer else None
+    known = eos_token_ids(source.directory) if source else []
+    stop_ids = stops_of(config, tokenizer, source, template).ids
+    if template is not None:
+        changes = _write_template(config, template, tokenizer, target)
+    elif set(stop_ids) <= set(known):
+        stop_ids = []
+    if stop_ids and (template is not None or (target / GENERATION_FILE).is_file()):
+        settings = _read(target / GENERATION_FILE) or _known_ids(source)
+        _write(target / GENERATION_FILE, settings | dict(eos_token_id=stop_ids))
+    _write_tokenizer_settings(target, changes, longest)
+    return dict(eos_token_id=stop_ids if len(stop_ids) > 1 else stop_ids[0]) if stop_ids else {}
+
+
+def _copy(config: Config, source: Pretrained | None, target: Path) -> None:
+    """Copies the tokenizer of the run, with its chat template, and the generation settings of its model."""
+    base = None if source is None else source.directory
+    directory = _tokenizer_directory(config, base)
+    for name in TEXT_FILES:
+        origin = base if name == GENERATION_FILE else directory
+        if origin is not None and (origin / name).is_file():
+            copy_file(origin, name, target)
+    if _read(target / GENERATION_FILE) == {}:  # turns off the fallback of transformers to config.json
+        (target / GENERATION_FILE).unlink(missing_ok=True)
+
+
+def _tokenizer_directory(config: Config, base: Path | None) -> Path | None:
+    """The directory of the run's tokenizer: `base`, a copy that is always there, or that of another tokenizer."""
+    if config.data.tokenizer == "bytes":
+        return base
+    own = tokenizer_file(config.data.tokenizer)
+    copy = None if base is None else base / TOKENIZER_FILE
+    if copy is not None and copy.is_file() and (not own.is_file() or own.read_bytes() == copy.read_bytes()):
+        return base
+    return own.parent
+
+
+def _write_template(config: Config, template: ChatTemplate, tokenizer: Tokenizer, target: Path) -> dict[str, Any]:
+    """Writes the template without tags that inference engines cannot parse.
+
+    Returns:
+      The changes of tokenizer_config.json, where None removes a field.
+    """
+    changes = dict[str, Any]()
+    if (
+        end_of_turn_id(template, tokenizer) is not None and "eos_token" not in template.source
+    ):  # which would render it otherwise
+        changes["eos_token"] = template.end_of_turn
+    source = without_generation_tags(template.source)
+    if config.data.chat_template or source != template.source:
+        (target / _TEMPLATE_FILE).write_text(source, encoding="utf-8")
+        (target / "chat_template.json").unlink(missing_ok=True)
+        changes["chat_template"] = None  # transformers prefers the file
+    return changes
+
+
+def _write_tokenizer_settings(target: Path, changes: dict[str, Any], longest: int) -> None:
+    """Writes `changes` and, if the run trained on longer texts, the length to which tokenizers truncate."""
+    path = target / _TOKENIZER_SETTINGS
+    before = _read(path) or dict[str, Any]()
+    if not before and changes:
+        before = dict(tokenizer_class="PreTrainedTokenizerFast")
+    limit = before.get("model_max_length")
+    changes |= dict(model_max_length=longest) if limit is not None and limit < longest else {}
+    after = {name: value for name, value in (before | changes).items() if changes.get(name, value) is not None}
+    if after != before:
+        _write(path, after)
+    older = _read(target / _TOKENIZER_SETTINGS_BEFORE)
+    if older and "eos_token" in changes:
+        _write(target / _TOKENIZER_SETTINGS_BEFORE, older | dict(eos_token=changes["eos_token"]))
+
+
+def _known_ids(source: Pretrained | None) -> dict[str, int]:
+    """The special tokens of config.json, which transformers ignores if there is a generation_config.json."""
+    content = {} if source is None else source.config_json()
+    return {name: content[name] for name in ("bos_token_id", "pad_token_id") if content.get(name) is not None}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no file."""
+    return read_json(path) if path.is_file() else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
+
+
+def export(
+    workdir: str | Path,
+    out: str | Path,
+    *,
+    step: int | None,
+    dtype: str,
+    max_shard_gb: float,
+    adapters: bool,
+    load_params: Callable[[int], Any],
+) -> Path:
+    """Writes a checkpoint; see `jaxlc.export`.
+
+    `load_params` returns all parameters of a step, for checkpoints without the frozen ones.
+    """
+    workdir, target = local_path(workdir).absolute(), local_path(out).absolute()
+    directory = workdir / CHECKPOINTS_DIRECTORY
+    step = existing_step(directory, step)
+    if dtype not in DTYPES:
+        raise UserError(f"invalid dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if not max_shard_gb > 0:
+        raise UserError(f"invalid max_shard_gb={max_shard_gb}: expected a number greater than 0")
+    meta = read_meta(directory, step)
+    config = from_dict(meta["config"])
+    source = original_of(config.model.init_from, workdir)
+    base = None if source is None else source.config_json()
+    longest = _longest_sequence(directory, step)
+    content = config_json_of(config.model, base, seq_len=longest, dtype=DTYPES[dtype][1])
+    load_all = (lambda: load_params(step)) if BASE in meta else None
+    params = StoredParams(workdir, step, config, load_all=load_all)
+    family = family_of(base, config.model)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already: remove it, or export to a different directory")
+    partial = target.with_name(target.name + ".partial")  # renamed when it is complete
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with write_errors_explained(target, "export to a different directory"):
+            partial.mkdir(parents=True)
+            if adapters:
+                write_adapters(config, family, params, partial, base=_base_of_adapters(config))
+            else:
+                content |= write_text_files(config, source, partial, longest=longest)
+                (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+                _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+            if target.is_dir():
+                target.rmdir()
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after an error
+    return target
+
+
+def _is_run(init_from: str) -> bool:
+    return bool(init_from) and local_path(init_from).exists() and locate(init_from).is_run
+
+
+def _base_of_adapters(config: Config) -> str:
+    """What peft opens as the base of the adapters of a run, or "". Prints how to get the weights of training."""
+    base, frozen = config.model.init_from, config.precision.frozen
+    if _is_run(base):
+        print_to_stderr(
+            f"note: the adapters are for the weights of the run {base}, so base_model_name_or_path is null: export it"
+            f" with `jaxlc export {base} BASE --dtype={frozen}`, and load them on that directory"
+        )
+        return ""
+    if base and frozen == "bf16" and not {"F32", "F16"}.isdisjoint(_stored_dtypes(base)):
+        print_to_stderr(
+            f"note: training rounded the frozen weights of {base} to bf16 (config.precision.frozen): load the adapters"
+            " on the base in bfloat16, or expect other results than those of the merged export"
+        )
+    return base
+
+
+def _stored_dtypes(model: str) -> set[str]:
+    """The dtypes of the tensors of a Hugging Face model; none if its files are gone."""
+    with contextlib.suppress(UserError):
+        return {tensor.dtype for tensor in TensorFiles(locate(model).directory).tensors.values()}
+    return set()
+
+
+def _longest_sequence(directory: Path, step: int) -> int:
+    """The longest sequences, in tokens, that the model of a checkpoint was trained on.
+
+    A run keeps the checkpoint at the end of each stage. The run that it started from counts too, if it still exists.
+    """
+    longest, init_from = 0, ""
+    for number in committed_steps(directory):
+        if number <= step:
+            with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
+                stored = read_meta(directory, number)["config"]
+                longest, init_from = max(longest, stored["data"]["seq_len"]), stored["model"]["init_from"]
+    if _is_run(init_from):
+        source = locate(init_from)
+        longest = max(longest, _longest_sequence(source.directory.parent, int(source.directory.name)))
+    return longest
+
+
+def _write_weights(
+    config: Config, family: Family, params: StoredParams, target: Path, dtype: str, max_shard_bytes: int
+) -> None:
+    """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
+    model = config.model
+    abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    float32_names = {name for layout in layouts.values() if layout.tensor.is_float32 for name in layout.names}
+    with TensorWriter(
+        target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes, float32_names=float32_names
+    ) as files:
+        paths = list(abstract)
+        for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
+            for path, array in params.read([paths[index] for index in group]).items():
+                layout, adapter = layouts[path], read_adapter(config, params, path)
+                for place, weight in zip(layout.places, layout.arrays(array), strict=True):
+                    merged = weight if adapter is None else adapter.merged(weight, place)
+                    files.write(layout.name_at(place), layout.to_stored(merged), layout.region_at(place))
+
+
+def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of all tensors: embedding, layer by layer, final norm, head."""
+    single = {path: layout for path, layout in layouts.items() if layout.layers is None}
+    stacked = [
+        (x.layers[place[0]], x.name_at(place), x.stored_shape)
+        for x in layouts.values()
+        if x.layers is not None
+        for place in np.ndindex(x.stack_shape)
+    ]
+    by_layer = sorted(stacked, key=operator.itemgetter(0))
+    first = single.pop("embedding")
+    return list(
+        {
+            first.tensor.name: first.stored_shape,
+            **{name: shape for _, name, shape in by_layer},
+            **{x.tensor.name: x.stored_shape for x in single.values()},
+        }.items()
+    )

@@ -1,0 +1,204 @@
+"""The parameters of `model.init_from`, sharded as the training state.
+
+The frozen parameters of a run whose checkpoints do not contain them (config.train.checkpoint_frozen).
+
+They come from config.model.init_from, or are the initial values of config.train.seed. A checkpoint stores their
+fingerprint, so that a run does not resume, and is not loaded, with another base model.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlc.checkpoints.files import BASE, checksums_of, stored_dtypes
+from jaxlc.checkpoints.restore import restore_params
+from jaxlc.config.frozen import to_dict
+from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
+from jaxlc.config.values import defaults_of
+from jaxlc.core.errors import Unsupported, UserError
+from jaxlc.core.files import displayed
+from jaxlc.hf.load import ROUNDED, load_params, open_files
+from jaxlc.models import freezing
+from jaxlc.models.lora import is_adapter
+from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
+from jaxlc.step.step import TrainStep
+
+
+def check_pretrained(step: TrainStep) -> None:
+    """Checks config.model.init_from as `load_pretrained` does, but reads only the headers of its files.
+
+    Raises:
+      UserError: the model cannot be read, or differs from the config.
+    """
+    pretrained, _, abstract, dims = _source_of(step)
+    if pretrained.is_run:
+        _check_is_whole(pretrained)
+    else:
+        model = step.config.model
+        family = family_of(pretrained.config_json(), model)
+        open_files(pretrained.directory, family, abstract, dims, model=model)
+
+
+def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None = None) -> tuple[dict, str]:
+    """The parameters of config.model.init_from, with the shardings of `step`, and a line that describes them.
+
+    Adapters of LoRA have their initial values.
+
+    Args:
+      progress: called with the bytes of parameters done and in total.
+    Raises:
+      UserError: the model cannot be read, differs from the config, or has NaN or infinite values.
+    """
+    config = step.config
+    pretrained, adapter_names, abstract, dims = _source_of(step)
+    if pretrained.is_run:
+        _check_is_whole(pretrained)
+        params = _restored_as(pretrained.directory.absolute(), abstract, config.model.vocab_size)
+        line = f"weights    of the checkpoint {displayed(pretrained.directory.absolute())}"
+        if any(x.dtype.itemsize == 2 for x in jax.tree.leaves(abstract)):
+            line += ROUNDED
+    else:
+        family = family_of(pretrained.config_json(), config.model)
+        params, read = load_params(
+            pretrained.directory,
+            family,
+            abstract,
+            dims,
+            model=config.model,
+            progress=progress,
+        )
+        line = f"weights    {pretrained.directory}, {read}"
+    if adapter_names:
+        params = freezing.join(params, step.init_params(adapter_names))
+    return params, line
+
+
+def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
+    """The model of config.model.init_from, the names of the parameters that it does not have, which are adapters, and
+    the shapes and dimensions of the others.
+
+    Raises:
+      UserError: the model cannot be found, or its description differs from the config.
+    """
+    config = step.config
+    if step.model is not None:
+        raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
+    pretrained = locate(config.model.init_from, with_weights=True)
+    kinds = dict.fromkeys(pretrained.model_settings().get("kinds", {}), defaults_of(KindConfig))
+    kinds |= to_dict(config)["model"]["kinds"]
+    with_overrides(pretrained, vars(config.model) | {"kinds": kinds})  # a config that was loaded before may differ
+    adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
+    abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
+    dims, _ = freezing.split(step.dims, adapter_names)
+    return pretrained, adapter_names, abstract, dims
+
+
+def _check_is_whole(run: Pretrained) -> None:
+    """Checks that the checkpoint of a run contains the parameters of the whole model.
+
+    Raises:
+      UserError: it does not.
+    """
+    stored = run.run_config()
+    if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get("checkpoint_frozen", True):
+        raise UserError(
+            f"{run.directory.absolute()} has adapters or lacks the frozen parameters: export the run with `jaxlc"
+            " export`, which gives a whole model, and use the result as config.model.init_from"
+        )
+
+
+def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
+    """The parameters of a checkpoint. They are restored in the dtypes in which they are stored, whose checksums the
+    checkpoint has, and converted to the dtypes of `abstract`, some at a time."""
+    dtypes = stored_dtypes(checkpoint)
+    paths, targets = zip(*jax.tree.leaves_with_path(abstract))
+    names = ["/".join(("params", *(key.key for key in path))) for path in paths]
+    stored = [
+        jax.ShapeDtypeStruct(target.shape, dtypes.get(name, target.dtype), sharding=target.sharding)
+        for name, target in zip(names, targets)
+    ]
+    if stored == list(targets):
+        return restore_params(checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size)
+    converted: list[jax.Array] = []
+    for group in groups_of(map(bytes_per_device, stored)):
+        tree: dict = {}
+        for index in group:
+            freezing.insert(tree, [key.key for key in paths[index]], stored[index])
+        params = restore_params(checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True)
+        converted += _converted(jax.tree.leaves(params), [targets[index] for index in group])
+    return jax.tree.unflatten(jax.tree.structure(abstract), converted)
+
+
+def _converted(arrays: list[jax.Array], targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def convert(arrays):
+        return [to_memory_kind(x, DEVICE).astype(target.dtype) for x, target in zip(arrays, targets)]
+
+    shardings = [target.sharding for target in targets]
+    return jax.block_until_ready(jax.jit(convert, out_shardings=shardings)(arrays))
+
+
+def without_frozen(step: TrainStep, state: TrainState) -> TrainState:
+    """The part of the state that a checkpoint without frozen parameters contains; of arrays or their shapes."""
+    return state._replace(params=freezing.split(state.params, step.frozen)[0])
+
+
+def checkpoint_part(step: TrainStep, state: TrainState) -> TrainState:
+    """The part of the state that the checkpoints of this config contain; of arrays or their shapes."""
+    return state if step.config.train.checkpoint_frozen else without_frozen(step, state)
+
+
+def base_meta(step: TrainStep, params) -> dict[str, dict[str, str]]:
+    """Entries of a checkpoint's meta that identify the frozen parameters; empty if the checkpoint contains them."""
+    if step.config.train.checkpoint_frozen:
+        return {}
+    return {BASE: dict(init_from=step.config.model.init_from, fingerprint=_fingerprint(step, params))}
+
+
+def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path) -> dict:
+    """All parameters, from the trainable ones of a checkpoint.
+
+    Args:
+      base: meta of the checkpoint, as `base_meta` returns it.
+      checkpoint: its directory, for errors.
+    Raises:
+      UserError: the frozen parameters differ from the ones that the checkpoint was trained on.
+    """
+    params = load_pretrained(step)[0] if step.config.model.init_from else step.init_params(step.frozen)
+    if _fingerprint(step, params) != base["fingerprint"]:
+        raise UserError(
+            f"the frozen parameters of {checkpoint} are not those of {_source(step)}: it was trained on"
+            f" {base['init_from'] or 'random weights'}; use that model and the same config.precision.frozen"
+        )
+    return freezing.join(trainable, freezing.split(params, step.frozen)[1])
+
+
+def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta: dict) -> dict:
+    """All parameters of a checkpoint of the run of `step`, with its shardings.
+
+    Raises:
+      UserError: as `restore_params` and `with_base`.
+    """
+    vocab_size, abstract = step.config.model.vocab_size, step.abstract_state.params
+    if BASE not in meta:
+        is_finite = step.model is None
+        return restore_params(directory, step_number, abstract, vocab_size=vocab_size, finite_params=is_finite)
+    abstract_trainable, _ = freezing.split(abstract, step.frozen)
+    trainable = restore_params(directory, step_number, abstract_trainable, vocab_size=vocab_size)
+    return with_base(step, trainable, meta[BASE], directory / str(step_number))
+
+
+def _fingerprint(step: TrainStep, params) -> str:
+    """Of the frozen part of `params`; independent of the mesh."""
+    _, frozen = freezing.split(params, step.frozen)
+    return hashlib.sha256(json.dumps(sorted(checksums_of(frozen).items())).encode()).hexdigest()
+
+
+def _source(step: TrainStep) -> str:
+    init_from = step.config.model.init_from
+    return f"config.model.init_from={init_from}" if init_from else f"config.train.seed={step.config.train.seed}"

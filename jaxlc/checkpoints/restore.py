@@ -1,0 +1,228 @@
+"""Reads the arrays of a checkpoint, on any mesh, and compares them with their checksums.
+
+Reads parameters of a checkpoint to host memory, some at a time.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import SingleDeviceSharding
+
+from jaxlc.checkpoints.files import (
+    BASE,
+    CHECKPOINTS_DIRECTORY,
+    committed_steps,
+    nonfinite_param,
+    on_every_process,
+    read_checksums_and_shapes,
+    read_valid_meta,
+    shapes_of,
+    stored_dtypes,
+    summaries_of,
+    unreadable,
+)
+from jaxlc.config import Config
+from jaxlc.config.values import flattened
+from jaxlc.core.errors import UserError
+from jaxlc.hf.load import paths_of
+from jaxlc.models import decoder, freezing
+
+
+class RestoreTarget(NamedTuple):
+    """What a checkpoint is restored to."""
+
+    abstract_state: Any  # pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh
+    # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may differ.
+    model: dict
+    trained: dict = {}  # required values of the settings that select the trained parameters, by their paths
+    without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
+
+
+class Description(NamedTuple):
+    """What the files of a checkpoint say without its arrays."""
+
+    meta: dict
+    abstract_state: Any  # the part of the target that the checkpoint contains
+    checksums: dict[str, int]
+    padded: set[str]  # arrays that differ from the target in vocabulary padding
+
+
+def read_description(directory: Path, target: RestoreTarget):
+    """Returns (Description, None), or (None, the problem of the checkpoint); the same on every process.
+
+    Raises:
+      UserError: the checkpoint has a different model or other trained parameters.
+    """
+    model, abstract_state = target.model, target.abstract_state
+    meta, problem = on_every_process(lambda: read_valid_meta(directory))
+    if problem:
+        return None, problem
+    shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
+    kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # not flattened
+    _check_same_settings(directory, flattened(meta["config"]) | kinds, shape | target.trained)
+    if BASE in meta:
+        abstract_state = target.without_frozen
+    described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
+    if problem:
+        return None, problem
+    checksums, stored_shapes = described
+    padded = check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
+    return Description(meta, abstract_state, checksums, padded), None
+
+
+def check_latest(directory: Path, target_of: Callable[[int], RestoreTarget]) -> dict | None:
+    """The meta of the latest checkpoint that is not damaged, as far as its arrays need not be read; None:
+    there is none.
+
+    Args:
+      target_of: returns the target of the checkpoint of a step.
+    Raises:
+      UserError: as `read_description`.
+    """
+    for step in reversed(committed_steps(directory)):
+        described, _ = read_description(directory / str(step), target_of(step))
+        if described is not None:
+            return described.meta
+    return None
+
+
+def restore_params(
+    directory: Path,
+    step: int,
+    abstract_params,
+    *,
+    vocab_size: int,
+    only_these: bool = False,
+    finite_params: bool = True,
+):
+    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
+
+    Args:
+      only_these: `abstract_params` is a part of the tree of all parameters.
+      finite_params: see `jaxlc.checkpoints.save.Checkpoints`.
+    Raises:
+      UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or infinite values.
+    """
+    path, target = directory / str(step), {"params": abstract_params}
+    described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
+    if problem:
+        raise unreadable(directory, step, problem)
+    checksums, stored_shapes = described
+    target_shapes = shapes_of(target)
+    stored_shapes = {
+        name: shape
+        for name, shape in stored_shapes.items()
+        if name.startswith("params/") and (name in target_shapes or not only_these)
+    }
+    if stored_shapes.keys() != target_shapes.keys():
+        raise UserError(
+            f"checkpoint {path} has other parameters than this model: pass model= as in the run, or none if it had none"
+        )
+    padded = check_same_shapes(path, stored_shapes, target_shapes, vocab_size)
+    arguments = ocp.args.PyTreeRestore(
+        target,
+        restore_args=jax.tree.map(
+            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded),
+            target,
+        ),
+        partial_restore=True,
+    )
+    restored, problem = read_arrays(path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded, finite_params)
+    if problem:
+        raise unreadable(directory, step, problem)
+    return restored["params"]
+
+
+def read_arrays(
+    directory: Path, handler: Any, arguments: Any, checksums: dict[str, int], padded: set[str], finite_params: bool
+):
+    """Returns (arrays, None), or (None, the problem); the same on every process."""
+    arrays, problem = on_every_process(lambda: handler.restore(epath.Path(directory) / "state", args=arguments))
+    if problem:
+        return None, problem
+    summaries = summaries_of(arrays)
+    for name, summary in summaries.items():
+        if name not in padded and summary.checksum != checksums[name]:
+            return None, f"array {name} has the wrong checksum"
+    problem = nonfinite_param(summaries) if finite_params else None
+    return (None, problem) if problem else (arrays, None)
+
+
+def _check_same_settings(directory: Path, stored: dict, required: dict) -> None:
+    for path, value in required.items():
+        if stored.get(path) != value:
+            raise UserError(
+                f"checkpoint {directory} has config.{path}={stored.get(path)}, and this config has {value}; use a"
+                " different --workdir"
+            )
+
+
+def check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size: int) -> set[str]:
+    """Returns the names of the arrays that differ only in vocabulary padding, which depends on the mesh.
+
+    The values of the padding have no effect, so such an array may be truncated, or padded with zeros.
+    """
+    padded = set()
+    for name in sorted(stored.keys() | current.keys()):
+        old, new = stored.get(name), current.get(name)
+        if old == new:
+            continue
+        is_same_rank = old is not None and new is not None and len(old) == len(new)
+        if not is_same_rank or any(a != b and min(a, b) < vocab_size for a, b in zip(old, new)):
+            raise UserError(
+                f"checkpoint {directory} has a different model, optimizer or precision: array {name} has shape {old}"
+                f" there and {new} in this config; use a different --workdir"
+            )
+        padded.add(name)
+    return padded
+
+
+class StoredParams:
+    """The parameters of one checkpoint, adapters included, without vocabulary padding."""
+
+    def __init__(self, workdir: Path, step: int, config: Config, *, load_all: Callable[[], Any] | None = None):
+        """
+        Args:
+          load_all: returns all parameters, with the base model. None: the checkpoint contains the frozen
+            parameters, and only those that are asked for are read.
+        """
+        self._workdir, self._step, self._config, self._load_all = workdir, step, config, load_all
+        model = config.model
+        self.abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
+
+    def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
+        """The parameters with these paths, in the dtype in which they are stored.
+
+        Raises:
+          UserError: the checkpoint, or the base model that it needs, cannot be read.
+        """
+        if self._load_all is not None:
+            return {path: self._loaded[path][tuple(slice(n) for n in self.abstract[path].shape)] for path in paths}
+        tree: dict = {}
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        for path in paths:
+            dtype = self._dtypes[f"params/{path}"]
+            shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=on_host)
+            freezing.insert(tree, path.split("/"), shape)
+        vocab_size = self._config.model.vocab_size
+        restored = restore_params(self._directory, self._step, tree, vocab_size=vocab_size, only_these=True)
+        return {path: np.asarray(param) for path, param in paths_of(restored)}
+
+    @property
+    def _directory(self) -> Path:
+        return self._workdir / CHECKPOINTS_DIRECTORY
+
+    @cached_property
+    def _dtypes(self) -> dict[str, np.dtype]:
+        return stored_dtypes(self._directory / str(self._step))
+
+    @cached_property
+    def _loaded(self) -> dict[str, np.ndarray]:
+        assert self._load_all is not None
+        return {path: np.asarray(param) for path, param in paths_of(self._load_all())}

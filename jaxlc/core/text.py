@@ -1,0 +1,218 @@
+"""Counts, sizes and durations as they are displayed.
+
+Suggestions for misspelled names, for error messages.
+
+Tables of plain text.
+
+Lines about the progress of long work, where there is no live display. Imports no jax.
+
+Standard output and error of a command, which may have any encoding, a full disk, no reader, or be closed.
+
+Imports no jax.
+"""
+
+import codecs
+import contextlib
+import difflib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TextIO
+
+
+def count_text(number: int, noun: str, plural_ending: str = "s") -> str:
+    """A count with its noun: "1 GPU", "1,024 GPUs", or "2 processes" with the ending "es"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural_ending}"
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in GiB with two decimals, without the unit."""
+    return f"{num_bytes / 2**30:,.2f}"
+
+
+def duration_text(seconds: float) -> str:
+    """Minutes and seconds, "1:07", from an hour on with hours: "2:01:07"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The name in `known` that is most similar to `name`; None if no similarity is at least `cutoff` (0 to 1)."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "{}") -> str:
+    """A question with the nearest name, or the list of the known names if none is near.
+
+    Args:
+      form: how a name is written, such as "--{}".
+    """
+    known = list(known)
+    nearest = nearest_name(name, known)
+    if nearest is not None:
+        return f"did you mean {form.format(nearest)}?"
+    return f"expected one of {', '.join(sorted(map(form.format, known)))}"
+
+
+def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """ " (did you mean NAME?)" with the nearest name, or "" if none is near: for the end of a message."""
+    nearest = nearest_name(name, known, cutoff)
+    return "" if nearest is None else f" (did you mean {nearest}?)"
+
+
+def aligned(rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
+    """One line per row, with columns of equal width.
+
+    Args:
+      align: one letter per column, l or r; "": the first column to the left, the others to the right.
+    """
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    align = align or "l" + "r" * (len(widths) - 1)
+    pad = {"l": str.ljust, "r": str.rjust}
+    padded = ([pad[letter](cell, width) for cell, letter, width in zip(row, align, widths)] for row in table)
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+SECONDS_BETWEEN_LINES = 10.0
+Update = Callable[[int, int], None]  # called with the amount done and in total
+
+
+def no_progress(done: int, total: int) -> None:
+    """An `Update` that shows nothing."""
+
+
+def print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progress_lines(
+    what: str, *, is_shown: bool = True, log: Callable[[str], None] = print_to_stderr
+) -> Iterator[Update]:
+    """Prints "WHAT: 38%, 1:07 left" every 10 seconds while it is entered; nothing for work that is shorter.
+
+    A thread prints, so that a single long call has lines too: "WHAT: 0:20 so far".
+
+    Args:
+      is_shown: False: no lines, such as in all processes but one.
+      log: called in the thread with each line.
+    """
+    if not is_shown:
+        yield no_progress
+        return
+    start_seconds, is_over = time.monotonic(), threading.Event()
+    progress = [0, 0]
+
+    def update(done: int, total: int) -> None:
+        nonlocal start_seconds
+        if done < progress[0]:  # the next file, whose time left does not depend on the first one
+            start_seconds = time.monotonic()
+        progress[:] = done, total
+
+    def report() -> None:
+        while not is_over.wait(SECONDS_BETWEEN_LINES):
+            done, total = progress
+            seconds = time.monotonic() - start_seconds
+            left = f"{done / total:.0%}, {duration_text(seconds * (total - done) / done)} left" if done else ""
+            log(f"{what}: {left or f'{duration_text(seconds)} so far'}")
+
+    thread = threading.Thread(target=report, name="jaxlc-progress", daemon=True)
+    thread.start()
+    try:
+        yield update
+    finally:
+        is_over.set()
+        thread.join()
+
+
+_ASCII = {"⟦": "[[", "⟧": "]]", "±": "+/-", "→": "->", "…": "..."}  # others are escaped, as in "\u2581"
+
+
+def prepare() -> None:
+    """Makes all streams accept all texts. A closed stream discards them."""
+    for descriptor in range(3):  # otherwise the next file that is opened gets the number of a closed stream
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    codecs.register_error("jaxlc.ascii", _encodable)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="jaxlc.ascii")
+
+
+def _encodable(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    characters = error.object[error.start : error.end]
+    forms = (_ASCII.get(each) or each.encode("ascii", "backslashreplace").decode() for each in characters)
+    return "".join(forms), error.end
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status: 141 if the reader of its output ended, as in `jaxlc --help | head`.
+
+    Output that cannot be written otherwise, such as to a full disk, is one sentence on stderr and status 1.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        for stream in (sys.stdout, sys.stderr):
+            if not _accepts(stream, ""):
+                _discard(stream)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if _accepts(sys.stdout, "\n"):  # the text of the error is not in the buffer any more
+            raise
+        _discard(sys.stdout)
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+class _Outlasting:
+    """A stream that discards its text after an error, such as that of a closed terminal."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._tried(self._stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self._tried(self._stream.flush)
+
+    def _tried(self, call: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except OSError:
+            _discard(self._stream)
+
+
+def outlast() -> None:
+    """Lets the process go on when nobody reads its output any more, as a run does, whose results are files."""
+    sys.stdout, sys.stderr = map(_Outlasting, (sys.stdout, sys.stderr))
+
+
+def _discard(stream: TextIO) -> None:
+    """Discards what is printed from now on, and what Python prints at exit because it could not be written before."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _accepts(stream: TextIO, text: str) -> bool:
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError:
+        return False
+    return True

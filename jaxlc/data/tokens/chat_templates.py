@@ -1,0 +1,523 @@
+"""Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the rendered text.
+
+Only the answers of the assistant are trained on. Their place in the rendered text is found in one of two ways:
+
+- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that support the assistant
+  masks of transformers.
+- Otherwise, answer k is the text between the prompt of message k, rendered from the messages before it with
+  `add_generation_prompt`, and the end of the text rendered from the messages up to it. White space behind its last
+  end-of-turn token belongs to the template and not to the answer. A template may render earlier messages differently,
+  for instance without their reasoning; then the answer ends at the next end-of-turn token. If that makes a prompt
+  differ, as after a call of a tool and another question, answer k follows the header of an answer number k.
+
+So every answer is trained on as the template renders it at the end of the chat. What it leaves out is counted.
+
+The chat templates that data.chat_template can name.
+
+Chat templates that fit a tokenizer: their markers, such as <|im_end|>, are single tokens.
+
+A model learns to end its answers with one token, at which inference engines stop.
+
+The Jinja environment of chat templates: settings, functions, limits, and the tag `generation`.
+
+A template is a program that somebody else has written. Jinja's sandbox keeps it from Python and limits `range`; here
+are limits of the rendered text and of products and powers, which otherwise may take any memory and time.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import numpy as np
+
+from jaxlc.config.chat_template_file import ADVICE, read_template, template_path
+from jaxlc.config.data_schema import CHAT_TEMPLATES
+from jaxlc.core import errors
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.data.texts.documents import ASSISTANT, Chat
+from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.tokens.tokenizers import Tokenizer, named_tokens, read_tokenizer_config
+
+# Tools have the markup of Hermes and Qwen in chatml, and that of Llama 3.1 in llama3, which has one call in an answer.
+_CHATML = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "# Tools\n\nYou can call these functions:\n<tools>\n{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}"
+    "</tools>\n\nA call is a JSON object:\n<tool_call>\n"
+    '{"name": "NAME OF THE FUNCTION", "arguments": {"NAME": "VALUE"}}'
+    "\n</tool_call><|im_end|>{{ '\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% elif message['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ message['content'] or '' }}{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": ' + (call['function']['name'] | tojson) + ', \"arguments\": ' }}"
+    "{{ (call['function']['arguments'] | tojson) + '}\n</tool_call>' }}"
+    "{% endfor %}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LLAMA3 = (
+    "{{ bos_token }}"
+    "{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "You can call these functions:\n\n{% for tool in tools %}{{ (tool | tojson(indent=4)) + '\n\n' }}{% endfor %}"
+    'A call is a JSON object: {"name": "NAME OF THE FUNCTION", "parameters": {"NAME": "VALUE"}}<|eot_id|>{% endif %}'
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "<|start_header_id|>ipython<|end_header_id|>{{ '\n\n' + message['content'] }}<|eot_id|>"
+    "{% elif message['role'] == 'assistant' %}<|start_header_id|>assistant<|end_header_id|>\n\n{% generation %}"
+    "{% if message['tool_calls'] %}{% if message['content'] or message['tool_calls'] | length > 1 %}"
+    "{{ raise_exception('an answer of llama3 is text or one call') }}{% endif %}"
+    "{% set call = message['tool_calls'][0]['function'] %}"
+    "{{ '{\"name\": ' + (call['name'] | tojson) + ', \"parameters\": ' + (call['arguments'] | tojson) + '}' }}"
+    "{% else %}{{ message['content'] }}{% endif %}<|eot_id|>{% endgeneration %}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] }}<|eot_id|>"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+TEMPLATES = dict(zip(CHAT_TEMPLATES, (_CHATML, _LLAMA3), strict=True))
+
+
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")  # that any template may have
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answers in rendered text
+_MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, [/INST]
+_END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
+_MAX_SOURCE_CHARACTERS = 1 << 18
+_QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
+_NO_TEXT = ("role", "name", "tool_call_id")  # fields of messages that templates need not render
+_ADVICE = "use a template with {% generation %} in data.chat_template"
+
+
+class MarkedText(NamedTuple):
+    """A text and its answers; `data.tokens.encoder` encodes it."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]  # begin and end of each answer in the text, in order
+    left_out: tuple[str, ...] = ()  # what of the chat is not in the text
+
+
+class ChatTemplate:
+    """A chat template in Jinja, rendered in a sandbox with the settings and functions that transformers has."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], name: str = "the chat template"):
+        """
+        Args:
+          special_tokens: variables of the template, such as bos_token.
+          name: of the template, for errors.
+        Raises:
+          UserError: the package jinja2 is missing, or the source is not a template.
+        """
+        errors.require("jinja2", "a source of chats")
+
+        self.name, self.source = name, source
+        self._special_tokens = special_tokens
+        self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
+        env = environment(_BEGIN, _END)
+        try:
+            if len(source) > _MAX_SOURCE_CHARACTERS:
+                raise ValueError(f"it has more than {_MAX_SOURCE_CHARACTERS:,} characters")
+            self._template = env.from_string(source)
+            self._has_markers = "generation" in {token for _, _, token in env.lex(source)}
+        except Exception as error:  # SyntaxError, MemoryError, ValueError and others of Python's compiler, too
+            raise UserError(f"{name} is not a valid Jinja template ({reason_of(error)})") from error
+
+    def render(self, chat: Chat, where: str) -> MarkedText:
+        """Renders a chat.
+
+        Args:
+          where: FILE:NUMBER of the record, for errors.
+        Raises:
+          BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
+            answer as nothing.
+        """
+        messages, _, masked = chat
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if masked.issuperset(numbers):
+            kind = "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
+            raise BadRecord(f"{where}: {kind}, so there is nothing to train on")
+        self._check(chat, where)
+        marked = self._render(chat, where)
+        parts = re.split(f"[{_BEGIN}{_END}]", marked)
+        text = "".join(parts)
+        if self._has_markers:
+            ends = np.cumsum([len(part) for part in parts]).tolist()
+            spans = list(zip(ends[0::2], ends[1::2]))
+        else:
+            numbers = [number for number in numbers if number not in masked]
+            spans = self._answers_by_prompts(marked, chat, numbers, where)
+        if spans is None:
+            spans = self._answers_by_header(text, chat, numbers, where)
+        if len(spans) == len(numbers):
+            for number, span in zip(numbers, spans):
+                answer = text[slice(*span)]
+                if not _MARKER.sub("", answer).strip() and not _has_text(messages[number], answer):
+                    raise BadRecord(f"{where}: {self.name} renders no answer for message {number}")
+            spans = [span for number, span in zip(numbers, spans) if number not in masked]
+        elif masked:
+            raise BadRecord(
+                f"{where}: {self.name} renders {len(spans)} answers of {len(numbers)} messages of the role"
+                f" {ASSISTANT!r}, so that it is unknown which of them have a loss"
+            )
+        answers = tuple((begin, end) for begin, end in spans if begin < end)
+        if not answers:
+            raise BadRecord(f"{where}: {self.name} renders no answer for message {numbers[0]}")
+        return MarkedText(text, answers, left_out=_left_out(chat, text))
+
+    @functools.cached_property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of a chat of one question and its answer, in order, such as <|im_start|> and <|im_end|>."""
+        return tuple(dict.fromkeys(_MARKER.findall(self._example)))
+
+    @functools.cached_property
+    def end_of_turn(self) -> str:
+        """The marker that follows an answer, such as <|im_end|>, after which generation stops; "" if there is none."""
+        marker = _MARKER.match(self._example.rpartition(_ANSWER)[2].lstrip())
+        return marker[0] if marker else ""
+
+    @property
+    def _example(self) -> str:
+        """A rendered chat; "" if the template raises an error for it."""
+        return self._examples[0]
+
+    @functools.cached_property
+    def _header(self) -> str:
+        """What precedes every answer, such as <|im_start|>assistant and a newline; "" if there is nothing."""
+        answered, question, prompt, following = self._examples
+        texts = (answered, prompt, following)
+        if not all(text.startswith(question) for text in texts):
+            return ""
+        start = functools.reduce(_common_start, (text[len(question) :] for text in texts))
+        return re.sub(r"[<\[][^<>\[\]\s]*$", "", start)  # without the start of a marker
+
+    @functools.cached_property
+    def _examples(self) -> Sequence[str]:
+        """A question and its answer, the question, its prompt, and both with another question."""
+        messages = [dict(role=role, content=x) for role, x in (("user", _QUESTION), (ASSISTANT, _ANSWER))]
+        try:
+            chat = Chat([*messages, messages[0]])
+            return [self._text(chat, *cut) for cut in ((2, False), (1, False), (1, True), (3, False))]
+        except BadRecord:
+            with contextlib.suppress(BadRecord):
+                return [self._text(Chat(messages), 2, False), "", "", ""]
+            return [""] * 4
+
+    def _text(self, chat: Chat, num_messages: int, has_prompt: bool, where: str = "example") -> str:
+        self._check(chat, where)
+        return re.sub(f"[{_BEGIN}{_END}]", "", self._render(chat, where, num_messages, has_prompt))
+
+    def _check(self, chat: Chat, where: str) -> None:
+        """Raises BadRecord for a chat that cannot be rendered."""
+        messages, tools, _ = chat
+        try:
+            text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+        except RecursionError as error:
+            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
+        if _BEGIN in text or _END in text:
+            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        for problem in self._problems(messages, tools):
+            raise BadRecord(f"{where}: {problem}")
+
+    def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
+        """Parts of a chat that the template does not know."""
+        for number, role in enumerate(message["role"] for message in messages):
+            if role not in ROLES and f"'{role}'" not in self.source and f'"{role}"' not in self.source:
+                yield (
+                    f"message {number} has the unknown role {role!r}, expected one of {', '.join(ROLES)}, or a role"
+                    f" that {self.name} names"
+                )
+        advice = "set data.chat_template to one that does, such as chatml"
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in self.source:
+            yield f"{self.name} does not render tool_calls; {advice}"
+        if tools and "tools" not in self.source:
+            yield f"{self.name} does not render tools; {advice}"
+
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        where: str = "prompt",
+        *,
+        continues_last: bool = False,
+    ) -> MarkedText:
+        """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the last message.
+
+        Raises:
+          BadRecord: the template raises an error or does not know a part of the chat.
+        """
+        chat = Chat(messages, tools)
+        text = self._text(chat, len(messages), not continues_last, where)
+        if continues_last:
+            last = messages[-1]["content"]  # which templates may strip
+            text = "".join(text.rpartition(last if last in text else last.strip())[:2])
+        return MarkedText(text, (), left_out=_left_out(chat, text))
+
+    def _answers_by_prompts(
+        self, text: str, chat: Chat, numbers: Sequence[int], where: str
+    ) -> list[tuple[int, int]] | None:
+        """The begin and end of each answer in the rendered text, for a template without markers; None: a prompt is not
+        the start of the text.
+
+        Args:
+          numbers: of the messages that are answers.
+        """
+        spans = []
+        for number in numbers:
+            prompt = self._render(chat, where, number, has_prompt=True)
+            through = self._render(chat, where, number + 1)
+            if not text.startswith(prompt) or not through.startswith(prompt):
+                # The prompt of the template may begin the answer, for instance with an empty reasoning.
+                prompt = _common_start(prompt, through)
+                if not text.startswith(prompt):
+                    return None
+            answer = through[len(prompt) :].rstrip()
+            if text.startswith(through):
+                spans.append((len(prompt), len(prompt) + len(answer)))
+            else:
+                end_of_turn = _END_OF_TURN.search(answer)
+                end = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
+                if end_of_turn is None or end < 0:
+                    raise BadRecord(f"{where}: the end of message {number} cannot be found; {_ADVICE}")
+                spans.append((len(prompt), end + len(end_of_turn[0])))
+        return spans
+
+    def _answers_by_header(self, text: str, chat: Chat, numbers: Sequence[int], where: str) -> list[tuple[int, int]]:
+        roles = [message["role"] for message in chat.messages]
+        begins = [match.end() for match in re.finditer(re.escape(self._header), text)] if self._header else []
+        ends = [text.find(self.end_of_turn, begin) + len(self.end_of_turn) for begin in begins]
+        if len(begins) != roles.count(ASSISTANT) or not self.end_of_turn or any(e < b for b, e in zip(begins, ends)):
+            raise BadRecord(
+                f"{where}: {self.name} renders a message differently in its prompt and in the chat, and its answers"
+                f" cannot be found by their headers; {_ADVICE}"
+            )
+        return [(begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in numbers)]
+
+    def _render(self, chat: Chat, where: str, num_messages: int | None = None, has_prompt: bool = False) -> str:
+        """The text of the first messages, or of all, with the marks of answers.
+
+        Raises:
+          BadRecord: the template raises an error, or exceeds a limit of `chat_environment`.
+        """
+
+        messages, tools, _ = chat
+        try:
+            return render(self._template, messages[:num_messages], tools, has_prompt, **self._special_tokens)
+        except Exception as error:  # it may contain any expression
+            raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
+
+
+def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
+    """The fields of messages, and tools, that have a text which is not in the rendered one; white space is ignored."""
+    functions = [tool.get("function", tool) for tool in chat.tools or ()]
+    names = [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
+    missing = dict.fromkeys([] if all(name in text for name in names) else ["tools"])
+    squeezed, at = "", 0
+    for message in chat.messages:
+        for field, part in _parts(message):
+            found = text.find(part, at)  # messages are in order
+            if found >= 0:
+                at = found
+                continue
+            squeezed = squeezed or _squeezed(text)
+            if not any(_squeezed(x) in squeezed for x in (part, json.dumps(part, ensure_ascii=False)[1:-1])):
+                missing[f"{field} of {message['role']}"] = None
+    return tuple(missing)
+
+
+def _has_text(message: Mapping[str, Any], text: str) -> bool:
+    return any(part in text for _, part in _parts(message))
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The texts of a message with their fields, without white space around them."""
+    for field, value in message.items():
+        if field not in _NO_TEXT:
+            yield from ((field, text.strip()) for text in _strings(value) if text.strip())
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        items = value if isinstance(value, list) else [x for name, x in value.items() if name not in ("id", "type")]
+        yield from itertools.chain.from_iterable(map(_strings, items))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _common_start(a: str, b: str) -> str:
+    length = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return a[:length]
+
+
+def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str = ADVICE) -> ChatTemplate:
+    """The template of data.chat_template, or else of the tokenizer.
+
+    Args:
+      setting: data.chat_template: a path, a key of TEMPLATES, the text of a template, or "".
+      tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
+      advice: how to set a template, for errors.
+    Raises:
+      UserError: there is no template, or it cannot be read.
+    """
+    values = read_tokenizer_config(tokenizer_file.parent) if tokenizer_file else {}
+    special_tokens = named_tokens(values)
+    if setting in TEMPLATES:
+        return ChatTemplate(TEMPLATES[setting], special_tokens, f"the template {setting!r}")
+    path = template_path(setting)
+    if setting and path is None:
+        return ChatTemplate(setting, special_tokens, "the chat template of the run")
+    path = path or tokenizer_file and tokenizer_file.parent / "chat_template.jinja"
+    if path and (setting or path.is_file()):
+        return ChatTemplate(read_template(path, advice), special_tokens, str(path))
+    template = values.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = (item for item in template if isinstance(item, dict) and item.get("name") == "default")
+        template = next((item.get("template") for item in named), None)
+    if not isinstance(template, str):
+        raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
+    return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
+
+
+def fitting_template(setting: str, tokenizer: Tokenizer, *, flag: str = "--config.data.chat_template") -> ChatTemplate:
+    """The template of data.chat_template, or else of the tokenizer.
+
+    Bytes have no special tokens, so every template fits them.
+
+    Args:
+      setting: as in `load_chat_template`.
+      flag: that sets a template, for errors.
+    Raises:
+      UserError: there is no template, it cannot be read, or it does not fit; the message names those that fit.
+    """
+    named = (load_chat_template(name, tokenizer.file) for name in TEMPLATES)
+    fitting = [name for name, template in zip(TEMPLATES, named) if not _split_markers(template, name, tokenizer)]
+    advice = f"set {flag} to {', '.join(fitting)}{' or ' if fitting else ''}a Jinja file"
+    template = load_chat_template(setting, tokenizer.file, advice=advice)
+    if split := _split_markers(template, setting, tokenizer):
+        raise UserError(
+            f"{template.name} has {' and '.join(split)}, which the tokenizer {tokenizer.name!r} splits into several"
+            f" tokens: {advice} whose markers are tokens of this tokenizer"
+        )
+    return template
+
+
+def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The token that ends an answer; None: the template has no such marker, or the tokenizer splits it."""
+    return _token_id(template.end_of_turn, tokenizer)
+
+
+def _split_markers(template: ChatTemplate, setting: str, tokenizer: Tokenizer) -> list[str]:
+    """The markers that are not single tokens: all of a template in TEMPLATES; of other templates, the one that ends an
+    answer, because published ones have headers of several tokens."""
+    markers = template.markers if setting in TEMPLATES else [template.end_of_turn]
+    return [x for x in markers if x and tokenizer.file is not None and _token_id(x, tokenizer) is None]
+
+
+def _token_id(marker: str, tokenizer: Tokenizer) -> int | None:
+    ((ids, _),) = tokenizer.encode_with_offsets([marker], special_tokens=True)
+    return int(ids[0]) if len(ids) == 1 else None
+
+
+# A tag, or a comment, which may contain the text of one.
+_COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
+
+
+MAX_TEXT_CHARACTERS = 64 << 20  # of a rendered text, and of a product with a text or a list
+_MAX_INTEGER = 1 << 64
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = [x for x in (left, right) if isinstance(x, (int, float))]
+        if operator == "*" and len(numbers) == 1:
+            (sequence,) = (x for x in (left, right) if x is not numbers[0])
+            if len(sequence) * numbers[0] > MAX_TEXT_CHARACTERS:
+                raise OverflowError(f"a product has more than {MAX_TEXT_CHARACTERS:,} elements")
+        elif any(abs(x) > _MAX_INTEGER for x in numbers) or operator == "**" and abs(right) > 64:
+            raise OverflowError("a number is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def environment(begin: str, end: str) -> jinja2.Environment:
+    """A sandbox in which `{% generation %}text{% endgeneration %}` renders as begin + text + end.
+
+    `strftime_now` is undefined, so that templates with a date use their fixed one, and tokens do not depend on the day.
+    """
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    env.globals.update(
+        raise_exception=_raise,
+        mark_generation=lambda caller: f"{begin}{caller()}{end}",
+    )
+    env.filters["tojson"] = _to_json
+    return env
+
+
+def without_generation_tags(source: str) -> str:
+    """A template that renders the same text and has no tags `generation`, which most inference engines cannot parse.
+
+    Each tag becomes an empty comment, which removes the white space around it as the tag does.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith("{#") else f"{{#{match[1]} {match[2]}#}}"
+
+    return _COMMENT_OR_TAG.sub(replaced, source)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Parses `{% generation %}` blocks into calls of `mark_generation`."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = jinja2.nodes.Call(jinja2.nodes.Name("mark_generation", "load"), [], [], None, None)
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def render(
+    template: jinja2.Template,
+    messages: list[Any],
+    tools: list[Any] | None,
+    add_generation_prompt: bool,
+    **variables: Any,
+) -> str:
+    """The text of a chat. Any exception may be raised, since the template may contain any expression."""
+    parts, num_characters = [], 0
+    for part in template.generate(
+        messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **variables
+    ):
+        parts.append(part)
+        num_characters += len(part)
+        if num_characters > MAX_TEXT_CHARACTERS:
+            raise OverflowError(f"the text has more than {MAX_TEXT_CHARACTERS:,} characters")
+    return "".join(parts)

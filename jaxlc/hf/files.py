@@ -1,0 +1,351 @@
+"""Reads slices of the tensors in safetensors files, without reading the rest.
+
+Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with the
+dtype, shape and byte range of each tensor, and the data, little-endian and row-major.
+
+Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5.3), as files of gpt-oss have them.
+
+A weight [experts, inputs, outputs] NAME is stored as two tensors, with the inputs last:
+
+    NAME_blocks  uint8 [experts, outputs, inputs / 32, 16]  two values of 4 bits (E2M1), the first one in the low bits
+    NAME_scales  uint8 [experts, outputs, inputs / 32]      exponent of the scale of 32 values, plus 127 (E8M0)
+
+Writes safetensors files tensor by tensor, in any order: the place of each tensor is known from the shapes.
+"""
+
+import itertools
+import json
+import math
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import ml_dtypes
+import numpy as np
+
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.files import file_inside, other_format, parse_json, read_json_file
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+# Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the package safetensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor is stored."""
+
+    path: Path
+    dtype: str  # as in the header
+    shape: tuple[int, ...]
+    offset_bytes: int  # from the start of the file
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as it is."""
+        return read(self, *slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedTensor(StoredTensor):
+    """The rows of several tensors, one after the other, as float32: their dtypes may differ."""
+
+    parts: Sequence[StoredTensor]
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        start, stop, _ = slices[0].indices(self.shape[0])
+        arrays = []
+        for part in self.parts:
+            arrays.append(read(part, slice(max(0, start), max(0, stop)), *slices[1:]).astype(np.float32))
+            start, stop = start - part.shape[0], stop - part.shape[0]
+        return np.concatenate(arrays)
+
+
+class TensorFiles:
+    """The tensors of a directory with model.safetensors, or several files and their index."""
+
+    def __init__(self, directory: Path):
+        """Reads the headers of all files.
+
+        Raises:
+          UserError: a file is missing, truncated, or not a safetensors file.
+        """
+        self.directory = directory
+        self.bytes_read = 0  # bytes of tensor data
+        self.tensors: dict[str, StoredTensor] = {}
+        for path, names in _files_of(directory).items():
+            header = _read_header(path)
+            missing = sorted(names - header.keys())
+            if missing:
+                raise UserError(f"{path} has no tensor {missing[0]}, which {INDEX_FILE} lists; download both again")
+            # Of tensors that several files have, that of the file in the index.
+            self.tensors = header | self.tensors | {name: header[name] for name in names}
+
+    def read(self, name: str, *slices: slice) -> np.ndarray:
+        """A copy of a part of a tensor, in its own dtype; only the pages of that part are read.
+
+        Raises:
+          UserError: it has NaN or infinite values.
+        """
+        tensor = self.tensors[name]
+        part = tensor.read(self._read, slices)
+        if not _is_finite(part):
+            raise UserError(
+                f"{name} in {tensor.path} has NaN or infinite values; download it again, or use another model"
+            )
+        return part
+
+    def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
+        """A copy of a part of a tensor that is in a file as it is."""
+        dtype = _STORED_DTYPES[tensor.dtype]
+        if not math.prod(tensor.shape):  # an empty file cannot be mapped
+            return np.empty(tensor.shape, dtype)[slices]
+        part = np.array(np.memmap(tensor.path, dtype, "r", tensor.offset_bytes, tensor.shape)[slices])
+        self.bytes_read += part.nbytes
+        return part
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite.
+
+    The largest bits as signed and as unsigned integers belong to the values with the largest exponents, of positive and
+    of negative sign. This is faster than `numpy.isfinite` and makes no copy.
+    """
+    infinity, minus_infinity = np.array([np.inf, -np.inf], array.dtype)
+    return not array.size or bool(
+        _bits(array, "i").max() < _bits(infinity, "i") and _bits(array, "u").max() < _bits(minus_infinity, "u")
+    )
+
+
+def _bits(array: np.ndarray | np.generic, kind: str) -> np.ndarray | np.generic:
+    return array.view(f"{kind}{array.dtype.itemsize}")
+
+
+def _files_of(directory: Path) -> dict[Path, set[str]]:
+    """The files of a model, and the tensors that the index expects in each; none without an index."""
+    index_path = directory / INDEX_FILE
+    if not index_path.is_file():
+        if (directory / SINGLE_FILE).is_file():
+            try:
+                return {file_inside(directory, SINGLE_FILE): set()}
+            except ValueError as error:
+                raise UserError(f"cannot read {directory / SINGLE_FILE}: {error}") from None
+        problem = other_format(directory)
+        raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{f'; it {problem}' if problem else ''}")
+    try:
+        file_of: dict[str, str] = read_json_file(index_path)["weight_map"]
+        files: dict[Path, set[str]] = {}
+        for name, file in file_of.items():
+            files.setdefault(file_inside(directory, file), set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot read {index_path} ({reason_of(error)}); download it again") from error
+    single = directory / SINGLE_FILE
+    if single.is_file() and single not in files:
+        raise UserError(f"{directory} has {SINGLE_FILE} and {INDEX_FILE} with other files; remove one of them")
+    missing = sorted(path.name for path in files if not path.is_file())
+    if missing:
+        raise UserError(
+            f"{directory} has no file {missing[0]}, which {INDEX_FILE} lists ({len(missing)} of {len(files)} files are"
+            " missing); download the model again"
+        )
+    return files
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file.
+
+    Raises:
+      UserError: it is truncated, or not a safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = path.stat().st_size
+            (header_bytes,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            data_start = _LENGTH.size + header_bytes
+            if header_bytes > _MAX_HEADER_BYTES or data_start > num_bytes:
+                raise ValueError(f"its header has {header_bytes} bytes and the file {num_bytes}")
+            header = parse_json(file.read(header_bytes))
+            header.pop("__metadata__", None)
+            tensors, spans = {}, [(data_start, data_start)]
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                if not all(type(number) is int and number >= 0 for number in (start, end, *entry["shape"])):
+                    raise ValueError(f"{name} has the offsets {start}, {end} and the shape {entry['shape']}")
+                tensors[name] = StoredTensor(
+                    path=path, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset_bytes=data_start + start
+                )
+                dtype = _STORED_DTYPES.get(entry["dtype"])
+                if dtype is not None and end - start != math.prod(entry["shape"]) * dtype.itemsize:
+                    raise ValueError(f"{name} has {end - start} bytes and the shape {entry['shape']}")
+                spans.append((data_start + start, data_start + end))
+            spans.sort()
+            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+                raise ValueError("tensors overlap")
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a valid safetensors file ({reason_of(error)}); download it again") from error
+    if spans[-1][1] > num_bytes:
+        raise UserError(f"{path} is truncated: it has {num_bytes:,} of {spans[-1][1]:,} bytes; download it again")
+    return tensors
+
+
+_BLOCK_VALUES = 32
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_E2M1, -_E2M1])
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mxfp4Tensor(StoredTensor):
+    """The two tensors as one of dtype BF16, in which all values are exact; `path` is that of the blocks."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        """bfloat16: a part of the weight. `read(tensor, *slices)` reads a part of a stored tensor."""
+        experts, inputs, outputs = slices
+        start, stop, _ = inputs.indices(self.shape[1])
+        groups = slice(start // _BLOCK_VALUES, -(-stop // _BLOCK_VALUES))
+        packed = read(self.blocks, experts, outputs, groups, slice(None))
+        exponents = read(self.scales, experts, outputs, groups).astype(np.int32) - 127
+        values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1).reshape(*packed.shape[:-1], -1)
+        weights = np.ldexp(values, exponents[..., None]).astype(ml_dtypes.bfloat16)
+        first = groups.start * _BLOCK_VALUES
+        return weights.reshape(*packed.shape[:2], -1)[..., start - first : stop - first].swapaxes(1, 2)
+
+
+def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`tensors` with each pair of blocks and scales as one tensor; a tensor without the other one is unchanged."""
+    names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+    whole = {}
+    for name in names:
+        blocks, scales = tensors[name + _BLOCKS], tensors.get(name + _SCALES)
+        if scales is None or blocks.dtype != "U8" or blocks.shape[:-1] != scales.shape or len(scales.shape) != 3:
+            continue
+        experts, outputs, groups = scales.shape
+        whole[name] = Mxfp4Tensor(
+            path=blocks.path,
+            dtype="BF16",
+            shape=(experts, groups * _BLOCK_VALUES, outputs),
+            offset_bytes=blocks.offset_bytes,
+            blocks=blocks,
+            scales=scales,
+        )
+    parts = {name + suffix for name in whole for suffix in (_BLOCKS, _SCALES)}
+    return {name: tensor for name, tensor in tensors.items() if name not in parts} | whole
+
+
+class TensorWriter:
+    """A context manager that writes the tensors of a model to files of limited size, and their index."""
+
+    def __init__(
+        self,
+        directory: Path,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        *,
+        dtype: str,
+        max_shard_bytes: int,
+        single_file: str = SINGLE_FILE,
+        float32_names: Collection[str] = (),
+    ):
+        """
+        Args:
+          directory: exists, and has no safetensors files.
+          shapes: name and shape of all tensors, in their order in the files.
+          dtype: of the files, a key of DTYPES; arrays are converted.
+          max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
+          single_file: name of the file if there is only one.
+          float32_names: tensors that are float32 in any case.
+        """
+        shapes = [*shapes]
+        self._dtypes = {name: "F32" if name in float32_names else dtype for name, _ in shapes}
+        self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
+        self._missing = {name: math.prod(shape) for name, shape in shapes}  # values
+        self._files: list[IO[bytes]] = []
+        shards = _split([(name, shape, self._num_bytes(name, shape)) for name, shape in shapes], max_shard_bytes)
+        file_of: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            file = single_file if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file_of |= {name: file for name, _ in shard}
+            self._create(directory / file, shard)
+        if len(shards) > 1:
+            total = sum(self._num_bytes(name, shape) for name, shape in shapes)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+            (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, name: str, array: np.ndarray, region: tuple[slice, ...] = ()) -> None:
+        """Writes one tensor, or a region of it, converted to the dtype of the files; once.
+
+        Args:
+          region: slices of its first dimensions.
+        """
+        (file, offset_bytes, shape), dtype = self._place[name], DTYPES[self._dtypes[name]]
+        ranges = [range(*piece.indices(size)) for piece, size in zip(region, shape)]
+        ranges += [range(size) for size in shape[len(region) :]]
+        region_shape = tuple(map(len, ranges))
+        assert array.size == math.prod(region_shape) and array.shape == region_shape[-array.ndim :], (name, array.shape)
+        if _is_one_range(ranges, shape):
+            first = sum(part[0] * math.prod(shape[dim + 1 :]) for dim, part in enumerate(ranges)) if array.size else 0
+            file.seek(offset_bytes + first * dtype.itemsize)
+            converted = np.ascontiguousarray(array, dtype)
+            file.write(memoryview(converted.reshape(-1).view(np.uint8)))
+        else:
+            file.flush()
+            tensor = np.memmap(file, dtype, "r+", offset_bytes, shape)
+            tensor[region] = array
+            tensor.flush()
+        self._missing[name] -= array.size
+        if not self._missing[name]:
+            del self._missing[name]
+
+    def __enter__(self) -> "TensorWriter":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        for file in self._files:
+            file.close()
+        assert error_type is not None or not self._missing, f"not written: {sorted(self._missing)}"
+
+    def _num_bytes(self, name: str, shape: Sequence[int]) -> int:
+        return math.prod(shape) * DTYPES[self._dtypes[name]].itemsize
+
+    def _create(self, path: Path, shard: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it
+        end = 0
+        for name, shape in shard:
+            start, end = end, end + self._num_bytes(name, shape)
+            header[name] = {"dtype": self._dtypes[name], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = path.open("w+b")  # closed in __exit__
+        file.write(len(text).to_bytes(8, "little") + text)
+        self._files.append(file)
+        for name, shape in shard:
+            self._place[name] = file, 8 + len(text) + header[name]["data_offsets"][0], shape
+
+
+def _is_one_range(ranges: Sequence[range], shape: Sequence[int]) -> bool:
+    """Whether these values of a tensor are consecutive: dimensions after the first with several values are whole."""
+    first = next((dim for dim, part in enumerate(ranges) if len(part) > 1), len(ranges))
+    whole = all(len(part) == size for part, size in zip(ranges[first + 1 :], shape[first + 1 :]))
+    return whole and all(part.step == 1 for part in ranges)
+
+
+def _split(
+    tensors: list[tuple[str, tuple[int, ...], int]], max_shard_bytes: int
+) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """Name and shape of consecutive tensors that fit into one file, given also their bytes."""
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    filled_bytes = 0
+    for name, shape, num_bytes in tensors:
+        if shards[-1] and filled_bytes + num_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append((name, shape))
+        filled_bytes += num_bytes
+    return shards

@@ -1,0 +1,458 @@
+"""Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at a time.
+
+At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB. Each rank loops over
+chunks of its tokens: it norms the chunk, gathers it over tensor, multiplies by its shard of the head, and reduces (max,
+sum of exponentials, target logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3).
+The gradient of the chunk is computed in the same iteration, so the backward pass recomputes nothing and the head is
+read once. It overwrites the chunk of x, so only one array of full sequence length exists.
+
+Chooses how many tokens have their logits computed at once, by the memory that the training state leaves free.
+
+Each chunk adds its gradient to the float32 gradient of the output head [D, V], in device memory: 4.2 GB of traffic for
+an 8B model, about as long as the chunk's matrix products with 1,024 tokens. Larger chunks do that less often.
+
+Losses and measures of the balance of experts, from the sums that layers with experts return.
+
+Sums are over the tokens of a microbatch on all ranks: text, prompts without loss included, a shared prefix once, and no
+padding. The balance loss of a microbatch, E sum_e f_e P_e with the fraction f_e of assignments and the mean probability
+P_e of expert e (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6), is not linear in the sums: it is computed from
+those of all ranks (Qiu et al. 2025, arXiv:2501.11873). That of a step is the mean over its microbatches.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxlc.config import Config, ModelConfig, TrainConfig
+from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
+from jaxlc.core import hardware, scopes
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
+from jaxlc.core.errors import UserError
+from jaxlc.core.flops import num_params
+from jaxlc.models.chunks import over_chunks
+from jaxlc.models.norms import rms_norm
+from jaxlc.sharding.mesh import Nodes
+from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
+
+_SMALLEST, *_LARGER = 1024, 2048, 4096  # beyond 4096 the traffic is below a quarter of the products' time
+_FREE_MEMORY_FRACTION = 0.04  # for the float32 logits of a chunk, the largest of its arrays
+
+
+def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
+    """Tokens per device whose logits are computed at once: config.memory.loss_chunk_tokens, or chosen if that is 0.
+
+    The choice is the largest of 1024, 2048 and 4096 whose logits take at most 4% of the device memory without the state
+    and the gradients; 1024 on CPU. It ignores activations, whose size is known only after compilation.
+    """
+    if config.memory.loss_chunk_tokens:
+        return config.memory.loss_chunk_tokens
+    device = hardware.find(mesh.devices.flat[0].device_kind)
+    if device is None:
+        return _SMALLEST
+    parameters_on_device = config.memory.parameters == "device"
+    num_frozen = num_frozen_params(config.model, config.lora, config.train)
+    state_bytes = (8 * parameters_on_device + 8 * (config.memory.optimizer == "device")) * (
+        num_params(config.model) - num_frozen + num_adapter_params(config.model, config.lora)
+    )
+    state_bytes += parameters_on_device * FROZEN_BYTES[config.precision.frozen] * num_frozen
+    num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
+    free_bytes = device.memory_bytes - state_bytes / num_shards
+    bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]
+    fitting = [tokens for tokens in _LARGER if tokens * bytes_per_token <= _FREE_MEMORY_FRACTION * free_bytes]
+    return max(fitting, default=_SMALLEST)
+
+
+_TOKENS = (BATCH_AXES, (CONTEXT, TENSOR))  # the last two dimensions of targets and weights
+_HEAD = PartitionSpec(None, TENSOR)
+_HEAD_DIMS = ("model", "vocab")  # the dimensions of head_DV, as `sharding.rules` names them
+_SUM_AXES = (*BATCH_AXES, CONTEXT)
+
+# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is
+# called for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
+TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """The static arguments of `loss_sums` and `token_losses`; hashable."""
+
+    mesh: Mesh
+    vocab_size: int  # columns of the head from this index on are padding
+    chunk_tokens: int  # tokens per device whose logits exist at the same time
+    z_loss: float  # weight of log(Z)^2 (PaLM, section 5)
+    norm_epsilon: float
+    token_loss: TokenLoss | None = None  # None: cross entropy
+    temperature: float = 1.0  # logits are divided by it
+    nodes: Nodes | None = None  # whose copy the head is of, if it has a first dimension of nodes
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        mesh: Mesh,
+        token_loss: TokenLoss | None,
+        norm_epsilon: float = 0.0,
+        nodes: Nodes | None = None,
+    ) -> "LossSpec":
+        """The arguments for `config` on `mesh`; norm_epsilon is used only with a scale of the final norm."""
+        return cls(
+            mesh=mesh,
+            vocab_size=config.model.vocab_size,
+            chunk_tokens=loss_chunk_tokens(config, mesh),
+            z_loss=config.train.z_loss,
+            norm_epsilon=norm_epsilon,
+            token_loss=token_loss,
+            nodes=nodes,
+        )
+
+    def for_head(self, head_DV: jax.Array) -> "LossSpec":
+        """The same without nodes, unless the head is of the copy of a node."""
+        return self if head_DV.ndim > len(_HEAD_DIMS) else dataclasses.replace(self, nodes=None)
+
+    @property
+    def mesh_in_use(self) -> Mesh:
+        """The mesh of `shard_map`."""
+        return self.mesh if self.nodes is None else self.nodes.mesh
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """The axes of `mesh_in_use` that split the tokens, without tensor."""
+        return _SUM_AXES if self.nodes is None else self.nodes.axes(_SUM_AXES)
+
+
+class LossSums(NamedTuple):
+    objective: jax.Array  # float32: sum of weight x (loss + z_loss log(Z)^2); it is differentiated
+    cross_entropy: jax.Array  # float32: sum of weight x loss, in nats for cross entropy; the loss that is reported
+
+
+class _ChunkCarry(NamedTuple):
+    """The carry of the loop over the chunks of one rank."""
+
+    losses_t: jax.Array  # float32
+    x_tD: jax.Array  # with gradients: the processed chunks hold dx_tD
+    dscale_D: jax.Array | None  # float32, as dhead_Dv; None if it is not differentiated
+    dhead_Dv: jax.Array | None  # the gradient from this rank's tokens
+
+
+def token_losses(
+    x_BTD: jax.Array, scale_D: jax.Array | None, head_DV: jax.Array, targets_BT: jax.Array, spec: LossSpec
+) -> jax.Array:
+    """Loss of each token, float32 of the targets' shape; not differentiable."""
+    weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def loss_sums(
+    x_BTD: jax.Array,
+    scale_D: jax.Array | None,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    spec: LossSpec,
+) -> LossSums:
+    """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all microbatches.
+
+    Args:
+      x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over context and tensor,
+        B over data and fsdp. More dimensions, not sharded, may precede B (tiles of the sequence).
+      scale_D: scale of the final norm, float32. None: x_BTD is normed already.
+      head_DV: output head in the compute dtype, V padded to a multiple of tensor. Of the copy of a node, it has a first
+        dimension of nodes, and its gradient is the sum over the tokens of the node.
+      targets_BT: int32.
+      weights_BT: float32, 0 at tokens without a target.
+    """
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)[0]
+
+
+class _Differentiated(NamedTuple):
+    """Which parameters have a gradient, in addition to x: not those that are frozen."""
+
+    scale: bool
+    head: bool
+
+
+def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
+    """The arguments but the last are `CustomVJPPrimal`s, which know whether they are differentiated."""
+    differentiated = _Differentiated(scale=scale_D is not None and scale_D.perturbed, head=head_DV.perturbed)
+    primals = (None if x is None else x.value for x in (x_BTD, scale_D, head_DV, targets_BT, weights_BT))
+    sums, _, *gradients = _over_ranks(*primals, spec, differentiated)
+    return sums, gradients
+
+
+@jax.named_scope(scopes.LOSS)
+def _backward_rule(_spec, gradients, cotangents: LossSums):
+    scaled = jax.tree.map(lambda gradient: (cotangents.objective * gradient).astype(gradient.dtype), gradients)
+    return *scaled, None, None
+
+
+loss_sums.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _over_ranks(
+    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, differentiated: _Differentiated | None
+):
+    """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if it is frozen)."""
+    spec = spec.for_head(head_DV)
+    local = functools.partial(_local, spec=spec, differentiated=differentiated)
+    tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
+    tokens, hidden, everywhere = PartitionSpec(*tokens), PartitionSpec(*tokens, None), PartitionSpec()
+    out_specs = (LossSums(everywhere, everywhere), tokens)
+    if differentiated is not None:
+        out_specs = (*out_specs, hidden, everywhere)
+    head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
+    if spec.nodes is not None:
+        out_specs, hidden, tokens = jax.tree.map(spec.nodes.spec, (out_specs, hidden, tokens))
+        head, head_gradient = (PartitionSpec(spec.nodes.outer, *part) for part in (head, head_gradient))
+    if differentiated is not None:
+        out_specs = (*out_specs, head_gradient)
+    in_specs = (hidden, everywhere, head, tokens, tokens)
+    mapped = jax.shard_map(local, mesh=spec.mesh_in_use, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
+
+
+def _gradient_spec(shape: tuple[int, ...], spec: LossSpec) -> PartitionSpec:
+    """The sharding of dhead_DV: as it is stored, or as in the copy of a node."""
+    if spec.nodes is None:
+        return storage_spec(_HEAD_DIMS, shape, spec.mesh)
+    return copy_spec(_HEAD_DIMS, shape, spec.nodes)
+
+
+@jax.named_scope(scopes.LOSS)
+def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, differentiated: _Differentiated | None):
+    """`_over_ranks` on one rank; the sums are those over all ranks."""
+    if spec.nodes is not None:
+        head_Dv = head_Dv[0]
+    x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
+    with_scale, with_head = differentiated or (False, False)
+    gradients = (
+        jnp.zeros(x.shape, jnp.float32) if with_gradient else None
+        for x, with_gradient in ((scale_D, with_scale), (head_Dv, with_head))
+    )
+    carry = _ChunkCarry(jnp.zeros(x_tD.shape[:1], jnp.float32), x_tD, *gradients)
+
+    def process_chunk(carry: _ChunkCarry, start, size: int):
+        x_cD, targets_c, weights_c = (
+            lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
+        )
+        normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
+        sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec, differentiated)
+        carry = carry._replace(losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0))
+        if differentiated is None:
+            return carry, sums
+        dnormed_cD, dhead_Dv = gradients
+        dx_cD, dscale_D = norm_vjp(dnormed_cD)
+        return carry._replace(
+            x_tD=lax.dynamic_update_slice_in_dim(carry.x_tD, dx_cD, start, 0),
+            dscale_D=carry.dscale_D + dscale_D if with_scale else None,
+            dhead_Dv=carry.dhead_Dv + dhead_Dv if with_head else None,
+        ), sums
+
+    chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])  # before the gather over tensor
+    carry, sums = over_chunks(process_chunk, carry, len(x_tD), chunk_tokens)
+    sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), spec.sum_axes), sums)
+    losses_bt = carry.losses_t.reshape(targets_bt.shape)
+    if differentiated is None:
+        return sums, losses_bt
+    dscale_D = lax.psum(carry.dscale_D, (*spec.sum_axes, TENSOR))  # each tensor rank norms its own tokens
+    dhead_dv = None
+    if with_head:
+        with jax.named_scope(scopes.HEAD_GRADIENT):
+            dhead_dv = _sum_to_storage(carry.dhead_Dv, spec).astype(head_Dv.dtype)
+    return sums, losses_bt, carry.x_tD.reshape(x_btD.shape), dscale_D, dhead_dv
+
+
+def _sum_to_storage(dhead_Dv: jax.Array, spec: LossSpec) -> jax.Array:
+    """The sum over all ranks, or those of a node, of which each gets the rows that it stores: half the bytes of an
+    all-reduce. Of the copy of a node, with the dimension of nodes."""
+    width = dhead_Dv.shape[1] * spec.mesh.shape[TENSOR]
+    axes = axes_of(_gradient_spec((len(dhead_Dv), width), spec)[0])
+    if axes:
+        dhead_Dv = lax.psum_scatter(dhead_Dv, axes, scatter_dimension=0, tiled=True)
+    summed = _SUM_AXES if spec.nodes is None else spec.nodes.inner
+    dhead_Dv = lax.psum(dhead_Dv, tuple(axis for axis in summed if axis not in axes))
+    return dhead_Dv if spec.nodes is None else dhead_Dv[None]
+
+
+def _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None):
+    """The loss of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, unless
+    `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None if it is frozen)."""
+    num_own = len(targets_c)
+    # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of all tensor ranks.
+    normed_cD, targets_c, weights_c = (
+        lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
+    )
+    logits_cv = _logits(normed_cD, head_Dv, spec)
+    losses_of = _cross_entropy if spec.token_loss is None else _custom_loss
+    sums, losses_c, dlogits = losses_of(logits_cv, targets_c, weights_c, spec)
+    own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
+    if differentiated is None:
+        return sums, own_losses_c
+    dlogits_cv = (dlogits() / spec.temperature if spec.temperature != 1 else dlogits()).astype(normed_cD.dtype)
+    dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
+    dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
+    dhead_Dv = None
+    if differentiated.head:
+        with jax.named_scope(scopes.HEAD_GRADIENT):
+            dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
+    return sums, own_losses_c, dnormed_cD, dhead_Dv
+
+
+def _norm(x_cD: jax.Array, scale_D: jax.Array | None, spec: LossSpec) -> jax.Array:
+    return x_cD if scale_D is None else rms_norm(x_cD, scale_D, epsilon=spec.norm_epsilon)
+
+
+def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
+    """(sums, losses_c, a function that returns dlogits_cv), of cross entropy with z-loss."""
+    log_z_c, target_logit_c = _reduce_vocabulary(logits_cv, targets_c)
+    losses_c = log_z_c - target_logit_c
+    sums = LossSums(
+        objective=(weights_c * (losses_c + spec.z_loss * log_z_c**2)).sum(),
+        cross_entropy=(weights_c * losses_c).sum(),
+    )
+    return sums, losses_c, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
+
+
+def check_losses(losses: jax.Array, targets: jax.Array) -> None:
+    """Raises UserError if a custom loss did not return one loss per token."""
+    if jnp.shape(losses) != targets.shape:
+        raise UserError(f"the loss returned shape {jnp.shape(losses)}: expected one loss per token, {targets.shape}")
+
+
+def _custom_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
+    """As `_cross_entropy`, of `spec.token_loss`. Every tensor rank gathers the logits and computes the same losses."""
+    width = logits_cv.shape[1]
+    logits_cV = lax.all_gather(logits_cv, TENSOR, axis=1, tiled=True)
+    losses_c, vjp = jax.vjp(lambda logits: spec.token_loss(logits[:, : spec.vocab_size], targets_c), logits_cV)
+    check_losses(losses_c, targets_c)
+    total = (weights_c * losses_c).sum()
+
+    def dlogits() -> jax.Array:
+        (dlogits_cV,) = vjp(weights_c)
+        return lax.dynamic_slice_in_dim(dlogits_cV, lax.axis_index(TENSOR) * width, width, axis=1)
+
+    return LossSums(objective=total, cross_entropy=total), losses_c, dlogits
+
+
+@jax.named_scope(scopes.LOGITS)
+def _logits(x_cD: jax.Array, head_Dv: jax.Array, spec: LossSpec) -> jax.Array:
+    """float32 logits of this rank's columns; -inf in the columns of vocabulary padding."""
+    logits_cv = jnp.einsum("cD,Dv->cv", x_cD, head_Dv, preferred_element_type=jnp.float32)
+    if spec.temperature != 1:
+        logits_cv /= spec.temperature
+    return jnp.where(_columns(head_Dv.shape[1]) < spec.vocab_size, logits_cv, -jnp.inf)
+
+
+def _columns(width: int) -> jax.Array:
+    """Token ids of this rank's columns."""
+    return lax.axis_index(TENSOR) * width + jnp.arange(width)
+
+
+def _reduce_vocabulary(logits_cv: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log(Z) and the target logit over the whole vocabulary, from the columns of each rank."""
+    max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
+    is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
+    sums_2c = jnp.stack(
+        [
+            jnp.exp(logits_cv - max_c[:, None]).sum(axis=1),
+            jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1),
+        ]
+    )
+    sum_exp_c, target_logit_c = lax.psum(sums_2c, TENSOR)  # one collective for both
+    return max_c + jnp.log(sum_exp_c), target_logit_c
+
+
+@jax.named_scope(scopes.LOGITS)
+def _dlogits(logits_cv, log_z_c, targets_c, weights_c, z_loss: float) -> jax.Array:
+    """d(objective)/d(logits): weight x (softmax x (1 + 2 z_loss log Z) - one_hot(target))."""
+    softmax_cv = jnp.exp(logits_cv - log_z_c[:, None])
+    is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
+    dlogits_cv = softmax_cv * (1.0 + 2.0 * z_loss * log_z_c)[:, None] - is_target_cv
+    return weights_c[:, None] * dlogits_cv
+
+
+class ExpertSums(NamedTuple):
+    """The sums over the microbatches of a step; float32. L counts layers with experts."""
+
+    balance_loss: jax.Array
+    router_z_loss: jax.Array
+    counts_LE: jax.Array  # assignments to each expert, exact up to 2^24
+
+
+class ExpertMetrics(NamedTuple):
+    """The balance of a step, float32. L counts layers with experts."""
+
+    balance_loss: jax.Array  # without its coefficient; the number of experts per token if all have equal loads
+    router_z_loss: jax.Array  # without its coefficient: mean of the squared log of the router's normalizer
+    load_LE: jax.Array  # assignments of each expert, divided by the mean of the layer
+
+
+def expert_sums(sums: dict[str, jax.Array], segment_ids: jax.Array, train: TrainConfig) -> ExpertSums:
+    """The losses of a microbatch.
+
+    Args:
+      sums: of the layers, as `models.blocks.experts` returns them, [L, ...].
+      segment_ids: of the microbatch; 0 is padding.
+    """
+    counts_LE, probs_LE = sums["expert_counts"], sums["expert_probs"]
+    num_layers, num_experts = counts_LE.shape
+    num_tokens = jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1)
+    if train.balance_loss_over == "layers":
+        fractions, means = counts_LE.sum(0) / (num_layers * num_tokens), probs_LE.sum(0) / (num_layers * num_tokens)
+    else:
+        fractions, means = counts_LE / num_tokens, probs_LE / num_tokens / num_layers
+    return ExpertSums(
+        balance_loss=num_experts * (fractions * means).sum(),
+        router_z_loss=sums["router_z"].mean() / num_tokens,
+        counts_LE=counts_LE,
+    )
+
+
+def weighted_loss(sums: ExpertSums, train: TrainConfig) -> jax.Array:
+    """What the losses of a microbatch add to the mean loss."""
+    return train.balance_loss * sums.balance_loss + train.router_z_loss * sums.router_z_loss
+
+
+def expert_metrics(sums: ExpertSums, num_microbatches: int) -> ExpertMetrics:
+    """The metrics of a step."""
+    mean_L1 = jnp.maximum(sums.counts_LE.mean(1, keepdims=True), 1 / sums.counts_LE.shape[1])
+    return ExpertMetrics(
+        balance_loss=sums.balance_loss / num_microbatches,
+        router_z_loss=sums.router_z_loss / num_microbatches,
+        load_LE=sums.counts_LE / mean_L1,
+    )
+
+
+def with_balanced_biases(
+    params: dict, counts_LE: jax.Array, is_finite: jax.Array, model: ModelConfig, train: TrainConfig
+) -> dict:
+    """The parameters with the biases of the choice after a step (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
+
+    Args:
+      params: the trained parameters; frozen biases, which it does not have, do not change.
+      counts_LE: the assignments of the step.
+      is_finite: if False, the step is skipped.
+    """
+    with_experts = [i for i, kind in enumerate(model.kinds_of_layers) if model.of_kind(kind).feed_forward == "experts"]
+    change_LE = train.balance_bias_rate * jnp.sign(counts_LE.mean(1, keepdims=True) - counts_LE)
+    change_LE = jnp.where(is_finite, change_LE, 0)
+    for stack, layers in model.layer_stacks.items():
+        if layers[0] in with_experts:
+            rows = jnp.array([with_experts.index(layer) for layer in layers])
+            params = _with_added(params, (*stack, "mlp", "choice_bias"), change_LE[rows])
+    return params
+
+
+def _with_added(tree: dict, path: tuple[str, ...], change: jax.Array) -> dict:
+    """`tree` with `change` added to an entry, if it has the entry."""
+    name, *inner = path
+    if name not in tree:
+        return tree
+    return {**tree, name: _with_added(tree[name], tuple(inner), change) if inner else tree[name] + change}

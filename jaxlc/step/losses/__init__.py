@@ -1,1 +1,0 @@
-"""The losses of a step: cross entropy in chunks, policies and preferences, and the balance of experts."""

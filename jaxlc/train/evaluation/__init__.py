@@ -1,1 +1,0 @@
-"""Evaluation of held-out sequences, and scores during training."""

@@ -1,0 +1,332 @@
+"""The figures of loss over steps and of held-out loss by position. Needs matplotlib.
+
+Import this module only where a figure is drawn, because matplotlib is slow to import.
+
+The heat map of the loads of experts at several steps of a run. Needs matplotlib.
+
+The heat map of the times of processes and devices over the steps of a run. Needs matplotlib.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, set_title, style_axes
+from jaxlc.runtime.watchdog import DEVICES
+from jaxlc.train.evaluation import MIN_DOCUMENTS, PIECE_TOKENS, ContextGain, Evaluation
+from jaxlc.train.reports.metrics import History, Row
+from jaxlc.train.stragglers import COPY, PRODUCT, Times, times_of
+
+_ZERO_BIN = (0.3, 0.5)  # where the logarithmic axis shows the tokens at position 0
+_NUMBER = FuncFormatter(lambda value, _: f"{value:g}")
+_COUNT = FuncFormatter(lambda value, _: f"{value:,.0f}")
+
+
+def loss_figure(rows: Sequence[Row]) -> Figure:
+    """Training and held-out loss over steps.
+
+    Args:
+      rows: of metrics.jsonl.
+    """
+    figure = new_figure(7.5, 4.4, dpi=150)
+    axes = figure.subplots()
+    history = History(rows)
+    axes.plot(*history.column("loss"), color=BLUE, linewidth=1.2, label="training")
+    _draw_stages(axes, history)
+    steps, losses = history.column("eval_loss")
+    if len(losses):
+        label = f"held out, {losses[-1]:.2f} at the end"
+        axes.plot(steps, losses, "o:", color=RED, markersize=6, linewidth=1.0, label=label)
+    axes.set(xlabel="step", ylabel=", ".join(filter(None, ["loss", history.loss_unit])))
+    axes.set_title("Loss in training", loc="left")
+    axes.legend(frameon=False)
+    style_axes(axes, grid="y")
+    return figure
+
+
+def reward_figure(rows: Sequence[Row]) -> Figure:
+    """Mean reward of the rollouts with its standard deviation, mean tokens of their answers, the ratio of new to old
+    probabilities, and the age of the policy that made the rollouts, over steps.
+
+    Args:
+      rows: of metrics.jsonl.
+    """
+    labels = {"rollouts/reward": "reward", "rollouts/answer_tokens": "tokens of an answer", "ratio": "ratio"}
+    if any("rollouts/policy_age" in row for row in rows):
+        labels["rollouts/policy_age"] = "age in steps"
+    figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
+    steps, rewards = history.column("rollouts/reward")
+    deviations = history.column("rollouts/reward_deviation")[1]
+    lowest = history.column("rollouts/reward_min")[1].min(initial=np.inf)
+    highest = history.column("rollouts/reward_max")[1].max(initial=-np.inf)
+    if lowest > highest:  # runs of older versions
+        lowest, highest = -np.inf, np.inf
+    low, high = np.maximum(rewards - deviations, lowest), np.minimum(rewards + deviations, highest)
+    panels[0].fill_between(steps, low, high, color=FAINT, label="mean and standard deviation")
+    figure.legend(loc="outside lower right", frameon=False)
+    return figure
+
+
+def optimizer_figure(rows: Sequence[Row]) -> Figure:
+    """Gradient norm before clipping, and learning rate, over steps.
+
+    Args:
+      rows: of metrics.jsonl.
+    """
+    labels = dict(grad_norm="gradient norm", learning_rate="learning rate")
+    figure, panels, history = _over_steps(rows, "Gradient norm and learning rate", labels)
+    if (history.column("grad_norm")[1] > 0).any():
+        panels[0].set_yscale("log")
+        panels[0].yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
+        panels[0].yaxis.set_major_formatter(_NUMBER)
+    for axes in panels[1:]:
+        axes.ticklabel_format(axis="y", scilimits=(-3, 3))
+    _draw_stages(panels[0], history)
+    return figure
+
+
+def _over_steps(rows: Sequence[Row], title: str, labels: Mapping[str, str]) -> tuple[Figure, Sequence[Axes], History]:
+    """Panels with a column of metrics.jsonl each, over steps; the title names what is constant instead of a panel.
+
+    Args:
+      labels: of the y axes, by the name of the column.
+    """
+    history = History(rows)
+    first, *others = labels
+    shown, constants = {first: labels[first]}, []
+    for name in others:
+        values = history.column(name)[1]
+        if len(values) and np.ptp(values) > 0.01 * np.abs(values).max():
+            shown[name] = labels[name]
+        elif len(values):
+            constants.append(f"{labels[name]} {values[-1]:.3g}")
+    title = f"{title} (constant: {', '.join(constants)})" if constants else title
+    num_more = len(shown) - 1
+    figure = new_figure(7.5, 3.2 + 1.6 * num_more, dpi=150)
+    panels = figure.subplots(1 + num_more, 1, sharex=True, height_ratios=(3, *[2] * num_more), squeeze=False)[:, 0]
+    for axes, (name, label), color in zip(panels, shown.items(), itertools.chain([BLUE], itertools.repeat(TEAL))):
+        axes.plot(*history.column(name), color=color, linewidth=1.2)
+        axes.set_ylabel(label)
+        style_axes(axes, grid="y")
+    panels[0].set_title(title, loc="left")
+    panels[-1].set_xlabel("step")
+    return figure, panels, history
+
+
+def _draw_stages(axes: Axes, history: History) -> None:
+    """Lines at the boundaries of stages, and the names of the stages at the top."""
+    if "stage" not in history or not history.num_rows:
+        return
+    names, steps = history["stage"], history["step"]
+    starts = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1)]
+    for index in starts:
+        boundary = steps[index - 1] + 0.5 if index else steps[0]
+        if index:
+            axes.axvline(boundary, color=GRAY, linewidth=0.9, zorder=1)
+        axes.annotate(
+            str(names[index]),
+            (boundary, 1.0),
+            (3, -3),  # points
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=9,
+            color=GRAY,
+        )
+
+
+def loss_by_position_figure(evaluation: Evaluation) -> Figure:
+    """Held-out loss against the number of earlier tokens of the same document in the sequence.
+
+    The band is the 95% interval of the mean, of a bootstrap over documents; means over fewer than 5 documents have none
+    and are hollow points. The bars show the number of documents per point. A second panel shows the gain of full
+    context over the last 256 to 511 tokens, if it was evaluated.
+    """
+    gain = evaluation.context_gain
+    figure = new_figure(7.5 if gain is None else 10.4, 4.8, dpi=150)
+    figure.get_layout_engine().set(hspace=0.02)
+    panels = figure.subplots(
+        2,
+        1 if gain is None else 2,
+        sharex="col",
+        squeeze=False,
+        height_ratios=(5, 1),
+        width_ratios=None if gain is None else (3, 2),
+    )
+    axes, below = panels[:, 0]
+    columns = evaluation.by_position()
+    _draw_means(axes, below, columns, columns["loss"], BLUE)
+    axes.set_ylabel("held-out loss, nats per token")
+    axes.set_title("Held-out loss by position in the document", loc="left", fontsize=11)
+    below.set_xlabel("earlier tokens of the same document in the sequence")
+    below.set_ylabel("documents")
+    if len(columns["loss"]):
+        _show_zero(below, columns["last_position"][-1] + 0.5)
+    if gain is not None:
+        _draw_gain(*panels[:, 1], gain)
+    for panel in panels.flat:
+        style_axes(panel, grid="y")
+    return figure
+
+
+def _draw_gain(axes: Axes, below: Axes, gain: ContextGain) -> None:
+    columns = gain.by_position()
+    axes.axhline(0, color=GRAY, linewidth=0.9)
+    _draw_means(axes, below, columns, columns["gain"], TEAL)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0 - 0.1 * high), max(high, 0 - 0.1 * low))  # with the line at zero in view
+    axes.set_ylabel("loss with limited - full context, nats per token")
+    (mean,), (low,), (high,), _ = gain.overall
+    interval = f" [{low:z.3f}, {high:z.3f}]" if np.isfinite(low) else ""
+    axes.set_title(f"Gain of full context: {mean:z.3f}{interval}", loc="left", fontsize=11)
+    below.set_xlabel("earlier tokens (limited context: the last 256 to 511)")
+    last = columns["last_position"][-1] + 0.5
+    below.set_xscale("log")
+    below.set_xlim(0.95 * PIECE_TOKENS, 1.05 * last)
+    powers = 2.0 ** np.arange(np.log2(PIECE_TOKENS), np.log2(last) + 0.01)
+    below.xaxis.set(
+        major_locator=FixedLocator(powers[:: 1 + len(powers) // 6]),
+        major_formatter=_COUNT,
+        minor_locator=NullLocator(),
+    )
+
+
+def _draw_means(axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: np.ndarray, color: str) -> None:
+    """Draws one point per bin with its band in `axes`, and the number of documents as bars in `below`."""
+    first, last = columns["first_position"], columns["last_position"]
+    documents, low, high = columns["documents"], columns["low"], columns["high"]
+    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)  # half a token more on both sides, so that bars touch
+    center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
+    has_band = np.isfinite(low)
+    label = "95% interval, bootstrap over documents"
+    if has_band.any():
+        axes.fill_between(center, low, high, where=has_band, color=color, alpha=0.18, linewidth=0, label=label)
+    axes.plot(center, mean, "o-", color=color, markersize=3.5, linewidth=1.3)
+    if not has_band.all():
+        label = f"no interval: fewer than {MIN_DOCUMENTS} documents"
+        axes.plot(center[~has_band], mean[~has_band], "o", color="white", mec=color, markersize=4, label=label)
+    if len(mean):
+        axes.legend(frameon=False, fontsize=8)
+    limits = _limits(mean, low, high)
+    if limits is not None:
+        axes.set_ylim(*limits)
+    below.bar(left, documents, width=last + 0.5 - left, align="edge", color=FAINT, edgecolor="white", linewidth=0.8)
+    below.set(yscale="log", ylim=(0.5, 2 * max(documents, default=1)))
+    below.yaxis.set(major_formatter=_COUNT, minor_locator=NullLocator())
+    axes.tick_params(axis="x", length=0)
+
+
+def _limits(mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, float] | None:
+    """Limits of the loss axis; None if no mean is finite.
+
+    Bins of few documents may have bands of several nats: they are clipped, so that they do not flatten the curve.
+    """
+    is_finite, has_band = np.isfinite(mean), np.isfinite(low)
+    if not is_finite.any():
+        return None
+    lowest, highest = mean[is_finite].min(), mean[is_finite].max()
+    margin = max(0.15 * (highest - lowest), 1e-3)
+    if has_band.any():
+        clipped = 1.5 * np.median((high - low)[has_band])
+        lowest = min(lowest, max(low[has_band].min(), lowest - clipped))
+        highest = max(highest, min(high[has_band].max(), highest + clipped))
+    return lowest - margin, highest + margin
+
+
+def _show_zero(below: Axes, largest: float) -> None:
+    """Makes the x axis logarithmic in token counts, and shows 0 on it too."""
+    powers = 10.0 ** np.arange(0, np.log10(largest))
+    below.set_xscale("log")
+    below.set_xlim(0.9 * _ZERO_BIN[0], 1.1 * largest)
+    below.xaxis.set(major_locator=FixedLocator([np.sqrt(np.prod(_ZERO_BIN)), *powers]), minor_locator=NullLocator())
+    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "0"))
+
+
+_MAX_PANELS = 6
+_MAX_LOAD = 3.0  # multiple of the mean; the end of the color scale
+
+
+def experts_figure(loads: Mapping[int, np.ndarray]) -> Figure:
+    """Layers x experts at up to six steps, first and last included.
+
+    Args:
+      loads: as `read_loads` returns them, not empty.
+    """
+    steps = list(loads)
+    shown = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_PANELS).round().astype(int))]
+    figure = new_figure(1.2 + 1.9 * len(shown), 2.8, dpi=150)
+    panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, step in zip(panels, shown):
+        image = axes.imshow(
+            loads[step], aspect="auto", interpolation="nearest", cmap="cividis", vmin=0.0, vmax=_MAX_LOAD
+        )
+        axes.set_title(f"step {step:,}", loc="left", fontsize=9)
+        axes.set_xlabel("expert")
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    panels[0].set_ylabel("layer with experts")
+    figure.colorbar(image, ax=panels, extend="max", fraction=0.05, pad=0.02, label="multiple of the mean")
+    set_title(figure, "Loads of experts")
+    return figure
+
+
+_MAX_PERCENT = 20.0  # of the time; the end of the color scale of phases
+_MAX_RATIO = 2.0  # to the median; the same of devices
+
+
+def times_figure(measurements: Sequence[Sequence[Times]]) -> Figure | None:
+    """A panel for each kind of time: rows are processes or devices, columns are measurements.
+
+    Phases are shown as a share of the time, products and copies as a multiple of the median of all devices.
+
+    Args:
+      measurements: as `read_times` returns them.
+    Returns:
+      None if nothing can be compared: there is one process with one device.
+    """
+    causes = [PRODUCT, COPY, *(measurements[0][0].phases if measurements else ())]
+    panels = {}
+    for cause in causes:
+        values = _values(measurements, cause)
+        if len(values) > 1 and np.nanmax(values, initial=0.0) > 0:
+            panels[cause] = values
+    if not panels:
+        return None
+    figure = new_figure(7.5, 0.6 + 1.7 * len(panels), dpi=150)
+    steps = [rows[0].step for rows in measurements]
+    for axes, (cause, values) in zip(np.atleast_1d(figure.subplots(len(panels), sharex=True)), panels.items()):
+        is_device = cause in (PRODUCT, COPY)
+        image = axes.imshow(
+            values,
+            aspect="auto",
+            interpolation="nearest",
+            cmap="YlOrRd",
+            vmin=1.0 if is_device else 0.0,
+            vmax=_MAX_RATIO if is_device else 100.0 if cause == DEVICES else _MAX_PERCENT,
+            extent=(-0.5, len(steps) - 0.5, len(values) - 0.5, -0.5),
+        )
+        axes.set_ylabel("device" if is_device else "process")
+        axes.set_title(f"{cause}: {'multiple of the median' if is_device else '% of the time'}", loc="left", fontsize=9)
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        figure.colorbar(image, ax=axes, extend="max", fraction=0.05, pad=0.02)
+    ticks = np.unique(np.linspace(0, len(steps) - 1, 8).round().astype(int))
+    axes.set(xlabel="step", xticks=ticks, xticklabels=[str(steps[tick]) for tick in ticks])
+    set_title(figure, "Times of processes and devices")
+    return figure
+
+
+def _values(measurements: Sequence[Sequence[Times]], cause: str) -> np.ndarray:
+    """[processes or devices, measurements]; NaN where nothing was measured."""
+    columns = [[(row.seconds, seconds) for row, _, seconds in times_of(rows, cause)] for rows in measurements]
+    values = np.full((max(map(len, columns), default=0), len(columns)), np.nan)
+    for index, column in enumerate(columns):
+        if cause in (PRODUCT, COPY):
+            median = np.median([seconds for _, seconds in column]) if column else 1.0
+            values[: len(column), index] = [seconds / max(median, 1e-9) for _, seconds in column]
+        else:
+            values[: len(column), index] = [100 * seconds / max(window, 1e-9) for window, seconds in column]
+    return values

@@ -1,1 +1,0 @@
-"""The result of a run, also of one that is loaded."""

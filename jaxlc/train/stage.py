@@ -1,0 +1,288 @@
+"""A stage while it is trained: evaluates and saves its state, and writes the report at the end of the run.
+
+The directory of a run, which one run at a time writes to.
+"""
+
+import contextlib
+import functools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_saves
+from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
+from jaxlc.checkpoints.stored import EVAL_LOSS, EVALUATED, LOCK_FILE, SCORES
+from jaxlc.config import to_dict
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import LockHeld, full_disk_explained, local_path, locked, make_writable, write_errors_explained
+from jaxlc.runtime import watchdog
+from jaxlc.runtime.watchdog import wait_for_processes
+from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
+from jaxlc.train.evaluation import Evaluation
+from jaxlc.train.reports.final_report import write_report
+from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
+from jaxlc.train.result import Result
+from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts, write_decoded
+from jaxlc.train.stage_setup import Outputs, PreparedStage, num_tokens_until
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun(Outputs):
+    """A prepared stage and the outputs of the run; none of them changes from step to step."""
+
+    stage: PreparedStage
+    metrics: MetricsLog
+
+    @property
+    def saves(self) -> tuple[Action, ...]:
+        """They run before everything else that follows a step, since that may fail."""
+        train = self.stage.config.train
+        local = [Action(train.local_checkpoint_every_steps, self.save_locally)] if train.local_checkpoints else []
+        return Action(train.checkpoint_every_steps, self.save, at_signal=True), *local
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The others, in their order."""
+        config = self.stage.config
+        with_rollouts, exports = config.rollouts.source != "", config.rollouts.export_every_steps
+        measures = config.runtime.straggler_every_steps
+        return (
+            *([Action(1, self.report_rollouts)] if with_rollouts else []),
+            Action(config.train.eval_every_steps, self.evaluate, at_start=True, at_resume=True),
+            Action(config.evals.every_steps, self.score, at_start=True, at_resume=True),
+            *([Action(measures, self.compare_processes)] if measures else []),
+            *([Action(exports, self.export, at_resume=True)] if exports else []),
+            *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
+        )
+
+    def report_rollouts(self, position: Position) -> Position:
+        """Writes means over the rollouts of the last step to metrics.jsonl, and some of another program as texts."""
+        means = dict(self.stage.data.train.of_step(position.step).rewards)
+        if (policy_step := means.pop("policy_step", None)) is not None:
+            means["policy_age"] = position.step - 1 - policy_step  # training steps between the answers and their use
+        self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+        if self.stage.rollout_maker is None and jax.process_index() == 0:
+            write_decoded(self.workdir, position.step, self.stage.data.train)
+        return position
+
+    def compare_processes(self, position: Position) -> Position:
+        """Measures the devices, and reports processes that are slow; every process calls it at the same step."""
+        self.timings.add(**self.stragglers.measure(position.step))
+        return position
+
+    def export(self, position: Position) -> Position:
+        """Exports the checkpoint of the step for the program that makes the rollouts, and calls its command."""
+        self.checkpoints.wait()
+        if jax.process_index() == 0:
+            with watchdog.phase("export", repeats=False), self.progress.spinner("exporting"):
+                export_for_rollouts(self.workdir, position.step, self.stage.config)
+        return position
+
+    def make_rollouts(self, position: Position) -> Position:
+        """Makes the rollouts of the next step, if the policy makes them; otherwise training waits for their file."""
+        maker, sequences, step = self.stage.rollout_maker, self.stage.data.train, position.step + 1
+        if maker is not None and step <= self.stage.end_step:
+            with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
+                maker(position.state.params, step, sequences.path(step), self.workdir)
+        sequences.need(step)
+        return position
+
+    def evaluate(self, position: Position) -> Position:
+        """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences and it is not
+        known."""
+        if self.stage.evaluator is None or EVAL_LOSS in self.checkpoints.evaluation(position.step):
+            return position
+        with watchdog.phase("evaluation"), self.progress.progress_bar("evaluating") as update:
+            evaluation = self.stage.evaluator(position.state.params, update)
+        self.metrics.write(step=position.step, eval_loss=evaluation.loss)
+        self.checkpoints.add_evaluation(position.step, **{EVAL_LOSS: finite(evaluation.loss)})
+        self.callbacks("on_evaluation", position.step, evaluation)
+        return replace(position, evaluation=evaluation)
+
+    def score(self, position: Position) -> Position:
+        """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks and they are not
+        known."""
+        if self.stage.scorer is None or SCORES in self.checkpoints.evaluation(position.step):
+            return position
+        with watchdog.phase("scores"), self.progress.spinner("evaluating tasks"):
+            scores = self.stage.scorer(position.state.params, position.step, self.workdir, self.progress.log)
+        for score in scores:
+            name = f"scores/{score.name}"
+            others = {f"{name}/{key}": value for key, value in score._asdict().items() if key not in ("name", "score")}
+            self.metrics.write(step=position.step, **{name: score.score}, **others)
+        self.checkpoints.add_evaluation(position.step, **{SCORES: {x.name: finite(x.score) for x in scores}})
+        return position
+
+    def save(self, position: Position) -> Position:
+        """Saves a checkpoint, which is written in the background.
+
+        Raises:
+          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the other processes.
+        """
+        if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
+            raise TrainingStopped(
+                f"the directory {directory} has disappeared, so step {position.step} is not saved; put it back, then"
+                " run the same command again to resume"
+            )
+        with watchdog.phase("checkpoint"), self.timings.saving():
+            meta = self._meta(position, self.stage.config.train.checkpoint_every_steps)
+            is_new = self.checkpoints.save(position.step, checkpoint_part(self.stage.step, position.state), meta)
+        if is_new:
+            self.callbacks("on_checkpoint", position.step, directory / str(position.step))
+        return position
+
+    def save_locally(self, position: Position) -> Position:
+        """Saves a local checkpoint, unless the step has one in the workdir."""
+        with watchdog.phase("checkpoint"), self.timings.saving():
+            meta = self._meta(position, self.stage.config.train.local_checkpoint_every_steps)
+            part = checkpoint_part(self.stage.step, position.state)
+            self.checkpoints.save(position.step, part, meta, is_local=True)
+        return position
+
+    def _meta(self, position: Position, every: int) -> dict[str, Any]:
+        """The meta of a checkpoint, which is saved every `every` steps."""
+        stage = self.stage
+        return dict(
+            step=position.step,
+            next_row=position.next_sequence,  # the stored name is part of the checkpoint format
+            corpus=stage.data.fingerprint,
+            config=to_dict(stage.config),
+            stage=dict(name=stage.name, first_step=stage.first_step),
+            rows=[{name: finite(value) for name, value in row.items()} for row in position.rows],
+            **{EVALUATED: stage.evaluations_due(position.step)},
+            **base_meta(stage.step, position.state.params),
+            **self._rollouts_meta(position.step, every),
+        )
+
+    def _rollouts_meta(self, step: int, every: int) -> dict[str, dict[str, str]]:
+        """The digests of the files of rollouts that the steps since the periodic checkpoint before used."""
+        if not self.stage.config.rollouts.source:
+            return {}
+        before = (step - 1) // every * every if every else 0
+        return {ROLLOUTS: self.stage.data.train.digests(range(before + 1, step + 1))}
+
+    def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
+        """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
+        evaluation, evaluator, data = end.evaluation, self.stage.evaluator, self.stage.data
+        if stop is Stop.DONE:
+            if evaluator is not None:
+                if evaluation is None:
+                    with self.progress.progress_bar("evaluating") as update:
+                        evaluation = evaluator(end.state.params, update)
+                with self.progress.progress_bar("evaluating with limited context") as update:
+                    evaluation = evaluator.with_context_gain(end.state.params, evaluation, update)
+            if jax.process_index() == 0:
+                num_tokens = num_tokens_until(stages, end.step)
+                times = data.waiting.share, self.progress.seconds_to_first_step
+                self.progress.log(write_report(self.workdir, end.step, num_tokens, evaluation, *times))
+        self.checkpoints.close(is_done=stop is Stop.DONE)
+        self.metrics.close()
+        return Result(
+            step=end.step,
+            exit_status=stop.value,
+            params=end.state.params,
+            tokenizer=data.tokenizer,
+            workdir=self.workdir,
+            rows=read_rows(self.workdir / METRICS_FILE),
+            train_step=self.stage.step,
+            evaluate=functools.partial(self._evaluate_again, end),
+            evaluation=evaluation if stop is Stop.DONE else None,
+        )
+
+    def _evaluate_again(self, position: Position) -> Evaluation:
+        """`Result.evaluate`: after the run, when metrics.jsonl is closed."""
+        evaluator = self.stage.evaluator
+        if evaluator is None:
+            raise UserError("the run has no held-out sequences: pass eval_batches to jaxlc.train.run")
+        return evaluator.with_context_gain(position.state.params, evaluator(position.state.params))
+
+
+# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
+# has lost its power for 90 s.
+LOCK_SECONDS = 100.0
+_BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the others
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Path]:
+    """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute path.
+
+    Process 0 holds the lock, and the other processes wait for it, so that none of them touches the checkpoints of
+    another run.
+
+    Args:
+      log: prints a line.
+    Raises:
+      UserError: the workdir is not writable, another run trains in it, or its disk becomes full in the block.
+    """
+    path = prepare_workdir(workdir)
+    with contextlib.ExitStack() as stack:
+        quiet_saves()
+        stack.enter_context(full_disk_explained(path, lambda: _kept(path)))
+        if jax.process_index() == 0:
+            stack.callback(_remove_empty, path)
+            stack.enter_context(_locked(path, log))
+            stack.callback(_remove_empty, path / CHECKPOINTS_DIRECTORY, path / METRICS_FILE)  # while it is locked
+        wait_for_processes("workdir locked", int(LOCK_SECONDS) + _BARRIER_SECONDS)
+        yield path
+
+
+def _remove_empty(*paths: Path) -> None:
+    """Removes what `prepare_workdir` has made for a start that was refused: empty files and directories."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # such as a directory that is not empty
+            if path.is_dir():
+                path.rmdir()
+            elif not path.stat().st_size:
+                path.unlink()
+
+
+def prepare_workdir(workdir: str | Path) -> Path:
+    """Creates `workdir` if it does not exist, checks that it is writable, and returns its absolute path.
+
+    Raises:
+      UserError: it is not writable, or a file in it is a symbolic link.
+    """
+    path, advice = local_path(workdir).absolute(), "use a different --workdir"
+    make_writable(path, advice)
+    links = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir())
+    if links:  # of a workdir that somebody else has written: the run would write to a file elsewhere
+        raise UserError(f"{path / links[0]} is a symbolic link, so a run would write elsewhere: remove it, or {advice}")
+    with write_errors_explained(path, advice):
+        (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
+        (path / METRICS_FILE).open("a").close()
+    return path
+
+
+@contextlib.contextmanager
+def _locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
+    lock = locked(
+        path / LOCK_FILE,
+        lambda holder: log(f"waiting up to {LOCK_SECONDS:.0f} s for {holder}, which trains in {path}"),
+        timeout_seconds=LOCK_SECONDS,
+        on_unsupported=lambda: log(
+            f"warning: the file system of {path} has no locks: do not start a second run in this workdir"
+        ),
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except LockHeld as error:
+            raise UserError(
+                f"{error} trains in {path}: wait for its end or stop it, or use a different --workdir"
+            ) from None
+        yield
+
+
+def _kept(path: Path) -> str:
+    """What is kept after a full disk; deletes the checkpoints that are incomplete."""
+    checkpoints = path / CHECKPOINTS_DIRECTORY
+    for incomplete in checkpoints.glob(f"*{TEMPORARY}*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
+    steps = committed_steps(checkpoints)
+    saved = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no checkpoint yet"
+    return f"{saved}; free space, then run the same command again{' to resume' if steps else ''}"

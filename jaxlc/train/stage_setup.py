@@ -1,0 +1,357 @@
+"""The stages of a run, prepared: each with its training step and data, and where it starts.
+
+A stage starts from the checkpoint at the end of the stage before, also within one process. So a run that is killed at a
+stage boundary resumes exactly like an uninterrupted one, and the arrays get the shardings of the new stage's mesh.
+
+What is checked at the start of a run, before it writes or compiles anything.
+"""
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, read_meta
+from jaxlc.checkpoints.pretrained import check_pretrained, load_pretrained, with_base, without_frozen
+from jaxlc.checkpoints.restore import RestoreTarget, check_latest
+from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.checkpoints.stored import EVAL_LOSS, SCORES
+from jaxlc.config import Stage, to_dict
+from jaxlc.config.checks.eval_checks import parse_min_scores
+from jaxlc.config.models.context_length import context_warning
+from jaxlc.config.models.pretrained import copy_description
+from jaxlc.config.values import flattened
+from jaxlc.core.errors import UserError
+from jaxlc.data.tokens.tokenizers import AUTO
+from jaxlc.models.frozen_names import trained_settings
+from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
+from jaxlc.step.state import TrainState
+from jaxlc.step.step import TrainStep
+from jaxlc.train.callbacks import Callbacks, Position, TrainingStopped, is_period
+from jaxlc.train.evaluation import Evaluator, Scorer, make_scorer
+from jaxlc.train.reports.metrics import METRICS_FILE, Timings, read_rows
+from jaxlc.train.reports.progress import Progress
+from jaxlc.train.reports.start_report import resume_lines
+from jaxlc.train.rollouts import ROLLOUTS, RolloutMaker, make_rollout_maker
+from jaxlc.train.run_data import RunData
+from jaxlc.train.stragglers import Stragglers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedStage(Stage):
+    """A stage with its training step and its data. Nothing is allocated or compiled yet."""
+
+    step: TrainStep
+    data: RunData
+
+    @cached_property
+    def evaluator(self) -> Evaluator | None:
+        """None: there are no held-out sequences."""
+        if self.data.heldout is None:
+            return None
+        return Evaluator(self.step, self.data.heldout, self.config.train.eval_sequences)
+
+    @cached_property
+    def scorer(self) -> Scorer | None:
+        """None: there are no config.evals.tasks."""
+        return make_scorer(self.step, self.data.tokenizer)
+
+    @cached_property
+    def rollout_maker(self) -> RolloutMaker | None:
+        """None: the policy makes no rollouts."""
+        return make_rollout_maker(self.step, self.data.tokenizer)
+
+    def evaluations_due(self, step: int) -> list[str]:
+        """The names of the evaluations that follow the checkpoint of `step`."""
+        every = {}
+        if self.evaluator is not None:
+            every[EVAL_LOSS] = self.config.train.eval_every_steps
+        if self.scorer is not None:
+            every[SCORES] = self.config.evals.every_steps
+        return [name for name in every if step == self.end_step or is_period(step, every[name])]
+
+    def missing_evaluations(self, step: int, checkpoints: Checkpoints) -> list[str]:
+        """The evaluations of the checkpoint of `step` that are due and not known, such as after a kill."""
+        return [name for name in self.evaluations_due(step) if name not in checkpoints.evaluation(step)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where a run reports and saves, in all stages."""
+
+    workdir: Path
+    progress: Progress
+    checkpoints: Checkpoints
+    callbacks: Callbacks
+    stragglers: Stragglers
+    timings: Timings = field(default_factory=Timings)
+
+
+def stage_after(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
+    """The stage that trains after `step`; the last one if all steps are done."""
+    return next((stage for stage in stages if step < stage.end_step), stages[-1])
+
+
+def stage_until(stages: Sequence[PreparedStage], step: int) -> PreparedStage:
+    """The stage of `step`, which wrote its checkpoint; the first one for step 0."""
+    return next((stage for stage in stages if step <= stage.end_step), stages[-1])
+
+
+def restore_target(stages: Sequence[PreparedStage], step: int) -> RestoreTarget:
+    """What the checkpoint of `step` contains, and the shardings with which training continues."""
+    written_by, continued_by = stage_until(stages, step).config, stage_after(stages, step).step
+    return RestoreTarget(
+        continued_by.abstract_state,
+        to_dict(written_by)["model"],
+        trained_settings(written_by),
+        without_frozen(continued_by, continued_by.abstract_state),
+    )
+
+
+def check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> None:
+    """Checks that the checkpoint of `step` was written by the stage that has this step now.
+
+    Args:
+      meta: of the checkpoint.
+    Raises:
+      UserError: the stages have changed.
+    """
+    now, stored = stage_until(stages, step), meta["stage"]
+    if (now.name, now.first_step) != (stored["name"], stored["first_step"]):
+        before, after = (
+            f"stage {name}, which starts after step {first}" if name else "a run without stages"
+            for name, first in ((stored["name"], stored["first_step"]), (now.name, now.first_step))
+        )
+        raise UserError(
+            f"the checkpoint of step {step} belongs to {before}, and in this config to {after}: keep the names and"
+            " lengths of the stages that are done, or use a different --workdir"
+        )
+
+
+def _check_gate(stages: Sequence[PreparedStage], stage: PreparedStage, evaluation: dict, checkpoints: Path) -> None:
+    """Checks the gates of the stage before `stage`.
+
+    Args:
+      evaluation: of the checkpoint at the end of the stage before.
+    Raises:
+      TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
+    """
+    before, step = stage_until(stages, stage.first_step), stage.first_step
+    stopped = f"stage {stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
+    advice = f"train stage {before.name} longer, or continue with --config.stages.{before.name}"
+    limit, loss = before.max_eval_loss, evaluation.get(EVAL_LOSS)
+    if limit and (loss is None or loss > limit):
+        enough = limit if loss is None else math.ceil(100 * loss) / 100
+        raise TrainingStopped(
+            f"stage {before.name} ended with held-out loss {'unknown' if loss is None else format(loss, '.4f')}, and"
+            f" its limit is max_eval_loss={limit:g}: {stopped}; {advice}.max_eval_loss={enough:g}"
+        )
+    scores = evaluation.get(SCORES, {})
+    for name, least in parse_min_scores(before.min_scores, "min_scores").items():
+        if scores.get(name) is None or scores[name] < least:
+            score = "unknown" if scores.get(name) is None else format(scores[name], ".4g")
+            raise TrainingStopped(
+                f"stage {before.name} ended with the score {name} {score}, and its limit is {least:g} in"
+                f" min_scores={','.join(before.min_scores)}: {stopped}; {advice}.min_scores="
+            )
+
+
+def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
+    """The state at the start of a stage, from the state at the end of the stage before."""
+    if stage.optimizer_state == "carry":
+        return state
+    for moments in jax.tree.leaves(state.opt_state):
+        moments.delete()  # before the new ones are allocated
+    return stage.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
+
+
+def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainState, dict] | None:
+    """The state, with the frozen parameters, and the meta of the latest valid checkpoint."""
+    restored = outputs.checkpoints.restore_latest(functools.partial(restore_target, stages))
+    if restored is None or BASE not in restored[1]:
+        return restored
+    (state, meta), step = restored, int(restored[0].step)
+    path = outputs.workdir / CHECKPOINTS_DIRECTORY / str(step)
+    return state._replace(params=with_base(stage_after(stages, step).step, state.params, meta[BASE], path)), meta
+
+
+def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Position:
+    """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set.
+
+    Raises:
+      TrainingStopped: the gate of the stage before is closed.
+    """
+    workdir, progress = outputs.workdir, outputs.progress
+    restored = _restored(stages, outputs)
+    if restored is None:
+        return Position(state=_initial_state(stages[0], workdir, progress), step=0, next_sequence=0)
+    state, meta = restored
+    step, directory = int(state.step), workdir / CHECKPOINTS_DIRECTORY
+    check_position(stages, step, meta)
+    stage = stage_after(stages, step)
+    rows = meta.get("rows", ())
+    if 0 < step == stage.first_step:
+        if (before := stage_until(stages, step)).missing_evaluations(step, outputs.checkpoints):
+            progress.log(f"the checkpoint of step {step}, the end of stage {before.name}, is evaluated first")
+            del state, restored  # frees their memory
+            restored = _restored([before], outputs)  # on the mesh of the stage before
+            assert restored is not None
+            return Position(state=restored[0], step=step, next_sequence=meta["next_row"], rows=rows)
+        _check_gate(stages, stage, outputs.checkpoints.evaluation(step), directory)
+        progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
+        return Position(state=_first_state(stage, state), step=step, next_sequence=0, rows=rows)
+    for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
+        progress.log(line)
+    if stage.config.rollouts.source:
+        stage.data.train.check_digests(meta.get(ROLLOUTS, {}))
+    # Rollouts are in files by step, also if the global batch size has changed.
+    next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
+    return Position(state=state, step=step, next_sequence=next_sequence, rows=rows)
+
+
+def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ...]:
+    """The stages, with data.start_token of the checkpoints in `workdir`: `auto` means the same until a run ends.
+
+    Raises:
+      UserError: a setting differs from that of the checkpoints.
+    """
+    directory, asked = workdir / CHECKPOINTS_DIRECTORY, stages[0].config.data.start_token
+    for step in reversed(committed_steps(directory)):
+        with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
+            stored = read_meta(directory, step)["config"]["data"]["start_token"]
+            break
+    else:
+        return tuple(stages)
+    if asked not in (AUTO, stored):
+        raise UserError(
+            f"config.data.start_token={asked!r} contradicts {stored!r} of the checkpoints in {workdir}: remove that"
+            " setting, or use a different --workdir"
+        )
+    configs = (replace(x.config, data=replace(x.config.data, start_token=stored)) for x in stages)
+    return tuple(replace(stage, config=config) for stage, config in zip(stages, configs))
+
+
+def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> TrainState:
+    """The state of step 0."""
+    params, init_from = None, stage.config.model.init_from
+    if init_from:
+        with progress.progress_bar(f"reading {init_from}") as update:
+            params, line = load_pretrained(stage.step, update)
+        progress.log(line)
+        if jax.process_index() == 0:
+            copy_description(init_from, workdir)
+    return stage.step.init(params)
+
+
+def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:
+    """Tokens of the first `step` optimizer steps, over all devices, padding included.
+
+    An earlier run may have trained beyond the last stage: these steps count as steps of that stage.
+    """
+    ends = [*(stage.end_step for stage in stages[:-1]), step]
+    return sum(
+        max(0, min(step, end) - stage.first_step) * stage.config.tokens_per_step for stage, end in zip(stages, ends)
+    )
+
+
+def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines that a run prints before training: each stage with its step and data, then the shardings.
+
+    Args:
+      step_lines: of each stage; see `start_report.step_lines`.
+    """
+    lines: list[str] = []
+    for stage, lines_of_step in zip(stages, step_lines):
+        if stage.name:
+            reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
+            lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
+        lines += [*lines_of_step, *stage.data.lines]
+        if stage.rollout_maker is not None:
+            lines += stage.rollout_maker.lines
+        if stage.step.model is None:
+            warning = context_warning(stage.config.model, stage.config.data.seq_len, stage=stage.name)
+            lines += [f"warning: {warning}"] if warning else []
+        lines.append("")
+    return [*lines, str(stages[0].step.sharding_table)]
+
+
+_MAX_NAMES = 4  # settings in an error
+# They may differ between processes.
+_OWN_SETTINGS = (
+    "runtime.process_id", "runtime.coordinator_address", "runtime.compilation_cache_dir", "data.cache_dir",
+    "train.local_checkpoints",
+)  # fmt: skip
+
+
+def check_equal_settings(stages: Sequence[Stage]) -> None:
+    """Checks that all processes have the settings of process 0.
+
+    Raises:
+      UserError: one has not, on every process; it names the process and the settings.
+    """
+    own = {f"{stage.name or 'config'}.{path}": str(value) for stage in stages for path, value in _settings(stage)}
+    first = json.loads(text_of_process_0("settings", json.dumps(own)))
+    names = [name for name in own | first if own.get(name) != first.get(name)]
+    differences = (f"{name}={own.get(name)}, where process 0 has {first.get(name)}" for name in names[:_MAX_NAMES])
+    problem = f"process {jax.process_index()} has {'; '.join(differences)}" if names else ""
+    if problem := problem_of_any_process("settings", problem):
+        raise UserError(f"{problem}: start all processes with the same settings")
+
+
+def _settings(stage: Stage) -> list[tuple[str, object]]:
+    return [item for item in flattened(to_dict(stage.config)).items() if item[0] not in _OWN_SETTINGS]
+
+
+def check_same_state(stages: Sequence[Stage], steps: Sequence[TrainStep]) -> None:
+    """Checks that the training states of all stages have the same arrays.
+
+    Raises:
+      UserError: they do not.
+    """
+    expected = jax.tree.structure(steps[0].abstract_state)
+    for stage, step in zip(stages, steps):
+        if jax.tree.structure(step.abstract_state) != expected:
+            raise UserError(
+                f"stage {stage.name} has a different training state than stage {stages[0].name}: its optimizer settings"
+                " decide which arrays the state has; use equal ones"
+            )
+
+
+def check_weights(step: TrainStep, workdir: Path) -> None:
+    """Checks the files of config.model.init_from, before data is read, if a new run in `workdir` will read them.
+
+    Args:
+      step: of the first stage.
+    Raises:
+      UserError: as `check_pretrained`.
+    """
+    if step.config.model.init_from and not committed_steps(workdir / CHECKPOINTS_DIRECTORY):
+        check_pretrained(step)
+
+
+def check_stages(stages: Sequence[PreparedStage], workdir: Path) -> None:
+    """Checks that the latest checkpoint and the metrics in `workdir` are those of these stages, and that their
+    parameters can be evaluated.
+
+    Raises:
+      UserError: the checkpoint is another model's, metrics.jsonl is damaged, no held-out token has a loss, or an
+        evaluation of config.evals has no examples.
+    """
+    meta = check_latest(workdir / CHECKPOINTS_DIRECTORY, functools.partial(restore_target, stages))
+    if meta is not None:
+        check_position(stages, meta["step"], meta)
+    read_rows(workdir / METRICS_FILE)
+    for stage in stages:
+        if (evaluator := stage.evaluator) is not None and not evaluator.has_targets():
+            raise UserError(
+                f"no token of the {evaluator.num_sequences} held-out sequences has a loss: use other held-out data"
+                " (data.eval_sources, data.eval_fraction), a longer data.seq_len, or more train.eval_sequences"
+            )
+        if stage.scorer is not None:
+            stage.scorer.check()
