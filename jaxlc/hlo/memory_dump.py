@@ -3,8 +3,8 @@
 Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
 of each memory space, `*live-range.txt` the arrays that are alive at peak memory, `*_after_optimizations.txt` the
 program with all instruction names (in newer versions, `compiled.as_text()` omits the computations that asynchronous
-instructions wrap), and two files the commands of the executable (`jaxlc.hlo.memory_dump`). Writing the files takes less time
-than compile times vary.
+instructions wrap), and two files the commands of the executable. Writing the files takes less time than compile times
+vary.
 
 How the instructions of a compiled program run: reads the thunks that XLA writes with `xla_dump_to`.
 

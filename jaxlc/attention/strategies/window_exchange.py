@@ -2,8 +2,8 @@
 tokens of other ranks that its windows reach, and no others. With shared prefixes, tokens are in zigzag order.
 
 Which tokens these are depends on the documents, so `prepare` finds them once per training step, as indices; how many
-there are at most does not (sharding/document_layout.py). The tokens that a rank has and receives are then sorted, so that
-the keys of each query are contiguous, and one kernel call attends to them.
+there are at most does not (sharding/document_layout.py). The tokens that a rank has and receives are then sorted, so
+that the keys of each query are contiguous, and one kernel call attends to them.
 """
 
 import functools
