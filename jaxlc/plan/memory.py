@@ -29,6 +29,7 @@ from jaxlc.runtime import memory as memory_pools
 from jaxlc.runtime import memory as unified_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
+from jaxlc.step.memory import pinned_bytes
 from jaxlc.step.state import DEVICE, HOST, bytes_per_device
 from jaxlc.step.step import TrainStep
 
@@ -184,7 +185,7 @@ def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memor
     state, spaces = step.abstract_state, step.memory_spaces
     staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
-    pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, memory_pools.pooled_host_bytes(step.config))
+    pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, pinned_bytes(step.config).pooled)
     uses_nvshmem = any(collective.backend == "NVSHMEM" for collective in program.collectives)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,

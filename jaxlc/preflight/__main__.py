@@ -38,8 +38,14 @@ def main(command: ParsedCommand[ConfigFlags]) -> int:
 
 def _run(command: ParsedCommand[ConfigFlags]) -> int:
     found = read_facts()  # before JAX takes memory
-    runtime.start_training([stage.config for stage in command.stages], is_preflight=True)
+    runtime.import_jax()
     import jax
+
+    from jaxlc.step.memory import pinned_bytes
+
+    configs = [stage.config for stage in command.stages]
+    pinned_host_bytes = max(pinned_bytes(config).pooled for config in configs)
+    runtime.start_training(configs[0].runtime, pinned_host_bytes, is_preflight=True)
 
     facts = with_visible_gpus(dataclasses.replace(found, process_id=jax.process_index()), os.environ)
     everyone = _gathered(_measured(facts, local_path(command.workdir).absolute()))

@@ -17,6 +17,7 @@ from jaxlc.preflight.facts import NOT_FOUND, UNKNOWN_MEMORY, Facts
 from jaxlc.runtime import memory
 from jaxlc.runtime.memory import HOST_SHARE
 from jaxlc.sharding.mesh import make_mesh
+from jaxlc.step.memory import pinned_bytes
 from jaxlc.step.state import DEVICE, bytes_per_device
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train import stragglers
@@ -72,7 +73,7 @@ def _needs_of_step(step: TrainStep, platform: str) -> Needs:
     config, state = step.config, step.abstract_state
     saved = checkpoint_part(step, state)
     host_bytes = bytes_per_device(saved)  # while a checkpoint is written
-    pool_bytes = memory.host_pool_bytes(config.runtime, memory.pooled_host_bytes(config))
+    pool_bytes = memory.host_pool_bytes(config.runtime, pinned_bytes(config).pooled)
     if platform == "cpu":  # no pools, and the memory of the devices is that of the host
         pool_bytes = 0
         host_bytes += bytes_per_device(state)

@@ -18,17 +18,13 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlc.config import Config, ModelConfig, RuntimeConfig
-from jaxlc.config.schema import TENSOR_NAMES
-from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
+from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import num_params
 from jaxlc.core.hardware import is_coherent_with_host
-from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
 from jaxlc.core.text import gib
 
 # The share of host memory that the pools of all its GPUs may use; plan/memory.py uses it too.
@@ -163,8 +159,6 @@ STAGING_BYTES = 16 * 2**30  # staging pool of a process: the largest arrays are 
 _MARGIN = 1.05  # factor of the estimated need, for alignment
 _LARGEST_FRACTION = 0.95  # NCCL, cuBLAS, cuDNN and CUDA graphs need the rest; assumed
 _BATCHES_GIB = 1  # for staging buffers of batches and metrics
-_GRADIENT_BYTES = _PARAMETER_BYTES = 4
-_MOMENTS_BYTES = 8
 _UNITS = {"": 1, "B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _NEED = re.compile(r"allocat\w* ([\d.]+) ?(bytes|[KMGT]iB|B)?")
 # Errors of libraries that allocate GPU memory without JAX's pool.
@@ -178,7 +172,7 @@ def prepare(
 
     Args:
       config: with all values resolved.
-      pinned_host_bytes: what the training step needs per GPU, from `pooled_host_bytes`.
+      pinned_host_bytes: what the training step needs per GPU, from `step.memory.pinned_bytes`.
       num_local: number of processes on this machine.
     Raises:
       UserError: the environment contradicts config.unified_memory.
@@ -212,104 +206,13 @@ def pools_per_node_bytes(pool_bytes: int, num_gpus: int, num_processes: int) -> 
     return num_gpus * pool_bytes + num_processes * STAGING_BYTES if pool_bytes else 0
 
 
-def pooled_host_bytes(config: Config) -> int:
-    """`pinned_host_bytes` in regions of the pool.
+def region_bytes(num_bytes: int) -> int:
+    """What arrays of the training state take in the pool of pinned host memory.
 
-    The arrays of the state are allocated first, one by one, so they take regions up to a power of 2. The temporary
-    buffers of a step are one allocation, which takes a region of what is left.
+    They are allocated first, one by one, so they take regions up to a power of 2. The temporary buffers of a step are
+    one allocation, which takes a region of what is left.
     """
-    state_bytes, temporary_bytes = _state_and_temporary_bytes(config)
-    regions_bytes = 2 ** math.ceil(math.log2(_MARGIN * state_bytes)) if state_bytes else 0
-    return regions_bytes + temporary_bytes
-
-
-def pinned_host_bytes(config: Config) -> int:
-    """Pinned host memory per GPU that a training step needs, estimated; 0 if the config uses none.
-
-    It is the sum of the training state with memory.optimizer and memory.parameters "host", of the weights of
-    posttrain.reference="model", and of temporary buffers:
-    gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is written.
-    `jaxlc plan` compares it with the compiled step.
-    """
-    return sum(_state_and_temporary_bytes(config))
-
-
-def _state_and_temporary_bytes(config: Config) -> tuple[int, int]:
-    """The two parts of `pinned_host_bytes`."""
-    memory, mesh = config.memory, config.mesh
-    num_shards = mesh.fsdp * mesh.context * mesh.tensor
-    reference_bytes = 0
-    if config.posttrain.uses_reference_model:
-        reference_bytes = _PARAMETER_BYTES * math.ceil(num_params(config.model) / num_shards)
-    if not memory.offload and "host" not in (memory.parameters, memory.optimizer):
-        return reference_bytes, 0
-    per_parameter = dict(state=0, gradients=0, on_gpu=0)
-    per_parameter["state" if memory.parameters == "host" else "on_gpu"] += _PARAMETER_BYTES
-    per_parameter["state" if memory.optimizer == "host" else "on_gpu"] += _MOMENTS_BYTES
-    if memory.parameters == "host":  # the sum over microbatches, and those of the current one
-        num_sums = 2 if config.train.gradient_accumulation_steps > 1 else 1
-        per_parameter["gradients"] = num_sums * _GRADIENT_BYTES
-    num_frozen = num_frozen_params(config.model, config.lora, config.train)
-    num_trained = num_params(config.model) - num_frozen + num_adapter_params(config.model, config.lora)
-    state, gradients, on_gpu = (math.ceil(num_trained / num_shards) * num_bytes for num_bytes in per_parameter.values())
-    frozen_bytes = math.ceil(num_frozen / num_shards) * FROZEN_BYTES[config.precision.frozen]
-    if memory.parameters == "host":
-        state += frozen_bytes
-    elif config.train.checkpoint_frozen:
-        on_gpu += frozen_bytes
-    return state + reference_bytes, max(gradients + _offloaded_bytes(config), on_gpu)
-
-
-def _offloaded_bytes(config: Config) -> int:
-    """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
-    group = config.memory.layers_per_remat_group
-    offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]  # see step/remat.py
-    num_stored = config.model.num_layers // group
-    if group > 1 and config.model.first_layer_kinds:  # at most one more group
-        num_stored += 1
-    return math.ceil(activation_bytes(config, offloaded, num_stored))
-
-
-def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
-    """Bytes of named activations (`config.schema.TENSOR_NAMES`) of `num_layers` average layers, for one microbatch on
-    one GPU."""
-    model, names = config.model, list(names)
-    num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
-    values = sum(
-        model.num_layers_of(kind) * values_per_token[name]
-        for kind in model.used_kinds
-        for values_per_token in [_values_per_token(config, model.of_kind(kind))]
-        for name in names
-    )
-    return num_tokens * values * num_layers / model.num_layers * _itemsize(config) / config.mesh.num_devices
-
-
-def _itemsize(config: Config) -> int:
-    return 4 if config.precision.compute == "fp32" else 2
-
-
-def _values_per_token(config: Config, model: ModelConfig) -> dict[str, float]:
-    """Values of each named activation of a layer with the sizes of `model`."""
-    both = dict(residual=model.model_dim, attention_projected=model.model_dim)
-    if model.feed_forward == "dense":
-        both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
-    if model.mixer == "gated_delta_net":
-        keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_value_heads * model.delta_value_dim
-        may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
-        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context  # see step/batch.py
-        states = fragments * values * model.delta_key_dim * 4 // _itemsize(config)  # float32
-        delta_states = states / config.data.seq_len
-        own = dict(query=keys + values, key=keys, value=values, attention_out=values, delta_states=delta_states)
-        return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
-    num_key_heads = max(model.num_kv_heads, config.mesh.tensor)  # fewer heads than ranks are repeated
-    own = dict(
-        query=model.num_heads * model.query_dim,
-        key=num_key_heads * model.head_dim,
-        value=num_key_heads * model.head_dim,
-        attention_out=model.num_heads * model.head_dim,
-        attention_lse=model.num_heads * 4 // _itemsize(config),  # float32
-    )
-    return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
+    return 2 ** math.ceil(math.log2(_MARGIN * num_bytes)) if num_bytes else 0
 
 
 def _prepare_gpu_pool(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:

@@ -5,11 +5,11 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxlc._jax_internals import backends_are_initialized, register_plugins
-from jaxlc.config import Config, RuntimeConfig
+from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import count_text
 from jaxlc.runtime import alarm, compilation_cache, launcher, memory, peers, rendezvous, xla_flags
@@ -66,17 +66,15 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
 
 
-def start_training(configs: Sequence[Config], *, is_preflight: bool = False) -> None:
+def start_training(config: RuntimeConfig, pinned_host_bytes: int, *, is_preflight: bool = False) -> None:
     """Starts JAX for a training run, as `start`.
 
     Args:
-      configs: of the stages of the run.
+      pinned_host_bytes: see `start`; the most of all stages.
       is_preflight: the run is only checked, without a watchdog.
     """
-    first = configs[0].runtime
-    pinned_host_bytes = max(map(memory.pooled_host_bytes, configs))
-    is_watched = first.watchdog_factor > 0 and not is_preflight
-    start(first, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
+    is_watched = config.watchdog_factor > 0 and not is_preflight
+    start(config, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
 
 
 def import_jax() -> None:

@@ -18,17 +18,18 @@ from jaxlc.config import Config, ModelConfig
 from jaxlc.config.checks.mesh_checks import num_head_ranks
 from jaxlc.config.schema import TENSOR_NAMES, MemoryConfig
 from jaxlc.config.step_flops import product_entries
-from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
+from jaxlc.config.trained_params import FROZEN_BYTES
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import causal_pairs, num_params
+from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes
-from jaxlc.runtime.memory import activation_bytes, host_pool_bytes, pinned_host_bytes, pooled_host_bytes
+from jaxlc.runtime.memory import host_pool_bytes
 from jaxlc.simulate.packed_work import num_ring_steps
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import Topology, make_mesh
+from jaxlc.step.memory import StateBytes, activation_bytes, pinned_bytes, state_bytes
 from jaxlc.step.remat import saves_attention
 from jaxlc.step.step import build_step
 
@@ -68,6 +69,7 @@ class Rates:
         self.gpus, self.roofline = gpus, roofline
         self.product_seconds = functools.cache(self._product_seconds)
         self._kernels: dict[tuple, Mapping[str, str] | None] = {}
+        self._states: dict[tuple, StateBytes] = {}
 
     def _product_seconds(self, rows: float, columns: float, depth: float) -> float:
         """The product of [rows, depth] and [depth, columns] in bfloat16."""
@@ -89,6 +91,13 @@ class Rates:
                 self._kernels[key] = None
         return self._kernels[key]
 
+    def state_bytes(self, config: Config) -> StateBytes:
+        """The bytes of the training state per GPU, which depend on the mesh and on the rank of adapters."""
+        key = (config.lora.rank, *vars(config.mesh).values())
+        if key not in self._states:
+            self._states[key] = state_bytes(config)
+        return self._states[key]
+
 
 class Layout:
     """A mesh, a strategy and microbatches; estimates the step with any settings of memory."""
@@ -100,9 +109,7 @@ class Layout:
         self.model = TimeModel(self.gpus, config, self.roofline)
         self.num_sequences = train.global_batch_size // (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
         self.tokens = self.num_sequences * config.data.seq_len / mesh.context
-        self.num_shards = mesh.fsdp * mesh.context * mesh.tensor
-        self.num_frozen = num_frozen_params(model, config.lora, train)
-        self.num_trained = num_params(model) - self.num_frozen + num_adapter_params(model, config.lora)
+        self.state = rates.state_bytes(config)
         entries = product_entries(model, config.lora, train)
         self.backward_products = (entries.input_gradients + entries.weight_gradients) / entries.forward
         # Means over the layers; projected: the query projection, with the gate.
@@ -118,34 +125,34 @@ class Layout:
     def estimate(self, memory: MemoryConfig) -> Estimate:
         gpus_per_node = min(self.gpus.gpus_per_node, self.gpus.num_gpus)
         config = dataclasses.replace(self.config, memory=memory)
-        pinned_bytes, staging_bytes = pinned_host_bytes(config), 12 * self.num_trained / self.num_shards
-        pool_bytes = host_pool_bytes(config.runtime, pooled_host_bytes(config))
-        pools_bytes = host_pools_per_node_bytes(pool_bytes, self.gpus)
+        pinned, staging_bytes = pinned_bytes(config, self.state), self.state.trained + self.state.optimizer
+        pools_bytes = host_pools_per_node_bytes(host_pool_bytes(config.runtime, pinned.pooled), self.gpus)
         return Estimate(
             self._step_seconds(memory),
             self._exact_bytes(config),
             self._working_bytes(config),
-            gpus_per_node * (pinned_bytes + staging_bytes),
+            gpus_per_node * (sum(pinned) + staging_bytes),
             pools_bytes + gpus_per_node * staging_bytes if pools_bytes else 0,
         )
 
     def _exact_bytes(self, config: Config) -> float:
         """Parameters, gradients, moments and saved activations on the GPU."""
-        memory = config.memory
-        state = (8 * self.num_trained + FROZEN_BYTES[config.precision.frozen] * self.num_frozen) * (
-            memory.parameters == "device"
-        )
-        state += 8 * self.num_trained * (memory.optimizer == "device")
+        memory, state = config.memory, self.state
+        total = 0.0
+        if memory.parameters == "device":
+            total += 2 * state.trained + state.frozen  # weights and gradients
+        if memory.optimizer == "device":
+            total += state.optimizer
         group = memory.layers_per_remat_group
         saved = {"residual"} if group > 1 else _saved(memory)
         activations = activation_bytes(config, saved - {*memory.offload}, config.model.num_layers // group)
-        copies = 0.0
         if memory.node_copy_devices:  # in two bytes each; with several microbatches also a float32 sum of gradients
+            shards_per_rank = config.mesh.num_devices / config.mesh.data / memory.node_copy_devices
+            num_trained, num_frozen = state.trained / 4, state.frozen / FROZEN_BYTES[config.precision.frozen]
             gradient_bytes = 2 if config.train.gradient_accumulation_steps == 1 else 6
-            copies = 2 * (self.num_trained + self.num_frozen) + gradient_bytes * self.num_trained
-            copies /= memory.node_copy_devices
+            total += shards_per_rank * (2 * (num_trained + num_frozen) + gradient_bytes * num_trained)
         # Without remat also what is between the named tensors: norms, activation functions.
-        return state / self.num_shards + copies + activations * (2 if memory.remat == "none" else 1)
+        return total + activations * (2 if memory.remat == "none" else 1)
 
     def _working_bytes(self, config: Config) -> float:
         """Values and gradients of the layers that are computed, the gathered output head with its gradient, logits."""
@@ -178,7 +185,7 @@ class Layout:
                 kernels += min(seconds, hiding) * (1 - self.roofline.compute_share_during_nccl(device))
         layers = self.config.model.num_layers * (kernels + exposed)
         layers += max(0.0, 2 * self.roofline.host_seconds(device, self._offloaded_bytes(memory)) - layers)
-        num_microbatches, shard = self.config.train.gradient_accumulation_steps, 4 * self.num_trained / self.num_shards
+        num_microbatches, shard = self.config.train.gradient_accumulation_steps, self.state.trained
         # float32: each microbatch adds its gradients to a sum; the update reads and writes parameters and moments.
         sums = self.roofline.memory_seconds(device, 3 * shard)
         update = self.roofline.memory_seconds(device, 7 * shard)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from jaxlc.config import Config, RuntimeConfig
-from jaxlc.runtime.memory import pooled_host_bytes
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import departures
 
@@ -108,7 +107,7 @@ def local_devices(config: Config) -> Row:
     """The kind and number of the devices of this machine."""
     from jaxlc import runtime
 
-    runtime.start(config.runtime, pinned_host_bytes=pooled_host_bytes(config))
+    runtime.start(config.runtime)
     import jax
 
     return dict(device=jax.devices()[0].device_kind, num_devices=jax.device_count())
@@ -118,8 +117,11 @@ def measure(config: Config) -> Row:
     """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
     from jaxlc import runtime
 
-    runtime.start(config.runtime, pinned_host_bytes=pooled_host_bytes(config))
+    runtime.import_jax()
     from jaxlc.search.measure import measure_step
+    from jaxlc.step.memory import pinned_bytes
+
+    runtime.start(config.runtime, pinned_host_bytes=pinned_bytes(config).pooled)
 
     figures = measure_step(config, _TIMED_STEPS)
     return dict(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, WEIGHT_AXES, mesh_text
@@ -53,6 +53,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)
     return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh of `config` without devices, for the shapes of arrays before JAX starts."""
+    shape = tuple(vars(config)[axis] for axis in MESH_AXES)
+    return AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def all_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

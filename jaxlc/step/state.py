@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
 from jaxlc.models import freezing
@@ -148,11 +148,13 @@ def to_memory_kind(x: jax.Array, space: jax.memory.Space) -> jax.Array:
     return x if memory_kind_of(x) is space else jax.device_put(x, space)
 
 
-def lacks_host_memory(mesh: Mesh) -> str | None:
-    """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can.
+def lacks_host_memory(mesh: Mesh | AbstractMesh) -> str | None:
+    """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can, or are not known.
 
     On CPU, JAX 0.10 does not implement the transfers ("annotate_device_placement"); 0.11.2 and 0.12 do.
     """
+    if isinstance(mesh, AbstractMesh):
+        return None
     if mesh.devices.flat[0].platform == "cpu" and jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__} cannot use host memory on CPU; 0.11 can"
     return None

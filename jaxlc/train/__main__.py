@@ -28,7 +28,7 @@ def main(command: ParsedCommand) -> int:
 
 def _run(command: ParsedCommand) -> int:
     stages = command.stages
-    runtime.start_training([stage.config for stage in stages])  # before jax is imported
+    runtime.import_jax()
     from jaxlc.train import loop
     from jaxlc.train.reports.step_reports import TrainingStopped
 

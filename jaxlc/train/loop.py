@@ -24,6 +24,7 @@ from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
 from jaxlc.step.loss import TokenLoss
+from jaxlc.step.memory import pinned_bytes
 from jaxlc.step.policy_loss import PolicyLoss
 from jaxlc.step.step import TrainStep, build_step, check_kernels
 from jaxlc.step.verify_compiled import verify_compiled_step
@@ -121,7 +122,8 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
     Raises:
       UserError: JAX cannot start, or a stage does not fit the devices or the data.
     """
-    runtime.start_training([stage.config for stage in stages])
+    pinned_host_bytes = max(pinned_bytes(stage.config).pooled for stage in stages)
+    runtime.start_training(stages[0].config.runtime, pinned_host_bytes)
     check_equal_settings(stages)
     for stage in stages:
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)

@@ -15,6 +15,7 @@ from jaxlc.preflight import facts, shared_directory
 from jaxlc.preflight.facts import Facts, free_host_bytes, may_lock_memory, read_facts, with_visible_gpus
 from jaxlc.preflight.findings import needs_of
 from jaxlc.runtime import memory as memory_pools
+from jaxlc.step.memory import pinned_bytes
 
 GIB = 2**30
 
@@ -111,7 +112,7 @@ def test_needs_are_those_of_the_run(tmp_path):
     on_cpu, on_gpu = (needs_of([config], tmp_path, platform) for platform in ("cpu", "gpu"))
     state = needs_of([small_config()], tmp_path, "cpu").state_bytes
     assert (on_cpu.host_bytes_per_device, on_cpu.host_bytes_per_process) == (2 * state, 0)
-    pool = memory_pools.host_pool_bytes(config.runtime, memory_pools.pooled_host_bytes(config))
+    pool = memory_pools.host_pool_bytes(config.runtime, pinned_bytes(config).pooled)
     assert on_gpu.host_bytes(8, 2) == 8 * (pool + state) + 2 * memory_pools.STAGING_BYTES
     assert on_cpu.disk_bytes == on_gpu.disk_bytes >= 3 * 8 * 0.9 * state  # two are kept while a third is written
     for step in (1, 2):

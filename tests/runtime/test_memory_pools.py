@@ -1,7 +1,6 @@
 """The sizes of JAX's memory pools on a GPU, set before JAX starts, and the errors of pools that are too small."""
 
 import importlib.util
-import json
 import mmap
 import re
 from pathlib import Path
@@ -9,22 +8,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxlc.config import RuntimeConfig, defaults, load, read_config
+from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import num_params
 from jaxlc.runtime import memory
-from jaxlc.runtime.memory import (
-    STAGING_BYTES,
-    Machine,
-    explained,
-    out_of_memory,
-    pinned_host_bytes,
-    pooled_host_bytes,
-    prepare,
-)
+from jaxlc.runtime.memory import Machine, explained, out_of_memory, prepare
 
 GIB = 2**30
-ROOT = Path(__file__).parents[2]
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
@@ -54,20 +43,6 @@ def test_prepare_larger_than_host_memory_warns():
     assert "warning" not in prepared(95 * GIB)[1]
 
 
-def test_pool_of_1m_on_one_gpu_fits_a_machine_with_620_gib():
-    """State of 90 GiB in regions up to 128 GiB, then one buffer of 282 GiB, in a pool that grows up to its limit."""
-    config = load(read_config("1m_1gpu"))
-    environment, _ = prepared(pooled_host_bytes(config))
-    limit = int(environment[LIMIT])
-    left, region, state = limit, 2 / 1024, 0.97 * 12 * num_params(config.model) / GIB
-    while state > 0:  # the growth of XLA's allocator: regions of doubling size
-        left, state, region = left - min(region, left), state - region, 2 * region
-    temporaries = pinned_host_bytes(config) / GIB - 12 * num_params(config.model) / GIB
-    assert temporaries > 250 and left > temporaries
-    checkpoint = 12 * num_params(config.model)
-    assert limit + (STAGING_BYTES + checkpoint) / GIB < 0.9 * 620
-
-
 @pytest.mark.parametrize("name", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"])
 def test_prepare_environment_takes_precedence(name):
     given = {name: "0.8", LIMIT: "200"}
@@ -78,53 +53,6 @@ def test_prepare_environment_takes_precedence(name):
         f"pinned host memory pool: 200 GiB per GPU ({LIMIT})",
     ]
     assert prepared(environment=dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform"))[1] == ""
-
-
-def test_pinned_host_bytes_match_compiled_programs():
-    """docs/memory.jsonl has the host memory of compiled steps with many combinations of settings."""
-    checked = 0
-    for line in (ROOT / "docs" / "memory.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["host_bytes_per_node"] == 0 or row["model"] != "llama3.1-8b":
-            continue
-        config = defaults()
-        config.model.preset = row["model"]
-        config.mesh.update({axis: row[axis] for axis in ("data", "fsdp", "context", "tensor")})
-        flags = (flag.removeprefix("--config.").partition("=") for flag in row["overrides"].split())
-        for path, _, value in flags:
-            section, _, name = path.partition(".")
-            config[section][name] = int(value) if value.isdigit() else value
-        num_domains, gpus_per_domain = map(int, row["topology"].partition(":")[2].split("x"))
-        compiled_bytes = row["host_bytes_per_node"] / min(8, num_domains * gpus_per_domain)
-        loaded = load(config)
-        estimated_bytes = pinned_host_bytes(loaded)
-        assert estimated_bytes > 0.999 * compiled_bytes
-        if loaded.memory.optimizer == loaded.memory.parameters == "host":  # else copies for checkpoints may be larger
-            assert estimated_bytes < 1.03 * compiled_bytes
-        checked += 1
-    assert checked > 30
-
-
-def test_pinned_host_bytes_without_host_memory_are_0():
-    config = defaults()
-    assert pinned_host_bytes(load(config)) == 0
-    config.data.seq_len = 131_072  # more bytes than the copies for a checkpoint
-    config.memory.update(remat="full", offload=("residual",))
-    offloaded = pinned_host_bytes(load(config))
-    config.train.update(global_batch_size=4, gradient_accumulation_steps=2)
-    assert 0 < offloaded < pinned_host_bytes(load(config))
-
-
-def test_pinned_host_bytes_count_the_reference_model():
-    config = defaults()
-    config.attention.shared_prefixes = True
-    config.posttrain.update(loss="dpo", reference="model", reference_model="unused")
-    weights = 4 * num_params(load(config).model)
-    assert pinned_host_bytes(load(config)) == weights <= pooled_host_bytes(load(config))
-    config.memory.optimizer = "host"
-    with_optimizer = pinned_host_bytes(load(config))
-    config.posttrain.update(reference="record", reference_model="")
-    assert with_optimizer - pinned_host_bytes(load(config)) == weights
 
 
 @pytest.mark.parametrize(

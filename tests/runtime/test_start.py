@@ -89,7 +89,7 @@ def test_training_with_a_watchdog_starts_without_the_heartbeat_of_jax(monkeypatc
     config = defaults()
     config.runtime.update(num_processes=2, coordinator_address="localhost:1", process_id=0, heartbeat_seconds=10)
     for config.runtime.watchdog_factor in (10.0, 0.0):
-        runtime.start_training([load(config)])
+        runtime.start_training(load(config).runtime, 0)
     assert seconds == [start._NO_HEARTBEAT_SECONDS, 10]
 
 

@@ -20,7 +20,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.plan import __main__ as plan_command
 from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.recommend import main
-from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes, pooled_host_bytes
+from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
 from jaxlc.search import ranking, recommendation, space, worker
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.compile_order import Estimate, Layout, Rates
@@ -30,6 +30,7 @@ from jaxlc.search.recommendation import LORA, Recommendation, candidates, length
 from jaxlc.search.recommendation_page import page
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
+from jaxlc.step.memory import pinned_bytes
 from tests.advice import followed
 
 GIB = 2**30
@@ -252,7 +253,7 @@ def test_estimate_counts_host_pools_of_a_node():
     config = with_settings(load(model("llama3.1-8b")), {"memory.optimizer": "host", "mesh.context": 8})
     rates = Rates(topology("h100:1x8"), Roofline())
     estimate = Layout(config, rates, {"full": "cudnn"}).estimate(config.memory)
-    pools_bytes = 8 * (host_pool_bytes(config.runtime, pooled_host_bytes(config)) + STAGING_BYTES)
+    pools_bytes = 8 * (host_pool_bytes(config.runtime, pinned_bytes(config).pooled) + STAGING_BYTES)
     assert pools_bytes < estimate.host_pools_bytes < pools_bytes + 100 * GIB  # and a checkpoint
     on_device = dataclasses.replace(config.memory, optimizer="device")
     assert Layout(config, rates, {"full": "cudnn"}).estimate(on_device).host_pools_bytes == 0
@@ -489,8 +490,6 @@ def test_command_invalid_flag_is_error(flags, message, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model=llama3.1-8b"], "use jaxlc recommend --model"),
-        (["--config=64k:h100", "--recommend", "--goal=cheapest"], "use jaxlc recommend"),
         (["--config=64k:h100", "--json=/"], "--json=/ is a directory"),
         (["--config=64k:h100", "--timeline=plan.xyz"], "ends with .png"),
     ],

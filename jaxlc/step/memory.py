@@ -1,0 +1,147 @@
+"""Bytes of a training step before it is compiled: the state from its shapes, activations from the kinds of layers.
+
+`jaxlc plan` has the bytes of the compiled step; these are for what comes before: the pool of pinned host memory, which
+must be known when JAX starts, and the order in which a search compiles candidates.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+import jax
+
+from jaxlc.config import Config, ModelConfig
+from jaxlc.config.schema import TENSOR_NAMES
+from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
+from jaxlc.models import freezing
+from jaxlc.runtime import memory as memory_pools
+from jaxlc.sharding.mesh import abstract_mesh
+from jaxlc.step.state import bytes_per_device
+from jaxlc.step.step import TrainStep
+
+T = TypeVar("T")
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the training state per device."""
+
+    trained: int  # float32 weights that are trained, those of adapters included; gradients take as many
+    frozen: int  # weights that are not trained
+    optimizer: int
+    reference: int  # weights of the reference model, in host memory
+
+
+def state_bytes(config: Config) -> StateBytes:
+    """The bytes of each part of the state, from its shapes and shardings. Starts no device."""
+    memory = dataclasses.replace(config.memory, node_copy_devices=0)  # the copies of nodes are not in the state
+    step = TrainStep(config=dataclasses.replace(config, memory=memory), mesh=abstract_mesh(config.mesh))
+    state = _traced(lambda: step.abstract_state)
+    trained, frozen = freezing.split(state.params, step.frozen)
+    reference = step.reference
+    return StateBytes(
+        trained=bytes_per_device(trained),
+        frozen=bytes_per_device(frozen),
+        optimizer=bytes_per_device(state.opt_state),
+        reference=bytes_per_device(_traced(lambda: reference.abstract_state.params)) if reference else 0,
+    )
+
+
+def _traced(function: Callable[[], T]) -> T:
+    """The result of a function that computes shapes: JAX traces its operations and runs none on a device."""
+    results: list[T] = []
+    jax.eval_shape(lambda: results.append(function()))
+    return results[0]
+
+
+class PinnedBytes(NamedTuple):
+    """Pinned host memory per GPU that a training step needs, estimated."""
+
+    state: int  # with memory.optimizer and memory.parameters "host", and the weights of the reference model
+    # Gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is
+    # written, whichever is more.
+    temporary: int
+
+    @property
+    def pooled(self) -> int:
+        """The bytes in regions of the pool of pinned host memory."""
+        return memory_pools.region_bytes(self.state) + self.temporary
+
+
+def pinned_bytes(config: Config, state: StateBytes | None = None) -> PinnedBytes:
+    """What `config` needs; 0 if it uses no host memory. `jaxlc plan` has the bytes of the compiled step.
+
+    Args:
+      state: of `state_bytes`. None: it is computed.
+    """
+    memory = config.memory
+    uses_host = memory.offload or "host" in (memory.parameters, memory.optimizer)
+    if not uses_host and not config.posttrain.uses_reference_model:
+        return PinnedBytes(0, 0)
+    state = state or state_bytes(config)
+    if not uses_host:
+        return PinnedBytes(state.reference, 0)
+    on_host, on_device, gradients = state.reference, 0, 0
+    if memory.parameters == "host":
+        on_host += state.trained + state.frozen
+        # The sum over microbatches, and the gradients of the current one.
+        gradients = state.trained * (2 if config.train.gradient_accumulation_steps > 1 else 1)
+    else:
+        on_device += state.trained + (state.frozen if config.train.checkpoint_frozen else 0)
+    if memory.optimizer == "host":
+        on_host += state.optimizer
+    else:
+        on_device += state.optimizer
+    return PinnedBytes(on_host, max(gradients + _offloaded_bytes(config), on_device))
+
+
+def _offloaded_bytes(config: Config) -> int:
+    """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
+    group = config.memory.layers_per_remat_group
+    offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]  # see step/remat.py
+    num_stored = config.model.num_layers // group
+    if group > 1 and config.model.first_layer_kinds:  # at most one more group
+        num_stored += 1
+    return math.ceil(activation_bytes(config, offloaded, num_stored))
+
+
+def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
+    """Bytes of named activations (`config.schema.TENSOR_NAMES`) of `num_layers` average layers, for one microbatch on
+    one GPU."""
+    model, names = config.model, list(names)
+    num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
+    values = sum(
+        model.num_layers_of(kind) * values_per_token[name]
+        for kind in model.used_kinds
+        for values_per_token in [_values_per_token(config, model.of_kind(kind))]
+        for name in names
+    )
+    return num_tokens * values * num_layers / model.num_layers * _itemsize(config) / config.mesh.num_devices
+
+
+def _itemsize(config: Config) -> int:
+    return 4 if config.precision.compute == "fp32" else 2
+
+
+def _values_per_token(config: Config, model: ModelConfig) -> dict[str, float]:
+    """Values of each named activation of a layer with the sizes of `model`."""
+    both = dict(residual=model.model_dim, attention_projected=model.model_dim)
+    if model.feed_forward == "dense":
+        both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
+    if model.mixer == "gated_delta_net":
+        keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_value_heads * model.delta_value_dim
+        may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
+        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context  # see step/batch.py
+        states = fragments * values * model.delta_key_dim * 4 // _itemsize(config)  # float32
+        delta_states = states / config.data.seq_len
+        own = dict(query=keys + values, key=keys, value=values, attention_out=values, delta_states=delta_states)
+        return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
+    num_key_heads = max(model.num_kv_heads, config.mesh.tensor)  # fewer heads than ranks are repeated
+    own = dict(
+        query=model.num_heads * model.query_dim,
+        key=num_key_heads * model.head_dim,
+        value=num_key_heads * model.head_dim,
+        attention_out=model.num_heads * model.head_dim,
+        attention_lse=model.num_heads * 4 // _itemsize(config),  # float32
+    )
+    return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
