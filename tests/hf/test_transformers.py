@@ -61,7 +61,8 @@ FLOAT64_PARITY = {1.0: 1e-11, 4.0: 1e-9}  # of gradients, by scale: sharp models
 FLOAT64_UPDATE = 1e-6  # of the learning rate, which is float32
 FLOAT64_LOSS = 1e-6  # relative; the mean over tokens divides by a float32
 FLOAT64_OPTIMIZER = dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0, learning_rate=1e-2, weight_decay=0.1)
-TRAINED_CASES = ("qwen2", "qwen3_5_hybrid", "gemma3", "olmo3", "olmo_hybrid")
+# Hybrids are compared in float64: AdamW amplifies the rounding errors of the delta rule within a few steps.
+TRAINED_CASES = ("qwen2", "gemma3", "olmo3")
 
 
 def training_tokens() -> list[np.ndarray]:
@@ -152,7 +153,7 @@ def test_gradients_and_adamw_of_hybrids_equal_torch_in_float64(float64_models, r
     "case, mesh", [("llama", "context=4"), ("gemma3", "context=2,tensor=2"), ("gpt_oss", "context=2")]
 )
 def test_log_probs_equal_transformers(case, mesh, models, references, tmp_path):
-    """Those of `jaxlc logprobs`; the relative difference of each token."""
+    """`jaxlc logprobs`. Errors are compared with the largest log-probability, which may also be close to 0."""
     num_tokens, _ = SPANS["long"]
     traces, out = tmp_path / "traces.jsonl", tmp_path / "out.jsonl"
     rows = tokens_of(num_tokens)
@@ -163,7 +164,8 @@ def test_log_probs_equal_transformers(case, mesh, models, references, tmp_path):
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     for line, row, log_probs in zip(out.read_text().splitlines(), rows, expected):
         got = np.asarray(json.loads(line)["reference_log_probs"])[-(num_tokens - 1) :]
-        np.testing.assert_allclose(got, log_probs[np.arange(num_tokens - 1), row[1:]], rtol=FLOAT32_PARITY)
+        errors = np.abs(got - log_probs[np.arange(num_tokens - 1), row[1:]])
+        assert errors.max() <= FLOAT32_PARITY * np.abs(log_probs).max()
 
 
 def _without(names, params):
