@@ -7,8 +7,8 @@ from typing import Any
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
 from jaxlc.core.identity import fingerprint_of
-from jaxlc.evals import needle, passkey
 from jaxlc.evals.haystack import CountTokens, Prose, prose_of
+from jaxlc.evals.needle import NEW_TOKENS, needle_example, passkey_example
 from jaxlc.evals.predictions import Case, match_all
 from jaxlc.evals.ruler import ruler
 from jaxlc.evals.ruler.ruler import read_hotpotqa, read_squad
@@ -50,18 +50,18 @@ def _cases_at_depths(
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """`text_cases` of needle and passkey. `options` are further arguments of their examples."""
     needle_settings = dict(prose=prose, num_needles=settings.num_needles)
-    for task, module, materials, haystack, num_needles in (
-        (NEEDLE, needle, needle_settings, prose.name, settings.num_needles),
-        (PASSKEY, passkey, {}, "", None),
+    for task, example, materials, haystack, num_needles in (
+        (NEEDLE, needle_example, needle_settings, prose.name, settings.num_needles),
+        (PASSKEY, passkey_example, {}, "", None),
     ):
         suffix = "" if num_needles is None else f"-of-{num_needles}"
         for depth in settings.depths if task in settings.tasks else ():
             case = Case(
                 name=f"{task}-{length}-{100 * depth:g}{suffix}",
-                make=partial(module.example, length, depth, **materials, **options),
+                make=partial(example, length, depth, **materials, **options),
                 match=match_all,
                 num_examples=settings.num_examples,
-                new_tokens=module.NEW_TOKENS,
+                new_tokens=NEW_TOKENS,
                 data=fingerprint_of(prose.words if materials else ""),
             )
             yield case, dict(task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles)

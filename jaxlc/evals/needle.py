@@ -1,5 +1,8 @@
-"""Needle in a haystack: a number at a chosen depth of a text of an exact length (Kamradt 2023; Mohtashami and Jaggi
-2023, arXiv:2305.16300, for the passkey)."""
+"""A number at a chosen depth of a text of an exact length.
+
+Needle in a haystack hides it in prose (Kamradt 2023). The passkey task hides it in a text without meaning, a group of
+sentences that is repeated (Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording is ours.
+"""
 
 import bisect
 import itertools
@@ -14,8 +17,16 @@ _PREFIX = " The secret number of {name} is"
 _NAMES = ("Alma", "Boris", "Clara", "Daniel", "Edith", "Felix", "Greta", "Henry", "Ines", "Jonas", "Karla", "Leo")
 _WORDS_PER_SIZE = 4
 
+_KEY_INTRODUCTION = "A pass key is hidden in a long text without meaning. Find it and remember it.\n\n"
+_KEY_FILLER = (
+    "Rain falls on the roof. The river runs past the mill. Smoke rises from the chimney. The wind turns the leaves."
+)
+_KEY = "The pass key is {key}. Remember that {key} is the pass key."
+_KEY_QUESTION = "\n\nWhat is the pass key?"
+_KEY_PREFIX = " The pass key is"
 
-def example(
+
+def needle_example(
     length: int,
     depth: float,
     index: int,
@@ -55,3 +66,27 @@ def example(
         )
 
     return largest_example(make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="needle")
+
+
+def passkey_example(length: int, depth: float, index: int, count_tokens: CountTokens, *, seed: int = 0) -> Example:
+    """A text with a pass key of five digits, which is asked for at the end.
+
+    Args:
+      length: tokens of the prompt and of the new tokens together, which are not exceeded.
+      depth: 0 .. 1, of the pass key among the groups of filler sentences.
+    Raises:
+      UserError: the length is too small.
+    """
+    key = str(random.Random(f"{seed} passkey {length} {depth} {index}").randrange(10_000, 100_000))
+
+    def make(size: int) -> Example:
+        parts = [_KEY_FILLER] * size
+        parts.insert(round(depth * size), _KEY.format(key=key))
+        return Example(
+            prompt=_KEY_INTRODUCTION + " ".join(parts) + _KEY_QUESTION,
+            answer_prefix=_KEY_PREFIX,
+            references=(key,),
+            depth=depth,
+        )
+
+    return largest_example(make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="passkey")

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxlc.config.schema import RULER_TASKS
 from jaxlc.core.errors import UserError
-from jaxlc.evals import needle, passkey
 from jaxlc.evals.haystack import prose_of, sentences_of
+from jaxlc.evals.needle import NEW_TOKENS, needle_example, passkey_example
 from jaxlc.evals.ruler import ruler
 from jaxlc.evals.ruler.ruler import read_hotpotqa, read_squad
 
@@ -151,21 +151,21 @@ def test_multikey_text_has_the_needles_at_different_depths(count_functions, mate
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_passkey_is_at_its_depth_of_an_exact_length(depth, count_functions):
     for count in count_functions.values():
-        examples = [passkey.example(4096, depth, index, count) for index in range(2)]
-        assert examples[0].references != examples[1].references and examples[0] == passkey.example(
+        examples = [passkey_example(4096, depth, index, count) for index in range(2)]
+        assert examples[0].references != examples[1].references and examples[0] == passkey_example(
             4096, depth, 0, count
         )
         (key,) = examples[0].references
         assert len(key) == 5 and examples[0].prompt.count(key) == 2
-        assert 0.95 * 4096 <= count(examples[0].text) + passkey.NEW_TOKENS <= 4096
+        assert 0.95 * 4096 <= count(examples[0].text) + NEW_TOKENS <= 4096
         assert abs(examples[0].prompt.index(key) / len(examples[0].prompt) - depth) < 0.06
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_needle_is_at_its_depth_of_an_exact_length(depth, count_functions, materials):
     for count in count_functions.values():
-        example = needle.example(4096, depth, 0, count, materials.prose, num_needles=4)
-        assert 0.97 * 4096 <= count(example.text) + needle.NEW_TOKENS <= 4096
+        example = needle_example(4096, depth, 0, count, materials.prose, num_needles=4)
+        assert 0.97 * 4096 <= count(example.text) + NEW_TOKENS <= 4096
         at = example.prompt.index(example.references[0]) / len(example.prompt)
         assert abs(at - depth) < 0.06, at
 
