@@ -1,0 +1,136 @@
+"""Runs calls of a function in processes of their own, several at a time, so that a crash ends only one call.
+
+A process neither is a fork, because JAX has threads, nor imports the main module of its parent, so that scripts need no
+`if __name__ == "__main__"`. It exits when its parent dies.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import IO, Any
+
+from jaxlc.core.errors import UserError
+
+_POLL_SECONDS = 0.5
+_MAIN = "from jaxlc.core.processes import main; main({descriptor})"
+
+
+@dataclass(frozen=True)
+class Died:
+    """A process ended before its call did."""
+
+    exit_code: int  # negative: the signal that killed it
+    output: str  # of the process
+
+
+def run(
+    function: Callable[..., Iterable[Any]],
+    calls: Sequence[tuple[Any, ...]],
+    num_processes: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, Any] | None]:
+    """Yields (number of the call, value) for each value of `function(*call)`, as soon as there is one.
+
+    Closing the iterator kills the processes. The last value of a call may also be a UserError that it raised, or
+    `Died`; other exceptions end its process with a traceback.
+
+    Args:
+      function: a function of a module that returns an iterable; it, the calls and the values are pickled.
+      environment: variables of the processes, besides those of this one.
+      is_over: called about twice a second; when it is true, the processes are killed.
+    Yields:
+      None if there was no value for half a second.
+    """
+    waiting = deque(enumerate(calls))
+    running: dict[Any, _Process] = {}  # by connection
+    try:
+        while (waiting or running) and not is_over():
+            while waiting and len(running) < num_processes:
+                number, call = waiting.popleft()
+                process = _Process(number, function, call, environment or {})
+                running[process.connection] = process
+            ready = wait(list(running), _POLL_SECONDS)
+            if not ready:
+                yield None
+            for connection in ready:
+                process = running[connection]
+                value, is_last = process.receive()
+                if is_last:
+                    process.end()
+                    del running[connection]
+                if value is not None:
+                    yield process.number, value
+    finally:
+        for process in running.values():
+            process.kill()
+            process.end()
+
+
+class _Process:
+    """One process; its standard output and errors go to a file, because they would corrupt the display of progress."""
+
+    def __init__(
+        self, number: int, function: Callable[..., Any], call: tuple[Any, ...], environment: Mapping[str, str]
+    ):
+        self.number = number
+        self.connection, other_end = Pipe()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `end`
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN.format(descriptor=other_end.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            pass_fds=[other_end.fileno()],
+            process_group=0,  # the terminal sends Ctrl-C to the group of a command; only its first process must react
+        )
+        other_end.close()  # otherwise the end of the process would not close the connection
+        with contextlib.suppress(BrokenPipeError):  # `receive` has the reason
+            self.connection.send((function, call))
+
+    def receive(self) -> tuple[Any, bool]:
+        """A value, or None, and whether the call has ended."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            exit_code = self._process.wait()
+            self._output.seek(0)
+            return Died(exit_code, self._output.read().decode(errors="replace").strip()), True
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        self._process.wait()
+        self._output.close()
+        self.connection.close()
+
+
+def main(descriptor: int) -> None:
+    """The main function of a process."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    function, call = connection.recv()
+    threading.Thread(target=_exit_with_the_parent, args=(connection,), daemon=True).start()
+    try:
+        for value in function(*call):
+            connection.send((value, False))
+        connection.send((None, True))
+    except UserError as error:
+        connection.send((error, True))
+
+
+def _exit_with_the_parent(connection: Connection) -> None:
+    connection.poll(None)  # the parent sends nothing more, so the connection is ready when it is closed
+    os._exit(1)
