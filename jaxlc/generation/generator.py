@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.generation.cache import CacheLayout, empty_cache, layout_for
-from jaxlc.generation.cached_step import BATCH_SPEC, TOKENS_SPEC, CachedStep, abstract_params, cast_params
-from jaxlc.generation.new_tokens import NewTokens
+from jaxlc.generation.cached_decoder import BATCH_SPEC, TOKENS_SPEC, CachedStep, abstract_params, cast_params
 from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens
 from jaxlc.models import decoder
+from jaxlc.models.cache import CacheLayout, NewTokens, empty_cache, layout_for
 from jaxlc.models.rope import TablesOfKinds, depends_on_length, stacked_tables
 from jaxlc.runtime.watchdog import Program
 from jaxlc.step.step import TrainStep

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from jaxlc.generation.cache import layout_for
-from jaxlc.generation.cached_step import CachedStep, abstract_params
+from jaxlc.generation.cached_decoder import CachedStep, abstract_params
 from jaxlc.models import decoder
+from jaxlc.models.cache import layout_for
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep
 

@@ -22,7 +22,7 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.files import TensorWriter
 from jaxlc.hf.load import Layout, layouts_of, paths_of
 from jaxlc.models import decoder, freezing
-from jaxlc.models.frozen_names import frozen_names
+from jaxlc.models.freezing import frozen_names
 from jaxlc.models.lora import LORA
 
 # The parameters of the module of experts in transformers 5, in the order in which peft wraps the module, and the

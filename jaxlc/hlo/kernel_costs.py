@@ -1,7 +1,7 @@
 """FLOPs of a kernel's matrix products, and the bytes it reads from and writes to device memory.
 
 Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, as single `dot` instructions, and in the
-Mosaic kernels of experts (`models.blocks.mosaic_product`), which multiply each of their rows once, padding included.
+Mosaic kernels of experts (`models.kinds.experts`), which multiply each of their rows once, padding included.
 All other arithmetic is assumed to cost nothing compared to the memory traffic.
 
 Each operand is read once and each result written once. A slice reads only the part that it takes, and an in-place

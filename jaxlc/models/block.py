@@ -3,20 +3,103 @@
 A parameter is declared once, by `matrix`, `bias_vector` or in RMSNorm: its shape, the names of its dimensions, its
 initial value. The abstract tree, shardings, byte counts and the sharding table are derived. Parameters are float32, or
 bf16 if they are frozen; a layer computes in the dtype of its input.
+
+Random keys of initial parameters.
+
+RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+Loops over chunks of a long array. The last chunk may be shorter: padding the array would copy it.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core.mixers.layer_shape import Matrix
-from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.lora import make_adapters
 from jaxlc.models.matmuls import Fp8, Matmuls, in_use
 from jaxlc.sharding.rules import Sharder
+
+_LORA_STREAM = 2**31 - 1  # larger than any number of parameters of a layer, by which their keys are derived
+
+
+class InitKeys:
+    """A key for each parameter, derived from one key; those of adapters do not change those of the model.
+
+    The keys equal those of `flax.nnx.Rngs`. Its counters are arrays; to update them takes a third of the time in which
+    JAX traces the initialization.
+    """
+
+    def __init__(self, key: jax.Array):
+        self._key = key
+        self._num_params = self._num_adapter_params = 0
+
+    def params(self) -> jax.Array:
+        """The key of the next parameter of the model."""
+        self._num_params += 1
+        return jax.random.fold_in(self._key, self._num_params - 1)
+
+    def lora(self) -> jax.Array:
+        """The key of the next parameter of an adapter."""
+        self._num_adapter_params += 1
+        return jax.random.fold_in(jax.random.fold_in(self._key, _LORA_STREAM), self._num_adapter_params - 1)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * factor over the last dimensions; computed in float32, returned in the dtype of x.
+
+    The factor is the parameter `scale`, or 1 + scale if `zero_centered`; initially it is 1.
+    """
+
+    def __init__(self, *, epsilon: float, zero_centered: bool = False, **dims: int):
+        """
+        Args:
+          dims: names and sizes of the dimensions to norm, the last one "norm": `norm=D`, or `heads=N, norm=H` for all
+            heads together.
+        """
+        self.scale = nnx.Param(jnp.full(tuple(dims.values()), 0.0 if zero_centered else 1.0), dims=tuple(dims))
+        self.epsilon, self.zero_centered = epsilon, zero_centered
+
+    @property
+    def factor(self) -> jax.Array:
+        """float32, of the shape of the dimensions."""
+        return 1 + self.scale[...] if self.zero_centered else self.scale[...]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.factor, self.epsilon)
+
+
+def rms_norm(x: jax.Array, factor: jax.Array, epsilon: float) -> jax.Array:
+    """The function of `RMSNorm`, over the dimensions of `factor`; the loss applies it to chunks of hidden states."""
+    wide = x.astype(jnp.float32)
+    normed_dims = tuple(range(-factor.ndim, 0))
+    inverse_rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=normed_dims, keepdims=True) + epsilon)
+    return (wide * inverse_rms * factor).astype(x.dtype)
+
+
+def over_chunks(body: Callable, carry, num_tokens: int, chunk_tokens: int):
+    """Calls `body(carry, start, size) -> (carry, out)` for each chunk of tokens, in order; `size` is static.
+
+    An array of the carry that `body` reads with `dynamic_slice_in_dim` and writes with `dynamic_update_slice_in_dim` is
+    updated in place.
+
+    Returns:
+      The carry, and the outs of all chunks, stacked.
+    """
+    chunk_tokens = min(chunk_tokens, num_tokens)
+    num_whole, rest = divmod(num_tokens, chunk_tokens)
+    starts = chunk_tokens * jnp.arange(num_whole)
+    carry, outs = lax.scan(lambda carry, start: body(carry, start, chunk_tokens), carry, starts)
+    if rest:
+        carry, last = body(carry, num_whole * chunk_tokens, rest)
+        outs = jax.tree.map(lambda stacked, out: jnp.concatenate([stacked, out[None]]), outs, last)
+    return carry, outs
+
 
 _TRUNCATED_STD = 0.87962566  # standard deviation of a standard normal cut at -2 and 2
 
@@ -56,7 +139,7 @@ class Block(nnx.Module):
         self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None, lora: LoraConfig | None, projections: tuple[str, ...]
     ):
         self.matmul = Matmuls(fp8, *projections)
-        self.lora = make_adapters(model, lora, projections, keys)
+        self.lora = make_adapters(model, lora, projections, keys.lora)
 
     def project(self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array:
         """einsum(subscripts, x, weight), plus the output of the adapter."""

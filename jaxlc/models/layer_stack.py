@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.models import offloaded_layers
-from jaxlc.models.layers import DecoderLayer, LayerOutput
+from jaxlc.models.contract import LayerOutput
+from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch
 from jaxlc.sharding.rules import Sharder
 

@@ -6,7 +6,7 @@ describes.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,13 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
-from jaxlc.models.blocks.attention_block import Attention
-from jaxlc.models.blocks.delta_net import GatedDeltaNet
-from jaxlc.models.blocks.experts import Experts
-from jaxlc.models.blocks.mlp import MLP
-from jaxlc.models.init_keys import InitKeys
+from jaxlc.models.block import InitKeys, RMSNorm
+from jaxlc.models.contract import LayerOutput
+from jaxlc.models.kinds.attention import Attention
+from jaxlc.models.kinds.delta_net import GatedDeltaNet
+from jaxlc.models.kinds.dense import MLP
+from jaxlc.models.kinds.experts import Experts
 from jaxlc.models.matmuls import Fp8
-from jaxlc.models.norms import RMSNorm
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
@@ -31,15 +31,6 @@ BLOCKS: Mapping[str, type[Attention | GatedDeltaNet]] = {"attention": Attention,
 
 # The block of each entry of `core.mixers.FEED_FORWARDS`.
 FEED_FORWARDS: Mapping[str, type[MLP | Experts]] = {"dense": MLP, "experts": Experts}
-
-
-class LayerOutput(NamedTuple):
-    """The results of a layer."""
-
-    x_BTD: jax.Array  # the residual stream
-    # Sums over the tokens by name, float32, for terms of the loss; dense layers have none. They add up over tiles, and
-    # are global arrays, so that XLA adds those of the ranks.
-    sums: dict[str, jax.Array]
 
 
 class DecoderLayer(nnx.Module):

@@ -19,7 +19,7 @@ fsdp and context; in a matrix without it, R is.
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from jaxlc.config.trained_params import PROJECTION_PARAMS
 from jaxlc.core import scopes
 from jaxlc.core.mixers import layer_matrices
 from jaxlc.core.mixers.layer_shape import Matrix
-from jaxlc.models.init_keys import InitKeys
 from jaxlc.models.matmuls import in_use, product
 from jaxlc.sharding.rules import Sharder
 
@@ -42,13 +41,15 @@ class Adapter(nnx.Module):
     """The adapter of one projection, or those of all experts. Initially b is 0, and a uniform between +-1/sqrt(inputs),
     as in peft."""
 
-    def __init__(self, lora: LoraConfig, projection: Matrix, keys: InitKeys, *, of_experts: bool = False):
+    def __init__(
+        self, lora: LoraConfig, projection: Matrix, next_key: Callable[[], jax.Array], *, of_experts: bool = False
+    ):
         inputs, outputs = projection.inputs, projection.outputs
         experts = dict(experts=projection.num_experts) if of_experts else {}
         rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (inputs, outputs))
         dims_a, dims_b = experts | inputs | rank_a, experts | rank_b | outputs
         bound = projection.num_inputs**-0.5
-        a = jax.random.uniform(keys.lora(), tuple(dims_a.values()), minval=-bound, maxval=bound)
+        a = jax.random.uniform(next_key(), tuple(dims_a.values()), minval=-bound, maxval=bound)
         self.a = nnx.Param(a, dims=tuple(dims_a))
         self.b = nnx.Param(jnp.zeros(tuple(dims_b.values())), dims=tuple(dims_b))
         self.scale = lora.scale
@@ -76,11 +77,11 @@ def _rank_name(names: Collection[str]) -> str:
 class Adapters(nnx.Module):
     """The adapters of a block, by the names of the projections."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], keys: InitKeys):
+    def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], next_key: Callable[[], jax.Array]):
         self.names, self.scale, matrices = tuple(names), lora.scale, layer_matrices(model)
         for name in names:
             projection, of_experts = matrices[PROJECTION_PARAMS[name]], name in EXPERT_PROJECTIONS
-            setattr(self, name, Adapter(lora, projection, keys, of_experts=of_experts))
+            setattr(self, name, Adapter(lora, projection, next_key, of_experts=of_experts))
 
     def of(self, name: str) -> Adapter:
         """The adapter of a projection in `names`."""
@@ -93,11 +94,11 @@ class Adapters(nnx.Module):
 
 
 def make_adapters(
-    model: ModelConfig, lora: LoraConfig | None, projections: Sequence[str], keys: InitKeys
+    model: ModelConfig, lora: LoraConfig | None, projections: Sequence[str], next_key: Callable[[], jax.Array]
 ) -> Adapters | None:
     """The adapters of a block with these projections; None if it has none."""
     names = [name for name in projections if name in lora.projections] if lora is not None and lora.rank else []
-    return Adapters(model, lora, names, keys) if names else None
+    return Adapters(model, lora, names, next_key) if names else None
 
 
 def is_adapter(path: str) -> bool:

@@ -36,8 +36,7 @@ from jaxlc.core import hardware, scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import num_params
-from jaxlc.models.chunks import over_chunks
-from jaxlc.models.norms import rms_norm
+from jaxlc.models.block import over_chunks, rms_norm
 from jaxlc.sharding.mesh import Nodes
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
 
@@ -398,7 +397,7 @@ def expert_sums(sums: dict[str, jax.Array], segment_ids: jax.Array, train: Train
     """The losses of a microbatch.
 
     Args:
-      sums: of the layers, as `models.blocks.experts` returns them, [L, ...].
+      sums: of the layers, as `models.kinds.experts` returns them, [L, ...].
       segment_ids: of the microbatch; 0 is padding.
     """
     counts_LE, probs_LE = sums["expert_counts"], sums["expert_probs"]

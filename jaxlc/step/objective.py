@@ -33,12 +33,12 @@ from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
-from jaxlc.models.blocks.delta_tiles import DeltaNetLayer
-from jaxlc.models.frozen_names import frozen_names
+from jaxlc.models.block import rms_norm
+from jaxlc.models.freezing import frozen_names
+from jaxlc.models.kinds.attention import AttentionLayer
+from jaxlc.models.kinds.delta_net import DeltaNetLayer
 from jaxlc.models.layer_stack import LayerContext, RunLayer
-from jaxlc.models.layer_tiles import AttentionLayer
 from jaxlc.models.lora import is_adapter
-from jaxlc.models.norms import rms_norm
 from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec

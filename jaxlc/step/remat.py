@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import MemoryConfig
-from jaxlc.models.blocks.experts import CHOICE
+from jaxlc.models.contract import CHOICE
 
 _SAVED_BY = {
     "full": (CHOICE,),  # only the layer input

@@ -28,8 +28,8 @@ from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import freezing
-from jaxlc.models.blocks import mosaic_product
-from jaxlc.models.blocks.mosaic_check import check_mosaic_product
+from jaxlc.models.kinds import experts
+from jaxlc.models.kinds.experts import check_mosaic_product
 from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.mesh import nodes_of
@@ -216,7 +216,7 @@ def build_step(
     """
     precision.check_devices(config.precision, mesh.devices.flat)
     if config.runtime.expert_kernel == "mosaic":
-        mosaic_product.check_devices(mesh.devices.flat)
+        experts.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)

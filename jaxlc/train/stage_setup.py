@@ -29,7 +29,7 @@ from jaxlc.config.models.pretrained import copy_description
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import AUTO
-from jaxlc.models.frozen_names import trained_settings
+from jaxlc.models.freezing import trained_settings
 from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.mixers.expert_feed_forward import block_rows
-from jaxlc.models.activations import gated
-from jaxlc.models.blocks import expert_blocks
-from jaxlc.models.blocks.expert_blocks import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product
+from jaxlc.models.kinds import experts as expert_blocks
+from jaxlc.models.kinds.dense import gated
+from jaxlc.models.kinds.experts import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product
 from jaxlc.models.matmuls import E4M3, E5M2, to_fp8
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.topology import WITHOUT_GPU, topology

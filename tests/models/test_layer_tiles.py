@@ -10,8 +10,10 @@ from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
-from jaxlc.models.init_keys import InitKeys
-from jaxlc.models.layers import DecoderLayer, LayerOutput
+from jaxlc.models.block import InitKeys
+from jaxlc.models.contract import LayerOutput
+from jaxlc.models.kinds.attention import AttentionLayer
+from jaxlc.models.layers import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder
@@ -98,7 +100,7 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
             to_tiles(x_BTD),
             to_tiles(positions_BT),
             None,
-            layer_type=layer_tiles.AttentionLayer,
+            layer_type=AttentionLayer,
             attention=_TileAttention(T // num_tiles, model.num_kv_heads),
             saves_attention=saves_attention,
             shard=shard,

@@ -11,10 +11,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.models.block import in_use, matrix, residual_depth_scale
-from jaxlc.models.embedding import lookup
-from jaxlc.models.init_keys import InitKeys
-from jaxlc.models.norms import RMSNorm
+from jaxlc.models.block import InitKeys, RMSNorm, in_use, matrix, residual_depth_scale
+from jaxlc.models.decoder import lookup
 from jaxlc.sharding.rules import Sharder
 from tests.models.small import run, small_inputs, small_mesh, small_model, small_params
 
@@ -106,7 +104,7 @@ def test_weights_are_gathered_in_the_compute_dtype():
 @pytest.mark.parametrize("chunk_tokens", [6, 1024])
 def test_lookup_equals_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch):
     """Forward and gradient, V sharded over tensor and T over context, with and without a shorter last chunk."""
-    monkeypatch.setattr("jaxlc.models.embedding._LOOKUP_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr("jaxlc.models.decoder._LOOKUP_CHUNK_TOKENS", chunk_tokens)
     rng = np.random.default_rng(0)
     embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (*shape, 6)))
     tokens = rng.integers(0, 12, shape, dtype=np.int32)

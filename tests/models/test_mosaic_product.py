@@ -16,10 +16,9 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.models.activations import gated
-from jaxlc.models.blocks import mosaic_product
-from jaxlc.models.blocks.expert_blocks import ExpertWeights, expert_outputs
-from jaxlc.models.blocks.mosaic_check import check_mosaic_product
+from jaxlc.models.kinds import experts as mosaic_product
+from jaxlc.models.kinds.dense import gated
+from jaxlc.models.kinds.experts import ExpertWeights, check_mosaic_product, expert_outputs
 from jaxlc.plan.summary import kernels
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc.config import MeshConfig
 from jaxlc.core.axes import CONTEXT, TENSOR
 from jaxlc.hlo import analyze
-from jaxlc.models.embedding import lookup
+from jaxlc.models.decoder import lookup
 from jaxlc.sharding.rules import Sharder, storage_spec
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.loss import LossSpec, loss_sums
@@ -68,7 +68,7 @@ def test_loss_for_h100_has_small_temporaries(axes):
 
 @pytest.mark.parametrize("axes", [dict(context=2), dict(tensor=2)], ids=str)
 def test_embedding_for_h100_has_small_temporaries(axes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxlc.models.embedding._LOOKUP_CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr("jaxlc.models.decoder._LOOKUP_CHUNK_TOKENS", CHUNK)
     mesh = make_mesh(topology("h100:1x2"), MeshConfig(**axes))
     x, ids, _, _, embedding = _arguments(mesh)
 

@@ -8,7 +8,7 @@ from jaxlc.config.schema import EXPERT_PROJECTIONS, PrecisionConfig, RuntimeConf
 
 _MLP_NAMES = ("mlp_gate", "mlp_up", "mlp_down")  # dense blocks and shared experts have them, in three settings
 _TRAIN_SETTINGS = ("balance_loss", "balance_loss_over", "balance_bias_rate", "router_z_loss")
-_MOSAIC_DIM_MULTIPLE = 64  # tiles of the kernels of models/blocks/mosaic_product.py
+_MOSAIC_DIM_MULTIPLE = 64  # tiles of the kernels of models/kinds/experts.py
 _OF_ATTENTION = "query,key,value,attention_projected"
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: G key heads and H value heads with a recurrent state. Computed by `jaxlc.models.blocks.delta_net`.
+"""Gated DeltaNet: G key heads and H value heads with a recurrent state. Computed by `jaxlc.models.kinds.delta_net`.
 
 Tensors: transformers, models/qwen3_5.
 """

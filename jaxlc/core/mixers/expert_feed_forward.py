@@ -1,5 +1,5 @@
 """A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a shared expert computes
-all tokens. `jaxlc.models.blocks.experts` has the computation.
+all tokens. `jaxlc.models.kinds.experts` has the computation.
 
 Families store experts in three ways, which are tables of names: a tensor for each expert; one for all, whose gate and
 up are rows; or where they are columns in turn.

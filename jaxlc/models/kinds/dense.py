@@ -1,25 +1,32 @@
-"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a layer with experts."""
+"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a layer with experts.
 
-from typing import NamedTuple
+The functions of gated feed-forward blocks.
+"""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
-from jaxlc.models.activations import gated
-from jaxlc.models.block import Block, matrix, residual_depth_scale
-from jaxlc.models.init_keys import InitKeys
+from jaxlc.models.block import Block, InitKeys, matrix, residual_depth_scale
+from jaxlc.models.contract import FeedForwardOutput
 from jaxlc.models.matmuls import Fp8
 from jaxlc.sharding.rules import Sharder
 
+_OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+# transformers, models/gpt_oss: both are bounded, the gate only above.
+_LIMIT, _SHARPNESS = 7.0, 1.702
 
-class FeedForwardOutput(NamedTuple):
-    """The results of a feed-forward block."""
 
-    out_BTD: jax.Array
-    sums: dict[str, jax.Array]  # see `layers.LayerOutput`
-    chosen_BTk: jax.Array | None = None  # int32: the experts of each token; None: the block has no experts
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """activation(gate) * up, in their dtype; `activation` as in `ModelConfig`."""
+    if activation != "clamped_swiglu":
+        return _OF_GATE[activation](gate) * up
+    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(_SHARPNESS * gate)
 
 
 class MLP(Block):

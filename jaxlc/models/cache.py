@@ -5,6 +5,8 @@ Layers that attend to all earlier tokens store token i on the context rank (i //
 length the ranks have equal work up to one block. A rank stores its tokens in ascending order. So the keys that a query
 attends to are a prefix of each rank's keys. Sliding layers store the last `window` tokens only, on all context ranks:
 token i in slot i % window.
+
+The new tokens of a batch of sequences.
 """
 
 from dataclasses import dataclass
@@ -134,3 +136,16 @@ def abstract_cache(model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch
 def empty_cache(abstract: Cache) -> Cache:
     """A cache without tokens: zeros with the shapes and shardings of `abstract_cache`."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of each sequence, which may be fewer than the chunk has: the rest is padding."""
+
+    num_past_B: jax.Array  # int32: tokens in the cache
+    num_new_B: jax.Array  # int32, in 0 .. C; at most 1 in a decoding step, a chunk of `decode_tokens`
+
+    def positions_BC(self, chunk_tokens: int) -> jax.Array:
+        return self.num_past_B[:, None] + jnp.arange(chunk_tokens, dtype=jnp.int32)
+
+    def is_new_BC(self, chunk_tokens: int) -> jax.Array:
+        return jnp.arange(chunk_tokens) < self.num_new_B[:, None]

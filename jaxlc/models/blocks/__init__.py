@@ -1,1 +1,0 @@
-"""The blocks of layers: attention, linear attention, feed-forward and experts."""
