@@ -74,9 +74,7 @@ def _train(workdir: Path, num_devices: int) -> None:
 def _run(*arguments: str):
     """Runs a `jaxlc` command; returns the resources that it used."""
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxlc.cli", *arguments], stdout=output, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen([sys.executable, "-m", "jaxlc", *arguments], stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             output.seek(0)

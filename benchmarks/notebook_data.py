@@ -123,7 +123,7 @@ def memory_over_length() -> Iterator[Case]:
 def _run(command: str) -> None:
     """Runs a jaxlc command with this Python."""
     print(command, flush=True)
-    subprocess.run([sys.executable, "-m", "jaxlc.cli", *shlex.split(command)[1:]], check=True)
+    subprocess.run([sys.executable, "-m", "jaxlc", *shlex.split(command)[1:]], check=True)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,8 @@
-"""usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters]
+"""`python -m jaxlc.exporting` is `jaxlc export`."""
 
-Writes the weights of a run as a Hugging Face directory, which transformers and other programs open. It needs no
-accelerator, and host memory for the largest parameter, stacked over the layers.
-"""
-
-import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-import jaxlc
-from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.config.models.own_format import is_own_format
-from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
-from jaxlc.config.ranges import Above0
-from jaxlc.core.text import progress_lines
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flags(VerbFlags):
-    positional: ClassVar[tuple[str, ...]] = ("workdir", "out")
-
-    workdir: str  # workdir of the run
-    out: str  # directory to write, which must not exist or be empty
-    step: int | None = None  # checkpoint to export; default: the latest
-    dtype: Literal["bf16", "fp32"] = "bf16"  # data type of the weights, bf16 or fp32
-    max_shard_gb: Above0[float] = 5.0  # size limit of a file in GB
-    adapters: bool = False  # write the adapters of LoRA alone, for peft, in float32, instead of merging them
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_export, argv, description=__doc__, flags=Flags, interrupted="interrupted; nothing was written")
-
-
-def _export(command: ParsedCommand[Flags]) -> int:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    with progress_lines("exporting"):
-        target = jaxlc.export(**vars(command.flags))
-    print(f"wrote {target}")
-    if not command.flags.adapters and is_own_format(read_json(target / CONFIG_FILE)):
-        print("model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)")
-    return 0
-
+from jaxlc.cli.export import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv))

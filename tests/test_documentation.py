@@ -188,7 +188,7 @@ def flags_of(verb: str, mode: str = "") -> set[str]:
     Args:
       mode: a flag that gives the verb other flags, such as --plan.
     """
-    argv = [sys.executable, "-m", VERBS[verb].package, *filter(None, [mode]), "--help"]
+    argv = [sys.executable, "-m", "jaxlc", verb, *filter(None, [mode]), "--help"]
     help_text = subprocess.run(argv, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, check=True)
     return {"--help", *re.findall(r"^  (--[\w-]+)", help_text.stdout, re.MULTILINE)}
 

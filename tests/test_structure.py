@@ -25,12 +25,11 @@ LAYERS = dict(
     hf=5, step=5,
     checkpoints=6,
     train=7,
-    exporting=8, generation=8, runs=8,
-    plan=9, evals=9, logprobs=9, posttrain=9,
+    generation=8,
+    plan=9, evals=9, posttrain=9,
     preflight=10, profile=10, search=10,
-    sweep=11, recommend=11,
-    cli=12,
-    __main__=13,
+    cli=11,
+    exporting=12, logprobs=12, recommend=12, sweep=12, __main__=12,  # `python -m jaxlc.X`
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -91,8 +90,10 @@ def imports_at_start(path: Path) -> set[str]:
 
 
 def package_of(module: str) -> str | None:
-    """jaxlc.step.step is in train; None outside jaxlc and for jaxlc itself."""
+    """jaxlc.step.step is in step, jaxlc.plan.__main__ in __main__; None outside jaxlc and for jaxlc itself."""
     parts = module.split(".")
+    if parts[0] == "jaxlc" and parts[-1] == "__main__":
+        return "__main__"
     return parts[1] if parts[0] == "jaxlc" and len(parts) > 1 else None
 
 
@@ -121,6 +122,7 @@ def test_modules_imported_by_name_are_listed():
     users = {name_of(path) for path in MODULES if "import_module(" in path.read_text()}
     assert users == {
         "jaxlc",
+        "jaxlc.cli",
         "jaxlc.plan",
         "jaxlc.train",
         "jaxlc.train.evaluation",

@@ -40,7 +40,6 @@ class VerbFlags:
     """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no value."""
 
     positional: ClassVar[tuple[str, ...]] = ()  # strings given without a name; a tuple of them takes the rest
-    moved: ClassVar[Mapping[str, str]] = {}  # flags that the verb had, and what to use instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +231,8 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     if name in known:
         return hints[name]
     new = name.replace("-", "_")
-    if new in flags.moved or new in known:
-        raise UserError(f"unknown flag --{name}: use {flags.moved.get(new, f'--{new}')}")
+    if new in known:
+        raise UserError(f"unknown flag --{name}: use --{new}")
     meaning, nearest = meaning_of(new), nearest_name(new, known, cutoff=0.8)
     if meaning.startswith("unsupported"):
         advice = meaning

@@ -1,31 +1,15 @@
 """Writes the recommended settings as a config file: a Python file that `--config=FILE` takes. Imports no jax."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.config.config_text import file_text
 from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
 from jaxlc.config.values import as_python, flattened
-from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
-from jaxlc.plan.output_files import check_output_file
 
 MARK = "Written by `jaxlc recommend`"
-
-
-def check_path(path: Path) -> None:
-    """Checks that the config file can be written.
-
-    Raises:
-      UserError: the file cannot be written, or this command did not write the existing file.
-    """
-    if path.suffix != ".py":
-        raise UserError(f"invalid --out={path}: expected the name of a config file, such as recommended.py")
-    check_output_file("out", path)
-    if path.exists() and MARK not in path.read_text(errors="replace"):
-        raise UserError(f"--out={path}: the file exists, and this command did not write it; choose another name")
 
 
 def config_source(source: str, model: str, title: str, base: Sequence[Stage], recommended: Sequence[Config]) -> str:

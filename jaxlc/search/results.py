@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxlc.core import errors, html
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import read_json_lines
 from jaxlc.core.text import aligned
 from jaxlc.runtime.worker_processes import Row
-from jaxlc.search.ranking import NUM_MESHES, mesh_of, name_of
+from jaxlc.search.ranking import NUM_MESHES, mesh_of, name_of, ranked
 from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
 
 if TYPE_CHECKING:
@@ -158,6 +158,22 @@ class Ranking:
         if self.rows[0]["figures"] == "estimated" and self._done():
             yield "Memory is AOT-compiled; times are estimates, with the 80% interval of published runs."
             yield from filter(None, [self.note()])
+
+
+@checked
+def load(path: str | Path) -> Ranking:
+    """The results of a finished or interrupted sweep, best first. Print them, or show them in a notebook.
+
+    Args:
+      path: the directory of the sweep (`jaxlc sweep --out`), or its points.jsonl.
+    Raises:
+      UserError: there are no points.
+    """
+    file = Path(path) / ROWS if Path(path).is_dir() else Path(path)
+    rows = read_rows(file)
+    if not rows:
+        raise UserError(f"no points in {file}; run jaxlc sweep --out={file.parent}")
+    return Ranking(tuple(ranked(rows)))
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxlc.checkpoints.__main__ import main
 from jaxlc.checkpoints.stored import EVALUATIONS_FILE, LOCK_FILE, problem_of
+from jaxlc.cli.checkpoint import main
 from jaxlc.core.files import locked
 from tests.checkpoints import test_checkpoint as checkpoints
 
@@ -87,7 +87,7 @@ def test_remove_deletes_the_named_checkpoints_only(workdir, capsys):
 
 def test_remove_while_a_run_trains_raises(workdir, capsys):
     with locked(workdir / LOCK_FILE, pytest.fail):
-        code = f"from jaxlc.checkpoints.__main__ import main; main(['', 'rm', {str(workdir)!r}, '--steps=20'])"
+        code = f"from jaxlc.cli.checkpoint import main; main(['', 'rm', {str(workdir)!r}, '--steps=20'])"
         removal = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "stop it first" in removal.stderr
     assert (workdir / "checkpoints" / "20").exists()

@@ -4,13 +4,13 @@ import math
 import pytest
 from ml_collections import ConfigDict
 
+from jaxlc.cli.data import Flags as DataFlags
 from jaxlc.config import MeshConfig, check_evaluation, check_num_devices, defaults, load
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
 from jaxlc.config.command_line import parse
 from jaxlc.config.frozen import SECTIONS
 from jaxlc.config.ranges import ranges_of
 from jaxlc.core.errors import UserError
-from jaxlc.data.__main__ import Flags as DataFlags
 from tests.advice import changed, rejected
 
 LLAMA3 = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)

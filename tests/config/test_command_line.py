@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from jaxlc.cli.export import Flags as ExportFlags
 from jaxlc.config import MeshConfig
 from jaxlc.config.command_line import StageFlags, VerbFlags, parse, run_main
 from jaxlc.config.frozen import SECTIONS
@@ -15,7 +16,6 @@ from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.setting_paths import fields_of
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
-from jaxlc.exporting import Flags as ExportFlags
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = f"--config={ROOT}/configs/quickstart.py"
@@ -70,7 +70,6 @@ def test_parse_repeated_sources_accumulate_and_an_empty_value_clears_them():
 @dataclass(frozen=True, kw_only=True)
 class Flags(StageFlags):
     positional: ClassVar = ("paths",)
-    moved: ClassVar = {"goal": "jaxlc recommend --goal"}
 
     paths: tuple[str, ...] = ()  # files to read
     topology: str = ""  # GPUs
@@ -104,7 +103,6 @@ def test_parse_flags_of_every_type(tmp_path):
         ("--price=0", "invalid --price=0.0: expected greater than 0"),
         ("--num_prompts=0", "invalid --num_prompts=0: expected at least 1"),
         ("--num-prompts=2", "unknown flag --num-prompts: use --num_prompts"),
-        ("--goal=fastest", "unknown flag --goal: use jaxlc recommend --goal"),
         ("--lengths=5x", "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M"),
         ("--dtype=bf1", "invalid --dtype=bf1: expected one of 'bf16', 'fp32' (did you mean bf16?)"),
         ("--advise=maybe", "invalid --advise=maybe: expected true or false"),

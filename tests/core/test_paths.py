@@ -54,7 +54,7 @@ def test_command_with_a_url_prints_one_line_and_writes_nothing(arguments, tmp_pa
     monkeypatch.setattr(peers, "end_process", sys.exit)  # this process is not that of the command
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(SystemExit) as end:
-        cli.main(["jaxlc", *arguments.split()])
+        sys.exit(cli.main(["jaxlc", *arguments.split()]))
     error = capsys.readouterr().err
     assert end.value.code == 2 and "is a URL" in error and error.count("\n") == 1, error
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@ import threading
 import time
 
 import jaxlc
-from jaxlc import exporting
+from jaxlc.cli import export
 from jaxlc.core import text
 
 
@@ -26,7 +26,7 @@ def test_progress_lines_appear_in_long_work_only(monkeypatch, capsys):
 def test_export_prints_lines_while_it_lasts(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(text, "SECONDS_BETWEEN_LINES", 0.05)
     monkeypatch.setattr(jaxlc, "export", lambda **flags: time.sleep(0.12) or tmp_path)
-    assert exporting.main(["export", "runs/x", "out", "--adapters"]) == 0
+    assert export.main(["export", "runs/x", "out", "--adapters"]) == 0
     assert "exporting: 0:00 so far" in capsys.readouterr().err
 
 

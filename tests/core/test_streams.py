@@ -10,8 +10,8 @@ import pytest
 from jaxlc.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
-PREPARED = "import sys; from jaxlc.core import streams; streams.prepare(); "
-PRINT = PREPARED + "sys.exit(streams.guarded(lambda: print('x', file=sys.stderr) or print('⟦a▁⟧ \\ud83d') or 0))"
+PREPARED = "import sys; from jaxlc.core import text; text.prepare(); "
+PRINT = PREPARED + "sys.exit(text.guarded(lambda: print('x', file=sys.stderr) or print('⟦a▁⟧ \\ud83d') or 0))"
 
 
 def run(program: str, redirection: str = "", encoding: str = "utf-8") -> subprocess.CompletedProcess:
@@ -52,13 +52,13 @@ def test_files_do_not_get_the_number_of_a_closed_stream():
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&PIPE"])
 def test_outlasting_process_goes_on_without_a_reader(redirection):
-    program = PREPARED + "streams.outlast(); [print('x' * 9999, flush=True)] * 2; sys.exit(7)"
+    program = PREPARED + "text.outlast(); [print('x' * 9999, flush=True)] * 2; sys.exit(7)"
     done = run(program, redirection)
     assert (done.returncode, done.stderr) == (7, "")
 
 
 def test_error_of_other_files_is_raised():
-    program = PREPARED + "sys.exit(streams.guarded(lambda: open('/nowhere/x').read()))"
+    program = PREPARED + "sys.exit(text.guarded(lambda: open('/nowhere/x').read()))"
     assert "FileNotFoundError" in run(program).stderr
 
 
@@ -68,9 +68,7 @@ def test_commands_prepare_and_guard_their_streams():
     program = "import sys; sys.argv = ['jaxlc', 'sweep', '--help']; from jaxlc.cli import main; sys.exit(main())"
     done = run(program, ">&PIPE", encoding="ascii")
     assert (done.returncode, done.stderr) == (141, "")
-    paths = {verb: ROOT / package.replace(".", "/") for verb, (package, _) in VERBS.items()}
-    mains = {verb: path / "__main__.py" if path.is_dir() else path.with_suffix(".py") for verb, path in paths.items()}
-    assert [verb for verb, path in mains.items() if "run_main(" not in path.read_text()] == []
+    assert [verb for verb in VERBS if "run_main(" not in (ROOT / f"jaxlc/cli/{verb}.py").read_text()] == []
 
 
 def test_texts_of_files_are_utf8_in_any_locale(tmp_path):

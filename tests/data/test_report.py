@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import jaxlc
+from jaxlc.cli.data import main
 from jaxlc.config import read_config
-from jaxlc.data.__main__ import main
 from tests.data.chat_styles import CHATML, write_tokenizer
 
 

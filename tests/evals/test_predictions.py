@@ -13,9 +13,9 @@ import pytest
 from matplotlib.colors import to_rgb
 
 import jaxlc
+from jaxlc.cli.eval import main
 from jaxlc.config.checks.eval_checks import eval_settings
 from jaxlc.core.errors import UserError
-from jaxlc.evals.__main__ import main
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.figures import depth_figure, score_figure
 from jaxlc.evals.haystack import Example

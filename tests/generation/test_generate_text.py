@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxlc
+from jaxlc.cli.generate import main
 from jaxlc.core.errors import UserError
 from jaxlc.generation import generate_text
-from jaxlc.generation.__main__ import main
 from jaxlc.generation.sampling import Sampling
 from jaxlc.step.step import TrainStep
 from tests.train import runs

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.cli.export import main
 from jaxlc.config import PRESETS, load
 from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
@@ -25,7 +26,6 @@ from jaxlc.data.corpus import open_corpus
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens import chat_templates
 from jaxlc.data.traces.open_traces import open_traces
-from jaxlc.exporting import main
 from jaxlc.hf.files import TensorWriter
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 import jaxlc
 import jaxlc.train
 from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.cli.flags import mesh_sizes
 from jaxlc.config import PRESETS, load, with_settings
 from jaxlc.config.command_line import parse
 from jaxlc.config.models.config_json import config_json_of, settings_of
@@ -30,7 +31,6 @@ from jaxlc.config.models.pretrained import locate
 from jaxlc.core import errors
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.evals.evaluate_run import results_directory
-from jaxlc.generation.__main__ import mesh_sizes
 from jaxlc.hf.files import TensorFiles
 from jaxlc.hf.load import layouts_of, paths_of, read_shard
 from jaxlc.models import decoder

@@ -16,10 +16,10 @@ import pytest
 from ml_collections import ConfigDict
 
 import jaxlc
-from jaxlc import logprobs
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.cli import logprobs
 from jaxlc.config import load, to_dict
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh

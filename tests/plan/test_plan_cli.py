@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxlc.cli import plan as command
 from jaxlc.config import load
-from jaxlc.plan import __main__ as command
 from tests.plan.gpus import small_config
 
 CONFIG = """
@@ -46,7 +46,7 @@ def config(tmp_path) -> Path:
 def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
-    assert command.run(argv) == 2
+    assert command.main(argv) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
     assert re.search(re.escape(words), stderr), stderr
@@ -56,7 +56,7 @@ def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words
 def test_prompt_tokens_prints_the_bytes_of_the_cache(config, capsys, monkeypatch):
     """Those of all tokens, up to the 16 sizes per power of two; the mesh has 4 GPUs."""
     monkeypatch.setattr(command, "start_on_cpu", lambda: None)
-    assert command.run(["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]) == 0
+    assert command.main(["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]) == 0
     cache, _ = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:])
     model = load(small_config()).model
     exact = 2 * 2 * model.num_layers * 2**20 * model.num_kv_heads * model.head_dim / 4 / 2**30

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxlc import plan
-from jaxlc.plan import __main__ as command
+from jaxlc.cli import plan as command
 from tests.plan.sample_plan import plan_of, with_temporaries
 
 CONFIG = """
@@ -33,7 +33,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def _run(arguments: list[str]) -> int:
-    return command.run(arguments)
+    return command.main(arguments)
 
 
 def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tmp_path, capsys):

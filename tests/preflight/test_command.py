@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxlc.preflight import __main__ as program
+from jaxlc.cli import preflight as program
 from tests import environment
 from tests.helpers import TIMEOUT_SECONDS, free_port
 
@@ -13,7 +13,8 @@ _WITH_FAULTS = """
 import sys, types, time
 from jaxlc import runtime
 runtime.import_jax()
-from jaxlc.preflight import __main__ as program, facts, shared_directory
+from jaxlc.cli import preflight as program
+from jaxlc.preflight import facts, shared_directory
 from jaxlc.runtime import peers
 from jaxlc.train import stragglers
 

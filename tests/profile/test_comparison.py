@@ -6,12 +6,12 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
+from jaxlc.cli.profile import main
 from jaxlc.config import defaults, load, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import document_pairs
 from jaxlc.hlo import analyze
 from jaxlc.profile import comparison, time_use, trace_events
-from jaxlc.profile.__main__ import main
 from jaxlc.profile.estimate import Estimate, TracedRun, predict
 from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses
 from jaxlc.profile.time_use import GAP, Activity

@@ -12,19 +12,19 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxlc import plan
+from jaxlc.cli import plan as plan_command
+from jaxlc.cli.recommend import check_path, main
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
 from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
-from jaxlc.plan import __main__ as plan_command
 from jaxlc.plan.memory import host_pools_per_node_bytes
-from jaxlc.recommend import main
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
 from jaxlc.search import ranking, recommendation, space, worker
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.compile_order import Estimate, Layout, Rates
-from jaxlc.search.config_file import MARK, check_path, config_source
+from jaxlc.search.config_file import MARK, config_source
 from jaxlc.search.ranking import Entry
 from jaxlc.search.recommendation import LORA, Recommendation, candidates, lengths, recommend, topologies
 from jaxlc.search.recommendation_page import page
@@ -495,7 +495,7 @@ def test_command_invalid_flag_is_error(flags, message, capsys):
     ],
 )
 def test_plan_command_invalid_flag_is_error(flags, message, capsys):
-    assert plan_command.run(["plan", "--topology=h100:1x8", *flags]) == 2
+    assert plan_command.main(["plan", "--topology=h100:1x8", *flags]) == 2
     assert message in capsys.readouterr().err
 
 

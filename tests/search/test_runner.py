@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc import sweep
+from jaxlc.cli import sweep
+from jaxlc.cli.sweep import Flags, main
 from jaxlc.config import Config, command_line, defaults, load, with_settings
 from jaxlc.core import text as progress_lines
 from jaxlc.core.errors import UserError
@@ -20,7 +21,6 @@ from jaxlc.runtime import worker_processes
 from jaxlc.search import ranking, results, runner, worker
 from jaxlc.search.results import Ranking
 from jaxlc.search.space import Point
-from jaxlc.sweep import Flags, main
 from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
 from tests.search import fakes
@@ -290,7 +290,7 @@ def _wait_for_worker(tmp_path) -> str:
 def test_load_ranks_stored_points_and_shows_them(tmp_path):
     rows = run(tmp_path, fakes.refuses_at_context_2)
     for path in (tmp_path, tmp_path / results.ROWS):
-        loaded = sweep.load(path)
+        loaded = results.load(path)
         assert list(loaded.rows) == rows and len(loaded) == 3
     assert "context=2 x tensor=2 ring: unsupported: kernel cudnn" in str(loaded)
     assert loaded[:1].rows == loaded.rows[:1]
@@ -300,7 +300,7 @@ def test_load_ranks_stored_points_and_shows_them(tmp_path):
     speed, memory = loaded.figure().axes
     assert [bar.get_width() for bar in speed.patches[:2]] == [row["tokens_per_second_per_device"] for row in rows[:2]]
     with pytest.raises(UserError, match="no points in"):
-        sweep.load(tmp_path / "missing.jsonl")
+        results.load(tmp_path / "missing.jsonl")
 
 
 def test_ranked_measurements_by_speed_and_failures_last():

@@ -11,11 +11,11 @@ import jax
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
+from jaxlc.cli.train import train as run_training
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.config.command_line import run_main
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
-from jaxlc.train.__main__ import main
 from jaxlc.train.reports.metrics import METRICS_FILE, is_timing, read_rows
 from tests import environment, helpers
 
@@ -125,7 +125,7 @@ def train_elsewhere(config: Path | str, workdir: Path, status: int = 0, **overri
 def train(config: Path | str, workdir: Path, status: int = 0, **overrides) -> str:
     """Runs from start to end in this process, which takes a third of the time, and returns the output."""
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-        exit_status = run_main(main, ["jaxlc train", *_arguments(config, workdir, overrides)], description="")
+        exit_status = run_main(run_training, ["jaxlc train", *_arguments(config, workdir, overrides)], description="")
     assert exit_status == status, output.getvalue()
     return output.getvalue()
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from jaxlc.cli import train
 from jaxlc.config.command_line import run_main
 from jaxlc.step import step
-from jaxlc.train.__main__ import main
 from tests.advice import advised
 from tests.train import runs
 
@@ -80,7 +80,7 @@ def test_train_with_invalid_setting_prints_one_line(config, tmp_path, capsys, ov
             continue
         followed = [*argv, *(f"--config.{path}={value}" for path, value in settings.items())]
         with pytest.raises(CompiledError):
-            run_main(main, ["jaxlc.train", *followed], description="")
+            run_main(train.train, ["jaxlc.train", *followed], description="")
 
 
 @pytest.mark.parametrize("obstacle", ["run", "run/checkpoints", "run/metrics.jsonl/directory"])
@@ -92,7 +92,7 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
     path.write_text("")
     _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "use a different --workdir", capsys)
     with pytest.raises(CompiledError):
-        run_main(main, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'other'}"], description="")
+        run_main(train.train, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'other'}"], description="")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_train_with_invalid_command_line_prints_one_line(argv, words, capsys):
 
 def _assert_refused(argv: list[str], words: str, capsys) -> str:
     """Returns the error."""
-    assert run_main(main, ["jaxlc.train", *argv], description="") == 2
+    assert run_main(train.train, ["jaxlc.train", *argv], description="") == 2
     stdout, stderr = capsys.readouterr()
     assert "mesh " not in stdout  # the description of the run
     assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr

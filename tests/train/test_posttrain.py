@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import jaxlc
-from jaxlc import logprobs
 from jaxlc.checkpoints.files import read_meta
+from jaxlc.cli import logprobs
 from jaxlc.config import defaults, with_settings
 from jaxlc.core.errors import UserError
 from jaxlc.posttrain.embedded_rollouts import EmbeddedRollouts

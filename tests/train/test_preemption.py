@@ -2,10 +2,10 @@ import signal
 
 import pytest
 
+from jaxlc.cli import train
 from jaxlc.config.command_line import run_main
 from jaxlc.core import interrupts
 from jaxlc.train import loop
-from jaxlc.train.__main__ import main
 from jaxlc.train.callbacks import PreemptionGuard, Stop
 from tests.train import runs
 
@@ -76,6 +76,7 @@ def test_train_interrupted_outside_loop_names_latest_checkpoint(tmp_path, monkey
     for step in steps:
         (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
     config = runs.write_config(tmp_path)
-    assert run_main(main, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'run'}"], description="") == 130
+    argv = ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'run'}"]
+    assert run_main(train.train, argv, description="") == 130
     stderr = capsys.readouterr().err
     assert stderr.startswith("interrupted; ") and words in stderr

@@ -4,9 +4,9 @@ import time
 import pytest
 from rich.console import Console
 
+from jaxlc.cli import flags
 from jaxlc.core import text as progress_lines
 from jaxlc.core.text import duration_text
-from jaxlc.plan import terminal
 from jaxlc.train.reports.progress import Progress, flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
@@ -53,7 +53,7 @@ def test_compilation_without_terminal_prints_lines_while_it_lasts(capsys, monkey
         time.sleep(0.12)
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["compiling the step ...", "compiling the step: 0:00 so far"] and "compiled" in lines[-1]
-    with terminal.progress() as starting:
+    with flags.progress() as starting:
         for name in ("one", "two"):
             starting(name)
             time.sleep(0.12)

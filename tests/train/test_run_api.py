@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import jaxlc
+from jaxlc.cli.profile import main as profile_main
 from jaxlc.config import load, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
-from jaxlc.profile.__main__ import main as profile_main
 from jaxlc.step.language_model import padded_length
 from jaxlc.step.step import TrainStep
 from jaxlc.train.reports.metrics import PendingMetrics

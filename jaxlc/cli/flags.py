@@ -1,16 +1,32 @@
-"""What the commands that compile plans share: JAX on the CPU, progress on stderr, and checks of their flags."""
+"""What verbs share: flags and their checks, output files, JAX on the CPU, and progress on stderr."""
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, with_settings
-from jaxlc.config.command_line import StageFlags
+from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.ranges import Above0, From1
+from jaxlc.config.setting_paths import hint_at
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import local_path
 from jaxlc.core.text import progress_lines
+
+_IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(VerbFlags):
+    """The flags of every verb that generates text."""
+
+    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
+    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    simulated_devices: int = 0  # number of CPU devices to simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +91,47 @@ def progress() -> Iterator[Callable[[str], None]]:
                 lines.enter_context(progress_lines(f"compiling {description}"))
 
         yield starting
+
+
+def mesh_sizes(mesh: str | None) -> dict[str, int] | None:
+    """The sizes of --mesh, "context=4,tensor=2", by axis; None without the flag.
+
+    Raises:
+      UserError: another form.
+    """
+    if mesh is None:
+        return None
+    sizes = {}
+    for part in mesh.split(","):
+        axis, _, size = part.partition("=")
+        if not size.isdecimal() or int(size) < 1:
+            raise UserError(f"invalid value {mesh!r} for --mesh: expected sizes of axes, such as context=4,tensor=2")
+        hint_at(f"mesh.{axis.strip()}")  # raises for an unknown one
+        sizes[axis.strip()] = int(size)
+    return sizes
+
+
+def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) -> None:
+    """Checks that a file can be written; the file may exist.
+
+    Args:
+      flag: name of the flag for the message.
+      is_image: the suffix selects the format.
+    Raises:
+      UserError: a directory, a missing directory, no permission, or an unknown image format.
+    """
+    local_path(path)  # raises for a URL
+    path = Path(path)
+    directory = path.resolve().parent
+    if path.is_dir():
+        raise UserError(f"--{flag}={path} is a directory; choose the name of a file")
+    if not directory.is_dir():
+        raise UserError(f"--{flag}={path}: the directory does not exist; create it, or choose another file")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise UserError(f"--{flag}={path}: no permission to write this file; choose another file")
+    if is_image and path.suffix.lower() not in _IMAGES:
+        raise UserError(f"invalid --{flag}={path}: expected a file name that ends with {', '.join(_IMAGES)}")
+
+
+def write_json(path: str | Path, values: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(values, indent=1) + "\n")

@@ -1,0 +1,67 @@
+"""The command line: each verb is a module here, whose `main` gets the arguments, with the program's name first.
+
+A verb is imported when it runs, and imports what needs JAX after its arguments are parsed: so `--help` is fast.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jaxlc import __version__
+from jaxlc.config import shipped_configs
+from jaxlc.config.other_names import meaning_of
+from jaxlc.core import text
+from jaxlc.core.text import did_you_mean
+
+VERBS = {  # and their lines in `jaxlc --help`
+    "train": "train a model; resumes from the latest valid checkpoint in --workdir",
+    "plan": "compile the training step ahead of time, without a GPU: memory, overlap, step time",
+    "preflight": "check the machines of a run before it starts: versions, memory, disk, links",
+    "recommend": "search mesh, strategy and memory settings, and write a config file",
+    "sweep": "plan or measure many meshes and rank them",
+    "data": "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)",
+    "profile": "compare a trace of training steps with the plan's estimate",
+    "generate": "continue a prompt with the model of a run or of a Hugging Face directory",
+    "eval": "score runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss",
+    "logprobs": "add the log-probabilities of a model to traces, for post-training",
+    "checkpoint": "list, verify and delete the checkpoints of a run",
+    "export": "write the weights of a run as a Hugging Face directory",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: sys.argv, program name first) and returns the exit status.
+
+    Raises:
+      SystemExit: the verb ended with its own exit status.
+    """
+    return text.guarded(lambda: _run(list(sys.argv if argv is None else argv)[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-help", "-h", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] == "--version":
+        print(f"jaxlc {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in VERBS:
+        print(f"error: unknown command {name!r}: {meaning_of(name) or did_you_mean(name, VERBS)}", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"jaxlc.cli.{name}").main([f"jaxlc {name}", *arguments[1:]])
+
+
+def help_text() -> str:
+    """The text of `jaxlc --help`."""
+    return "\n".join(
+        [
+            "usage: jaxlc VERB --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]",
+            "",
+            *(f"  {name:<10} {summary}" for name, summary in VERBS.items()),
+            "",
+            "checkpoint, eval, export, generate and profile take the directory of a run instead of --config.",
+            "`jaxlc VERB --help` lists the arguments of a verb, and the sections of the settings if it takes --config.",
+            f"Shipped configs: {', '.join(shipped_configs())}; or give the path of a .py file.",
+        ]
+    )

@@ -1,0 +1,105 @@
+"""usage: jaxlc checkpoint ls WORKDIR
+       jaxlc checkpoint verify WORKDIR [--steps=STEP,...]
+       jaxlc checkpoint rm WORKDIR [--steps=STEP,...] [--incomplete]
+
+ls lists the checkpoints of a run, with their size, the held-out loss of their step, and what is incomplete or was
+unreadable. verify reads all arrays of the checkpoints, in host memory and one at a time, and compares them with their
+checksums; its exit status is 1 if one of them is damaged. rm deletes the checkpoints of these steps, but never all of
+them, and with --incomplete what killed runs have left. No accelerator is used.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import displayed, local_path
+from jaxlc.core.text import aligned, did_you_mean, progress_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(VerbFlags):
+    positional: ClassVar[tuple[str, ...]] = ("action", "workdir")
+
+    action: str  # ls, verify or rm
+    workdir: str  # workdir of the run
+    steps: tuple[int, ...] = ()  # verify, rm: steps of the checkpoints; default of verify: all
+    incomplete: bool = False  # rm: delete what killed runs have left, and what was unreadable
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status."""
+    return run_main(_run, argv, description=__doc__, flags=Flags)
+
+
+def _run(command: ParsedCommand[Flags]) -> int:
+    actions = {"ls": _list, "verify": _verify, "rm": _remove}
+    flags = command.flags
+    if flags.action not in actions:
+        raise UserError(f"unknown command {flags.action!r}: {did_you_mean(flags.action, actions)}")
+    if flags.action == "ls" and flags.steps:
+        raise UserError("--steps has no effect on ls: remove it")
+    if flags.action != "rm" and flags.incomplete:
+        raise UserError(f"--incomplete has no effect on {flags.action}: remove it, or use rm")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step
+
+    directory = local_path(flags.workdir).absolute() / CHECKPOINTS_DIRECTORY
+    for step in flags.steps:
+        existing_step(directory, step)
+    return actions[flags.action](directory, flags)
+
+
+def _list(directory: Path, flags: Flags) -> int:
+    from jaxlc.checkpoints.files import existing_step
+    from jaxlc.checkpoints.stored import leftovers, stored_checkpoints
+
+    unfinished = leftovers(directory)
+    if not unfinished:
+        existing_step(directory, None)
+    rows = [("step", "stage", "GiB", "written", "held-out loss", "")]
+    for item in stored_checkpoints(directory):
+        loss = "" if item.eval_loss is None else f"{item.eval_loss:.4f}"
+        rows.append((str(item.step), item.stage, f"{item.num_bytes / 2**30:.3f}", item.written, loss, item.problem))
+    print("\n".join(aligned(rows, "rlrlrl")))
+    for path in unfinished:
+        print(f"{path.name}: incomplete or unreadable; `jaxlc checkpoint rm {flags.workdir} --incomplete` deletes it")
+    return 0
+
+
+def _verify(directory: Path, flags: Flags) -> int:
+    from jaxlc.checkpoints.files import committed_steps, existing_step
+    from jaxlc.checkpoints.stored import problem_of
+
+    existing_step(directory, None)
+    num_damaged = 0
+    for step in flags.steps or committed_steps(directory):
+        with progress_lines(f"reading step {step}"):
+            problem = problem_of(directory / str(step))
+        num_damaged += problem is not None
+        print(f"step {step}: {problem or 'valid'}", flush=True)
+    return 1 if num_damaged else 0
+
+
+def _remove(directory: Path, flags: Flags) -> int:
+    from jaxlc.checkpoints.files import committed_steps, existing_step
+    from jaxlc.checkpoints.stored import leftovers, no_run_in, remove
+
+    if not flags.steps and not flags.incomplete:
+        raise UserError("nothing to delete: name checkpoints with --steps=STEP,..., or use --incomplete")
+    if not flags.incomplete:
+        existing_step(directory, None)
+    if flags.steps and not set(committed_steps(directory)) - set(flags.steps):
+        raise UserError(
+            f"these are all checkpoints of the run: keep one, or delete the directory {displayed(directory)}"
+        )
+    with no_run_in(directory.parent):
+        paths = [directory / str(step) for step in dict.fromkeys(flags.steps)]
+        paths += leftovers(directory) if flags.incomplete else []
+        for path in paths:
+            remove(path)
+    print(f"deleted {', '.join(path.name for path in paths) or 'nothing'}")
+    return 0

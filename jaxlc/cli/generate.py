@@ -1,0 +1,78 @@
+"""usage: jaxlc generate SOURCE --prompt=TEXT [--max_tokens=N] [--temperature=T]
+
+Continues a prompt with the model of a run or of a Hugging Face directory, on all devices of a mesh.
+`jaxlc plan --prompt_tokens=TOKENS` prints the memory of a KV cache.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jaxlc
+from jaxlc.cli.flags import ModelFlags, mesh_sizes
+from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.ranges import Above0UpTo1, From1
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.files import local_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(ModelFlags):
+    positional: ClassVar[tuple[str, ...]] = ("source",)
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
+    prompt: str | None = None  # text to continue
+    prompt_file: str = ""  # file with the text to continue; -: standard input
+    max_tokens: From1[int] = 256  # largest number of new tokens
+    temperature: float = 0.0  # 0: greedy
+    top_p: Above0UpTo1[float] = 1.0  # sample from the likeliest tokens of this probability
+    stop: list[str] | None = None  # string that ends the text; may be repeated
+    chat: bool = False  # the prompt is a message of a user in the chat template of the model
+    seed: int = 0  # random seed of sampling
+    step: int | None = None  # checkpoint to use; default: the latest
+    chunk_tokens: int = 0  # prompt tokens computed at once; 0: 2048 per rank
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    return run_main(_generate, argv, description=__doc__, flags=Flags)
+
+
+def _generate(command: ParsedCommand[Flags]) -> int:
+    flags = command.flags
+    if (flags.prompt is None) == (not flags.prompt_file):
+        raise UserError("give one prompt: --prompt=TEXT or --prompt_file=FILE")
+    if flags.simulated_devices:
+        jaxlc.start(simulated_devices=flags.simulated_devices)
+    text = flags.prompt if flags.prompt is not None else _read(flags.prompt_file)
+    generation = jaxlc.generate(
+        flags.source,
+        text,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        stop=flags.stop or [],
+        seed=flags.seed,
+        step=flags.step,
+        mesh=mesh_sizes(flags.mesh),
+        chunk_tokens=flags.chunk_tokens,
+        chat=flags.chat,
+        chat_template=flags.chat_template,
+        stream=lambda _, new: print(new, end="", flush=True),
+    )
+    print()
+    print(
+        f"prompt {generation.num_prompt_tokens:,} tokens, new {len(generation.tokens):,} tokens,"
+        f" ended by {generation.finish_reason}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _read(path: str) -> str:
+    try:
+        content = sys.stdin.buffer.read() if path == "-" else local_path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read --prompt_file={path} ({reason_of(error)})") from error
+    return content.decode(errors="replace")

@@ -1,0 +1,145 @@
+"""usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1] [--entropy]
+
+Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a Hugging Face directory.
+The output has one JSON line per record, in order, and a run that is interrupted resumes after the last one. What the
+values depend on, such as the model, is in OUT.header.json: the command does not add to values of something else. Logits
+exist for a chunk of tokens at a time.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+import jaxlc
+from jaxlc import runtime
+from jaxlc.cli.flags import mesh_sizes
+from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
+from jaxlc.config.ranges import Above0
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import full_disk_explained, local_path, make_writable, read_json_file, replacing
+from jaxlc.core.identity import difference, file_fingerprint, fingerprint_of
+
+_KEPT = "finished records are kept, and the same command resumes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(VerbFlags):
+    positional: ClassVar[tuple[str, ...]] = ("source", "traces", "out")
+
+    source: str  # workdir of a run, Hugging Face directory or hub id
+    traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
+    out: str  # .jsonl file to write: the records of traces with one more field
+    field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"  # the field to add
+    temperature: Above0[float] = 1.0  # logits are divided by it, as in sampling
+    entropy: bool = False  # also write the entropies of the next token, in the field entropies
+    step: int | None = None  # checkpoint to use; default: the latest
+    chat_template: str = ""  # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer
+    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    simulated_devices: int = 0  # number of CPU devices to simulate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    return run_main(_score, argv, description=__doc__, flags=Flags, interrupted=f"interrupted; {_KEPT}")
+
+
+def _score(command: ParsedCommand[Flags]) -> int:
+    flags = command.flags
+    if flags.simulated_devices:
+        jaxlc.start(simulated_devices=flags.simulated_devices)
+    runtime.import_jax()
+    import jax
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    from jaxlc.checkpoints.files import model_fingerprint
+    from jaxlc.data.tokens.encoder import Encoder, template_if_any
+    from jaxlc.data.traces.open_traces import records_of
+    from jaxlc.data.traces.trace_records import TraceReader
+
+    out, source = local_path(flags.out), local_path(flags.traces)
+    if out.resolve() == source.resolve():
+        raise UserError(f"OUT is the file of the traces, {out}: use another OUT")
+    make_writable(out.parent, "use another OUT")
+    if out.suffix != ".jsonl":
+        raise UserError(f"the output is {out}; expected a name that ends with .jsonl")
+    run = jaxlc.load(flags.source, step=flags.step, mesh=mesh_sizes(flags.mesh))
+    chat_template = flags.chat_template or run.config.data.chat_template
+    encoder = Encoder(run.tokenizer, chat_template)
+    reader = TraceReader(encoder, run.config.model.vocab_size)
+    template = template_if_any(chat_template, run.tokenizer)
+    header = dict(
+        model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
+        chat_template=template and fingerprint_of(template.source), traces=file_fingerprint(source), field=flags.field,
+        temperature=flags.temperature, entropy=flags.entropy,
+    )  # fmt: skip
+    # Processes must agree, also on file systems that show them different states of the file.
+    num_done = int(broadcast_one_to_all(np.int32(_num_records(out, header) if jax.process_index() == 0 else 0)))
+    num_records = 0
+    with full_disk_explained(out, lambda: f"{_KEPT} after you free space"), _opened(out, jax.process_index()) as file:
+        for num_records, record in enumerate(records_of(source), start=1):
+            if num_records <= num_done:
+                continue
+            traces = reader.read(record, is_sampled=True)
+            scores = [_scores_of(run.model, trace, flags.temperature) for trace in traces]
+            names = ["chosen", "rejected"] if len(traces) == 2 else [""]
+            values = dict(record.values)
+            values[flags.field] = _by_answer(names, [log_probs for log_probs, _ in scores])
+            if flags.entropy:
+                values["entropies"] = _by_answer(names, [entropies for _, entropies in scores])
+            file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
+            file.flush()
+            if num_records % 100 == 0:
+                print(f"{num_records:,} records", flush=True)
+    for warning in encoder.notes.lines(str(source)):
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs")
+    return 0
+
+
+def _scores_of(model: Any, trace: Any, temperature: float) -> tuple[list[float], list[float]]:
+    """The log-probabilities and entropies of the tokens in the loss."""
+    targets = np.flatnonzero(trace.in_loss)[None]
+    scores = model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], temperature)
+    return [float(x) for x in scores.log_probs[0]], [float(x) for x in scores.entropies[0]]
+
+
+def _json_value(value: Any) -> Any:
+    """Values of Parquet columns that JSON does not have: arrays, and as text dates and others."""
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)
+
+
+def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:
+    return dict(zip(names, values)) if len(names) > 1 else values[0]
+
+
+def _num_records(out: Path, header: dict[str, Any]) -> int:
+    """Records that an earlier run wrote; removes a line that it did not finish. Writes the header of a new file.
+
+    Raises:
+      UserError: the file has another header or none. It is not changed.
+    """
+    path = out.with_suffix(".header.json")
+    if not out.is_file() or not out.stat().st_size:
+        with replacing(path) as file:
+            file.write(json.dumps(header, indent=2).encode())
+        return 0
+    if changed := difference(read_json_file(path) if path.is_file() else {}, header):
+        raise UserError(
+            f"{out} was made with something else, according to {path.name} ({changed}): use another OUT, or remove the"
+            " file"
+        )
+    with out.open("rb+") as file:
+        lengths = [len(line) for line in file if line.endswith(b"\n")]
+        file.truncate(sum(lengths))
+    return len(lengths)
+
+
+def _opened(out: Path, process: int):
+    """The file, for process 0; other processes compute the same records and write none."""
+    return open(out if process == 0 else os.devnull, "a", encoding="utf-8")
