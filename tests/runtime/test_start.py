@@ -172,9 +172,9 @@ def test_start_twice_prints_one_line():
 
 _END_WHILE_REMOVING = """
 import os, sys, time
-from jaxlc.runtime import stderr
+from jaxlc.runtime import alarm
 
-with stderr.without_lines(["a note"]):
+with alarm.without_lines(["a note"]):
     os.write(2, b"a note\\nlast words of C++\\n")
     time.sleep(0.5)
     print("error of Python", file=sys.stderr)
