@@ -1,6 +1,6 @@
 """The balance of packed sequences over context ranks: zigzag order, the best packing order, per-document sharding.
 
-    python -m benchmarks.document_balance              # the tables of docs/packing.md; a minute
+    python -m benchmarks.document_balance              # tables of 2026-11-27-packed-documents.md; a minute
     python -m benchmarks.document_balance --image      # docs/images/packing_balance.png
 
 Work is the number of pairs of a query and a key that it attends to. Ring cost is the sum over ring steps of the maximum

@@ -148,6 +148,48 @@ def test_relative_links_exist(page):
             assert anchor in map(slug, headings), f"{page.name} links to {target}"
 
 
+CODE_PAGES = [page for page in PAGES if page.parent != ROOT / "benchmarks" and page.name != "CHANGELOG.md"]
+PACKAGE = ROOT / "jaxlc"
+
+
+def missing_code(text: str) -> list[str]:
+    """The files `folder/module.py`, folders `package/folder/` and names `jaxlc.x.y` of a text that do not exist."""
+    files = re.findall(r"(?<![\w/.*-])((?:[a-z_][a-z_0-9]*/)+[a-z_0-9]+\.py)\b", text)
+    folders = re.findall(r"`((?:[a-z_]+/)+[a-z_]*)`", text)
+    roots = (ROOT, PACKAGE)
+    missing = [
+        path
+        for path in (*files, *folders)
+        if any((root / path.split("/")[0]).is_dir() for root in roots)
+        and not any((root / path).exists() for root in roots)
+    ]
+    names = re.findall(r"(?<![\w/.-])jaxlc(?:\.\w+)+", text)
+    return missing + [name for name in names if not is_in_package(name.split(".")[1:])]
+
+
+def is_in_package(parts: list[str]) -> bool:
+    """Whether jaxlc has the module of these names, or a module whose source has the first name that is no module."""
+    folder = PACKAGE
+    while parts and (folder / parts[0]).is_dir():
+        folder, parts = folder / parts[0], parts[1:]
+    source = folder / "__init__.py"
+    if parts and (folder / f"{parts[0]}.py").exists():
+        source, parts = folder / f"{parts[0]}.py", parts[1:]
+    return not parts or re.search(rf"\b{parts[0]}\b", source.read_text()) is not None
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
+def test_named_code_exists(page):
+    """Dated pages of benchmarks and the changelog may name modules of their time."""
+    assert missing_code(page.read_text()) == []
+
+
+def test_missing_code_is_reported():
+    text = "`jaxlc/nowhere.py`, step/nowhere.py, `models/nowhere/`, `jaxlc.train.nowhere`, `jaxlc.nowhere.run`"
+    assert len(missing_code(text)) == 5
+    assert missing_code("`step/step.py`, `models/kinds`, `jaxlc.train.run`, `my/own.py`, `checkpoint/seconds`") == []
+
+
 @pytest.mark.parametrize("where, command", PAGE_COMMANDS + DOCSTRING_COMMANDS, ids=lambda value: value[:60])
 def test_commands_parse(where, command):
     words = shlex.split(command.partition(" > ")[0].replace("$SLURM_NTASKS", "64").replace("$SLURM_PROCID", "0"))
