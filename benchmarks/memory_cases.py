@@ -11,7 +11,7 @@ from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.worker_processes import Row, Work
-from jaxlc.search import runner, worker
+from jaxlc.search import runner
 from jaxlc.search.space import Point, Settings
 
 _FULL = {"memory.remat": "full"}
@@ -239,7 +239,7 @@ def compile_cases(cases: Sequence[Case], out: Path, work: Work | None = None, nu
     """
     rows = runner.run(
         [point(case) for case in cases],
-        work or worker.estimate,
+        work or runner.estimate_point,
         about=dict(model=base().model.preset),
         out=out,
         num_workers=num_workers,

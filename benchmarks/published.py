@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jaxlc.config import Config, defaults, load
 from jaxlc.core.flops import full_pairs
 from jaxlc.hlo import AnalyzedProgram, analyze
-from jaxlc.plan.compiled_program import compile_step
+from jaxlc.plan.program import compile_step
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, make_mesh, topology
 from jaxlc.step.step import build_step

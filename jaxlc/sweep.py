@@ -3,7 +3,7 @@
 import sys
 
 from jaxlc.cli.sweep import main
-from jaxlc.search.results import load
+from jaxlc.search.ranking import load
 
 __all__ = ["load", "main"]
 

@@ -15,7 +15,7 @@ import pytest
 import jaxlc
 from jaxlc.cli import VERBS
 from jaxlc.plan import Plan
-from jaxlc.plan.stage_table import StagePlan, StagesPlan
+from jaxlc.plan.result import StagePlan, StagesPlan
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import METRICS_FILE
 

@@ -10,11 +10,10 @@ from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_te
 from jaxlc.hlo.memory_dump import Launches, LiveTensor
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
-from jaxlc.plan.record import DERIVED_MEMORY, Change, PlanRecord
-from jaxlc.plan.stage_table import StagePlan, StagesPlan
-from jaxlc.plan.summary import CollectiveStats, Ring
-from jaxlc.simulate.layer_timeline import LayerEvent
-from jaxlc.simulate.timeline import Prediction
+from jaxlc.plan.program import CollectiveStats, Ring
+from jaxlc.plan.report import DERIVED_MEMORY, Change, PlanRecord
+from jaxlc.plan.result import StagePlan, StagesPlan
+from jaxlc.simulate.timeline import LayerEvent, Prediction
 
 _RECORDS = {  # heading on the page -> class
     "predicted": Prediction,

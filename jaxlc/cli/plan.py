@@ -55,7 +55,7 @@ def _plan(command: ParsedCommand[Flags], command_line: str) -> int:
         _print_generation_memory(configs[0], topology, flags.prompt_tokens)
         return 0
     from jaxlc.plan import report
-    from jaxlc.plan.stage_table import StagePlan, StagesPlan
+    from jaxlc.plan.result import StagePlan, StagesPlan
 
     with progress() as starting:
         plans = [
@@ -95,7 +95,7 @@ def _plan(command: ParsedCommand[Flags], command_line: str) -> int:
 def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) -> None:
     """The bytes of a prompt and its answer in the KV cache, from the shapes of the arrays."""
     from jaxlc.generation.memory import generation_memory
-    from jaxlc.plan.compile import on_gpus
+    from jaxlc.plan.result import on_gpus
     from jaxlc.simulate.topology import make_mesh
     from jaxlc.simulate.topology import topology as parse_topology
     from jaxlc.step.step import build_step

@@ -26,8 +26,8 @@ from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
 from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
-from jaxlc.search.config_file import MARK, config_source
-from jaxlc.search.results import row_text
+from jaxlc.search.ranking import row_text
+from jaxlc.search.recommendation import MARK, config_source
 from jaxlc.search.runner import IsOver
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     check_path(path)
     start_on_cpu()
     from jaxlc.plan.packing_estimates import read_documents
-    from jaxlc.search.recommendation import recommend
-    from jaxlc.search.recommendation_page import page
+    from jaxlc.search.recommendation import page, recommend
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 

@@ -25,9 +25,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.runtime.worker_processes import Row, default_num_workers, run_in_processes
-from jaxlc.search import runner, space, worker
-from jaxlc.search.ranking import ranked
-from jaxlc.search.results import Ranking
+from jaxlc.search import runner, space
+from jaxlc.search.ranking import Ranking, ranked
 from jaxlc.search.space import Point
 
 
@@ -86,13 +85,13 @@ def _measured(config: Config, flags: Flags, out: Path) -> Ranking:
             raise UserError(f"--{name}={value} is unsupported with --run, which measures on this machine; remove one")
     log("starting JAX")
     # In another process: JAX in this one would reserve the memory of the devices.
-    ((_, local),) = run_in_processes([config], worker.local_devices, num_workers=1)
+    ((_, local),) = run_in_processes([config], runner.local_devices, num_workers=1)
     if local["status"] != "done":
         raise UserError(f"JAX does not start: {local['reason']}")
     devices = f"{local['num_devices']} x {local['device']}"
     about: Row = dict(figures="measured", topology=devices, model=model_name(vars(config.model)))
     points = grid(config, local["num_devices"], flags)
-    return Ranking(tuple(ranked(runner.run(points, worker.measure, about=about, out=out, num_workers=1))))
+    return Ranking(tuple(ranked(runner.run(points, runner.measure_point, about=about, out=out, num_workers=1))))
 
 
 def grid(config: Config, num_devices: int, flags: Flags) -> list[Point]:

@@ -1,5 +1,5 @@
 """Peaks of GPUs, and fractions that links achieve, each number with its source. Efficiencies of kernels are in
-`jaxlc.simulate.efficiency`.
+`jaxlc.simulate.roofline`.
 
 This module does not import jax.
 """

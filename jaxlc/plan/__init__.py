@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "mesh_figure", "plan"]
 
-_ADVICE = "jaxlc.search.advise"
+_ADVICE = "jaxlc.search.best_first"
 
 
 @checked
@@ -58,7 +58,7 @@ def plan(
     from jaxlc.config import RuntimeConfig
 
     runtime.start(RuntimeConfig(num_processes=1))  # before anything imports jax
-    from jaxlc.plan.compile import plan_step
+    from jaxlc.plan.result import plan_step
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
@@ -92,11 +92,11 @@ def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
 
     errors.require("matplotlib", "a figure of the mesh")
     runtime.import_jax()
-    from jaxlc.plan.figures import mesh_plot
+    from jaxlc.plan import figures
     from jaxlc.sharding.mesh import all_sizes
     from jaxlc.simulate.topology import topology as parse_topology
 
-    return mesh_plot.mesh_figure(all_sizes(mesh), parse_topology(topology))
+    return figures.mesh_figure(all_sizes(mesh), parse_topology(topology))
 
 
 def __getattr__(name: str) -> Any:

@@ -10,41 +10,24 @@ Orbax copies arrays that are on the device, and `checkpoints/` needs as much for
 """
 
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from jaxlc.attention.kernels import cudnn
-from jaxlc.checkpoints.pretrained import checkpoint_part
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.hardware import is_coherent_with_host
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.attention_kernels import AttentionKernelCall, documents_per_row
+from jaxlc.hlo.attention_kernels import documents_per_row
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import LiveTensor
-from jaxlc.hlo.parser import Computation
-from jaxlc.plan.compiled_program import CompiledProgram
 from jaxlc.runtime import memory as memory_pools
-from jaxlc.runtime import memory as unified_memory
-from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.topology import Topology
-from jaxlc.step.memory import pinned_bytes
-from jaxlc.step.state import DEVICE, HOST, bytes_per_device
-from jaxlc.step.step import TrainStep
 
 # Fraction of the capacity that a run may use. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about
 # half a GiB, and the allocator loses some to fragmentation. Assumed; not measured on a GPU.
 USABLE_SHARE = 0.95
-USABLE_HOST_SHARE = unified_memory.HOST_SHARE  # the rest is for the system, Python and the pages of the corpus
-DEFAULT_NVSHMEM_HEAP_BYTES = 2**30  # NVSHMEM's documentation, NVSHMEM_SYMMETRIC_SIZE
+USABLE_HOST_SHARE = memory_pools.HOST_SHARE  # the rest is for the system, Python and the pages of the corpus
 
-# XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though more would fit. Near
-# that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95 is
-# xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). In the 8B step compiled for 8
-# H100s, 864 of 896 permutes were hidden at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7
-# GiB more.
-_SLOP_PERCENT = 95
 
 # NCCL on 8 H100s allocates a buffer of 10 MiB and one of 2 MiB per channel (32) and peer, 3.3 GB in total for an
 # all-to-all (github.com/NVIDIA/nccl/issues/1685). Ring algorithms and permutes have one peer. Each communicator has its
@@ -78,7 +61,7 @@ class Memory:
     unified_host_bytes: int  # host memory that the pool may use too, with runtime.unified_memory
     is_unified_over_pcie: bool  # requested but not counted, because it is too slow
     largest: tuple[LiveTensor, ...]  # largest arrays in device memory at the peak
-    # The sizes of JAX's pools in a run.
+    # Sizes of JAX's pools in a run:
     memory_fraction: float  # config.runtime.memory_fraction
     host_pool_bytes: int  # pinned host memory per GPU
     host_pools_per_node_bytes: int  # allocated by a run for all GPUs and processes of a node; 0: none
@@ -87,16 +70,6 @@ class Memory:
     def symmetric_bytes(self) -> int:
         """The NVSHMEM heap counts in full."""
         return max(self.symmetric_used_bytes, self.nvshmem_heap_bytes)
-
-    @property
-    def is_heap_too_small(self) -> bool:
-        """Whether NVSHMEM's heap has less than the program uses."""
-        return 0 < self.nvshmem_heap_bytes < self.symmetric_used_bytes
-
-    @property
-    def sufficient_heap_bytes(self) -> int:
-        """A value of runtime.nvshmem_heap_bytes for this step, whole GiB; an eighth is for fragmentation."""
-        return -(-self.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30
 
     @property
     def pool_bytes(self) -> int:
@@ -110,6 +83,11 @@ class Memory:
     @property
     def usable_bytes(self) -> float:
         return USABLE_SHARE * self.device_capacity_bytes + self.unified_host_bytes
+
+    @property
+    def usable_host_bytes(self) -> float:
+        """Of a node."""
+        return USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
 
     @property
     def spilled_bytes(self) -> float:
@@ -130,89 +108,43 @@ class Memory:
         return self.device_temp_bytes + self.symmetric_used_bytes > 0.95 * self.scheduler_limit_bytes
 
     @property
-    def device_fits(self) -> bool:
-        return self.excess_bytes <= 0
-
-    @property
     def excess_bytes(self) -> float:
         """Bytes that the GPU lacks, in total or in JAX's pool; at most 0 if the step fits."""
         pool_excess_bytes = self.pool_bytes - self.pool_share * self.device_capacity_bytes
         return max(self.device_peak_bytes - self.usable_bytes, pool_excess_bytes)
 
     @property
-    def is_pool_resized(self) -> bool:
-        """Whether the run needs another runtime.memory_fraction, `pool_share`."""
-        is_too_small = self.pool_bytes > self.memory_fraction * self.device_capacity_bytes
-        return not self.unified_host_bytes and (is_too_small or self.memory_fraction > self.pool_share)
+    def host_excess_bytes(self) -> float:
+        """Bytes that a node lacks while a checkpoint is written; at most 0 if the step fits."""
+        return self.host_bytes_per_node + self.staging_bytes_per_node - self.usable_host_bytes
 
     @property
-    def host_pool_fits(self) -> bool:
-        return self.host_bytes_per_device <= self.host_pool_bytes
+    def pools_excess_bytes(self) -> float:
+        """Bytes that a node lacks for all pools of pinned host memory and a checkpoint. They do not count in `fits`:
+        the growth of the pools and their staging buffers are upper bounds."""
+        if not self.host_pools_per_node_bytes:
+            return 0
+        return self.host_pools_per_node_bytes + self.staging_bytes_per_node - self.usable_host_bytes
 
     @property
-    def host_fits(self) -> bool:
-        needed_bytes = self.host_bytes_per_node + self.staging_bytes_per_node
-        return needed_bytes <= USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
-
-    @property
-    def host_pools_fit(self) -> bool:
-        """Whether a node has the memory for all pools of pinned host memory and for a checkpoint. It does not count in
-        `fits`: the growth of the pools and their staging buffers are upper bounds."""
-        usable_bytes = USABLE_HOST_SHARE * self.host_capacity_per_node_bytes
-        return not self.host_pools_per_node_bytes or self.host_pools_and_staging_bytes <= usable_bytes
-
-    @property
-    def host_pools_and_staging_bytes(self) -> int:
-        """What the pools of pinned host memory and a checkpoint may need on a node."""
-        return self.host_pools_per_node_bytes + self.staging_bytes_per_node
+    def device_fits(self) -> bool:
+        return self.excess_bytes <= 0
 
     @property
     def fits(self) -> bool:
         """Whether device memory, the memory of the node and the pool of pinned host memory suffice."""
-        return self.device_fits and self.host_fits and self.host_pool_fits
+        return self.device_fits and self.host_excess_bytes <= 0 and self.host_bytes_per_device <= self.host_pool_bytes
 
-
-def measure(step: TrainStep, gpus: Topology, compiled: CompiledProgram) -> Memory:
-    """Memory of a compiled step."""
-    stats, program, dump = compiled.compiled.memory_analysis(), compiled.program, compiled.dump
-    host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
-    host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
-    if step.reference is not None:
-        host_bytes += bytes_per_device(step.reference.abstract_state.params)
-    heap = step.config.runtime.nvshmem_heap_bytes or DEFAULT_NVSHMEM_HEAP_BYTES
-    gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
-    host_bytes_per_node = host_bytes * gpus_per_node
-    state, spaces = step.abstract_state, step.memory_spaces
-    staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
-    unified_bytes = unified_host_bytes(step.config.runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
-    pool_bytes = memory_pools.host_pool_bytes(step.config.runtime, pinned_bytes(step.config).pooled)
-    uses_nvshmem = any(collective.backend == "NVSHMEM" for collective in program.collectives)
-    return Memory(
-        device_capacity_bytes=gpus.device.memory_bytes,
-        device_arguments_bytes=stats.argument_size_in_bytes,
-        parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
-        optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
-        # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a document mask.
-        batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
-        device_temp_bytes=compiled.temp_bytes,
-        workspace_bytes=workspace_bytes(program),
-        symmetric_used_bytes=dump.symmetric_bytes,
-        nvshmem_heap_bytes=heap if uses_nvshmem else 0,
-        nccl_bytes=nccl_bytes(program.collectives),
-        scheduler_limit_bytes=_scheduler_limit_bytes(step, gpus.device.memory_bytes, stats.argument_size_in_bytes),
-        host_parameters_bytes=bytes_per_device(state.params, spaces.params, HOST),
-        host_optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, HOST),
-        host_bytes_per_device=host_bytes,
-        host_bytes_per_node=host_bytes_per_node,
-        staging_bytes_per_node=staging_bytes_per_node,
-        host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
-        unified_host_bytes=unified_bytes or 0,
-        is_unified_over_pcie=step.config.runtime.unified_memory and unified_bytes is None,
-        largest=dump.largest(5),
-        memory_fraction=step.config.runtime.memory_fraction,
-        host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
-        host_pools_per_node_bytes=host_pools_per_node_bytes(pool_bytes, gpus),
-    )
+    @property
+    def pool_settings(self) -> dict[str, float]:
+        """Sizes of memory pools that the step needs and the config does not have, as settings."""
+        settings = {}
+        is_too_small = self.pool_bytes > self.memory_fraction * self.device_capacity_bytes
+        if not self.unified_host_bytes and (is_too_small or self.memory_fraction > self.pool_share):
+            settings["runtime.memory_fraction"] = self.pool_share
+        if 0 < self.nvshmem_heap_bytes < self.symmetric_used_bytes:  # an eighth is for fragmentation
+            settings["runtime.nvshmem_heap_bytes"] = -(-self.symmetric_used_bytes * 9 // 8 // 2**30) * 2**30
+        return settings
 
 
 def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
@@ -220,17 +152,6 @@ def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     num_processes = gpus_per_node // gpus.devices_per_process
     return memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)
-
-
-def evaluation_peak_bytes(step: TrainStep, memory: Memory, evaluation: CompiledProgram) -> int:
-    """Peak memory of an evaluation on one GPU, between two steps: with the state, and with the buffers of collectives.
-
-    Args:
-      memory: the memory of the step.
-    """
-    state_bytes = memory.parameters_bytes + memory.optimizer_bytes + bytes_per_device(step.abstract_evaluation_batch)
-    program_bytes = evaluation.temp_bytes + workspace_bytes(evaluation.program)
-    return state_bytes + program_bytes + memory.symmetric_bytes + memory.nccl_bytes
 
 
 def unified_host_bytes(config: RuntimeConfig, gpus: Topology, needed_bytes_per_node: int) -> int | None:
@@ -244,11 +165,6 @@ def unified_host_bytes(config: RuntimeConfig, gpus: Topology, needed_bytes_per_n
     return host_bytes
 
 
-def _scheduler_limit_bytes(step: TrainStep, capacity_bytes: int, arguments_bytes: int) -> int:
-    percent = int((step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT))
-    return int(SCHEDULED_SHARE * capacity_bytes - arguments_bytes) * percent // 100
-
-
 def workspace_bytes(program: AnalyzedProgram) -> int:
     """Workspace of cuDNN's attention calls, whose size is 0 in a program compiled without a GPU.
 
@@ -259,35 +175,25 @@ def workspace_bytes(program: AnalyzedProgram) -> int:
     bound: the workspace may reuse the memory of other temporaries.
     """
     sizes = [0]
-    for call, computation in _attention_calls(program):
-        if call.kernel in ("cudnn", "cudnn_packed") and not _has_workspace(call):
-            q, k = (operand.arrays[0].dims for operand in computation.operands(call.instruction)[:2])
-            sizes.append(cudnn.workspace_bytes(q, k, call.is_backward, documents_per_row(call.instruction)))
+    for computation in program:
+        for instruction in computation:
+            call = program.attention_call_of.get(instruction)
+            if call is None or call.kernel not in ("cudnn", "cudnn_packed"):
+                continue
+            last = instruction.arrays[-1]
+            if last.dtype == "u8" and last.bytes > 0:
+                continue
+            q, k = (operand.arrays[0].dims for operand in computation.operands(instruction)[:2])
+            sizes.append(cudnn.workspace_bytes(q, k, call.is_backward, documents_per_row(instruction)))
     return max(sizes)
 
 
-def _has_workspace(call: AttentionKernelCall) -> bool:
-    last = call.instruction.arrays[-1]
-    return last.dtype == "u8" and last.bytes > 0
-
-
-def _attention_calls(program: AnalyzedProgram) -> Iterator[tuple[AttentionKernelCall, Computation]]:
-    for computation in program:
-        for instruction in computation:
-            if instruction in program.attention_call_of:
-                yield program.attention_call_of[instruction], computation
-
-
-class _Communicator(NamedTuple):
-    """XLA creates one per set of devices, and another one for point-to-point communication among them."""
-
-    members: frozenset[int]
-    is_point_to_point: bool
-
-
 def nccl_bytes(collectives: Sequence[Collective]) -> int:
-    """Upper bound of NCCL's own buffers on a device: for each communicator, the buffers of all its peers."""
-    peers: dict[_Communicator, set[int]] = {}
+    """Upper bound of NCCL's own buffers on a device: for each communicator, the buffers of all its peers.
+
+    XLA creates a communicator per set of devices, and another one for point-to-point communication among them.
+    """
+    peers: dict[tuple[frozenset[int], bool], set[int]] = {}
     for collective in collectives:
         if collective.backend == "NVSHMEM":
             continue
@@ -299,5 +205,5 @@ def nccl_bytes(collectives: Sequence[Collective]) -> int:
             members = frozenset(collective.groups[0])
             others = sorted(members - {min(members)})
             receivers = set(others) if is_point_to_point else set(others[:1])
-        peers.setdefault(_Communicator(members, is_point_to_point), set()).update(receivers)
+        peers.setdefault((members, is_point_to_point), set()).update(receivers)
     return sum(min(len(receivers), NCCL_MAX_PEERS) for receivers in peers.values()) * NCCL_BYTES_PER_PEER

@@ -12,7 +12,7 @@ from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
-from jaxlc.plan.step_program import StepProgram
+from jaxlc.plan.program import StepProgram
 from jaxlc.simulate.packed_work import (
     AttentionWork,
     SequenceWork,

@@ -1,17 +1,154 @@
-"""The plan as a page of plain text."""
+"""The values of a plan with their JSON, whose keys are stable; the plan as a page of plain text, and as HTML."""
 
+import dataclasses
 import textwrap
+import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from types import UnionType
+from typing import Any, Self
 
+from jaxlc.config.models.model_schema import model_name
+from jaxlc.core import html
 from jaxlc.core.axes import mesh_text
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import read_json_file
+from jaxlc.core.plot_style import RED, TEAL
 from jaxlc.core.text import count_text, gib
+from jaxlc.generation.memory import GenerationMemory
+from jaxlc.hlo.memory_dump import Launches
 from jaxlc.hlo.parser import label
-from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, Memory
+from jaxlc.plan.memory import USABLE_SHARE, Memory
 from jaxlc.plan.packing_estimates import PackingEstimates
-from jaxlc.plan.record import PlanRecord
+from jaxlc.plan.program import CollectiveStats, Ring
 from jaxlc.runtime.memory import STAGING_BYTES
-from jaxlc.simulate.interval import Interval, estimate_text, range_text, seconds_text, two_digits
-from jaxlc.simulate.timeline import Prediction
+from jaxlc.simulate.roofline import Interval, estimate_text, range_text, seconds_text, two_digits
+from jaxlc.simulate.timeline import LayerEvent, Prediction
+
+DERIVED_MEMORY = ("symmetric_bytes", "device_peak_bytes", "pool_share", "fits")  # only in the JSON
+ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Settings with which the step was compiled again."""
+
+    overrides: str  # command-line flags: "--config.memory.remat=full"
+    cost: str  # in time, as text
+    device_peak_bytes: int  # as in memory
+    host_bytes_per_node: int  # as in memory
+    fits: bool  # device and host memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """The forward pass of the reference model of posttrain.reference=model, before each step."""
+
+    seconds: float  # estimated; not in predicted.step_seconds
+    peak_bytes: int  # on the device, with the training state
+    host_bytes: int  # its weights in pinned host memory, in memory.host_bytes_per_device too
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanRecord:
+    """A training step compiled ahead of time. Bytes are per GPU, counts per optimizer step."""
+
+    topology: str  # NVLink domains x GPUs per domain: "h100:8x8"
+    num_devices: int  # GPUs of the topology
+    mesh: dict[str, int]  # size of each mesh axis
+    sequence_tokens: int  # data.seq_len
+    tokens_per_step: int  # over all GPUs, padding included
+    compile_seconds: float  # on this machine, for the step
+    predicted: Prediction
+    memory: Memory
+    collectives: tuple[CollectiveStats, ...]
+    ring: Ring
+    kernels: dict[str, int]  # executions by name: attention kernels by pass, matrix products, library calls
+    kernel_choice: str  # the attention kernel, and why it was selected
+    transport_choice: str  # the transport of attention's collective permutes, and why it was selected
+    launches: Launches | None = None  # how the step runs; None: in a plan of an earlier version
+    hints: tuple[str, ...] = ()  # settings that may make the step faster
+    context_warning: str = ""  # the sequence is longer than the context of the model; "": it is not
+    advice: tuple[Change, ...] | None = None  # None: not requested
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
+    layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
+    evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
+    rollouts: GenerationMemory | None = None  # beside the training state; None: config.rollouts.source is not "model"
+    reference: ReferencePass | None = None  # None: the loss needs no weights of a reference model
+    packing: PackingEstimates | None = None  # for packed sequences; None: not requested
+
+    @property
+    def model(self) -> str:
+        """The name of the model; "" if the plan does not have it."""
+        return model_name(self.config.get("model", {}))
+
+    @property
+    def title(self) -> str:
+        """Model, sequence length, mesh and topology in one line."""
+        axes = mesh_text({axis: size for axis, size in self.mesh.items() if size > 1})
+        target = f"{self.topology}, {axes}" if axes else self.topology
+        return f"{self.model + ', ' if self.model else ''}{self.sequence_tokens:,} tokens on {target}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON types."""
+        values = dataclasses.asdict(self)
+        values["memory"] |= {name: getattr(self.memory, name) for name in DERIVED_MEMORY}
+        values["memory"]["largest"] = [tensor._asdict() for tensor in self.memory.largest]
+        values["launches"] = self.launches and self.launches._asdict()
+        values["collectives"] = [stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives]
+        values["layer_timeline"] = [event._asdict() for event in self.layer_timeline]
+        return values
+
+    @classmethod
+    def from_json(cls, source: Mapping[str, Any] | str | Path) -> Self:
+        """The plan that `to_json` returned or `jaxlc plan --json` wrote.
+
+        Args:
+          source: the values, or the path of a JSON file. Unknown keys are ignored.
+        Raises:
+          UserError: the file cannot be read, or is not a plan.
+        """
+        values, name = (
+            (source, "the values") if isinstance(source, Mapping) else (read_plan_file(Path(source)), str(source))
+        )
+        try:
+            return _construct(cls, values)
+        except (AttributeError, TypeError) as error:
+            raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
+
+
+def read_plan_file(path: Path) -> Mapping[str, Any]:
+    try:
+        values = read_json_file(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the plan {path}: {error}") from error
+    if not isinstance(values, Mapping):
+        raise UserError(f"invalid plan: {path} contains no JSON object; write it again with --json")
+    return values
+
+
+def _construct(hint: Any, value: Any) -> Any:
+    """`value`, plain JSON types, as the type `hint`.
+
+    Raises:
+      TypeError: a dataclass or NamedTuple lacks a field.
+      AttributeError, TypeError: a value has another type.
+    """
+    if value is not None and isinstance(hint, UnionType):  # T | None
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is tuple:
+        return tuple(_construct(typing.get_args(hint)[0], item) for item in value)
+    if isinstance(hint, type) and (hints := typing.get_type_hints(hint)):
+        return hint(**{name: _construct(hints[name], item) for name, item in value.items() if name in hints})
+    if typing.get_origin(hint) is dict:
+        return {name: _construct(typing.get_args(hint)[1], item) for name, item in value.items()}
+    expected = {int: int, float: (int, float), str: str, bool: bool}.get(hint)
+    if expected and (not isinstance(value, expected) or isinstance(value, bool) is not (hint is bool)):
+        raise TypeError(f"{value!r:.40} is no {hint.__name__}")
+    return value
+
 
 _WIDTH = 118
 _SMALL_BYTES = 2**20  # collectives that send less per step share one line
@@ -52,15 +189,6 @@ def step_text(predicted: Prediction) -> str:
     return estimate_text(predicted.step_seconds, predicted.interval)
 
 
-def rate_text(predicted: Prediction) -> str:
-    """The estimated tokens per second of a GPU."""
-    return range_text(predicted.tokens_per_second_per_device, "", predicted.interval.inverse)
-
-
-def mfu_text(predicted: Prediction) -> str:
-    return range_text(100 * predicted.mfu_causal, "%", predicted.interval.inverse)
-
-
 def _head(plan: PlanRecord) -> Iterator[str]:
     sizes = f"{count_text(plan.num_devices, 'GPU')}, {mesh_text(plan.mesh)}"
     yield f"{plan.topology}: {sizes}; compiled in {plan.compile_seconds:.0f} s"
@@ -98,8 +226,8 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield _row("pinned host memory", memory.host_bytes_per_device, pool)
         yield _row("  parameters", memory.host_parameters_bytes)
         yield _row("  optimizer state", memory.host_optimizer_bytes)
-    usable_bytes = USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-    usable = f"usable for both: {gib(usable_bytes)} of {gib(memory.host_capacity_per_node_bytes)} (--host_memory_gib)"
+    capacity = gib(memory.host_capacity_per_node_bytes)
+    usable = f"usable for both: {gib(memory.usable_host_bytes)} of {capacity} (--host_memory_gib)"
     yield _row("node: pinned host memory", memory.host_bytes_per_node, usable)
     if memory.host_pools_per_node_bytes:
         pools = f"up to {gib(memory.host_pool_bytes)} per GPU, and {gib(STAGING_BYTES)} per process for staging"
@@ -185,8 +313,11 @@ def _kernels(plan: PlanRecord) -> Iterator[str]:
 def _time(predicted: Prediction) -> Iterator[str]:
     yield "ESTIMATED TIME per step: median (80% interval of published runs, docs/calibration.md)"
     yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
-    yield _text_row("tokens/s per GPU", rate_text(predicted))
-    yield _text_row("MFU", f"{mfu_text(predicted)}, causal model FLOPs over the bf16 peak")
+    inverse = predicted.interval.inverse
+    yield _text_row("tokens/s per GPU", range_text(predicted.tokens_per_second_per_device, "", inverse))
+    yield _text_row(
+        "MFU", f"{range_text(100 * predicted.mfu_causal, '%', inverse)}, causal model FLOPs over the bf16 peak"
+    )
     yield _text_row("recomputed", f"{predicted.recomputed_share:.0%} additional FLOPs, relative to the model's")
     exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
     note = f"exposed (kernels wait): {_median_text(predicted, exposed)}"
@@ -236,24 +367,23 @@ def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
 def warnings(plan: PlanRecord) -> Iterator[str]:
     """What would keep a step that fits from running, as sentences without a period."""
     memory = plan.memory
-    if not memory.host_pools_fit:
-        needed_bytes = memory.host_pools_and_staging_bytes
-        usable = gib(USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes)
+    if memory.pools_excess_bytes > 0:
+        needed_bytes = memory.usable_host_bytes + memory.pools_excess_bytes
         yield (
-            f"the pools of pinned host memory and a checkpoint may need {gib(needed_bytes)} GiB of a node, and {usable}"
-            " GiB of it are usable: start fewer processes per node (--devices_per_process), or set a smaller"
-            " --config.runtime.pinned_host_gib"
+            f"the pools of pinned host memory and a checkpoint may need {gib(needed_bytes)} GiB of a node, and"
+            f" {gib(memory.usable_host_bytes)} GiB of it are usable: start fewer processes per node"
+            " (--devices_per_process), or set a smaller --config.runtime.pinned_host_gib"
         )
 
 
 def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
     """Whether the step fits, and what to do. Arguments as in `page`."""
     memory = plan.memory
+    settings = memory.pool_settings
     for warning in warnings(plan):
         yield from _wrapped(f"WARNING: {warning}.")
-    if memory.is_heap_too_small:
-        setting = f"--config.runtime.nvshmem_heap_bytes={memory.sufficient_heap_bytes}"
-        yield f"The NVSHMEM heap is too small: set {setting}."
+    if heap_bytes := settings.get("runtime.nvshmem_heap_bytes"):
+        yield f"The NVSHMEM heap is too small: set --config.runtime.nvshmem_heap_bytes={heap_bytes}."
     if plan.context_warning:
         yield from _wrapped(f"WARNING: {plan.context_warning}")
     if memory.fits:
@@ -261,22 +391,21 @@ def verdict(plan: PlanRecord, advise_command: str) -> Iterator[str]:
         if memory.spilled_bytes:
             spilled = f"{gib(memory.spilled_bytes)} GiB of that are in host memory"
             yield f"With unified memory, {spilled}; the estimated time does not include these accesses."
-        elif memory.is_pool_resized:
+        elif fraction := settings.get("runtime.memory_fraction"):
             reason = "buffers outside of JAX's pool need the rest"
-            if memory.pool_bytes > memory.memory_fraction * memory.device_capacity_bytes:
+            if fraction > memory.memory_fraction:
                 reason = f"the step needs more than {memory.memory_fraction:g} of a GPU's memory in JAX's pool"
-            yield f"Set --config.runtime.memory_fraction={memory.pool_share:g}: {reason}."
+            yield f"Set --config.runtime.memory_fraction={fraction:g}: {reason}."
         return
     if not memory.device_fits:
         yield f"VERDICT: does not fit, {gib(memory.excess_bytes)} GiB too much on each GPU."
-    if not memory.host_pool_fits:
+    missing_bytes = memory.host_bytes_per_device - memory.host_pool_bytes
+    if missing_bytes > 0:
         enough_gib = -(-memory.host_bytes_per_device // 2**30) + 1
-        yield f"VERDICT: does not fit, {gib(memory.host_bytes_per_device - memory.host_pool_bytes)} GiB too much in the"
-        yield f"pool of pinned host memory of each GPU: set --config.runtime.pinned_host_gib={enough_gib}."
-    if not memory.host_fits:
-        needed_bytes = memory.host_bytes_per_node + memory.staging_bytes_per_node
-        over_bytes = needed_bytes - USABLE_HOST_SHARE * memory.host_capacity_per_node_bytes
-        yield f"VERDICT: does not fit, {gib(over_bytes)} GiB too much in the host memory of each node."
+        yield f"VERDICT: does not fit, {gib(missing_bytes)} GiB too much in the pool of pinned host memory of each GPU:"
+        yield f"set --config.runtime.pinned_host_gib={enough_gib}."
+    if memory.host_excess_bytes > 0:
+        yield f"VERDICT: does not fit, {gib(memory.host_excess_bytes)} GiB too much in the host memory of each node."
     if plan.advice is None:
         yield f"To search for settings that fit: {advise_command}"
         return
@@ -309,3 +438,36 @@ def _text_row(name: str, text: str) -> str:
 def _text_rows(name: str, text: str) -> list[str]:
     """As `_text_row`, of any length."""
     return textwrap.wrap(text, _WIDTH, initial_indent=_text_row(name, ""), subsequent_indent=" " * 21)
+
+
+def document(title: str, body: str) -> str:
+    """A complete HTML page around a fragment, in the light or dark colors that the browser is set to."""
+    style = "margin:24px auto;max-width:1000px;padding:0 16px;background:Canvas;color:CanvasText"
+    return (
+        '<!doctype html>\n<html lang="en" style="color-scheme:light dark"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<title>{escape(title)}</title></head>\n<body style="{style}">{body}</body></html>\n'
+    )
+
+
+def fragment(plan: PlanRecord, figures: Mapping[str, str], text: str, totals: Mapping[str, str]) -> str:
+    """The body of the page, for a notebook: verdict, estimates, figures, and the plan as text. No scripts, no links.
+
+    Args:
+      figures: heading -> SVG element.
+      text: the plan as plain text.
+      totals: further values, name -> text, such as the cost of the run.
+    """
+    color, fits = (TEAL, "fits") if plan.memory.fits else (RED, "does not fit")
+    badge = f"background:{color};color:white;border-radius:5px;padding:2px 9px"
+    lines = [summary(plan), *(f"{name}: {value}" for name, value in totals.items()), *verdict(plan, ADVISE_CALL)]
+    parts = [
+        '<div style="font:14px/1.45 system-ui,sans-serif;color:currentColor;max-width:1000px">',
+        f'<div style="font-size:17px;font-weight:600">{escape(plan.title)} <span style="{badge}">{fits}</span></div>',
+        html.preformatted("\n".join(lines)),
+    ]
+    for heading, figure in figures.items():
+        parts += [f'<div style="font-weight:600;margin-top:20px">{escape(heading)}</div>', figure]
+    return "\n".join(
+        [*parts, html.details("all values as text", html.preformatted(text), is_open=not figures), "</div>"]
+    )

@@ -1,26 +1,42 @@
-"""The result of `jaxlc.plan.plan`, as text, as an HTML page and as figures."""
+"""Plans a training step: checks the config for the GPUs, compiles the step, and adds what a caller asks for.
 
-from collections.abc import Mapping
+`Plan` is the result of `jaxlc.plan.plan`, and `StagesPlan` the table of all stages of a run.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
 
-from jaxlc.config import to_dict
+from ml_collections import ConfigDict
+
+from jaxlc.config import Config, load, to_dict
+from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.config.models.context_length import context_warning
 from jaxlc.core import errors
+from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
-from jaxlc.plan import report, summary
-from jaxlc.plan.figures import html_page
-from jaxlc.plan.record import PlanRecord
-from jaxlc.plan.step_program import StepProgram
-from jaxlc.simulate.layer_timeline import layer_timeline
-from jaxlc.simulate.topology import topology
+from jaxlc.core.text import aligned, count_text, gib
+from jaxlc.generation.memory import rollout_memory
+from jaxlc.plan import report
+from jaxlc.plan.packing_estimates import estimate_packing, read_documents
+from jaxlc.plan.program import StepProgram, collective_stats, compile_log_probs, kernels
+from jaxlc.plan.report import PlanRecord, ReferencePass, verdict
+from jaxlc.simulate.roofline import Roofline, range_text, seconds_text, two_digits
+from jaxlc.simulate.time_model import DEFAULT_ROOFLINE, TimeModel
+from jaxlc.simulate.timeline import layer_timeline, predict
+from jaxlc.simulate.topology import Topology, make_mesh, topology
+from jaxlc.step.state import bytes_per_device
+from jaxlc.step.step import TrainStep, build_step, layer_kernels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 # The sections of the config that shape the step; the JSON has no paths of files.
 _RECORDED_SECTIONS = ("model", "lora", "mesh", "attention", "memory", "precision", "train")
-_ADVISE_CALL = "jaxlc.plan.plan(config, topology, advise=True)"  # for notebooks
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -47,9 +63,9 @@ class Plan(PlanRecord):
             compile_seconds=program.compile_seconds,
             predicted=program.prediction,
             memory=program.memory,
-            collectives=summary.collective_stats(program.program.collectives, shape, gpus.gpus_per_domain),
+            collectives=collective_stats(program.program.collectives, shape, gpus.gpus_per_domain),
             ring=program.ring,
-            kernels=summary.kernels(program.program),
+            kernels=kernels(program.program),
             launches=program.launches,
             kernel_choice=step.kernel_choice,
             transport_choice="; ".join([choice, *program.warnings]),
@@ -58,7 +74,7 @@ class Plan(PlanRecord):
         )
 
     def __str__(self) -> str:
-        return report.page(self, _ADVISE_CALL)
+        return report.page(self, report.ADVISE_CALL)
 
     def __repr__(self) -> str:
         return f"<Plan: {self.title};\n {report.summary(self)}>"
@@ -69,8 +85,13 @@ class Plan(PlanRecord):
     def _html(self, totals: Mapping[str, str]) -> str:
         if not errors.is_installed("matplotlib"):
             hint = f"{errors.install_hint('matplotlib')} adds figures to this page."
-            return html_page.fragment(self, {}, f"{hint}\n\n{self}", totals)
-        return html_page.fragment(self, self._figures(), str(self), totals)
+            return report.fragment(self, {}, f"{hint}\n\n{self}", totals)
+        headings = {"Memory": self.memory_figure}
+        if self.layer_timeline:
+            headings[f"Timeline of {self._layers_of_timeline}"] = self.timeline_figure
+        headings |= {"Communication": self.links_figure, "Mesh": self.mesh_figure}
+        svgs = {heading: _figures("a figure").svg(figure()) for heading, figure in headings.items()}
+        return report.fragment(self, svgs, str(self), totals)
 
     def save(self, path: str | Path, totals: Mapping[str, str] | None = None) -> None:
         """Writes the page that notebooks show as an HTML file, without scripts and external resources.
@@ -82,16 +103,13 @@ class Plan(PlanRecord):
         """
         errors.require("matplotlib", "the plan as an HTML page")
         try:
-            Path(path).write_text(html_page.document(self.title, self._html(totals or {})), encoding="utf-8")
+            Path(path).write_text(report.document(self.title, self._html(totals or {})), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the plan to {path}: {error.strerror}") from error
 
     def memory_figure(self) -> "Figure":
         """Device memory by kind against the usable memory, and host memory if the step uses it."""
-        errors.require("matplotlib", "a figure of memory")
-        from jaxlc.plan.figures import plan_figures as figures
-
-        return figures.memory_figure(self.memory, self.title)
+        return _figures("a figure of memory").memory_figure(self.memory, self.title)
 
     def timeline_figure(self) -> "Figure":
         """Estimated time of the kernels and transfers of one layer, or one group of layers, forward and backward.
@@ -99,9 +117,7 @@ class Plan(PlanRecord):
         Raises:
           UserError: there is no timeline, because the program has no loop over layers.
         """
-        errors.require("matplotlib", "a figure of the timeline")
-        from jaxlc.simulate import timeline_plot
-
+        figures = _figures("a figure of the timeline")
         if not self.layer_timeline:
             raise UserError("unsupported: a timeline of this plan, whose program has no loop over layers")
         is_recomputed = self.config.get("memory", {}).get("remat", "none") != "none"
@@ -111,21 +127,15 @@ class Plan(PlanRecord):
             event._replace(start_seconds=median * event.start_seconds, end_seconds=median * event.end_seconds)
             for event in self.layer_timeline
         ]
-        return timeline_plot.timeline_figure(events, title, is_recomputed=is_recomputed)
+        return figures.timeline_figure(events, title, is_recomputed=is_recomputed)
 
     def links_figure(self) -> "Figure":
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
-        errors.require("matplotlib", "a figure of communication")
-        from jaxlc.plan.figures import plan_figures as figures
-
-        return figures.links_figure(self.collectives, self.predicted, self.title)
+        return _figures("a figure of communication").links_figure(self.collectives, self.predicted, self.title)
 
     def mesh_figure(self) -> "Figure":
         """The mesh on nodes and NVLink domains, and which GPUs communicate with each other."""
-        errors.require("matplotlib", "a figure of the mesh")
-        from jaxlc.plan.figures import mesh_plot
-
-        return mesh_plot.mesh_figure(self.mesh, topology(self.topology), self.collectives)
+        return _figures("a figure of the mesh").mesh_figure(self.mesh, topology(self.topology), self.collectives)
 
     @property
     def _layers_of_timeline(self) -> str:
@@ -134,12 +144,220 @@ class Plan(PlanRecord):
         num_layers = max(period, self.config.get("memory", {}).get("layers_per_remat_group", 1))
         return "one layer" if num_layers == 1 else f"one group of {num_layers} layers"
 
-    def _figures(self) -> "dict[str, Figure]":
-        """Heading -> figure of the page."""
-        timeline = {f"Timeline of {self._layers_of_timeline}": self.timeline_figure()} if self.layer_timeline else {}
+
+def _figures(feature: str) -> ModuleType:
+    """The module of figures, which imports matplotlib. Raises UserError if it is not installed."""
+    errors.require("matplotlib", feature)
+    from jaxlc.plan import figures
+
+    return figures
+
+
+def plan_step(
+    config: ConfigDict | Config,
+    gpus: Topology,
+    starting: Callable[[], None],
+    roofline: Roofline = DEFAULT_ROOFLINE,
+    evaluation: bool = False,
+    document_lengths: str = "",
+) -> Plan:
+    """Compiles the training step of `config` ahead of time for `gpus`, and makes a plan of it with hints.
+
+    Settings of config.runtime that concern this machine (simulated devices, processes) are ignored.
+
+    Args:
+      starting: called after all checks, when the compiler starts.
+      evaluation: also compile the evaluation of held-out sequences, for its peak memory.
+      roofline: for all estimated times: the step, and which ring steps attention hides.
+      document_lengths: also estimate the step for packed sequences; see `packing_estimates.read_documents`.
+    Raises:
+      UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
+        compiler did not use, arrays too large for the compiler.
+    """
+    config = on_gpus(config, gpus)
+    step = build_step(config, make_mesh(gpus, config.mesh))
+    documents = read_documents(config, document_lengths) if document_lengths else None
+    _ = step.kernel_choice, step.transport  # unsupported ones are reported before the compiler starts
+    starting()
+    program = StepProgram.compile(step, TimeModel(gpus, config, roofline))
+    warning = context_warning(config.model, config.data.seq_len) or ""
+    plan = dataclasses.replace(Plan.of(program), hints=hints(step), context_warning=warning)
+    if evaluation:
+        plan = dataclasses.replace(plan, evaluation_peak_bytes=program.evaluation_peak_bytes)
+    if (rollouts := rollout_memory(step, documents.longest_trace if documents else 0)) is not None:
+        plan = dataclasses.replace(plan, rollouts=rollouts)
+    if step.reference is not None:
+        plan = dataclasses.replace(plan, reference=_reference_pass(program))
+    if documents:
+        plan = dataclasses.replace(plan, packing=estimate_packing(documents, program))
+    return plan
+
+
+def _reference_pass(program: StepProgram) -> ReferencePass:
+    """Compiles the reference model of the step. Raises UserError as `plan_step`."""
+    reference = program.step.reference
+    compiled = compile_log_probs(reference)
+    return ReferencePass(
+        peak_bytes=program.peak_bytes_with(compiled),
+        seconds=predict(compiled.program, program.model).step_seconds,
+        host_bytes=bytes_per_device(reference.abstract_state.params),
+    )
+
+
+def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
+    """The config as it is checked for `gpus`, without simulated devices and process numbers.
+
+    Raises:
+      UserError: the mesh has a different number of devices; the message names overrides that fit.
+    """
+    config = load(config)
+    config = dataclasses.replace(
+        config, runtime=dataclasses.replace(config.runtime, simulated_devices=0, num_processes=1, process_id=0)
+    )
+    if config.mesh.num_devices == gpus.num_gpus:
+        return config
+    problem = (
+        f"the mesh {mesh_text(vars(config.mesh))} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
+    )
+    mesh = working_mesh(config, gpus.num_gpus)
+    advice = f"use {mesh_overrides(config.mesh, mesh)}, or" if mesh else "no mesh of its size splits this model; use"
+    raise UserError(f"{problem}; {advice} another --topology, of {config.mesh.num_devices} GPUs")
+
+
+def hints(step: TrainStep) -> tuple[str, ...]:
+    """Settings that may make the step faster, as sentences."""
+    attention = step.config.attention
+    if not attention.document_mask or "cudnn" in step.kernel_names:
+        return ()
+    unmasked = dataclasses.replace(step.config, attention=dataclasses.replace(attention, document_mask=False))
+    if all(kernel.name != "cudnn" for kernel in layer_kernels(unmasked, step.mesh).values()):
+        return ()
+    return (
+        "--config.attention.document_mask=False allows the cuDNN attention kernel, which is faster than"
+        f" {step.kernel_names}; tokens then attend to earlier documents of their sequence",
+    )
+
+
+_HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The compiled step of a stage, and its number of steps."""
+
+    name: str  # "": a config without stages
+    num_steps: int  # optimizer steps
+    plan: Plan  # the stage's step, with the fields of `Plan`
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the stage over all GPUs, padding included."""
+        return self.num_steps * self.plan.tokens_per_step
+
+    @property
+    def hours(self) -> float:
+        """Estimated time of the steps, without evaluations, checkpoints and compilation."""
+        return self.num_steps * self.plan.predicted.step_seconds / 3600
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours times GPUs."""
+        return self.hours * self.plan.num_devices
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StagesPlan:
+    """The plans of all stages of a run; print it."""
+
+    stages: tuple[StagePlan, ...]  # in order
+    price_per_gpu_hour: float | None = None  # None: no cost is printed
+
+    def cost(self, gpu_hours: float) -> float | None:
+        """In the currency of the price."""
+        return None if self.price_per_gpu_hour is None else gpu_hours * self.price_per_gpu_hour
+
+    def totals(self) -> dict[str, str]:
+        """GPU-hours, and with a price the cost, of all stages, for the HTML page."""
+        gpu_hours, interval = sum(stage.gpu_hours for stage in self.stages), self.stages[0].plan.predicted.interval
+        values = {"GPU-hours": gpu_hours, "cost": self.cost(gpu_hours)}
+        steps = f"of {sum(stage.num_steps for stage in self.stages):,} steps, estimated"
+        return {f"{name} {steps}": range_text(x, "", interval) for name, x in values.items() if x is not None}
+
+    def __str__(self) -> str:
+        return self.table("jaxlc plan")
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def table(self, command_line: str) -> str:
+        """The stages as rows, with totals and the verdict of each; of a single stage, the page has the verdict.
+
+        Args:
+          command_line: the command that printed it, for advice.
+        """
+        first = self.stages[0].plan
+        (low, high), median = first.predicted.interval, first.predicted.interval.median
+        lines = [
+            f"{first.topology}: {count_text(first.num_devices, 'GPU')}; memory is AOT-compiled, time is estimated",
+            *aligned(self._rows()),
+            "",
+            "Hours of training steps, without evaluations, checkpoints and compilation. Times and costs are medians;",
+            f"80% of published runs take {two_digits(low / median)} to {two_digits(high / median)} times as long"
+            " (docs/calibration.md).",
+        ]
+        if len(self.stages) == 1:
+            return "\n".join(lines)
+        lines.append("")
+        for stage in self.stages:
+            command = f"{command_line} --stage={stage.name} --advise"
+            lines += [f"{stage.name}: {line}" for line in verdict(stage.plan, command)]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[Sequence[str]]:
+        yield (*_HEADS, *(() if self.price_per_gpu_hour is None else ("cost",)))
+        for stage in self.stages:
+            memory, predicted = stage.plan.memory, stage.plan.predicted
+            median = predicted.interval.median
+            yield (
+                stage.name or "all",
+                f"{stage.num_steps:,}",
+                f"{stage.plan.sequence_tokens:,}",
+                _billions(stage.num_tokens),
+                gib(memory.device_peak_bytes),
+                gib(memory.host_bytes_per_node),
+                two_digits(predicted.tokens_per_second_per_device / median),
+                seconds_text(median * predicted.step_seconds),
+                *self._totals(stage.hours, stage.gpu_hours),
+            )
+        if len(self.stages) > 1:
+            num_steps, num_tokens = (sum(getattr(x, name) for x in self.stages) for name in ("num_steps", "num_tokens"))
+            hours, gpu_hours = (sum(getattr(x, name) for x in self.stages) for name in ("hours", "gpu_hours"))
+            blank = [""] * (len(_HEADS) - 6)
+            yield "total", f"{num_steps:,}", "", _billions(num_tokens), *blank, *self._totals(hours, gpu_hours)
+
+    def _totals(self, hours: float, gpu_hours: float) -> list[str]:
+        """The medians, of the same interval in all stages."""
+        median, cost = self.stages[0].plan.predicted.interval.median, self.cost(gpu_hours)
+        return [two_digits(median * x) for x in (hours, gpu_hours, *([] if cost is None else [cost]))]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types: a list "stages" with the plan of each stage, as `Plan.to_json`."""
         return {
-            "Memory": self.memory_figure(),
-            **timeline,
-            "Communication": self.links_figure(),
-            "Mesh": self.mesh_figure(),
+            "price_per_gpu_hour": self.price_per_gpu_hour,
+            "stages": [
+                dict(
+                    name=stage.name,
+                    num_steps=stage.num_steps,
+                    num_tokens=stage.num_tokens,
+                    hours=stage.hours,
+                    gpu_hours=stage.gpu_hours,
+                    cost=self.cost(stage.gpu_hours),
+                    plan=stage.plan.to_json(),
+                )
+                for stage in self.stages
+            ],
         }
+
+
+def _billions(num_tokens: int) -> str:
+    return f"{num_tokens / 1e9:,.3g}B" if num_tokens >= 1e8 else f"{num_tokens / 1e6:,.3g}M"

@@ -35,9 +35,9 @@ def compare(
 
     runtime.import_jax()
     from jaxlc.core.files import local_path
-    from jaxlc.profile import comparison, estimate, trace_events
+    from jaxlc.profile import comparison, trace_events
 
     path = trace_events.find(local_path(trace))
-    run = estimate.read_run(path)
-    prediction = estimate.predict(run, plan=plan, topology_name=topology, constants=constants)
+    run = comparison.read_run(path)
+    prediction = comparison.predict(run, plan=plan, topology_name=topology, constants=constants)
     return comparison.compare(trace_events.read(path), run, prediction, num_steps=num_steps)

@@ -1,28 +1,192 @@
-"""The measured time of a traced step next to its estimate, by class and by ring step."""
+"""The measured time of a traced step next to its estimate, by class and by ring step.
+
+The estimate is that of the compiled step that was traced, or of a stored plan. No time of a device counts twice.
+"""
 
 import dataclasses
+import gzip
 import statistics
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from jaxlc.config import from_dict
+from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
+from jaxlc.core.files import read_json_file
+from jaxlc.core.flops import document_pairs
 from jaxlc.core.text import aligned
-from jaxlc.profile import time_use
-from jaxlc.profile.estimate import Estimate, TracedRun
-from jaxlc.profile.event_classes import (
+from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.plan.report import PlanRecord
+from jaxlc.profile.trace_events import (
     ATTENTION,
+    CLASSES,
     COMMUNICATION,
     HOST_COPY,
     HOST_COPY_KERNEL,
     MATMUL,
     OTHER,
     EventClasses,
+    Trace,
 )
-from jaxlc.profile.time_use import GAP, TimeUse
-from jaxlc.profile.trace_events import Trace
-from jaxlc.simulate.interval import Interval, estimate_text, two_digits
+from jaxlc.simulate import timeline
+from jaxlc.simulate.packed_work import one_document
+from jaxlc.simulate.roofline import Interval, estimate_text, from_file, two_digits
+from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.timeline import Prediction
+from jaxlc.simulate.topology import Topology, topology
+from jaxlc.train.callbacks import PAIRS, PROGRAM_FILE, RUN_FILE
+
+_MAX_PROGRAM_BYTES = 1 << 30  # uncompressed
+_PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the program
+_GPUS_PER_DOMAIN = {"gb200": 64}  # assumed, as are 8 of all others
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRun:
+    """What `StepProfiler` wrote next to the trace; None where it did not, as for traces of other programs."""
+
+    program: AnalyzedProgram | None = None
+    about: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    prediction: Prediction
+    model: TimeModel | None  # for single ring steps; None for a stored plan
+    pairs_share: float = 1.0  # see `Comparison.estimated_pairs_share`
+
+
+def read_run(trace: Path) -> TracedRun:
+    """The program and the config of the traced run, from a parent directory of the trace file.
+
+    Raises:
+      UserError: a file is damaged.
+    """
+    for directory in list(trace.absolute().parents)[:_PARENTS]:
+        program, about = directory / PROGRAM_FILE, directory / RUN_FILE
+        if program.exists() and about.exists():
+            try:
+                with gzip.open(program) as file:
+                    text = file.read(_MAX_PROGRAM_BYTES + 1)
+                if len(text) > _MAX_PROGRAM_BYTES:
+                    raise ValueError(f"the program has more than {_MAX_PROGRAM_BYTES:,} bytes")
+                return TracedRun(program=analyze(text.decode()), about=_checked(read_json_file(about)))
+            except (OSError, EOFError, ValueError, zlib.error) as error:
+                raise UserError(f"cannot read {program} and {about.name}: {error}; trace the steps again") from error
+    return TracedRun()
+
+
+def _checked(about: Any) -> dict[str, Any]:
+    types = dict(config=dict, num_devices=int, device_kind=str)
+    pairs = about.get(PAIRS, 0) if isinstance(about, dict) else None
+    if pairs is None or not all(isinstance(about.get(name), kind) for name, kind in types.items()):
+        raise ValueError(f"expected a JSON object with {', '.join(types)}")
+    return about
+
+
+def predict(run: TracedRun, *, plan: str, topology_name: str, constants: str) -> Estimate | None:
+    """The estimate of a plan, or of the traced program; None if there is neither, or if the GPUs are unknown.
+
+    Raises:
+      UserError: an invalid plan, topology or constants file.
+    """
+    if plan:
+        return Estimate(prediction=PlanRecord.from_json(plan).predicted, model=None)
+    roofline = from_file(constants)
+    if run.program is None or run.about is None:
+        return None
+    config = from_dict(run.about["config"])
+    gpus = _gpus(run.about, topology_name, config.runtime.topology)
+    if gpus is None:
+        return None
+    whole = config.train.global_batch_size * document_pairs(config.model, [config.data.seq_len])
+    share = run.about.get(PAIRS, whole) / whole if whole else 1.0
+    model = TimeModel(gpus, config, roofline, one_document(config, share))
+    return Estimate(prediction=timeline.predict(run.program, model), model=model, pairs_share=share)
+
+
+def _gpus(about: dict[str, Any], requested: str, configured: str) -> Topology | None:
+    """The GPUs of the run; None if they are not listed in core/hardware.py, as CPUs.
+
+    Args:
+      requested: a topology, or "".
+      configured: config.runtime.topology, which counts if it is of the run's GPUs.
+    Raises:
+      UserError: an invalid `requested`, or one of another size.
+    """
+    num_devices = about["num_devices"]
+    if requested:
+        gpus = topology(requested)
+        if gpus.num_gpus != num_devices:
+            raise UserError(f"--topology={gpus} has {gpus.num_gpus} GPUs, but the traced run had {num_devices}")
+        return gpus
+    device = hardware.find(about["device_kind"])
+    if device is None:
+        return None
+    if configured and topology(configured).device == device and topology(configured).num_gpus == num_devices:
+        return topology(configured)
+    per_domain = _GPUS_PER_DOMAIN.get(device.name, 8)
+    if num_devices <= per_domain or num_devices % per_domain:
+        return topology(f"{device.name}:1x{num_devices}")
+    return topology(f"{device.name}:{num_devices // per_domain}x{per_domain}")
+
+
+GAP = "gaps"  # nothing is in flight
+
+
+class Activity(NamedTuple):
+    kind: str  # one of CLASSES
+    label: str  # the instruction of a collective; else ""
+    start_seconds: float
+    end_seconds: float
+
+
+class TimeUse(NamedTuple):
+    """Seconds of one device."""
+
+    by_class: Counter[str]  # CLASSES and GAP; they add up to the span
+    exposed_by_collective: Counter[str]  # by label: time in which it is in flight and no kernel runs
+    busy_by_class: Counter[str]  # time in which at least one event of the class is in flight, hidden or not
+
+
+def measure(intervals: Sequence[Activity], start_seconds: float, end_seconds: float) -> TimeUse:
+    """The use of the span from `start_seconds` to `end_seconds`; intervals are cut to it.
+
+    Where several intervals overlap, the time counts for the one whose class is first in CLASSES. So communication and
+    host copies get the exposed time, during which no kernel runs.
+    """
+    changes = []
+    for number, interval in enumerate(intervals):
+        start, end = max(interval.start_seconds, start_seconds), min(interval.end_seconds, end_seconds)
+        if start < end:
+            changes += [(start, number, True), (end, number, False)]
+    changes.sort()
+    use = TimeUse(Counter(), Counter(), Counter())
+    active: dict[str, set[int]] = {kind: set() for kind in CLASSES}
+    now = start_seconds
+    for time, number, is_start in changes:
+        _count(use, active, intervals, time - now)
+        now = time
+        (set.add if is_start else set.remove)(active[intervals[number].kind], number)
+    _count(use, active, intervals, end_seconds - now)
+    return use
+
+
+def _count(use: TimeUse, active: dict[str, set[int]], intervals: Sequence[Activity], seconds: float) -> None:
+    if not seconds:
+        return
+    kinds = [kind for kind in CLASSES if active[kind]]
+    use.busy_by_class.update(dict.fromkeys(kinds, seconds))
+    first = kinds[0] if kinds else GAP
+    use.by_class[first] += seconds
+    if first == COMMUNICATION:
+        for label in {intervals[number].label for number in active[COMMUNICATION]}:
+            use.exposed_by_collective[label] += seconds
+
 
 _NAMES = {COMMUNICATION: "exposed communication", HOST_COPY: "exposed host copies", GAP: "gaps between kernels"}
 
@@ -103,12 +267,12 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
             if kind is None or event.end_seconds <= start or event.start_seconds >= end:
                 continue
             label = classes.instruction_of(event) or event.instruction
-            intervals.append(time_use.Activity(kind, label, event.start_seconds, event.end_seconds))
+            intervals.append(Activity(kind, label, event.start_seconds, event.end_seconds))
             if kind == COMMUNICATION:
                 durations[label].append(event.end_seconds - event.start_seconds)
             if run.program is not None and kind != HOST_COPY and classes.instruction_of(event) is None:
                 unknown[device] += event.end_seconds - event.start_seconds
-        uses.append(time_use.measure(intervals, start, end))
+        uses.append(measure(intervals, start, end))
         gaps += _gaps(intervals)
         spans.append(end - start)
     num_runs = num_steps * len(uses)
@@ -138,7 +302,7 @@ def _step_module(trace: Trace) -> str:
     return max(seconds, key=seconds.get, default="")
 
 
-def _gaps(intervals: Iterable[time_use.Activity]) -> list[float]:
+def _gaps(intervals: Iterable[Activity]) -> list[float]:
     """Time from the end of each kernel to the start of the next, where they do not overlap."""
     kernels = sorted(
         (interval.start_seconds, interval.end_seconds)

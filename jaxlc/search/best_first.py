@@ -3,19 +3,30 @@
 Candidates that were not compiled have estimates (`compile_order`), corrected by what was compiled of the same mesh and
 strategy, or else of the same mesh, or of any. All are ranked together by `ranking`. So the search ends when no other
 candidate can change the choice: not by 2% within a mesh, nor by 5% across meshes.
+
+`with_advice` searches settings of memory only, for the mesh and strategy of a step that does not fit.
 """
 
+import dataclasses
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ml_collections import ConfigDict
+
+from jaxlc.config import Config
+from jaxlc.core.errors import UserError
+from jaxlc.plan.report import Change
+from jaxlc.plan.result import Plan, on_gpus, plan_step
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
-from jaxlc.search.compile_order import Estimate, usable_memory
+from jaxlc.search.compile_order import Estimate, Layout, Rates, usable_memory
 from jaxlc.search.ranking import NUM_MESHES, Entry
-from jaxlc.search.runner import STOPPED, IsOver
+from jaxlc.search.runner import STOPPED, IsOver, row_of
 from jaxlc.search.space import Point
+from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.topology import Topology
 
 _MARGIN = 0.9  # factor on corrected estimates of memory: what exceeds the memory by less is compiled
@@ -168,3 +179,66 @@ def _first_of_meshes(entries: Mapping[Candidate, Entry]) -> list[Candidate]:
     for candidate in ranking.places(entries):
         by_mesh.setdefault(entries[candidate].mesh, candidate)
     return list(by_mesh.values())[:NUM_MESHES]
+
+
+_NUM_FITTING = 2  # the search ends after this many changes that fit; later ones cost more time
+_NUM_COMPILED = 6  # or after this many changes
+
+
+def with_advice(
+    plan: Plan,
+    config: ConfigDict | Config,
+    gpus: Topology,
+    starting: Callable[[str], None],
+    roofline: Roofline = DEFAULT_ROOFLINE,
+) -> Plan:
+    """The plan of `config`, whose step does not fit, with changes that were compiled.
+
+    Args:
+      starting: called with a description of each program before it is compiled.
+    """
+    config = on_gpus(config, gpus)
+    given, *changes = _candidates(config, gpus, roofline)
+    search = Search("fastest", changes)
+    search.add(given, _row(given, plan))
+    advice: list[Change] = []
+
+    def compile_one(candidates: Sequence[Candidate], _is_over: IsOver) -> list[Row]:
+        (candidate,) = candidates
+        overrides = candidate.overrides
+        try:
+            result = plan_step(candidate.checked(), gpus, lambda: starting(f"with {overrides}"), roofline=roofline)
+        except UserError as error:  # invalid for this config, or refused by the compiler
+            return [dict(status="refused", reason=str(error))]
+        advice.append(Change(
+            overrides=overrides,
+            cost=space.cost(config, candidate.settings),
+            device_peak_bytes=result.memory.device_peak_bytes,
+            host_bytes_per_node=result.memory.host_bytes_per_node,
+            fits=result.memory.fits,
+        ))  # fmt: skip
+        return [_row(candidate, result)]
+
+    search.run(
+        compile_one, lambda _: len(advice) >= _NUM_COMPILED or sum(change.fits for change in advice) >= _NUM_FITTING
+    )
+    return dataclasses.replace(plan, advice=tuple(advice))
+
+
+def _candidates(config: Config, gpus: Topology, roofline: Roofline) -> Iterator[Candidate]:
+    """`config` itself, then its changes."""
+    rates, layouts = Rates(gpus, roofline), {}
+    for settings in ({}, *space.changes(config)):
+        changed = space.unchecked(config, settings)
+        steps = changed.train.gradient_accumulation_steps
+        if steps not in layouts:
+            layouts[steps] = Layout(changed, rates, rates.kernels(changed) or {})
+        estimate = layouts[steps].estimate(changed.memory)
+        yield Candidate(settings=settings, base=config, gpus=gpus, estimate=estimate)
+
+
+def _row(candidate: Candidate, plan: Plan) -> Row:
+    config = candidate.config
+    columns = dict(topology=str(candidate.gpus), seq_len=config.data.seq_len, **vars(config.mesh))
+    steps = config.train.gradient_accumulation_steps
+    return row_of(plan, config) | columns | dict(status="done", gradient_accumulation_steps=steps)

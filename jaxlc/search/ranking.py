@@ -6,14 +6,30 @@ These are compared to 5%, across meshes: among equal ones, the one with the most
 the fewest departures. Copies to host memory have to pay: what copies more kinds of arrays (saved activations, optimizer
 state, parameters) is first only if all others are slower by more than 5%. What its own plan warns about is first only
 if nothing else fits. Measurements are ordered by speed.
+
+`Ranking` has the results of a search, best first: a table in terminals and notebooks, CSV, and plots.
 """
 
+import csv
+import math
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from jaxlc.core import errors, html
 from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.errors import UserError, checked
+from jaxlc.core.files import read_json_lines
+from jaxlc.core.text import aligned
 from jaxlc.runtime.worker_processes import Row
-from jaxlc.search.space import layout_name
+from jaxlc.search.space import row_name
+from jaxlc.simulate.roofline import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 K = TypeVar("K", bound=Hashable)
 NUM_MESHES = 3  # that are compiled by a search, and named as the ones to measure
@@ -135,6 +151,209 @@ def _by_memory(entry: Entry) -> tuple[float, int, float]:
     return -entry.memory_left_bytes, entry.num_departures, entry.seconds
 
 
-def name_of(row: Row) -> str:
-    """The mesh and the strategy, such as "fsdp=2 x context=8 ring"."""
-    return layout_name({axis: row[axis] for axis in MESH_AXES}, row["strategy"], row["ulysses_degree"])
+ROWS, RANKING = "points.jsonl", "ranking.csv"
+_SETTINGS = dict(  # and their headings, besides mesh and strategy
+    topology="GPUs",
+    seq_len="length",
+    remat="remat",
+    transport="transport",
+    gradient_accumulation_steps="microbatches",
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Ranking:
+    """The points of a sweep, best first: those that fit, those that do not fit, those without results.
+
+    `rows` are dictionaries with the settings and results of each point, for `pandas.DataFrame`. `print(ranking)` prints
+    a table, and a notebook shows one.
+    """
+
+    rows: tuple[Row, ...]
+    price_per_gpu_hour: float | None = None  # None: no cost is printed
+    # Half of the 80% interval of the logarithm of the ratio of two times.
+    pair_spread: float = PAIR_SPREAD
+
+    @property
+    def title(self) -> str:
+        """The model, and the GPUs of the estimates or measurements."""
+        row, topologies = self.rows[0], ", ".join(dict.fromkeys(row["topology"] for row in self.rows))
+        return f"{row['model']}, {row['figures']} {'for' if row['figures'] == 'estimated' else 'on'} {topologies}"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, rows: slice) -> "Ranking":
+        """`ranking[:10]` is the ranking of the first ten points."""
+        return Ranking(self.rows[rows], self.price_per_gpu_hour, self.pair_spread)
+
+    def __repr__(self) -> str:
+        return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading(), *aligned(self._table() if self._done() else []), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        parts = [html.paragraph(self._heading())]
+        if self._done():
+            head, *rows = self._table()
+            parts.append(html.table(head, rows, align="l" + "r" * (len(head) - 1)))
+        return "\n".join([*parts, *map(html.paragraph, self._notes())])
+
+    def figure(self) -> "Figure":
+        """Tokens/s and memory per point at the longest sequence length, best first.
+
+        Raises:
+          UserError: no point completed, or matplotlib is not installed.
+        """
+        return self._plots().meshes_figure(self._completed(), self.title)
+
+    def transports_figure(self) -> "Figure":
+        """Tokens/s over sequence length by transport. Raises UserError as `figure`."""
+        return self._plots().transports_figure(self._completed(), self.title)
+
+    def write(self, out: Path) -> list[Path]:
+        """Writes the ranking as CSV, and the plots if matplotlib is installed. Returns their paths."""
+        path = out / RANKING
+        names = dict.fromkeys(name for row in self.rows for name in row if name != "key")
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["rank", *names], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(dict(rank=rank) | row for rank, row in enumerate(self.rows, start=1))
+        if not errors.is_installed("matplotlib"):
+            print(f"plots skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}", file=sys.stderr)
+            return [path]
+        return [path, *self._plots().write(self.rows, self.title, out)]
+
+    def _plots(self) -> ModuleType:
+        errors.require("matplotlib", "a figure of a sweep")
+        from jaxlc.search import ranking_plots
+
+        return ranking_plots
+
+    def note(self) -> str:
+        """Which configurations the estimate cannot order, up to three meshes by number; "" if there are none."""
+        fitting = [(rank, row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
+        if not fitting:
+            return ""
+        (_, first), speed = fitting[0], "tokens_per_second_per_device"
+        close = [
+            (mesh_of(row), rank)
+            for rank, row in fitting
+            if mesh_of(row)[:2] == mesh_of(first)[:2]
+            and not is_distinguishable(row[speed], first[speed], self.pair_spread)
+        ]
+        if len(close) == 1:
+            return ""
+        names = list(map(str, sorted(dict(reversed(close)).values())))[:NUM_MESHES]  # the first one of each mesh
+        num_others = len(close) - len(names)
+        *names, last = [*names, *([f"{num_others} more"] if num_others else [])]
+        return (
+            f"The estimate cannot order {', '.join(names)} and {last}: they differ by less than the 80% interval of a"
+            f" ratio, {math.expm1(self.pair_spread):.0%} (docs/calibration.md).\nOf the fastest, 1 leaves"
+            " the most memory. Measure them on your GPUs: jaxlc sweep --run (docs/sweep.md)."
+        )
+
+    def _table(self) -> list[list[str]]:
+        """Headings and rows. Settings that are equal in all rows are in the heading above."""
+        varying = [name for name in _SETTINGS if len({row[name] for row in self.rows}) > 1]
+        figures = [_figures(row, self.price_per_gpu_hour) for row in self._done()]
+        headings = list(dict.fromkeys(heading for texts in figures for heading in texts))
+        table = [["", *(_SETTINGS[name] for name in varying), *headings, ""]]
+        for rank, (row, texts) in enumerate(zip(self._done(), figures), start=1):
+            settings = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in varying]
+            cells = [texts.get(heading, "") for heading in headings]
+            table.append([f"{rank}: {row_name(row)}", *settings, *cells, "" if row["fits"] else "does not fit"])
+        return table
+
+    def _heading(self) -> str:
+        """The title and the settings that are equal in all rows."""
+        same = (name for name in _SETTINGS if name != "topology" and len({row[name] for row in self.rows}) == 1)
+        return "\n".join([self.title, ", ".join(f"{name}={self.rows[0][name]}" for name in same)])
+
+    def _done(self) -> list[Row]:
+        return [row for row in self.rows if row["status"] == "done"]
+
+    def _completed(self) -> list[Row]:
+        if not self._done():
+            raise UserError("no point of this sweep completed; the table lists the reasons")
+        return self._done()
+
+    def _notes(self) -> Iterator[str]:
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row["status"] != "done":
+                reasons.setdefault((row["status"], row["reason"]), []).append(row_name(row))
+        for (status, reason), names in reasons.items():
+            yield f"{status}: {'; '.join(names)}: {reason}"
+        if self.rows[0]["figures"] == "estimated" and self._done():
+            yield "Memory is AOT-compiled; times are estimates, with the 80% interval of published runs."
+            yield from filter(None, [self.note()])
+
+
+@checked
+def load(path: str | Path) -> Ranking:
+    """The results of a finished or interrupted sweep, best first. Print them, or show them in a notebook.
+
+    Args:
+      path: the directory of the sweep (`jaxlc sweep --out`), or its points.jsonl.
+    Raises:
+      UserError: there are no points.
+    """
+    file = Path(path) / ROWS if Path(path).is_dir() else Path(path)
+    rows = read_rows(file)
+    if not rows:
+        raise UserError(f"no points in {file}; run jaxlc sweep --out={file.parent}")
+    return Ranking(tuple(ranked(rows)))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of `path`; none if it does not exist. Removes a truncated last line from the file.
+
+    Raises:
+      UserError: another line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    if complete != content:
+        path.write_bytes(complete)
+    return read_json_lines(path)
+
+
+def row_text(row: Row) -> str:
+    """Time and memory in one line, or why there are none."""
+    if row["status"] != "done":
+        return f"{row['status']}: {row['reason']}"
+    figures = _figures(row)
+    host = f" and {figures['host GiB/node']} GiB of host memory" if "host GiB/node" in figures else ""
+    fits = "" if row["fits"] else ", does not fit"
+    return f"{figures['step (80%)']}, {figures['GiB/GPU']} GiB{host}{fits}"
+
+
+def _figures(row: Row, price_per_gpu_hour: float | None = None) -> dict[str, str]:
+    """Results by their headings: measurements as they are, estimated times as scaled medians with two digits."""
+    seconds, is_estimate = row["step_seconds"], row.get("figures") == "estimated"
+    interval, step = Interval(1.0, 1.0), f"{seconds:,.3g} s"
+    if is_estimate:
+        interval = Interval(row["step_seconds_low"] / seconds, row["step_seconds_high"] / seconds)
+        step = estimate_text(seconds, interval).removeprefix("about ")
+    rate = row["tokens_per_second_per_device"] / interval.median
+    gpu_hours = 1e9 / rate / 3600
+
+    def text(value: float, digits: str = ".3g") -> str:
+        return two_digits(value) if is_estimate else f"{value:,{digits}}"
+
+    texts = {"tokens/s/GPU": text(rate, ".0f"), "step (80%)": step}
+    if row.get("mfu_causal") is not None:
+        texts["MFU"] = text(100 * row["mfu_causal"] / interval.median, ".1f") + "%"
+    if "exposed_communication_seconds" in row:
+        texts["exposed s"] = text(interval.median * row["exposed_communication_seconds"])
+    texts["GiB/GPU"] = f"{row['device_peak_bytes'] / 2**30:.3g}"
+    if row.get("host_bytes_per_node"):
+        texts["host GiB/node"] = f"{row['host_bytes_per_node'] / 2**30:,.0f}"
+    texts["GPU-hours per 1B tokens"] = text(gpu_hours)
+    if price_per_gpu_hour is not None:
+        texts["cost per 1B tokens"] = text(price_per_gpu_hour * gpu_hours)
+    return texts

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from jaxlc.core import plot_style
 from jaxlc.core.plot_style import AMBER, BLUE, GRAY, RED, TEAL
-from jaxlc.search.ranking import name_of
+from jaxlc.search.space import row_name
 
 MESHES, TRANSPORTS = "meshes.png", "transports.png"
 _MAX_BARS = 32
@@ -31,7 +31,7 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     longest = max(row["seq_len"] for row in done)
     shown = [row for row in done if row["seq_len"] == longest][:_MAX_BARS]
     also = [name for name in ("remat", "transport") if len({row[name] for row in shown}) > 1]
-    labels = [", ".join([name_of(row), *(row[name] for name in also)]) for row in shown]
+    labels = [", ".join([row_name(row), *(row[name] for name in also)]) for row in shown]
     figure = plot_style.new_figure(10, 1.4 + 0.24 * len(shown))
     speed, memory = figure.subplots(1, 2, sharey=True)
     colors = [(_COLORS[row["strategy"]], 1.0 if row["fits"] else 0.35) for row in shown]
@@ -92,4 +92,4 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
 
 def _program(row: dict) -> tuple[str, str]:
     """Everything but transport and sequence length."""
-    return name_of(row), row["remat"]
+    return row_name(row), row["remat"]

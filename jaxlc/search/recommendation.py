@@ -1,24 +1,72 @@
-"""Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides."""
+"""Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides.
+
+`page` is the result as plain text, and `config_source` as a config file that `--config=FILE` takes.
+"""
 
 import bisect
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from jaxlc.config import Config
+from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
+from jaxlc.config.config_text import file_text
+from jaxlc.config.models.context_length import context_warning
+from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
+from jaxlc.config.values import as_python, flattened
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
-from jaxlc.core.text import duration_text, progress_lines
+from jaxlc.core.files import local_path
+from jaxlc.core.text import duration_text, gib, progress_lines
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.best_first import Candidate, Compile, Search
 from jaxlc.search.compile_order import Layout, Rates, usable_memory
+from jaxlc.search.ranking import Ranking
 from jaxlc.search.runner import IsOver
 from jaxlc.search.space import Settings
-from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.roofline import PAIR_SPREAD, Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
+
+MARK = "Written by `jaxlc recommend`"
+
+
+def config_source(source: str, model: str, title: str, base: Sequence[Stage], recommended: Sequence[Config]) -> str:
+    """The text of the config file.
+
+    Args:
+      source: name and variant of the given config; "": none, only a model.
+      model: --model of the command; "": that of the given config.
+      title: what was recommended for what, in one line.
+      base: the stages of the given config as its file defines them, with `model`, without other overrides.
+      recommended: the config of each stage.
+    """
+    is_preset, path = model in PRESETS, local_path(model)
+    if model and not is_preset and path.is_dir():  # absolute, so that the file can be read from other directories
+        model = str(path.resolve())
+    lines = [f"config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}"] if model else []
+    title = f"{title}\n\n{MARK}. Change it as any other config file.\n"
+    given = f"read_config({as_python(source)})" if source else "defaults()"
+    return file_text(title, given, _changes(base, recommended), lines)
+
+
+def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, Any]:
+    """Settings that differ from the base, or that it lacks, by their paths.
+
+    They are settings of a stage, or of the run where stages have no own value.
+    """
+    changes: dict[str, Any] = {}
+    for stage, config in zip(base, recommended, strict=True):
+        given = flattened(to_dict(stage.config))
+        for path, value in flattened(to_dict(config)).items():
+            if (path not in given or value != given[path]) and not (stage.name and path in FROM_LENGTHS):
+                is_shared = not stage.name or refusal(stage.name, path)
+                changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
+    return changes
+
 
 _CHUNK_TOKENS = 256  # per GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
 _MAX_DOMAINS = 512  # the largest number of NVLink domains that is tried if nothing fits
@@ -229,3 +277,50 @@ def _no_layout(config: Config, gpus: Topology) -> str:
         f" --config.train.global_batch_size={nearest_multiples(num_sequences, num_gpus)}, or"
         f" --config.data.seq_len={nearest_multiples(num_tokens, _CHUNK_TOKENS * num_gpus)}"
     )
+
+
+def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_spread: float = PAIR_SPREAD) -> str:
+    """Plain text. Arguments as the fields of `Ranking`."""
+    config, search = recommendation.base, recommendation.search
+    goal, model = search.goal.replace("_", " "), model_name(vars(config.model))
+    length = "longest sequence" if search.goal == "longest" else f"{config.data.seq_len:,} tokens"
+    lines = [f"RECOMMENDATION, {goal}: {model}, {length} on {recommendation.gpus}"]
+    if not search.best:
+        return "\n".join([*lines, *_nothing_fits(recommendation)])
+    chosen = search.best[0][0].config
+    if warning := context_warning(chosen.model, chosen.data.seq_len):
+        lines.append(f"WARNING: {warning}")
+    lines.append(str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)) + "\n")
+    if search.best[0][1]["warnings"]:
+        lines.append("Every configuration that fits has a warning:")
+    for rank, (candidate, row) in enumerate(search.best, start=1):
+        lines += _details(rank, candidate, row)
+    return "\n".join(lines)
+
+
+def _details(rank: int, candidate: Candidate, row: Row) -> Iterator[str]:
+    yield f"{rank}: {space.name_of(candidate.config)}"
+    left_bytes = row["device_usable_bytes"] - row["device_peak_bytes"]
+    yield f"   leaves {left_bytes / 2**30:.0f} GiB per GPU; {space.cost(candidate.config, candidate.settings)}"
+    yield f"   share of the time: {row['time_by_resource']}"
+    if row["warnings"]:
+        yield f"   warning: {row['warnings']}"
+    if row["pools"]:
+        yield f"   needs {space.overrides(row['pools'])}"
+
+
+def _nothing_fits(recommendation: Recommendation) -> Iterator[str]:
+    yield "nothing fits. Estimated, not compiled:"
+    if recommendation.longest is None:
+        yield f"  no sequence length fits {recommendation.gpus}: {recommendation.reason}"
+    else:
+        yield f"  the longest sequence that fits {recommendation.gpus} has {recommendation.longest:,} tokens"
+    if recommendation.larger is None:
+        yield "  more GPUs of this kind do not help: no mesh divides model and batch such that the step fits"
+    else:
+        yield f"  {recommendation.larger.num_gpus} GPUs would do: --topology={recommendation.larger}"
+    if recommendation.fits_with_lora:
+        yield f"  LoRA would fit: {space.overrides(LORA)}"
+    smallest = recommendation.search.smallest
+    if smallest is not None:
+        yield f"  nearest: {smallest['overrides']}, {gib(smallest['device_peak_bytes'])} GiB per GPU, compiled"

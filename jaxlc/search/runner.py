@@ -1,25 +1,140 @@
-"""Runs a function on points, each in its own process. Imports no jax.
+"""Runs a function on points, each in its own process.
 
 Every row is appended to a file as soon as it is known. A command that is started again skips the points in that file.
+
+The leading process does not start JAX, which would reserve the memory of the devices. `*_point` is the work on one
+point, in its own process (`jaxlc.runtime.worker_processes`).
 """
 
 import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Collection, Sequence
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxlc.config import Config, to_dict
+from jaxlc.config import Config, RuntimeConfig, to_dict
 from jaxlc.config.models.model_schema import model_name
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
 from jaxlc.runtime.worker_processes import Row, Work, run_in_processes
-from jaxlc.search import worker
-from jaxlc.search.results import ROWS, read_rows, row_text
-from jaxlc.search.space import Point, name_of
+from jaxlc.search.ranking import ROWS, read_rows, row_text
+from jaxlc.search.space import Point, departures, name_of
+
+if TYPE_CHECKING:
+    from jaxlc.plan import Plan
+
+
+_TIMED_STEPS = 5
+_TIMES = (  # columns, of `Prediction` and of `Memory`
+    "step_seconds", "tokens_per_second_per_device", "mfu_causal", "recomputed_share", "exposed_communication_seconds",
+    "exposed_host_copy_seconds", "bound_by",
+)  # fmt: skip
+_MEMORY = (
+    "fits", "device_fits", "device_peak_bytes", "device_capacity_bytes", "symmetric_used_bytes", "host_bytes_per_node",
+    "staging_bytes_per_node",
+)  # fmt: skip
+
+
+def estimate_point(config: Config, constants: str = "", devices_per_process: int = 1, **options) -> Row:
+    """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a ranking needs.
+
+    Args:
+      devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in a part of a node.
+      options: further arguments of `jaxlc.plan.plan`.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
+    from jaxlc import plan, runtime
+    from jaxlc.simulate.topology import topology as parse_topology
+
+    runtime.start(RuntimeConfig(num_processes=1))
+    name = config.runtime.topology
+    options["devices_per_process"] = math.gcd(devices_per_process, parse_topology(name).gpus_per_domain)
+    return row_of(plan.plan(config, name, constants=constants, **options), config)
+
+
+def row_of(result: "Plan", config: Config) -> Row:
+    """The columns of a compiled step, for its documents if the plan has them; `worker_processes` adds its status."""
+    predicted, memory, ring = result.predicted, result.memory, result.ring
+    low, high = predicted.step_seconds_interval
+    largest = (f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3])
+    by_resource = predicted.seconds_by_resource.items()
+    times, relative = {name: getattr(predicted, name) for name in _TIMES}, 1.0
+    if result.packing is not None:
+        documents = result.packing.estimates[-1]  # the mean, or the only one
+        relative = documents.step_seconds / predicted.step_seconds
+        times |= dict(step_seconds=documents.step_seconds, mfu_causal=documents.mfu_documents)
+        times["tokens_per_second_per_device"] = documents.tokens_per_second_per_device
+    return dict(
+        **times,
+        step_seconds_low=low * relative,
+        step_seconds_high=high * relative,
+        time_by_resource=", ".join(f"{name} {seconds / predicted.step_seconds:.2g}" for name, seconds in by_resource),
+        **{name: getattr(memory, name) for name in _MEMORY},
+        device_compiled_bytes=memory.device_arguments_bytes + memory.device_temp_bytes + memory.symmetric_used_bytes,
+        device_usable_bytes=memory.usable_bytes,
+        host_usable_bytes_per_node=memory.usable_host_bytes,
+        largest="; ".join(largest),
+        hops=ring.hops,
+        hops_exposed=ring.exposed,
+        hops_by=", ".join(sorted(ring.by_backend)),
+        kernel=result.kernel_choice.partition(" ")[0],
+        compile_seconds=result.compile_seconds,
+        num_devices=result.num_devices,
+        departures=len(departures(config)),
+        warnings="; ".join(_warnings(result)),
+        pools=memory.pool_settings,
+    )
+
+
+def _warnings(plan: "Plan") -> Iterator[str]:
+    """What the page of the plan warns about, except for sizes of pools (`Memory.pool_settings`)."""
+    from jaxlc.plan import report
+
+    memory = plan.memory
+    yield from plan.hints
+    yield from report.warnings(plan)
+    if memory.spilled_bytes:
+        yield "unified memory: a part of the device memory is in host memory, whose accesses the estimate lacks"
+    if plan.ring.exposed and memory.is_at_schedulers_limit:
+        yield "temporaries reach the limit of XLA's scheduler, which gives up overlap"
+
+
+def local_devices(config: Config) -> Row:
+    """The kind and number of the devices of this machine."""
+    from jaxlc import runtime
+
+    runtime.start(config.runtime)
+    import jax
+
+    return dict(device=jax.devices()[0].device_kind, num_devices=jax.device_count())
+
+
+def measure_point(config: Config) -> Row:
+    """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
+    from jaxlc import runtime
+
+    runtime.import_jax()
+    from jaxlc.search.measure import measure_step
+    from jaxlc.step.memory import pinned_bytes
+
+    runtime.start(config.runtime, pinned_host_bytes=pinned_bytes(config).pooled)
+
+    figures = measure_step(config, _TIMED_STEPS)
+    return dict(
+        step_seconds=figures["seconds"],
+        tokens_per_second_per_device=figures["tokens_per_second_per_device"],
+        mfu_causal=figures["mfu_causal"],
+        fits=True,
+        device_peak_bytes=figures["peak_bytes"] or figures["arguments_bytes"] + figures["temp_bytes"],
+        kernel=figures["kernel"],
+        loss=figures["loss"],
+    )
+
 
 IsOver = Callable[[Collection[Row]], bool]
 STOPPED = dict(status="stopped", reason="at the time limit")
@@ -46,7 +161,7 @@ def estimate(
     about = dict(figures="estimated", topology=topology, model=model_name(vars(points[0].base.model))) | options
     if constants:  # other constants give other rows
         about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
-    work = functools.partial(worker.estimate, constants=constants, **options)
+    work = functools.partial(estimate_point, constants=constants, **options)
     return run(points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over)
 
 
@@ -63,7 +178,7 @@ def run(
     """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.
 
     Args:
-      work: computes the figures of one config; see `jaxlc.search.worker`.
+      work: computes the figures of one config; see `jaxlc.search.runner`.
       about: columns with the same value in all rows, such as the topology. The version of JAX is added.
       log: called with lines that report progress.
       is_over: called about twice a second with the rows so far; when it is true, points without one are `STOPPED`.

@@ -257,3 +257,8 @@ def layout_name(mesh: Mapping[str, int], strategy: str, degree: int) -> str:
     sizes = mesh_text({axis: size for axis, size in mesh.items() if size > 1}) or "1 GPU"
     hybrid = f"/{degree}" if strategy == "hybrid" else ""
     return f"{sizes} {strategy}{hybrid}" if mesh[CONTEXT] > 1 else sizes
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    """`layout_name` of the point of a row."""
+    return layout_name({axis: row[axis] for axis in MESH_AXES}, row["strategy"], row["ulysses_degree"])

@@ -10,9 +10,8 @@ from jaxlc.hlo.attention_kernels import AttentionCollective, AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
 from jaxlc.hlo.parser import Instruction, Program, is_data_dependent, is_in_ring_step, is_over_prefix, trip_count
-from jaxlc.simulate.efficiency import num_steps
 from jaxlc.simulate.packed_work import AttentionWork, num_shards, one_document
-from jaxlc.simulate.roofline import Roofline
+from jaxlc.simulate.roofline import Roofline, num_steps
 from jaxlc.simulate.topology import Topology
 
 DEFAULT_ROOFLINE = Roofline()

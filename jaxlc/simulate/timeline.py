@@ -19,6 +19,8 @@ Not modelled: memory bandwidth that collectives take from kernels, clocks that d
 launches slower than the GPU runs. Masks are taken to be causal over one document per sequence, or leave the pairs of
 `TimeModel.work`, which counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's
 memory saves memory and overlaps less; its estimate is pessimistic.
+
+`TimedOps` has the operations of each instruction with their durations; `layer_timeline` the events of one layer.
 """
 
 from collections import Counter
@@ -27,12 +29,124 @@ from typing import NamedTuple
 
 from jaxlc.config import Config
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
-from jaxlc.core.scopes import EXPERTS, MIXTURE, RECURRENCE
+from jaxlc.core.scopes import CORE_ATTENTION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
-from jaxlc.hlo.parser import Computation, Instruction
-from jaxlc.simulate.interval import Interval, time_interval
+from jaxlc.hlo.kernel_costs import kernel_cost
+from jaxlc.hlo.parser import Computation, Instruction, called, innermost_scope, is_data_dependent, is_host_controlled
+from jaxlc.simulate.roofline import Interval, time_interval
 from jaxlc.simulate.time_model import TimeModel, num_sequences
-from jaxlc.simulate.timed_ops import LINKS, OTHER_KERNELS, PRODUCTS, QUEUES, Kernel, TimedOp, TimedOps, TimedTransfer
+
+# Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.
+LINKS = {"NVLink": "NVLink", "network": "network", "to host": "host", "from host": "host"}
+# Lane of a transfer -> the queue in which transfers run one after the other.
+QUEUES = {"NVLink": "collectives", "network": "collectives", "to host": "to host", "from host": "from host"}
+PRODUCTS, OTHER_KERNELS = "matrix products", "other kernels"  # kinds of kernels, as "attention"
+
+
+class Kernel(NamedTuple):
+    kind: str  # "attention", PRODUCTS or OTHER_KERNELS
+    resource: str  # what bounds it: "compute" or "HBM"
+    seconds: float
+    flops: float  # matrix products, or attention without what its mask skips
+    scope: str  # part of the model or the training step: "mlp"; "" if it is unknown
+
+
+class TimedTransfer(NamedTuple):
+    start: Instruction
+    link: str  # a key of LINKS
+    seconds: float  # without the time that it waits for other transfers
+    compute_share: float = 1.0  # fraction of the multiprocessors that kernels have meanwhile
+
+
+class TimedOp(NamedTuple):
+    """The operations of one instruction; those that are not None are executed in this order."""
+
+    kernel: Kernel | None = None
+    synchronization_seconds: float = 0.0  # kernels wait for the host
+    starts: TimedTransfer | None = None
+    awaits: TimedTransfer | None = None
+    loop: Instruction | None = None
+    branches: tuple[Computation, ...] = ()  # one of them runs
+
+
+class TimedOps:
+    """The instructions of a program as timed operations, by computation."""
+
+    def __init__(self, program: AnalyzedProgram, model: TimeModel):
+        self.program = program
+        self._model = model
+        self._synchronization_seconds = model.roofline.synchronization_seconds
+        self._collectives = {collective.transfer.start: collective for collective in program.collectives}
+        self._ops: dict[str, list[TimedOp]] = {}
+
+    def of(self, computation: Computation) -> list[TimedOp]:
+        """The operations of a computation in schedule order, without instructions that do nothing."""
+        if computation.name not in self._ops:
+            starts, awaits = self._transfers(computation)
+            ops = (self._op(computation, x, starts.get(x), awaits.get(x)) for x in computation)
+            self._ops[computation.name] = [op for op in ops if op != TimedOp()]
+        return self._ops[computation.name]
+
+    def num_rounds(self, loop: Instruction) -> float:
+        """`TimeModel.num_rounds`."""
+        return self._model.num_rounds(self.program, loop)
+
+    def _op(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        starts: TimedTransfer | None,
+        awaits: TimedTransfer | None,
+    ) -> TimedOp:
+        if starts is not None or awaits is not None:
+            return TimedOp(starts=starts, awaits=awaits)
+        call = self.program.attention_call_of.get(instruction)
+        if call is not None and not is_data_dependent(instruction.op_name):
+            seconds = self._model.roofline.kernel_gap_seconds + self._model.attention_seconds(call)
+            flops = self._model.attention_flops(call)
+            return TimedOp(kernel=Kernel("attention", "compute", seconds, flops, CORE_ATTENTION))
+        if instruction.opcode == "while":
+            count = 1 + self.num_rounds(instruction) if is_host_controlled(instruction) else 0
+            return TimedOp(loop=instruction, synchronization_seconds=count * self._synchronization_seconds)
+        if instruction.opcode in ("call", "conditional"):
+            names = called(self.program, instruction, self.program.skips_ring_steps)
+            branches = tuple(self.program.computations[name] for name in names)
+            count = int(instruction.opcode == "conditional")
+            return TimedOp(branches=branches, synchronization_seconds=count * self._synchronization_seconds)
+        if instruction.opcode.endswith(("-done", "-update")):  # the start was counted
+            return TimedOp()
+        return TimedOp(kernel=self._kernel(computation, instruction))
+
+    def _transfers(
+        self, computation: Computation
+    ) -> tuple[dict[Instruction, TimedTransfer], dict[Instruction, TimedTransfer]]:
+        """Transfers by the instruction that starts, and by the one that awaits them; the same if synchronous."""
+        starts, awaits = {}, {}
+        for instruction in computation:
+            if instruction in self._collectives:
+                collective = self._collectives[instruction]
+                seconds, link = self._model.collective_seconds(collective, collective.sent_bytes)
+                share = self._model.compute_share(collective)
+                starts[instruction] = transfer = TimedTransfer(instruction, link, seconds, share)
+                is_async = bool(collective.transfer.overlapped_ops)
+                awaits[collective.transfer.done if is_async else instruction] = transfer
+        for copy in self.program.host_copies[computation.name]:
+            link = "to host" if copy.is_to_host else "from host"
+            seconds = self._model.host_copy_seconds(copy.bytes)
+            # A kernel that accesses host memory takes the multiprocessors: other kernels wait for it.
+            end = copy.start if copy.is_kernel else copy.done
+            starts[copy.start] = awaits[end] = TimedTransfer(copy.start, link, seconds)
+        return starts, awaits
+
+    def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel | None:
+        cost = kernel_cost(self.program, computation, instruction)
+        if cost is None:
+            return None
+        kind = PRODUCTS if cost.flops else OTHER_KERNELS
+        seconds, resource = self._model.kernel_seconds(cost)
+        seconds += self._model.roofline.kernel_gap_seconds
+        return Kernel(kind, resource, seconds, cost.flops, innermost_scope(instruction.op_name))
+
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
 NCCL_SMS = "SMs of NCCL"  # the resource that kernels wait for while NCCL's kernels occupy multiprocessors
@@ -338,3 +452,108 @@ class _InFlight(NamedTuple):
 _MAX_EVENTS = 100_000  # recorded run by run
 _JOINED_RUNS = 10  # runs of a loop, if it is not recorded run by run
 _ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended
+
+
+_LAYER_TIMELINE_MAX_EVENTS = 1000  # per pass; in longer timelines, short kernels are joined
+LAYER_PASSES = ("forward", "backward")  # the backward of a layer includes its recomputation
+
+
+class LayerEvent(NamedTuple):
+    """A transfer, or one kernel or several adjacent ones (`_merged`). Times are relative to the start of the pass."""
+
+    pass_name: str  # one of LAYER_PASSES
+    lane: str  # "kernels", or a link: "NVLink", "network", "to host", "from host"
+    kind: str  # kernels: "attention", "matrix products", "other kernels"; transfers: the opcode
+    start_seconds: float  # since the start of the pass
+    end_seconds: float  # since the start of the pass
+
+
+def layer_timeline(program: AnalyzedProgram, model: TimeModel) -> tuple[LayerEvent, ...]:
+    """The events of one layer, by pass and end. Empty if the program has no loop over layers."""
+    timeline = []
+    for pass_name in LAYER_PASSES:
+        computation = layer(program, pass_name)
+        if computation is not None:
+            timeline += [LayerEvent(pass_name, *event) for event in _merged(events(program, model, computation))]
+    return tuple(timeline)
+
+
+def layer(program: AnalyzedProgram, pass_name: str) -> Computation | None:
+    """The body of the loop over layers in one of LAYER_PASSES; None if there is no such loop.
+
+    It is the outermost computation that runs attention of this pass only. Layers may contain loops, over tiles of
+    tokens, and the loop over microbatches contains the layers of both passes.
+    """
+    own = {"forward": {"forward"}, "backward": {"backward", "recomputation"}}[pass_name]
+    bodies = []
+    for computation in program:
+        passes = _attention_passes(program, computation)
+        is_run = program.execution_counts[computation.name] and computation is not program.entry
+        if is_run and pass_name in passes and passes <= own:
+            bodies.append(computation)
+    inner = {name for computation in bodies for instruction in computation for name in instruction.called}
+    outermost = [computation for computation in bodies if computation.name not in inner]
+    return max(outermost, key=lambda computation: program.execution_counts[computation.name], default=None)
+
+
+def _attention_passes(program: AnalyzedProgram, computation: Computation) -> set[str]:
+    """The passes whose attention kernels run in a computation and in those that it calls."""
+    passes = set()
+    for instruction in computation:
+        call = program.attention_call_of.get(instruction)
+        if call is not None:
+            passes.add(call.pass_name)
+        else:
+            passes.update(*(_attention_passes(program, program.computations[name]) for name in instruction.called))
+    return passes
+
+
+def _merged(timeline: list[Event]) -> list[Event]:
+    """Joins adjacent kernels of one kind: a layer has hundreds of kernels, or tens of thousands in tiles.
+
+    In a long timeline, adjacent kernels of any kind are joined until they take a thousandth of its duration. Kinds are
+    assigned so that the total of each kind is preserved up to that resolution.
+    """
+    merged = _join_kinds(timeline)
+    if len(merged) <= _LAYER_TIMELINE_MAX_EVENTS:
+        return merged
+    return _join_kinds(_coarsen(merged, max(event.end_seconds for event in merged) / 1000))
+
+
+def _join_kinds(timeline: list[Event]) -> list[Event]:
+    joined: list[Event] = []
+    for event in timeline:
+        last = _last_kernel(joined, event)
+        if last is not None and joined[last].kind == event.kind:
+            joined[last] = joined[last]._replace(end_seconds=event.end_seconds)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _coarsen(timeline: list[Event], resolution_seconds: float) -> list[Event]:
+    coarse: list[Event] = []
+    missing_seconds: Counter[str] = Counter()  # by kind: time of kernels minus time that was assigned to the kind
+    for event in timeline:
+        if event.lane == KERNELS:
+            missing_seconds[event.kind] += event.end_seconds - event.start_seconds
+            last = _last_kernel(coarse, event)
+            if last is not None and coarse[last].end_seconds - coarse[last].start_seconds < resolution_seconds:
+                previous = coarse[last]
+                missing_seconds[previous.kind] += previous.end_seconds - previous.start_seconds
+                event = previous._replace(end_seconds=event.end_seconds)
+                del coarse[last]
+            (kind, _), *_ = missing_seconds.most_common(1)
+            missing_seconds[kind] -= event.end_seconds - event.start_seconds
+            event = event._replace(kind=kind)
+        coarse.append(event)
+    return coarse
+
+
+def _last_kernel(timeline: list[Event], event: Event) -> int | None:
+    """The index of the last kernel of `timeline`, if `event` is a kernel that starts at its end."""
+    if event.lane == KERNELS:
+        for index in range(len(timeline) - 1, -1, -1):
+            if timeline[index].lane == KERNELS:
+                return index if timeline[index].end_seconds == event.start_seconds else None
+    return None

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import memory_cases, memory_ladder
 from benchmarks.memory_cases import Case, MaxSeqLen
 from jaxlc.core.errors import UserError
-from jaxlc.search import results, runner, worker
+from jaxlc.search import ranking, runner
 from tests.benchmarks import ladder_fakes
 from tests.helpers import record_figures
 
@@ -116,7 +116,7 @@ def test_compile_cases_keeps_order_and_reuses_rows(tmp_path):
     ]  # fmt: skip
     again = memory_cases.compile_cases(cases[::-1], tmp_path, work=ladder_fakes.refuses)
     assert [row["key"] for row in again] == [row["key"] for row in rows[::-1]]
-    assert len(results.read_rows(tmp_path / results.ROWS)) == 3
+    assert len(ranking.read_rows(tmp_path / ranking.ROWS)) == 3
     with pytest.raises(UserError, match="`remat=none` on h100:1x8: too large"):
         memory_cases.compile_cases(memory_cases.ablation()[:1], tmp_path, work=ladder_fakes.refuses)
 
@@ -131,7 +131,7 @@ def test_compile_cases_default_work_takes_config(monkeypatch, tmp_path):
 
     monkeypatch.setattr(runner, "run", run)
     memory_cases.compile_cases(memory_cases.ablation()[:1], tmp_path)
-    assert calls == [worker.estimate]
+    assert calls == [runner.estimate_point]
 
 
 @pytest.mark.parametrize("gpus", [["eight"], ["0"], ["12"], ["8", "3"], ["-8"]])

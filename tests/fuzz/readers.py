@@ -24,7 +24,7 @@ from jaxlc.data.traces.open_traces import records_of
 from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.evals.predictions import read_scores
 from jaxlc.hf.files import DTYPES, TensorFiles
-from jaxlc.search import results
+from jaxlc.search import ranking
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import read_rows
 from jaxlc.train.stragglers import read_times
@@ -283,7 +283,7 @@ READERS = {
     "process times": _one("process_times.jsonl", lambda: _json(_TIMES) + b"\n", read_times, is_json=True),
     "scores": _one("scores.jsonl", lambda: _json(_SCORE), read_scores, is_json=True),
     "search results": _one(
-        "rows.jsonl", lambda: _json(dict(key="a")) + b"\n", lambda path: results.read_rows(path / "rows.jsonl")
+        "rows.jsonl", lambda: _json(dict(key="a")) + b"\n", lambda path: ranking.read_rows(path / "rows.jsonl")
     ),
     "constants": _one(
         "constants.json",

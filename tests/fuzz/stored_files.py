@@ -21,9 +21,9 @@ from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenized_pieces import Reader, tokenized_pieces
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.data.traces.rollout_files import RolloutSequences
-from jaxlc.plan.record import PlanRecord
+from jaxlc.plan.report import PlanRecord
 from jaxlc.profile import trace_events
-from jaxlc.profile.estimate import predict, read_run
+from jaxlc.profile.comparison import predict, read_run
 from tests.hlo.snippets import RING
 from tests.plan.sample_plan import MEMORY, plan_of
 from tests.profile.xspace import Event, profile_bytes

@@ -3,8 +3,8 @@
 import dataclasses
 
 from jaxlc.plan.memory import Memory
+from jaxlc.plan.program import Ring
 from jaxlc.plan.result import Plan
-from jaxlc.plan.summary import Ring
 from jaxlc.simulate.timeline import Prediction
 from tests.plan.test_memory import GIB, MEMORY
 

@@ -7,8 +7,7 @@ from jaxlc.core import hardware
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.plan.compiled_program import compile_step
-from jaxlc.plan.summary import kernels
+from jaxlc.plan.program import compile_step, kernels
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.step import TrainStep, build_step

@@ -89,9 +89,11 @@ def test_fits_fails_if_the_pinned_host_pool_is_too_small():
 
 def test_pool_is_resized_if_the_step_or_the_buffers_need_it():
     """The step needs 70 GiB of 100 in the pool, and the buffers outside leave it 90."""
-    assert not MEMORY.is_pool_resized
-    assert dataclasses.replace(MEMORY, memory_fraction=0.69).is_pool_resized
-    assert dataclasses.replace(MEMORY, nccl_bytes=2 * GIB).is_pool_resized
+    assert MEMORY.pool_settings == {}
+    assert dataclasses.replace(MEMORY, memory_fraction=0.69).pool_settings == {"runtime.memory_fraction": 0.9}
+    assert dataclasses.replace(MEMORY, nccl_bytes=2 * GIB).pool_settings == {"runtime.memory_fraction": 0.89}
+    heap = dataclasses.replace(MEMORY, symmetric_used_bytes=4 * GIB + 1).pool_settings
+    assert heap == {"runtime.nvshmem_heap_bytes": 5 * GIB}
 
 
 def test_fits_with_unified_memory_counts_host_memory():

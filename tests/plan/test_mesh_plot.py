@@ -6,9 +6,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import GRAY
-from jaxlc.plan import mesh_figure
-from jaxlc.plan.figures import mesh_plot
-from jaxlc.plan.summary import CollectiveStats
+from jaxlc.plan import figures, mesh_figure
+from jaxlc.plan.program import CollectiveStats
 from jaxlc.simulate.topology import topology
 
 
@@ -50,7 +49,7 @@ def test_mesh_figure_adds_bytes_of_collectives():
 
     mesh = dict(data=1, fsdp=2, context=2, tensor=2)
     collectives = (stats("all-to-all", "context"), stats("all-gather", "fsdp", "context"))
-    figure = mesh_plot.mesh_figure(mesh, topology("h100:1x8"), collectives)
+    figure = figures.mesh_figure(mesh, topology("h100:1x8"), collectives)
     legend = legend_of(figure)
     assert "context: groups of 2 within a domain, over NVLink; 1.0 GiB per GPU and step (all-to-all)" in legend
     assert "fsdp + context: 1.0 GiB per GPU and step (all-gather)" in legend
@@ -61,7 +60,7 @@ def test_mesh_figure_legend_is_inside_the_figure():
     """Also a line with all kinds of collectives and their bytes."""
     kinds = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
     collectives = [CollectiveStats(kind, ("context",), "NCCL", "", 1, 2**40, False) for kind in kinds]
-    figure = mesh_plot.mesh_figure(dict(data=1, fsdp=1, context=8, tensor=8), topology("h100:8x8"), collectives)
+    figure = figures.mesh_figure(dict(data=1, fsdp=1, context=8, tensor=8), topology("h100:8x8"), collectives)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     box = legend.get_window_extent()

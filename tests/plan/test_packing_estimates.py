@@ -14,7 +14,7 @@ from jaxlc.data import open_corpus
 from jaxlc.plan import Plan
 from jaxlc.plan.packing_estimates import mix_of_lengths, read_documents
 from jaxlc.plan.report import page
-from jaxlc.search.worker import row_of
+from jaxlc.search.runner import row_of
 from tests.plan.gpus import small_config
 
 

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxlc.plan.record import Change
-from jaxlc.plan.report import page, summary
+from jaxlc.plan.report import Change, page, summary
 from tests.plan.sample_plan import PREDICTED, plan_of, with_temporaries
 from tests.plan.test_memory import GIB, MEMORY
 
@@ -38,7 +37,7 @@ def test_estimates_are_medians_with_interval_and_two_digits():
     text = page(slower, "")
     assert "about 4.0 s (2.0 to 8.0)" in text and "1.0 s, exposed (kernels wait): 200 ms" in text
     html = dataclasses.replace(slower, mesh=dict(context=4))._repr_html_()
-    assert html.count("about 4.0 s (2.0 to 8.0)") == 3  # tile, figure of links, text
+    assert html.count("about 4.0 s (2.0 to 8.0)") == 3  # summary, figure of links, text
     assert "attention 95%, waiting 5.0%" in text
 
 

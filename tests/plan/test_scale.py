@@ -11,7 +11,7 @@ import pytest
 
 import jaxlc
 from jaxlc.config import load, with_settings
-from jaxlc.plan.compile import plan_step
+from jaxlc.plan.result import plan_step
 from jaxlc.simulate.topology import topology
 from tests.plan.gpus import small_config
 

@@ -11,12 +11,10 @@ from jaxlc.config import defaults, load, to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.core.flops import document_pairs
 from jaxlc.hlo import analyze
-from jaxlc.profile import comparison, time_use, trace_events
-from jaxlc.profile.estimate import Estimate, TracedRun, predict
-from jaxlc.profile.event_classes import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses
-from jaxlc.profile.time_use import GAP, Activity
-from jaxlc.profile.trace_events import TraceEvent
-from jaxlc.simulate.interval import two_digits
+from jaxlc.profile import comparison, trace_events
+from jaxlc.profile.comparison import GAP, Activity, Estimate, TracedRun, predict
+from jaxlc.profile.trace_events import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses, TraceEvent
+from jaxlc.simulate.roofline import two_digits
 from jaxlc.train.callbacks import PAIRS
 from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED
@@ -108,7 +106,7 @@ def test_trace_without_step_ranges_needs_number_of_steps():
 
 
 def test_time_use_counts_each_instant_once():
-    use = time_use.measure(
+    use = comparison.measure(
         [
             Activity(COMMUNICATION, "a", 0, 4),
             Activity(COMMUNICATION, "b", 1, 3),
@@ -122,7 +120,7 @@ def test_time_use_counts_each_instant_once():
     assert use.by_class == {COMMUNICATION: 2, OTHER: 2, ATTENTION: 2, HOST_COPY: 4}
     assert use.exposed_by_collective == {"a": 2, "b": 1}
     assert use.busy_by_class == {COMMUNICATION: 4, OTHER: 3, ATTENTION: 2, HOST_COPY: 10}
-    assert time_use.measure([], 0, 3).by_class == {GAP: 3}
+    assert comparison.measure([], 0, 3).by_class == {GAP: 3}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from jaxlc import plan
 from jaxlc.config import Config, defaults, load, with_settings
-from jaxlc.search import advise, space
+from jaxlc.search import best_first, space
 from jaxlc.search.compile_order import Layout, Rates
 from jaxlc.simulate.roofline import Roofline
 from tests.plan.gpus import small_config
@@ -44,8 +44,8 @@ def compiled(monkeypatch) -> list[Config]:
         memory = dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes)
         return dataclasses.replace(plan_of(memory), predicted=predicted)
 
-    monkeypatch.setattr("jaxlc.plan.compile.plan_step", plan_step)
-    monkeypatch.setattr(advise, "plan_step", plan_step)
+    monkeypatch.setattr("jaxlc.plan.result.plan_step", plan_step)
+    monkeypatch.setattr(best_first, "plan_step", plan_step)
     return configs
 
 

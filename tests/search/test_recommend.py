@@ -21,13 +21,21 @@ from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
 from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
-from jaxlc.search import ranking, recommendation, space, worker
+from jaxlc.search import ranking, recommendation, runner, space
 from jaxlc.search.best_first import Candidate, Search, eligible
 from jaxlc.search.compile_order import Estimate, Layout, Rates
-from jaxlc.search.config_file import MARK, config_source
 from jaxlc.search.ranking import Entry
-from jaxlc.search.recommendation import LORA, Recommendation, candidates, lengths, recommend, topologies
-from jaxlc.search.recommendation_page import page
+from jaxlc.search.recommendation import (
+    LORA,
+    MARK,
+    Recommendation,
+    candidates,
+    config_source,
+    lengths,
+    page,
+    recommend,
+    topologies,
+)
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import topology
 from jaxlc.step.memory import pinned_bytes
@@ -298,10 +306,10 @@ def test_eligible_rows_meet_the_goal():
 
 def test_plan_of_part_has_fewer_devices_per_process(monkeypatch):
     monkeypatch.setattr(plan, "plan", lambda config, topology, **options: (topology, options["devices_per_process"]))
-    monkeypatch.setattr(worker, "row_of", lambda result, config: result)
+    monkeypatch.setattr(runner, "row_of", lambda result, config: result)
     for name, expected in (("h100:2x8", 8), ("h100:1x4", 4), ("h100:1x6", 2)):
         config = with_settings(small(), {"runtime.topology": name})
-        assert worker.estimate(config, devices_per_process=8) == (name, expected)
+        assert runner.estimate_point(config, devices_per_process=8) == (name, expected)
 
 
 def test_topologies_of_cheapest_are_parts():

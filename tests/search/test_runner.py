@@ -18,8 +18,9 @@ from jaxlc.config import Config, command_line, defaults, load, with_settings
 from jaxlc.core import text as progress_lines
 from jaxlc.core.errors import UserError
 from jaxlc.runtime import worker_processes
-from jaxlc.search import ranking, results, runner, worker
-from jaxlc.search.results import Ranking
+from jaxlc.search import ranking, runner
+from jaxlc.search import ranking as results
+from jaxlc.search.ranking import Ranking
 from jaxlc.search.space import Point
 from tests.helpers import TIMEOUT_SECONDS, record_figures, wait_until
 from tests.plan.gpus import small_config
@@ -334,7 +335,7 @@ def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
 def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
-    monkeypatch.setattr(worker, "estimate", fakes.figures_for)
+    monkeypatch.setattr(runner, "estimate", fakes.figures_for)
     figures = record_figures(monkeypatch)
     flags = ["--axes=context,tensor", "--transports=nccl,nvshmem", "--seq_len=2048,4096", "--workers=4"]
     config = tmp_path / "config.py"
@@ -425,7 +426,7 @@ def test_command_help_lists_own_flags_before_settings(capsys):
 @pytest.mark.heavy
 def test_estimate_small_config_has_all_figures():
     config = with_settings(load(small_config()), {"runtime.topology": "h100:1x4"})
-    ((_, row),) = worker_processes.run_in_processes([config], worker.estimate, num_workers=1)
+    ((_, row),) = worker_processes.run_in_processes([config], runner.estimate_point, num_workers=1)
     assert row["status"] == "done", row["reason"]
     assert row["fits"] and row["hops"] > 0 and row["hops_by"] == "NCCL" and row["kernel"] == "cudnn"
     assert row["tokens_per_second_per_device"] > 0 and 0 < row["mfu_causal"] < 1

@@ -8,7 +8,7 @@ import pytest
 from jaxlc.core import hardware
 from jaxlc.core.hardware import Efficiency
 from jaxlc.hlo.kernel_costs import Product
-from jaxlc.simulate import efficiency, roofline
+from jaxlc.simulate import roofline
 from jaxlc.simulate.roofline import Roofline
 
 
@@ -41,10 +41,10 @@ def test_product_rate_is_near_cublaslt(gpu, dtype, shape, measured):
 
 def test_partial_wave_of_tiles_costs_a_whole_wave():
     """On 132 multiprocessors: 532 of the smallest tiles need five waves, as 660 do."""
-    assert efficiency.wave_efficiency(132 * 256, 128, 1, 132) == 1
-    assert efficiency.wave_efficiency(133 * 256, 128, 1, 132) == 532 / 660
-    assert efficiency.wave_efficiency(256, 128, 132, 132) == 1  # batches fill the multiprocessors too
-    assert efficiency.wave_efficiency(1, 1, 1, 132) == pytest.approx(1 / (132 * 128 * 64))
+    assert roofline.wave_efficiency(132 * 256, 128, 1, 132) == 1
+    assert roofline.wave_efficiency(133 * 256, 128, 1, 132) == 532 / 660
+    assert roofline.wave_efficiency(256, 128, 132, 132) == 1  # batches fill the multiprocessors too
+    assert roofline.wave_efficiency(1, 1, 1, 132) == pytest.approx(1 / (132 * 128 * 64))
 
 
 # NVIDIA/cudnn-frontend, attention_training/results/llama3.1, 2026-09-28; FlashAttention-3 for other head dims.
@@ -80,32 +80,32 @@ def test_all_reduce_bandwidth_is_near_nccl_tests(gpu, mebibytes, measured_gb_per
     On an A100, sizes from 8 to 134 MB achieve up to a third less than estimated.
     """
     sent = 2 * 7 / 8 * mebibytes * 2**20
-    seconds = Roofline().nvlink_seconds(hardware.find(gpu), sent, efficiency.num_steps("all-reduce", 8))
+    seconds = Roofline().nvlink_seconds(hardware.find(gpu), sent, roofline.num_steps("all-reduce", 8))
     assert sent / seconds / 1e9 == pytest.approx(measured_gb_per_second, rel=0.45 if mebibytes < 10 else 0.25)
 
 
 def test_latency_grows_with_ranks_for_ring_collectives():
-    assert [efficiency.num_steps(kind, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")] == [14, 7, 7]
-    assert [efficiency.num_steps(kind, 64) for kind in ("collective-permute", "all-to-all")] == [1, 1]
+    assert [roofline.num_steps(kind, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")] == [14, 7, 7]
+    assert [roofline.num_steps(kind, 64) for kind in ("collective-permute", "all-to-all")] == [1, 1]
 
 
 def test_constants_file_replaces_every_curve():
     """A measured file with all keys: no published figure remains in any estimate."""
     numbers = {field.name: 0.5 for field in dataclasses.fields(Roofline) if field.name != "attention_share"}
     numbers |= {"attention_half_keys_masked": 1000, "nccl_multiprocessors": 66, "kernel_gap_seconds": 0.25}
-    shares = {name: [0.5, 0.25] for name in efficiency.KERNELS}
+    shares = {name: [0.5, 0.25] for name in roofline.KERNELS}
     model = roofline.read(json.dumps({**numbers, "attention_share": shares}))
     device = dataclasses.replace(
         hardware.find("h100"), bf16_flops_per_second=2, memory_bandwidth_bytes_per_second=2,
         nvlink_bandwidth_bytes_per_second=2, network_bandwidth_bytes_per_second=2, host_bandwidth_bytes_per_second=2,
     )  # fmt: skip
-    assert model.attention_share == {name: Efficiency(0.5, 0.25) for name in efficiency.KERNELS}
+    assert model.attention_share == {name: Efficiency(0.5, 0.25) for name in roofline.KERNELS}
     attention = dict(is_backward=True, flops=1, num_keys=1000, is_masked=True)
     assert model.attention_seconds(device, "cudnn", **attention) == pytest.approx(2 * 2)
     assert model.matmul_seconds(device, "bf16", 1) == model.memory_seconds(device, 1) == 1
     assert model.matmul_seconds(device, "f8e5m2", 1) == 0.5
     product = Product("bf16", 132 * 256, 64, 1)  # half of the best tile's columns are padding, or it fills a wave
-    padded = 1 + 0.5 * (1 / efficiency.wave_efficiency(132 * 256, 64, 1, 132) - 1)
+    padded = 1 + 0.5 * (1 / roofline.wave_efficiency(132 * 256, 64, 1, 132) - 1)
     assert model.matmul_seconds(device, "bf16", product.flops, (product,)) == product.flops * padded + 0.5
     grouped = product._replace(is_grouped=True)
     assert model.matmul_seconds(device, "bf16", grouped.flops, (grouped,)) == grouped.flops + 0.5

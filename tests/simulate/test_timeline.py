@@ -14,15 +14,14 @@ from jaxlc.core.flops import num_matmul_params
 from jaxlc.core.hardware import Efficiency
 from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
-from jaxlc.plan import summary
-from jaxlc.simulate import interval
+from jaxlc.plan import program as plan_program
+from jaxlc.plan.figures import timeline_figure
+from jaxlc.simulate import roofline as interval
 from jaxlc.simulate import roofline as roofline_module
-from jaxlc.simulate.layer_timeline import _merged, layer, layer_timeline
 from jaxlc.simulate.packed_work import AttentionWork
 from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import TimeModel, visible_fraction
-from jaxlc.simulate.timeline import Event, Prediction, events, predict
-from jaxlc.simulate.timeline_plot import timeline_figure
+from jaxlc.simulate.timeline import Event, Prediction, _merged, events, layer, layer_timeline, predict
 from jaxlc.simulate.topology import topology
 from tests.helpers import png_size
 from tests.hlo.snippets import FORWARD, program
@@ -437,7 +436,7 @@ def test_constants_move_estimate_and_ring_exposure_together():
         estimate = predict(analyzed, time_model)
         assert estimate.step_seconds == approx(max(hop_seconds, seconds))
         assert estimate.exposed_communication_seconds == approx(max(0, hop_seconds - seconds))
-        assert summary.ring(analyzed.attention_collectives, time_model).exposed == exposed
+        assert plan_program.ring(analyzed.attention_collectives, time_model).exposed == exposed
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from jaxlc.hlo import analyze, parse
 from jaxlc.hlo.attention_kernels import calls_within
 from jaxlc.hlo.collectives import find_host_copies
 from jaxlc.hlo.parser import Program, transfers
-from jaxlc.plan.compiled_program import compile_step
+from jaxlc.plan.program import compile_step
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step import update, verify_compiled
 from jaxlc.step.objective import Objective

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxlc.config import Config, load
-from jaxlc.plan import compile as compile_plan
-from jaxlc.plan.compiled_program import CompiledProgram, compile_log_probs
+from jaxlc.plan import result as compile_plan
+from jaxlc.plan.program import CompiledProgram, compile_log_probs
 from jaxlc.simulate.topology import topology
 from jaxlc.step import verify_compiled
 from jaxlc.step.state import PINNED_HOST, bytes_per_device, lacks_host_memory

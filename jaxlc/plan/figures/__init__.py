@@ -1,1 +1,0 @@
-"""Figures and the HTML page of a plan."""

@@ -1,0 +1,317 @@
+"""The training step as a program that is compiled ahead of time: its memory, collectives, ring and kernels."""
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import jax
+from jax.stages import Compiled, Lowered
+
+from jaxlc.checkpoints.pretrained import checkpoint_part
+from jaxlc.core.errors import UserError
+from jaxlc.hlo import AnalyzedProgram, analyze
+from jaxlc.hlo.attention_kernels import AttentionCollective
+from jaxlc.hlo.collectives import Collective, mesh_axes
+from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER, is_expert_kernel
+from jaxlc.hlo.memory_dump import Dump, Launches, count_launches, read
+from jaxlc.hlo.parser import Instruction, pass_of
+from jaxlc.plan.memory import Memory, host_pools_per_node_bytes, nccl_bytes, unified_host_bytes, workspace_bytes
+from jaxlc.runtime import memory as memory_pools
+from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
+from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.timeline import Prediction, predict
+from jaxlc.simulate.topology import FAILS_WITH_TRITON, NO_TRITON, options_without_gpu
+from jaxlc.step import verify_compiled
+from jaxlc.step.memory import pinned_bytes
+from jaxlc.step.state import DEVICE, HOST, bytes_per_device
+from jaxlc.step.step import TrainStep
+from jaxlc.step.verify_compiled import place_params, place_state
+
+_NVSHMEM_HEAP_BYTES = 2**30  # the default of NVSHMEM_SYMMETRIC_SIZE, NVSHMEM's documentation
+# XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though more would fit. Near
+# that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95 is
+# xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). In the 8B step compiled for 8
+# H100s, 864 of 896 permutes were hidden at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7
+# GiB more.
+_SLOP_PERCENT = 95
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledProgram:
+    """A compiled program: of a training step, an evaluation or log-probabilities."""
+
+    compiled: Compiled
+    dump: Dump  # the compiler's reports of arrays in memory and of thunks
+    program: AnalyzedProgram
+    compile_seconds: float  # on this machine
+
+    @property
+    def launches(self) -> Launches:
+        return count_launches(self.program, self.dump.commands)
+
+    @property
+    def temp_bytes(self) -> int:
+        """Temporaries and results in device memory, without symmetric buffers and results in donated arguments."""
+        stats = self.compiled.memory_analysis()
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return stats.temp_size_in_bytes - self.dump.symmetric_bytes + results
+
+
+def compile_step(step: TrainStep) -> CompiledProgram:
+    """The training step.
+
+    Raises:
+      UserError: arrays too large for the compiler, or not enough memory on this machine.
+    """
+    return _compiled(step, step.lower, place_state, step.compile)
+
+
+def compile_evaluation(step: TrainStep) -> CompiledProgram:
+    """The evaluation of one microbatch, `TrainStep.jitted_evaluation`. Raises UserError as `compile_step`."""
+    return _compiled(step, step.lower_evaluation, place_params, step.compile_evaluation)
+
+
+def compile_log_probs(step: TrainStep) -> CompiledProgram:
+    """The log-probabilities of a batch, `TrainStep.jitted_log_probs`. Raises UserError as `compile_step`."""
+    return _compiled(step, step.lower_log_probs, place_params, step.compile_log_probs)
+
+
+def _compiled(
+    step: TrainStep,
+    lower: Callable[[], Lowered],
+    place: Callable[[TrainStep, Lowered], None],
+    compile_lowered: Callable[..., Compiled],
+) -> CompiledProgram:
+    def with_options(options: dict) -> Compiled:
+        lowered = lower()
+        place(step, lowered)
+        return compile_lowered(extra_options=options, lowered=lowered)
+
+    start_seconds = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        options = options_without_gpu(step.config.precision.compute) | {"xla_dump_to": directory}
+        try:
+            compiled = _compiled_without_gpu(with_options, options)
+        except (jax.errors.JaxRuntimeError, OverflowError, MemoryError) as error:
+            advice = "use a shorter sequence or a larger config.mesh.context"
+            first_line = str(error).partition("\n")[0]
+            if first_line.startswith("INTERNAL"):
+                advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
+            seq_len = step.config.data.seq_len
+            raise UserError(f"compilation failed with config.data.seq_len={seq_len}: {first_line}; {advice}") from error
+        dump = read(Path(directory))
+    seconds = time.perf_counter() - start_seconds
+    program = analyze(compiled.as_text(), dump.thunks)
+    return CompiledProgram(compiled=compiled, dump=dump, program=program, compile_seconds=seconds)
+
+
+def _compiled_without_gpu(compile_with: Callable[[dict], Compiled], options: dict) -> Compiled:
+    """As compiled with `options`; with cuBLAS for all products where Triton needs autotuning, that is, a GPU."""
+    try:
+        return compile_with(options)
+    except jax.errors.JaxRuntimeError as error:
+        if FAILS_WITH_TRITON not in str(error):
+            raise
+    return compile_with({**options, **NO_TRITON})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepProgram(CompiledProgram):
+    """A training step that is compiled ahead of time and verified against its config (`compile`)."""
+
+    step: TrainStep
+    model: TimeModel  # the target GPUs, and the rates of all estimates
+    warnings: tuple[str, ...]  # a transport other than the requested one
+
+    @classmethod
+    def compile(cls, step: TrainStep, model: TimeModel) -> Self:
+        """Compiles `step` for `model.gpus`, analyzes the program and verifies it.
+
+        Raises:
+          UserError: arrays too large for the compiler, a transport that the compiler did not use, or state that is not
+            in the memory that the config names.
+        """
+        compiled = compile_step(step)
+        warnings = verify_compiled.check(step, compiled.program.attention_collectives)
+        verify_compiled.check_memory(step, compiled.program)
+        verify_compiled.check_host_copies(compiled.program)
+        return cls(**vars(compiled), step=step, model=model, warnings=tuple(warnings))
+
+    @cached_property
+    def memory(self) -> Memory:
+        return _memory_of(self)
+
+    @cached_property
+    def ring(self) -> "Ring":
+        return ring(self.program.attention_collectives, self.model)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The estimated time of the step."""
+        return predict(self.program, self.model)
+
+    @cached_property
+    def evaluation_peak_bytes(self) -> int:
+        """Peak memory of an evaluation between two steps, which is compiled too. Raises UserError as `compile`."""
+        evaluation = compile_evaluation(self.step)
+        verify_compiled.check(self.step, evaluation.program.attention_collectives)
+        return self.peak_bytes_with(evaluation)
+
+    def peak_bytes_with(self, other: CompiledProgram) -> int:
+        """Peak memory on one GPU of another program between two steps: with the state, and with the buffers of
+        collectives. Raises UserError if it does not copy from host memory as it should."""
+        verify_compiled.check_host_copies(other.program)
+        memory = self.memory
+        state_bytes = memory.parameters_bytes + memory.optimizer_bytes
+        batch_bytes = bytes_per_device(self.step.abstract_evaluation_batch)
+        program_bytes = other.temp_bytes + workspace_bytes(other.program)
+        return state_bytes + batch_bytes + program_bytes + memory.symmetric_bytes + memory.nccl_bytes
+
+
+def _memory_of(compiled: StepProgram) -> Memory:
+    step, gpus, runtime = compiled.step, compiled.model.gpus, compiled.step.config.runtime
+    stats, collectives = compiled.compiled.memory_analysis(), compiled.program.collectives
+    host_results = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    host_bytes = stats.host_argument_size_in_bytes + host_results + stats.host_temp_size_in_bytes
+    if step.reference is not None:
+        host_bytes += bytes_per_device(step.reference.abstract_state.params)
+    gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
+    host_bytes_per_node = host_bytes * gpus_per_node
+    state, spaces = step.abstract_state, step.memory_spaces
+    staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
+    unified_bytes = unified_host_bytes(runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
+    pool_bytes = memory_pools.host_pool_bytes(runtime, pinned_bytes(step.config).pooled)
+    heap_bytes = 0
+    if any(collective.backend == "NVSHMEM" for collective in collectives):
+        heap_bytes = runtime.nvshmem_heap_bytes or _NVSHMEM_HEAP_BYTES
+    slop_percent = int((step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT))
+    scheduled_bytes = int(SCHEDULED_SHARE * gpus.device.memory_bytes - stats.argument_size_in_bytes)
+    return Memory(
+        device_capacity_bytes=gpus.device.memory_bytes,
+        device_arguments_bytes=stats.argument_size_in_bytes,
+        parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
+        optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
+        # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a document mask.
+        batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
+        device_temp_bytes=compiled.temp_bytes,
+        workspace_bytes=workspace_bytes(compiled.program),
+        symmetric_used_bytes=compiled.dump.symmetric_bytes,
+        nvshmem_heap_bytes=heap_bytes,
+        nccl_bytes=nccl_bytes(collectives),
+        scheduler_limit_bytes=scheduled_bytes * slop_percent // 100,
+        host_parameters_bytes=bytes_per_device(state.params, spaces.params, HOST),
+        host_optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, HOST),
+        host_bytes_per_device=host_bytes,
+        host_bytes_per_node=host_bytes_per_node,
+        staging_bytes_per_node=staging_bytes_per_node,
+        host_capacity_per_node_bytes=gpus.host_memory_bytes_per_node,
+        unified_host_bytes=unified_bytes or 0,
+        is_unified_over_pcie=runtime.unified_memory and unified_bytes is None,
+        largest=compiled.dump.largest(5),
+        memory_fraction=runtime.memory_fraction,
+        host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
+        host_pools_per_node_bytes=host_pools_per_node_bytes(pool_bytes, gpus),
+    )
+
+
+class CollectiveStats(NamedTuple):
+    """All collectives of one step that agree in kind, axes, transport and link."""
+
+    kind: str  # HLO opcode, such as "all-gather"
+    axes: tuple[str, ...]  # mesh axes along which the members of a replica group differ
+    backend: str  # "NCCL" or "NVSHMEM"
+    mode: str  # "symmetric" is NCCL's one-sided put, "peer" a copy; "" the default
+    count: int  # number of collectives
+    bytes: int  # sent by each device, in all of them together
+    crosses_domains: bool  # some leave an NVLink domain and use the network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Collective permutes of attention in one step. The JSON calls one of them, between two ranks, a hop.
+
+    `hidden` and `exposed` are estimates: hidden permutes take no longer than the attention kernels that overlap with
+    them (`TimeModel.is_hidden_by_attention`); all others are exposed. Other kernels may hide those as well, which the
+    simulated step time takes into account.
+    """
+
+    hops: int  # all permutes, between two ranks each
+    hidden: int  # estimated
+    exposed: int  # hops - hidden
+    exposed_forward: int  # exposed hops in the forward pass
+    by_backend: dict[str, int]  # hops by backend and mode: "NCCL", "NVSHMEM", "NCCL symmetric"
+
+
+def collective_stats(
+    collectives: Sequence[Collective], mesh_shape: dict[str, int], gpus_per_domain: int
+) -> tuple[CollectiveStats, ...]:
+    """Groups the collectives of a program; most bytes first."""
+    count, size = Counter(), Counter()
+    for collective in collectives:
+        groups = collective.groups
+        crosses = any(len({member // gpus_per_domain for member in group}) > 1 for group in groups)
+        key = (collective.kind, mesh_axes(groups, mesh_shape), *_transport(collective), crosses)
+        count[key] += collective.times
+        size[key] += collective.times * collective.sent_bytes
+    stats = [CollectiveStats(*key[:4], count[key], size[key], key[4]) for key in count]
+    return tuple(sorted(stats, key=lambda group: -group.bytes))
+
+
+def ring(exchanges: Sequence[AttentionCollective], model: TimeModel) -> Ring:
+    """Counts the collective permutes among the collectives of attention."""
+    permutes = [exchange for exchange in exchanges if exchange.collective.kind == "collective-permute"]
+    exposed = [permute for permute in permutes if not model.is_hidden_by_attention(permute)]
+    by_backend = Counter()
+    for permute in permutes:
+        by_backend[" ".join(filter(None, _transport(permute.collective)))] += permute.times
+    return Ring(
+        hops=_count(permutes),
+        hidden=_count(permutes) - _count(exposed),
+        exposed=_count(exposed),
+        exposed_forward=_count(permute for permute in exposed if permute.pass_name == "forward"),
+        by_backend=dict(by_backend),
+    )
+
+
+def kernels(program: AnalyzedProgram) -> dict[str, int]:
+    """Executions per step of attention kernels by pass, of matrix products, and of library calls by name.
+
+    Matrix products are Triton fusions wherever XLA has a choice: without a GPU it does not time other libraries.
+    """
+    counts = Counter()
+    for call, times in program.attention_calls:
+        counts[f"{call.kernel} attention {call.pass_name}"] += times
+    for computation in program:
+        for instruction in computation:
+            name = None if instruction in program.attention_call_of else _library_call(instruction)
+            if name is not None and program.execution_counts[computation.name]:
+                counts[name] += program.execution_counts[computation.name]
+    return dict(counts.most_common())
+
+
+def _library_call(instruction: Instruction) -> str | None:
+    if is_expert_kernel(instruction):
+        return f"mosaic experts {pass_of(instruction.op_name)}"
+    if instruction.opcode == "custom-call":
+        name = instruction.attributes["custom_call_target"].strip('"')
+        return None if name == ALLOCATE_BUFFER else name  # which runs nothing
+    if instruction.opcode == "fusion":
+        kind = instruction.backend_config.get("fusion_backend_config", {}).get("kind", "")
+        return "triton gemm" if "gemm" in kind else None
+    return None
+
+
+def _transport(collective: Collective) -> tuple[str, str]:
+    """(backend, mode), as in `CollectiveStats`."""
+    name = collective.transport
+    return ("NVSHMEM" if name == "nvshmem" else "NCCL"), (name if name in ("symmetric", "peer") else "")
+
+
+def _count(exchanges: Iterable[AttentionCollective]) -> int:
+    return sum(exchange.times for exchange in exchanges)
