@@ -117,7 +117,7 @@ def test_environment_without_driver_selects_cpu(has_driver, platforms, monkeypat
 )
 def test_environment_transport_is_prepared_for_gpus_only(has_driver, simulated_devices, is_prepared, monkeypatch):
     monkeypatch.setattr(start, "_has_nvidia_driver", lambda: has_driver)
-    monkeypatch.setattr(start.transport, "prepare", lambda config, environment: environment.update(PREPARED="yes"))
+    monkeypatch.setattr(start.xla_flags, "prepare", lambda config, environment: environment.update(PREPARED="yes"))
     config = RuntimeConfig(simulated_devices=simulated_devices, num_processes=8, transport="nvshmem")
     assert ("PREPARED" in environment_for(config)) == is_prepared
 
