@@ -6,6 +6,7 @@ A process neither is a fork, because JAX has threads, nor imports the main modul
 
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,7 @@ class _Process:
         self, number: int, function: Callable[..., Any], call: tuple[Any, ...], environment: Mapping[str, str]
     ):
         self.number = number
+        request = pickle.dumps((function, call))
         self.connection, other_end = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `end`
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -97,7 +99,7 @@ class _Process:
         )
         other_end.close()  # otherwise the end of the process would not close the connection
         with contextlib.suppress(BrokenPipeError):  # `receive` has the reason
-            self.connection.send((function, call))
+            self.connection.send_bytes(request)
 
     def receive(self) -> tuple[Any, bool]:
         """A value, or None, and whether the call has ended."""

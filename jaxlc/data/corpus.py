@@ -13,15 +13,16 @@ import numpy as np
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed
+from jaxlc.core.text import no_progress
 from jaxlc.data.sequences.mixture import MixedSequences, PackedText
 from jaxlc.data.sequences.packing import PackedSequences, Split, overlong_rule, packed_source, split_documents
-from jaxlc.data.texts.documents import Fields
+from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.records import RECORD_SUFFIXES
 from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
-from jaxlc.data.tokens.store import Progress, TokenStore, open_store
-from jaxlc.data.tokens.tokenized_pieces import Log
+from jaxlc.data.tokens.cache import Progress, open_store
+from jaxlc.data.tokens.store import TokenStore
+from jaxlc.data.tokens.tokenize import Log
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _CHECKED_TOKENS = 2**24  # at a time
@@ -123,13 +124,13 @@ def text_warnings(store: TokenStore, split: Split, setting: str, has_own_text: b
     Raises:
       UserError: the documents are not text.
     """
-    invalid = store.invalid_utf8
-    if invalid.num_documents and has_own_text:
-        fraction = invalid.num_characters / int(store.offsets[-1])
+    num_documents, first = store.notes.counts.get(INVALID_DOCUMENTS, (0, ""))
+    if num_documents and has_own_text:
+        num_characters, _ = store.notes.counts[INVALID_CHARACTERS]
+        fraction = num_characters / int(store.offsets[-1])
         line = (
-            f"{setting}: documents that are not valid UTF-8: {invalid.num_documents:,} of {store.num_documents:,}"
-            f" (invalid characters: {invalid.num_characters:,}, first in {invalid.first_document!r});"
-            " convert them to UTF-8"
+            f"{setting}: {INVALID_DOCUMENTS}: {num_documents:,} of {store.num_documents:,}"
+            f" ({INVALID_CHARACTERS}: {num_characters:,}, first in {first!r}); convert them to UTF-8"
         )
         if fraction > MANY:
             raise UserError(f"{line}, or remove them: this is {fraction:.0%} of the text")
@@ -174,8 +175,8 @@ class Corpus:
 
 def open_corpus(
     config: DataConfig,
-    progress: Progress | None = None,
-    log: Log | None = None,
+    progress: Progress = no_progress,
+    log: Log = lambda line: None,
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
 ) -> Corpus:
@@ -203,8 +204,8 @@ class _StoreOpener:
         config: DataConfig,
         tokenizer: Tokenizer,
         eval_files: list[SourceFile],
-        progress: Progress | None,
-        log: Log | None,
+        progress: Progress,
+        log: Log,
         vocab_size: int,
     ):
         self.config, self.tokenizer, self._progress, self._log = config, tokenizer, progress, log
@@ -235,12 +236,6 @@ class _StoreOpener:
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
         store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)
         check_ids(store, self.tokenizer, self._vocab_size, files[0].setting)
-        if store.num_bad_records:
-            listed = f"; all of them: {displayed(store.bad_records_file)}" if store.bad_records_file else ""
-            self.warnings.append(
-                f"{files[0].setting}: skipped records: {store.num_bad_records:,} (the first:"
-                f" {store.first_bad_record}){listed}"
-            )
         self.warnings += store.notes.lines(files[0].setting)
         return store
 

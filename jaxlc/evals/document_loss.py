@@ -16,7 +16,7 @@ import numpy as np
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS, num_last_tokens, used_limits
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.documents import BadRecords, Document, Fields, read_documents
+from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.evals.predictions import ScoreRow, read_scores, resumed_rows, stored_header, stored_rows
@@ -56,7 +56,7 @@ def read_cut_documents(settings: EvalsConfig, length: int, tokenizer: Tokenizer)
     """
     files = list_files(settings.documents, _SETTING).files
     fields = Fields(text=settings.text_field)
-    documents = itertools.chain.from_iterable(read_documents(file, fields, BadRecords()) for file in files)
+    documents = itertools.chain.from_iterable(read_documents(file, fields, Notes()) for file in files)
     cut = (CutDocument(name=document.name, ids=_first_ids(document, length, tokenizer)) for document in documents)
     long = list(itertools.islice((document for document in cut if len(document.ids) == length), settings.num_examples))
     if not long:

@@ -11,7 +11,7 @@ from tokenizers import normalizers
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.texts.documents import CHAT_FIELDS, BadRecords, Chat, Fields, read_chat, read_documents
+from jaxlc.data.texts.documents import CHAT_FIELDS, Chat, Fields, Notes, read_chat, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.chat_templates import ChatTemplate, load_chat_template
@@ -170,7 +170,7 @@ def test_columns_of_parquet_equal_json_lines(tmp_path: Path):
 
     def read_file(name: str, fields: Fields) -> list[Chat | None]:
         files = list_files([str(tmp_path / name)]).files
-        return [document.chat for document in read_documents(files[0], fields, BadRecords())]
+        return [document.chat for document in read_documents(files[0], fields, Notes())]
 
     messages = Fields(chat="messages")
     assert read_file("a.parquet", messages) == read_file("a.jsonl", messages)

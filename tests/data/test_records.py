@@ -13,7 +13,7 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
+from jaxlc.data.texts.documents import Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 
 TEXTS = ["first text", "née", "x" * 3000]
@@ -21,7 +21,7 @@ TEXTS = ["first text", "née", "x" * 3000]
 
 def texts_of(path: Path, field: str = "text") -> dict[str, str]:
     files = list_files([str(path)]).files
-    documents = (d for file in files for d in read_documents(file, Fields(field), BadRecords()))
+    documents = (d for file in files for d in read_documents(file, Fields(field), Notes()))
     return {d.name: b"".join(d.blocks).decode() for d in documents}
 
 

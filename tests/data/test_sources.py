@@ -12,15 +12,13 @@ import pytest
 
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts import documents as documents_module
-from jaxlc.data.texts.documents import BadRecords, Fields, read_documents
+from jaxlc.data.texts.documents import Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files, split_hash
 
 
 def documents_of(*sources: str, text_field: str = "text") -> dict[str, bytes]:
     files, _ = list_files([str(source) for source in sources])
-    read = [
-        (d.name, b"".join(d.blocks)) for file in files for d in read_documents(file, Fields(text_field), BadRecords())
-    ]
+    read = [(d.name, b"".join(d.blocks)) for file in files for d in read_documents(file, Fields(text_field), Notes())]
     assert len({name for name, _ in read}) == len(read)
     return dict(read)
 
@@ -62,9 +60,7 @@ def test_read_documents_blocks_decode_one_by_one(tmp_path: Path, monkeypatch):
         text = b"".join(rng.choices(parts, k=400))
         (tmp_path / "a.txt").write_bytes(text)
         blocks = [
-            block
-            for d in read_documents(list_files([str(tmp_path)]).files[0], Fields(), BadRecords())
-            for block in d.blocks
+            block for d in read_documents(list_files([str(tmp_path)]).files[0], Fields(), Notes()) for block in d.blocks
         ]
         assert b"".join(blocks) == text and len(blocks) > 5 and all(blocks)
         assert "".join(block.decode(errors="replace") for block in blocks) == text.decode(errors="replace")

@@ -9,13 +9,12 @@ import pytest
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import locked
+from jaxlc.core.text import no_progress
 from jaxlc.data.texts import documents
-from jaxlc.data.texts.documents import Fields
+from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens import cache, tokenize
 from jaxlc.data.tokens import store as store_module
-from jaxlc.data.tokens import store as token_writer
-from jaxlc.data.tokens import tokenized_pieces
-from jaxlc.data.tokens.store import InvalidUtf8
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 
 TEXTS = {"a.txt": b"alpha", "b.txt": b"be", "c.txt": b"gamma rays"}
@@ -30,8 +29,8 @@ def config(tmp_path: Path) -> DataConfig:
     return DataConfig(sources=(str(tmp_path / "docs"),), cache_dir=str(tmp_path / "cache"))
 
 
-def open_store(config: DataConfig, progress=None):
-    return store_module.open_store(list_files(config.sources).files, config, Fields(), BYTES, progress)
+def open_store(config: DataConfig, progress=no_progress):
+    return cache.open_store(list_files(config.sources).files, config, Fields(), BYTES, progress)
 
 
 def files_in(config: DataConfig) -> list[str]:
@@ -51,13 +50,13 @@ def test_store_documents_end_with_end_token(config: DataConfig):
 
 
 def test_store_small_batches_keep_document_order(config: DataConfig, monkeypatch):
-    monkeypatch.setattr(tokenized_pieces, "_BATCH_CHARACTERS", 6)
+    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 6)
     assert_intact(open_store(config))
 
 
 def test_store_second_open_reads_cache(config: DataConfig, monkeypatch):
     first = open_store(config)
-    monkeypatch.setattr(store_module, "tokenized_pieces", None)
+    monkeypatch.setattr(cache, "tokenized_pieces", None)
     again = open_store(config)
     assert_intact(again)
     assert again.fingerprint == first.fingerprint and (again.split_hashes == first.split_hashes).all()
@@ -131,14 +130,14 @@ def test_store_of_other_process_is_not_tokenized_again(config: DataConfig, monke
     @contextmanager
     def slow_lock(path, on_wait):
         with monkeypatch.context() as context:
-            context.setattr(store_module, "locked", locked)
+            context.setattr(cache, "locked", locked)
             open_store(other)
-        monkeypatch.setattr(store_module, "tokenized_pieces", None)
+        monkeypatch.setattr(cache, "tokenized_pieces", None)
         on_wait("process 7 on node1")
         yield
 
-    monkeypatch.setattr(store_module, "locked", slow_lock)
-    assert_intact(store_module.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append))
+    monkeypatch.setattr(cache, "locked", slow_lock)
+    assert_intact(cache.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append))
     assert lines == [
         f"waiting for process 7 on node1, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
     ]
@@ -167,9 +166,9 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
     Path(config.sources[0], "b.txt").write_bytes(text)
     expected = open_store(config)
     for name, module, value in (
-        ("_MAX_KEPT_BYTES", token_writer, 100),
+        ("_MAX_KEPT_BYTES", store_module, 100),
         ("_BLOCK_BYTES", documents, 64),
-        ("_BATCH_CHARACTERS", tokenized_pieces, 200),
+        ("_BATCH_CHARACTERS", tokenize, 200),
     ):
         monkeypatch.setattr(module, name, value)
     calls, batch_bytes, encode = [], [], BYTES.encode_pieces
@@ -189,9 +188,9 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
 
 
 def test_store_long_piece_is_announced_before_it_is_encoded(config: DataConfig, monkeypatch):
-    monkeypatch.setattr(tokenized_pieces, "_LONG_PIECE", 9)
+    monkeypatch.setattr(tokenize, "_LONG_PIECE", 9)
     lines = []
-    store_module.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append)
+    cache.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append)
     assert lines == [
         "warning: 0 million characters of 'c.txt' are tokenized at once, because it has no place to cut it, such as a"
         " letter before a newline or punctuation; this needs about 0 GiB of host memory"
@@ -205,10 +204,11 @@ def test_store_corpus_without_text_is_refused(tmp_path: Path):
 
 
 def test_store_invalid_utf8_is_counted(config: DataConfig, monkeypatch):
-    assert open_store(config).invalid_utf8 == InvalidUtf8()
+    assert open_store(config).notes.counts == {}
     directory = Path(config.sources[0])
     (directory / "d.txt").write_bytes("caf\xe9 na\xefve \ufffd".encode() + b" \xe9\xef")  # one U+FFFD is in the source
     (directory / "e.txt").write_bytes("text".encode("utf-16"))
-    assert open_store(config).invalid_utf8 == InvalidUtf8(2, 4, "d.txt")
-    monkeypatch.setattr(store_module, "tokenized_pieces", None)
-    assert open_store(config).invalid_utf8 == InvalidUtf8(2, 4, "d.txt")  # from the cache
+    counts = {INVALID_DOCUMENTS: (2, "d.txt"), INVALID_CHARACTERS: (4, "d.txt")}
+    assert open_store(config).notes.counts == counts
+    monkeypatch.setattr(cache, "tokenized_pieces", None)
+    assert open_store(config).notes.counts == counts  # from the cache

@@ -14,7 +14,7 @@ from jaxlc.checkpoints.files import read_meta
 from jaxlc.config import defaults, load
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.documents import BadRecords, Chat, Fields, read_documents
+from jaxlc.data.texts.documents import BAD_RECORDS, Chat, Fields, Notes, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.chat_templates import load_chat_template
@@ -133,16 +133,16 @@ def _read_tokenizer(directory: Path) -> None:
 
 def _read_documents(directory: Path, **fields: str) -> None:
     files, _ = list_files([str(directory)])
-    bad = BadRecords(limit=10**6)
+    notes = Notes(max_bad_records=10**6)
     for file in files:
-        for document in read_documents(file, Fields(**fields), bad):
+        for document in read_documents(file, Fields(**fields), notes):
             assert b"".join(document.blocks) is not None
-    _raise(bad)
+    _raise(notes)
 
 
-def _raise(bad: BadRecords) -> None:
-    if bad.num_records:
-        raise UserError(bad.first)
+def _raise(notes: Notes) -> None:
+    if BAD_RECORDS in notes.counts:
+        raise UserError(notes.counts[BAD_RECORDS][1])
 
 
 def _lines() -> bytes:
@@ -206,14 +206,14 @@ def _checkpoint_meta() -> bytes:
 def _read_chats(directory: Path) -> None:
     """With a template in this process, which does not catch the errors of its own."""
     encoder = Encoder(ByteTokenizer(), "chatml")
-    bad = BadRecords(limit=10**6)
-    for document in read_documents(list_files([str(directory)]).files[0], Fields(chat="messages"), bad):
+    notes = Notes(max_bad_records=10**6)
+    for document in read_documents(list_files([str(directory)]).files[0], Fields(chat="messages"), notes):
         assert document.chat is not None
         try:
             encoder.encode([(encoder.template.render(document.chat, document.where), "")])
         except BadRecord as error:
-            bad.add(error)
-    _raise(bad)
+            notes.skip(error)
+    _raise(notes)
 
 
 _CALL = dict(type="function", function=dict(name="f", arguments='{"x": 1}'))
@@ -262,7 +262,6 @@ READERS = {
     "rollouts": _one("1.jsonl", lambda: _json(_ROLLOUT) + b"\n", stored_files.read_rollouts, is_json=True),
     "token store, index": Reader(stored_files.token_store, "x.index.npz", stored_files.read_store),
     "token store, tokens": Reader(stored_files.token_store, "x.tokens.npy", stored_files.read_store),
-    "tokenized part": Reader(stored_files.token_store, "part.npz", stored_files.read_part),
     "checkpoint meta": _one("1/meta/metadata", _checkpoint_meta, lambda path: read_meta(path, 1), is_json=True),
     "checkpoint config": _one("config.json", stored_files.run_config, stored_files.read_run_config, is_json=True),
     "checkpoint, tree": Reader(

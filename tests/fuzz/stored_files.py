@@ -14,11 +14,9 @@ from jaxlc.config import defaults, from_dict, load, to_dict
 from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.models.pretrained import read_json
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.documents import BadRecords, Fields
+from jaxlc.data.texts.documents import Fields
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens import parallel_tokenizing, store
-from jaxlc.data.tokens.encoder import Encoder
-from jaxlc.data.tokens.tokenized_pieces import Reader, tokenized_pieces
+from jaxlc.data.tokens import shards, store
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.plan.report import PlanRecord
@@ -76,38 +74,22 @@ def read_run_config(directory: Path) -> None:
 
 @functools.cache
 def token_store() -> dict[str, bytes]:
+    """The store of a shard, which has the names of the documents besides what other stores have."""
     with tempfile.TemporaryDirectory() as directory:
         for number, text in enumerate(TEXTS):
             Path(directory, f"{number}.txt").write_text(text)
-        config = DataConfig(sources=(directory,), cache_dir=f"{directory}/cache")
-        files = list_files([directory]).files
-        store.open_store(files, config, Fields(), ByteTokenizer())
-        renamed = files_below(Path(directory, "cache")).items()
-        kept = {f"x.{name.partition('.')[2]}": content for name, content in renamed}
-        reader = Reader(Fields(), BadRecords(), Encoder(ByteTokenizer()))
-        arrays = parallel_tokenizing.part_arrays(tokenized_pieces(files, reader, print), np.dtype(np.uint16))
-        parallel_tokenizing.save_part(
-            Path(directory, "part.npz"),
-            arrays | dict(bad_records=np.zeros(0, np.uint8), notes=np.frombuffer(b"{}", np.uint8)),
-        )
-        return kept | {"part.npz": Path(directory, "part.npz").read_bytes()}
+        shard = shards.Shard(files=tuple(list_files([directory]).files), num_bytes=1)
+        paths = store.StorePaths.of(Path(directory), "x")
+        list(shards.tokenize_shard(shard, paths, Fields(), DataConfig()))
+        return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
 def read_store(directory: Path) -> None:
-    paths = store._Paths(*(directory / f"x.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt")))
-    opened = store._read(paths, ByteTokenizer())
+    opened = store.read_store(store.StorePaths.of(directory, "x"), ByteTokenizer())
     if opened is None:
         raise UserError("the cache has no valid store")
-    for begin, end in zip(opened.offsets, opened.offsets[1:]):
-        assert len(opened.read(begin, end)) == end - begin
-
-
-def read_part(directory: Path) -> None:
-    parallel_tokenizing.add_records_of_part(
-        directory / "part.npz", Reader(Fields(), BadRecords(10**6), Encoder(ByteTokenizer()))
-    )
-    for piece in parallel_tokenizing.read_part(directory / "part.npz", is_chats=True):
-        assert piece.ids.ndim == 1
+    pieces = list(shards._stored_pieces(opened))
+    assert [len(piece.ids) for piece in pieces] == (np.diff(opened.offsets) - 1).tolist()
 
 
 def plan() -> bytes:

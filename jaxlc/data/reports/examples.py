@@ -153,7 +153,7 @@ def open_training_data(config: Config, log: Callable[[str], None] | None) -> Cor
     if config.posttrain.loss:
         raise UserError(f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces")
     with progress_lines("reading the corpus", is_shown=log is not None) as update:
-        return open_corpus(config.data, progress=update, log=log, tokenizer=tokenizer)
+        return open_corpus(config.data, progress=update, log=log or (lambda line: None), tokenizer=tokenizer)
 
 
 def _trace_examples(data: TraceData, config: Config, num: int) -> SourceExamples:

@@ -18,14 +18,15 @@ import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxlc.config.data_schema import SourceConfig
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import parse_json
+from jaxlc.core.files import displayed, parse_json
 from jaxlc.data.texts.records import (
     MEGATRON_SUFFIX,
     RECORD_SUFFIXES,
@@ -367,32 +368,55 @@ class Document:
     chat: Chat | None = None
 
 
+BAD_RECORDS = "skipped records"
+# Text that is not UTF-8, such as latin-1 or UTF-16: documents with it, and characters that decoding replaces.
+INVALID_DOCUMENTS, INVALID_CHARACTERS = "documents that are not valid UTF-8", "invalid characters"
+
+
 @dataclass
-class BadRecords:
-    """Counts bad records up to a limit, and writes the errors of all to a file."""
+class Notes:
+    """What was noticed in documents: a sentence -> how often, and the first place."""
 
-    limit: int = 0
-    out: BinaryIO | None = None  # the file, with one line per record
-    num_records: int = 0
-    first: str = ""  # the error of the first one
+    max_bad_records: int = 0
+    counts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    out: BinaryIO | None = None  # gets one line for each bad record
+    listed_in: Path | None = None  # the file with these lines, to be named
 
-    def add(self, error: BadRecord) -> None:
-        """Counts and writes a bad record.
+    def add(self, note: str, where: str, number: int = 1) -> None:
+        before, first = self.counts.get(note, (0, ""))
+        self.counts[note] = (before + number, first or where)
+
+    def update(self, counts: dict[str, tuple[int, str]]) -> None:
+        for note, (number, first) in counts.items():
+            self.add(note, first, number)
+
+    def skip(self, error: BadRecord) -> None:
+        """Counts a bad record, and writes it to the file.
 
         Raises:
-          UserError: there are more than the limit.
+          UserError: there are more than `max_bad_records`.
         """
-        self.num_records += 1
-        self.first = self.first or str(error)
-        if self.num_records > self.limit:
-            skipped = f"{self.num_records:,} records cannot be used, more than data.max_bad_records={self.limit}"
-            advice = f"{skipped} (the first: {self.first})" if self.limit else _SKIP_ADVICE
+        self.add(BAD_RECORDS, str(error))
+        number, first = self.counts[BAD_RECORDS]
+        if number > self.max_bad_records:
+            skipped = f"{number:,} records cannot be used, more than data.max_bad_records={self.max_bad_records}"
+            advice = f"{skipped} (the first: {first})" if self.max_bad_records else _SKIP_ADVICE
             raise UserError(f"{error}; {advice}") from None
         if self.out is not None:
             self.out.write(f"{error}\n".encode(errors="backslashreplace"))
 
+    def lines(self, setting: str) -> list[str]:
+        """Warnings, one line each; not those of invalid text."""
+        lines = []
+        for note, (number, first) in self.counts.items():
+            if note not in (INVALID_DOCUMENTS, INVALID_CHARACTERS):
+                is_listed = note == BAD_RECORDS and self.listed_in
+                listed = f"; all of them: {displayed(self.listed_in)}" if is_listed else ""
+                lines.append(f"{setting}: {note}: {number:,} (the first: {first}){listed}")
+        return lines
 
-def read_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) -> Iterator[Document]:
+
+def read_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[Document]:
     """Yields the documents of a file in order and skips empty ones. Memory: one block of text, or one batch of records.
 
     Raises:
@@ -400,7 +424,7 @@ def read_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) ->
     """
     try:
         if file.path.name.endswith(RECORD_SUFFIXES):
-            yield from _record_documents(file, fields, bad_records)
+            yield from _record_documents(file, fields, notes)
         elif fields.tokens or fields.chat:
             raise UserError(
                 f"{file.setting}: {str(file.path)!r} is text without fields, and the documents are in the field"
@@ -430,7 +454,7 @@ def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
     yield block
 
 
-def _record_documents(file: SourceFile, fields: Fields, bad_records: BadRecords) -> Iterator[Document]:
+def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[Document]:
     if file.path.name.endswith(MEGATRON_SUFFIX) and not fields.tokens:
         is_mixture = file.setting.startswith("data.mixture.")
         advice = f"set config.{file.setting}." if is_mixture else "use a source of config.data.mixture with "
@@ -448,7 +472,7 @@ def _record_documents(file: SourceFile, fields: Fields, bad_records: BadRecords)
         try:
             document = _document(file, record, fields)
         except BadRecord as error:
-            bad_records.add(error)
+            notes.skip(error)
         else:
             if document is not None:
                 yield document

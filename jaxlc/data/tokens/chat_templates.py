@@ -12,16 +12,8 @@ Only the answers of the assistant are trained on. Their place in the rendered te
 
 So every answer is trained on as the template renders it at the end of the chat. What it leaves out is counted.
 
-The chat templates that data.chat_template can name.
-
-Chat templates that fit a tokenizer: their markers, such as <|im_end|>, are single tokens.
-
-A model learns to end its answers with one token, at which inference engines stop.
-
-The Jinja environment of chat templates: settings, functions, limits, and the tag `generation`.
-
-A template is a program that somebody else has written. Jinja's sandbox keeps it from Python and limits `range`; here
-are limits of the rendered text and of products and powers, which otherwise may take any memory and time.
+A template fits a tokenizer if its markers, such as <|im_end|>, are single tokens: a model learns to end its answers
+with one token, at which inference engines stop.
 """
 
 import contextlib
@@ -33,11 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import numpy as np
 
 from jaxlc.config.chat_template_file import ADVICE, read_template, template_path
@@ -100,6 +87,8 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, 
 _END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
 _MAX_SOURCE_CHARACTERS = 1 << 18
 _QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
+# A tag, or a comment, which may contain the text of one.
+_COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
 _NO_TEXT = ("role", "name", "tool_call_id")  # fields of messages that templates need not render
 _ADVICE = "use a template with {% generation %} in data.chat_template"
 
@@ -124,6 +113,7 @@ class ChatTemplate:
           UserError: the package jinja2 is missing, or the source is not a template.
         """
         errors.require("jinja2", "a source of chats")
+        from jaxlc.data.tokens.template_sandbox import environment
 
         self.name, self.source = name, source
         self._special_tokens = special_tokens
@@ -311,8 +301,10 @@ class ChatTemplate:
         """The text of the first messages, or of all, with the marks of answers.
 
         Raises:
-          BadRecord: the template raises an error, or exceeds a limit of `chat_environment`.
+          BadRecord: the template raises an error, or exceeds a limit of `template_sandbox`.
         """
+
+        from jaxlc.data.tokens.template_sandbox import render
 
         messages, tools, _ = chat
         try:
@@ -436,42 +428,6 @@ def _token_id(marker: str, tokenizer: Tokenizer) -> int | None:
     return int(ids[0]) if len(ids) == 1 else None
 
 
-# A tag, or a comment, which may contain the text of one.
-_COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
-
-
-MAX_TEXT_CHARACTERS = 64 << 20  # of a rendered text, and of a product with a text or a list
-_MAX_INTEGER = 1 << 64
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        numbers = [x for x in (left, right) if isinstance(x, (int, float))]
-        if operator == "*" and len(numbers) == 1:
-            (sequence,) = (x for x in (left, right) if x is not numbers[0])
-            if len(sequence) * numbers[0] > MAX_TEXT_CHARACTERS:
-                raise OverflowError(f"a product has more than {MAX_TEXT_CHARACTERS:,} elements")
-        elif any(abs(x) > _MAX_INTEGER for x in numbers) or operator == "**" and abs(right) > 64:
-            raise OverflowError("a number is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def environment(begin: str, end: str) -> jinja2.Environment:
-    """A sandbox in which `{% generation %}text{% endgeneration %}` renders as begin + text + end.
-
-    `strftime_now` is undefined, so that templates with a date use their fixed one, and tokens do not depend on the day.
-    """
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
-    env.globals.update(
-        raise_exception=_raise,
-        mark_generation=lambda caller: f"{begin}{caller()}{end}",
-    )
-    env.filters["tojson"] = _to_json
-    return env
-
-
 def without_generation_tags(source: str) -> str:
     """A template that renders the same text and has no tags `generation`, which most inference engines cannot parse.
 
@@ -482,42 +438,3 @@ def without_generation_tags(source: str) -> str:
         return match[0] if match[0].startswith("{#") else f"{{#{match[1]} {match[2]}#}}"
 
     return _COMMENT_OR_TAG.sub(replaced, source)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """Parses `{% generation %}` blocks into calls of `mark_generation`."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = jinja2.nodes.Call(jinja2.nodes.Name("mark_generation", "load"), [], [], None, None)
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def render(
-    template: jinja2.Template,
-    messages: list[Any],
-    tools: list[Any] | None,
-    add_generation_prompt: bool,
-    **variables: Any,
-) -> str:
-    """The text of a chat. Any exception may be raised, since the template may contain any expression."""
-    parts, num_characters = [], 0
-    for part in template.generate(
-        messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **variables
-    ):
-        parts.append(part)
-        num_characters += len(part)
-        if num_characters > MAX_TEXT_CHARACTERS:
-            raise OverflowError(f"the text has more than {MAX_TEXT_CHARACTERS:,} characters")
-    return "".join(parts)

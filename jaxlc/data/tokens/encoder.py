@@ -7,7 +7,6 @@ What ends an answer: one function for generation, evaluation, rollouts and expor
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import Pretrained, eos_token_ids
 from jaxlc.core.errors import UserError
-from jaxlc.data.texts.documents import ASSISTANT, Chat
+from jaxlc.data.texts.documents import ASSISTANT, Chat, Notes
 from jaxlc.data.tokens.chat_templates import (
     ChatTemplate,
     MarkedText,
@@ -90,34 +89,17 @@ _SPECIAL_IN_CHAT = "chats with a message that contains the text of a special tok
 _STRADDLING = "answers that begin within a token, which is in the loss"
 
 
-@dataclass
-class Notes:
-    """What was noticed in records: a sentence -> how often, and the first record."""
-
-    counts: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-    def add(self, note: str, where: str, number: int = 1) -> None:
-        before, first = self.counts.get(note, (0, ""))
-        self.counts[note] = (before + number, first or where)
-
-    def update(self, counts: dict[str, tuple[int, str]]) -> None:
-        for note, (number, first) in counts.items():
-            self.add(note, first, number)
-
-    def lines(self, setting: str) -> list[str]:
-        """Warnings, one line each."""
-        return [f"{setting}: {note}: {number:,} (the first: {first})" for note, (number, first) in self.counts.items()]
-
-
 class Encoder:
     """Turns texts and chats into token ids and the spans of their answers."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | ChatTemplate = ""):
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | ChatTemplate = "", notes: Notes | None = None):
         """
         Args:
           chat_template: the setting data.chat_template, or a template.
+          notes: gets what is noticed.
         """
-        self.tokenizer, self.notes = tokenizer, Notes()
+        self.tokenizer = tokenizer
+        self.notes = notes or Notes()
         self._chat_template = chat_template
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import MANY
 from jaxlc.data.sequences.loader import array_dtypes
-from jaxlc.data.texts.documents import BadRecords
+from jaxlc.data.texts.documents import Notes
 from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.encoder import Encoder
@@ -130,7 +130,8 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
 
 
 def _reader(config: Config, tokenizer: Tokenizer) -> TraceReader:
-    return TraceReader(Encoder(tokenizer, config.data.chat_template), config.model.vocab_size)
+    encoder = Encoder(tokenizer, config.data.chat_template, Notes(config.data.max_bad_records))
+    return TraceReader(encoder, config.model.vocab_size)
 
 
 def _read(
@@ -143,15 +144,12 @@ def _read(
     warnings: list[str],
 ) -> Iterator[T]:
     """Yields what `read` makes of the records that can be used."""
-    bad_records = BadRecords(config.data.max_bad_records)
     for file in list_files(sources, setting).files:
         for record in records_of(file.path, fields):
             try:
                 yield from read(record)
             except BadRecord as error:
-                bad_records.add(error)
-    if bad_records.num_records:
-        warnings.append(f"{setting}: skipped records: {bad_records.num_records:,} (the first: {bad_records.first})")
+                reader.encoder.notes.skip(error)
     warnings += reader.encoder.notes.lines(setting)
 
 

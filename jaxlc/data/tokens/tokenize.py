@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.data.texts.documents import BadRecords, Chat, Document, Fields, read_documents
+from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Chat, Document, Fields, read_documents
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.chat_templates import MarkedText
@@ -21,30 +20,15 @@ _BYTES_PER_CHARACTER = 180  # memory that the package tokenizers needs
 _LONG_PIECE = 4 * _BATCH_CHARACTERS  # a warning comes before a longer piece is tokenized
 
 
-@dataclass
-class Counts:
-    """Sizes of one document."""
-
-    num_bytes: int = 0
-    num_invalid: int = 0  # characters that are not valid UTF-8
-
-    def counted(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yields the blocks of the document, and counts them."""
-        for block in blocks:
-            self.num_bytes += len(block)
-            self.num_invalid += _num_invalid_characters(block)
-            yield block
-
-
 class Piece(NamedTuple):
     """A part of a document that is tokenized on its own: text, token IDs, or a chat."""
 
     content: bytes | str | np.ndarray | MarkedText
     document: str  # name
-    counts: Counts  # complete at the last piece
     is_last: bool
     is_first: bool = False  # it gets the start token of documents
     where: str = ""  # FILE:NUMBER of the record of a chat, for errors
+    num_bytes: int = 0  # of the document, in its last piece
 
     @property
     def size(self) -> int:
@@ -58,42 +42,35 @@ class TokenizedPiece(NamedTuple):
     answers: np.ndarray | None = None  # int64 [answers, 2], begin and end in `ids`; None: not a chat
 
 
-@dataclass
-class Reader:
-    """How the documents of a store are read."""
-
-    fields: Fields
-    bad_records: BadRecords
-    encoder: Encoder
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.encoder.tokenizer
-
-
-def tokenized_pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[TokenizedPiece]:
+def tokenized_pieces(
+    files: Sequence[SourceFile], fields: Fields, encoder: Encoder, log: Log
+) -> Iterator[TokenizedPiece]:
     """Yields the pieces of all documents with their token IDs, in order.
 
-    Each batch of pieces is tokenized by all cores, while the caller uses the batch before it.
+    Each batch of pieces is tokenized by all cores, while the caller uses the batch before it. `encoder.notes` gets what
+    is noticed in documents, and bad records.
+
+    Raises:
+      UserError: as `read_documents`.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
         pending = None
-        for batch in _batches(_pieces(files, reader, log)):
-            following = executor.submit(_tokenized, batch, reader.encoder)
+        for batch in _batches(_pieces(files, fields, encoder, log)):
+            following = executor.submit(_tokenized, batch, encoder)
             if pending is not None:
-                yield from _with_answers(pending.result(), reader)
+                yield from _with_answers(pending.result(), encoder)
             pending = following
         if pending is not None:
-            yield from _with_answers(pending.result(), reader)
+            yield from _with_answers(pending.result(), encoder)
 
 
-def _with_answers(tokenized: Iterable[TokenizedPiece], reader: Reader) -> Iterator[TokenizedPiece]:
+def _with_answers(tokenized: Iterable[TokenizedPiece], encoder: Encoder) -> Iterator[TokenizedPiece]:
     """All pieces but chats of which no token has a loss, which are bad records."""
     for item in tokenized:
         if item.answers is None or len(item.answers):
             yield item
         else:
-            reader.bad_records.add(BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer"))
+            encoder.notes.skip(BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer"))
 
 
 def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
@@ -111,23 +88,32 @@ def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
     return tokenized
 
 
-def _pieces(files: Sequence[SourceFile], reader: Reader, log: Log) -> Iterator[Piece]:
+def _pieces(files: Sequence[SourceFile], fields: Fields, encoder: Encoder, log: Log) -> Iterator[Piece]:
     for file in files:
-        for document in read_documents(file, reader.fields, reader.bad_records):
+        for document in read_documents(file, fields, encoder.notes):
             try:
                 if document.chat is not None:
-                    yield _chat_piece(document, document.chat, reader.encoder)
+                    yield _chat_piece(document, document.chat, encoder)
                 elif document.ids is not None:
-                    yield _id_piece(document, document.ids, reader.tokenizer)
+                    yield _id_piece(document, document.ids, encoder.tokenizer)
                 else:
-                    yield from _text_pieces(document, reader.encoder, log)
+                    yield from _text_pieces(document, encoder, log)
             except BadRecord as error:
-                reader.bad_records.add(error)
+                encoder.notes.skip(error)
 
 
 def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Piece]:
-    counts, tokenizer = Counts(), encoder.tokenizer
-    texts = tokenizer.pieces(counts.counted(document.blocks))
+    tokenizer = encoder.tokenizer
+    num_bytes = num_invalid = 0
+
+    def counted_blocks() -> Iterator[bytes]:
+        nonlocal num_bytes, num_invalid
+        for block in document.blocks:
+            num_bytes += len(block)
+            num_invalid += _num_invalid_characters(block)
+            yield block
+
+    texts = tokenizer.pieces(counted_blocks())
     text, has_special, is_first = next(texts), False, True
     while text is not None:
         following = next(texts, None)
@@ -135,8 +121,11 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
             has_special = encoder.note_text(text, document.name)
         if len(text) > _LONG_PIECE:
             log(_long_piece_warning(document.name, len(text), tokenizer))
-        yield Piece(text, document.name, counts, is_last=following is None, is_first=is_first)
+        yield Piece(text, document.name, is_last=following is None, is_first=is_first, num_bytes=num_bytes)
         text, is_first = following, False
+    if num_invalid:
+        encoder.notes.add(INVALID_DOCUMENTS, document.name)
+        encoder.notes.add(INVALID_CHARACTERS, document.name, num_invalid)
 
 
 def _id_piece(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piece:
@@ -144,14 +133,13 @@ def _id_piece(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piec
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
         wrong = ids.min() if ids.min() < 0 else ids.max()
         raise BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
-    counts = Counts(ids.nbytes)
-    ids = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
-    return Piece(ids, document.name, counts, is_last=True, is_first=True)
+    content = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
+    return Piece(content, document.name, is_last=True, is_first=True, num_bytes=ids.nbytes)
 
 
 def _chat_piece(document: Document, chat: Chat, encoder: Encoder) -> Piece:
     rendered = encoder.render(chat, document.where)
-    return Piece(rendered, document.name, Counts(len(rendered.text)), is_last=True, where=document.where)
+    return Piece(rendered, document.name, is_last=True, where=document.where, num_bytes=len(rendered.text))
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
