@@ -1,6 +1,7 @@
-"""`attend`, the public function of attention over a split sequence: it checks its arguments and calls `make`.
+"""The public functions of attention over a split sequence: `attend`, and `dot_product_attention` with the signature of
+`jax.nn.dot_product_attention`.
 
-`dot_product_attention`: the signature of `jax.nn.dot_product_attention`, for a sequence split on a mesh axis.
+Both check their arguments and call `strategies.sharded_attention.make`.
 """
 
 import functools

@@ -5,12 +5,15 @@
 
 `ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents, sliding windows, and the
 blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
-A kernel may have a function `prepare`, which computes from the ranges of a call what the kernel needs of them, once per
-training step instead of in every layer; forward and backward then take its result as `ranges`.
-The functions `forward_calls` and `backward_calls` of a kernel return `CallResults` instead.
-It may also have `forward_in_layer(q_BTNH, k_BLSKH, v_BLSKH, layer, ranges, spec)`: forward over the keys of one layer
-of a KV cache, without a copy of the layer. The ranges are [B, P]: T/P consecutive queries, a power of 2 from 16, share
-one.
+
+A kernel may have these functions, too:
+
+    prepare            computes what the kernel needs of the ranges of a call, once per training step instead of in
+                       every layer; forward and backward then take its result as `ranges`
+    forward_calls, backward_calls    return `CallResults` instead
+    forward_in_layer(q_BTNH, k_BLSKH, v_BLSKH, layer, ranges, spec)    forward over the keys of one layer of a KV cache,
+                       without a copy of the layer. The ranges are [B, P]: T/P consecutive queries, a power of 2 from
+                       16, share one
 
 `lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
 two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
@@ -21,7 +24,9 @@ Results are in q's dtype or in float32, whichever the kernel writes. Callers sum
 
 A query without visible keys (a fully masked row) has out 0, lse -inf and gradient 0.
 
-Attention sinks: each query head has a logit that joins the denominator of its softmax and has no value (gpt-oss).
+Attention sinks
+---------------
+Each query head may have a logit that joins the denominator of its softmax and has no value (gpt-oss).
 
     out' = out exp(lse - lse')        lse' = log(e^lse + e^sink)
     dsink = -sum over batch and tokens of exp(sink - lse') (dout' . out' - dlse')

@@ -1,9 +1,8 @@
 """Writes the parameters of a checkpoint as a directory that `transformers` opens.
 
-The files of an exported model besides weights and config.json: tokenizer, chat template and generation settings.
-
-Inference engines read the chat template from chat_template.jinja, and the tokens that end an answer from
-generation_config.json, config.json and the eos_token of tokenizer_config.json.
+Besides weights and config.json, it has the tokenizer, the chat template and settings of generation: inference engines
+read the chat template from chat_template.jinja, and the tokens that end an answer from generation_config.json,
+config.json and the eos_token of tokenizer_config.json.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""Reads the files of checkpoints: which are committed, their metadata, checksums, shapes and dtypes.
+"""The files of checkpoints: which are committed, their metadata, and names, shapes, dtypes and checksums of their
+arrays.
 
 `jaxlc.checkpoints.save` describes the directories.
-
-Names, shapes and checksums of the arrays of a checkpoint, and whether they are finite.
 """
 
 import asyncio

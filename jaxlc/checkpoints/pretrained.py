@@ -1,9 +1,9 @@
-"""The parameters of `model.init_from`, sharded as the training state.
+"""The parameters of `model.init_from`, sharded as the training state, and frozen parameters that no checkpoint
+contains.
 
-The frozen parameters of a run whose checkpoints do not contain them (config.train.checkpoint_frozen).
-
-They come from config.model.init_from, or are the initial values of config.train.seed. A checkpoint stores their
-fingerprint, so that a run does not resume, and is not loaded, with another base model.
+With config.train.checkpoint_frozen=False, frozen parameters come from config.model.init_from, or are the initial values
+of config.train.seed. A checkpoint stores their fingerprint, so that a run does not resume, and is not loaded, with
+another base model.
 """
 
 import hashlib

@@ -1,6 +1,5 @@
-"""Reads the arrays of a checkpoint, on any mesh, and compares them with their checksums.
-
-Reads parameters of a checkpoint to host memory, some at a time.
+"""Reads the arrays of a checkpoint, on any mesh or to host memory a part at a time, and compares them with their
+checksums.
 """
 
 from collections.abc import Callable, Iterable

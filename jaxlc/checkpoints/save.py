@@ -1,4 +1,5 @@
-"""Checkpoints, written by Orbax. A kill at any time leaves the committed checkpoints valid.
+"""Checkpoints, written by Orbax: one directory of them, or a local one for each process. A kill at any time leaves the
+committed checkpoints valid.
 
 DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary name and renames it when it is complete
     state/                  the arrays, readable on any mesh and by any number of processes
@@ -7,10 +8,6 @@ DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary 
 DIRECTORY/STEP.unreadable/  a checkpoint that failed validation; it is never read again
 DIRECTORY/evaluations.json  the held-out loss and the scores of checkpoints, which are known after they are saved
 LOCAL/process-N/STEP/       a local checkpoint: the same, with the parts of the arrays that process N has
-
-One directory of checkpoints: writes and reads them with Orbax.
-
-`jaxlc.checkpoints.save` describes the files.
 """
 
 import contextlib

@@ -1,12 +1,11 @@
-"""The checkpoints in a directory, as `jaxlc checkpoint` lists, verifies and deletes them. No accelerator is needed.
-
-`jaxlc.checkpoints.save` describes the directories.
-
-The evaluations of the checkpoints of a run, and which checkpoints are kept: the latest, every n-th, the best, and
-those at stage boundaries.
+"""The checkpoints in a directory, as `jaxlc checkpoint` lists, verifies and deletes them, and their evaluations. No
+accelerator is needed.
 
 A checkpoint is written before its parameters are evaluated, since an evaluation may fail. So held-out losses and scores
-are in a file of their own, DIRECTORY/evaluations.json: {STEP: {"eval_loss": LOSS, "scores": {NAME: SCORE}}}.
+are in a file of their own, DIRECTORY/evaluations.json: {STEP: {"eval_loss": LOSS, "scores": {NAME: SCORE}}}. They
+say which checkpoints are the best. Those are kept, the latest, every n-th, and those at stage boundaries.
+
+`jaxlc.checkpoints.save` describes the directories.
 """
 
 import contextlib

@@ -1,8 +1,5 @@
-"""Errors that users can fix.
-
-Optional dependencies: which extra of jaxlc installs a package, and what happens where it is missing.
-
-Checks the arguments of public functions against their annotations. Imports no jax.
+"""Errors that users can fix: their classes, missing optional packages, and arguments of public functions. Imports no
+jax.
 """
 
 import builtins

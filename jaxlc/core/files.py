@@ -1,12 +1,9 @@
-"""Files of JSON and of arrays that others may have written. Imports no jax.
+"""Files: read without trust, replaced atomically, locked between processes, and errors of writing. Imports no jax.
 
-Files that are replaced atomically, so that a process that is killed leaves the old file or none.
-
-A lock between processes, on one host or on a file system that they share.
-
-Paths: as users give them, and as they are displayed.
-
-Errors of writing files, as errors that users can fix.
+Files of JSON and of arrays may be written by others: they are limited in size, and invalid Unicode and pointers of Git
+LFS are errors. A file is replaced atomically, so a process that is killed leaves the old file or none. A lock holds
+between processes, on one host or on a file system that they share. Errors of writing, such as a full disk, become
+errors that users can fix.
 """
 
 import errno

@@ -2,9 +2,9 @@
 
 Python raises KeyboardInterrupt wherever the program is, and some code turns it into another error or ignores it. While
 the main thread is in a call that does not return, such as a compilation of minutes, Python runs no handler: then a
-thread ends the process. Imports no jax.
+thread ends the process.
 
-Calls that may hang, such as those to a file system or to another process, with a time limit. Imports no jax.
+`call_within` bounds calls that may hang, such as calls to a file system or to another process. Imports no jax.
 """
 
 import contextlib

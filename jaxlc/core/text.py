@@ -1,14 +1,6 @@
-"""Counts, sizes and durations as they are displayed.
+"""Text for users: counts and sizes, suggestions for misspelled names, tables, progress lines, and standard output.
 
-Suggestions for misspelled names, for error messages.
-
-Tables of plain text.
-
-Lines about the progress of long work, where there is no live display. Imports no jax.
-
-Standard output and error of a command, which may have any encoding, a full disk, no reader, or be closed.
-
-Imports no jax.
+Standard output and error of a command may have any encoding, a full disk, no reader, or be closed. Imports no jax.
 """
 
 import codecs

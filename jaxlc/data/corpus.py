@@ -1,6 +1,6 @@
 """Opens the corpus of a config: tokenized, split into training and held-out documents, and packed into sequences.
 
-Checks that a corpus has enough text, and warnings about its text.
+It is checked for enough text, with warnings about its text.
 """
 
 import dataclasses

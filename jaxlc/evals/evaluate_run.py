@@ -1,6 +1,5 @@
-"""Long-context evaluations of a model: `jaxlc.evaluate`.
-
-Evaluations during training: `config.evals`, with the live parameters and in the same process.
+"""Long-context evaluations of a model: `jaxlc.evaluate`, and `config.evals` during training, with the live parameters
+and in the same process.
 """
 
 import dataclasses

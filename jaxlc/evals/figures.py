@@ -1,6 +1,6 @@
-"""Figures of scores. Needs matplotlib; import this module only where a figure is drawn.
+"""Figures of stored scores: against length, maps of depth and length, and loss by position.
 
-Draws what evaluations have stored: scores against length, maps of depth and length, and loss by position.
+Needs matplotlib; import this module only where a figure is drawn.
 """
 
 from collections.abc import Mapping, Sequence

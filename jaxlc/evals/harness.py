@@ -1,12 +1,10 @@
 """usage: python -m jaxlc.evals.harness --model_args path=SOURCE --tasks TASK,TASK [flags of `lm_eval run`]
 
-Evaluates a run or a Hugging Face directory with lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness).
-Arguments of the model, as NAME=VALUE,NAME=VALUE: path, step, max_length, chat_template, seed, data, fsdp, context and
-tensor.
+Evaluates a run or a Hugging Face directory with lm-evaluation-harness
+(https://github.com/EleutherAI/lm-evaluation-harness). Arguments of the model, as NAME=VALUE,NAME=VALUE: path, step,
+max_length, chat_template, seed, data, fsdp, context and tensor.
 
-A model for lm-evaluation-harness: `lm_eval.simple_evaluate(HarnessModel(path), tasks=[...])`.
-
-Needs the package lm_eval. Import this module only where it is used.
+From Python: `lm_eval.simple_evaluate(HarnessModel(path), tasks=[...])`. Needs the package lm_eval.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""Words and prose that fill the prompts of evaluations.
-
-Examples of an evaluation, and their size: as long as a number of tokens allows, never longer.
-"""
+"""Prompts of evaluations: words and prose that fill them, and the largest example that a number of tokens allows."""
 
 import ast
 import functools

@@ -1,8 +1,8 @@
-"""Results of an evaluation on disk: one JSON line per example, so that an interrupted evaluation resumes.
+"""Results of evaluations on disk, and their scores.
 
-Scores on disk: scores.jsonl, one line per score, in the directory of a checkpoint.
-
-Scores of predictions, by the rules of RULER (Hsieh et al. 2024, arXiv:2404.06654, and its published scorer).
+Predictions are one JSON line per example, so that an interrupted evaluation resumes. They are scored by the rules of
+RULER (Hsieh et al. 2024, arXiv:2404.06654, and its published scorer). scores.jsonl in the directory of a checkpoint has
+one line per score.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`.
 
-The token ids of prompts: plain text, or the message of a user in the chat template of the model.
+A prompt is plain text, or the message of a user in the chat template of the model.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""The choice of the next token from its logits.
-
-Text of a growing sequence of tokens, with stop strings.
-"""
+"""The choice of the next token from its logits, and the text of a growing sequence of tokens, with stop strings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,8 @@
 """Reads the parameters of a model from Hugging Face files into sharded arrays, one stacked parameter at a time.
 
-A process reads only the byte ranges of its own shards. Host memory holds those of one parameter at a time, in the
-target dtype, and a part of one layer.
-
-Which part of a Hugging Face tensor a part of a parameter is, and the conversions between them.
+A process reads only the byte ranges of its own shards. Host memory holds the shards of one parameter at a time, in the
+target dtype, and a part of one layer. The layout of a parameter says which part of a Hugging Face tensor a part of it
+is, and how it is converted.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """A compiled program with everything that is derived from its text, each part computed once.
 
-How many arrays of one kind are alive at one time, in the order of the schedule.
-
-FLOPs that the attention kernels of a program compute on each rank, given what masks skip.
+Also: how many arrays of one kind are alive at one time, in the order of the schedule, and the FLOPs that the attention
+kernels of a program compute on each rank, given what masks skip.
 """
 
 import dataclasses

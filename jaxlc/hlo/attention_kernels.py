@@ -1,15 +1,13 @@
-"""Finds the attention kernels of a compiled program, and how many FLOPs they compute.
+"""The attention kernels of a compiled program, their FLOPs, and the collectives that the schedule overlaps with them.
 
     cudnn      custom calls `__cudnn$fmha...`
     pallas     custom calls of the kernels in `jaxlc.attention.kernels`, by the name given to `pallas_call`
-    mosaic     custom calls `mosaic_gpu...` in the scopes of `tokamax_kernels`; if the backward runs over
+    mosaic     custom calls `mosaic_gpu...` in the scopes of `kernels/mosaic.py`; if the backward runs over
                pairs of blocks, the loop over all pairs
     blockwise  XLA loops in the scope `core_attention` that contain matrix products and no collectives
 
 FLOPs count all pairs of a query and a key. A masked call (`is_masked`) may skip some of them; how many depends on the
 mask's values, which the program text does not contain.
-
-Collectives of attention in a compiled program, and the attention kernels that the schedule overlaps with them.
 """
 
 import math

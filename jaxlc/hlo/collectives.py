@@ -1,6 +1,5 @@
-"""Collectives of a program: kind, replica groups, bytes sent, number of executions, transport.
-
-Copies between device memory and host memory.
+"""Collectives of a program: kind, replica groups, bytes sent, number of executions, transport; and copies between
+device memory and host memory.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Reads the reports that XLA writes with the compile option `xla_dump_to`.
+"""Reads the reports that XLA writes with the compile option `xla_dump_to`: memory, and how instructions run.
 
 Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
 of each memory space, `*live-range.txt` the arrays that are alive at peak memory, `*_after_optimizations.txt` the
@@ -6,8 +6,8 @@ program with all instruction names (in newer versions, `compiled.as_text()` omit
 instructions wrap), and two files the commands of the executable. Writing the files takes less time than compile times
 vary.
 
-How the instructions of a compiled program run: reads the thunks that XLA writes with `xla_dump_to`.
-
+Thunks
+------
 A thunk is a command of the executable: a kernel, a copy by a copy engine, a collective, a loop. The HLO text does not
 say which of them an instruction becomes. A slice of an array in host memory, for example, is a copy if XLA knows its
 offset, and otherwise a kernel whose threads read host memory. `*thunk_sequence_after_thunk_passes.txt` lists the

@@ -10,9 +10,10 @@
 A computation precedes its callers. In a scheduled module, instructions are listed in the order in which they run.
 A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory space; a tuple lists several.
 
-Scopes, pass and a readable label of an instruction, from its `op_name`.
-
-An `op_name` is the path of a JAX operation:
+Names
+-----
+Scopes, pass and a readable label of an instruction are read from its `op_name`. An `op_name` is the path of a JAX
+operation:
 
     jit(_step)/while/body/closed_call/transpose(jvp())/while/body/checkpoint/attention/shard_map/core_attention/ppermute
 
@@ -26,9 +27,10 @@ only. Two things are known from JAX's marks alone, and all knowledge of these ma
 
 Where XLA merges instructions it merges their names too: "prefix/(path:path:path)".
 
-Asynchronous operations: pairs of a start and a done, and the instructions that the schedule puts between them.
-
-How often each computation runs in one run of the program, from the trip counts of loops.
+Schedule
+--------
+An asynchronous operation is a pair of a start and a done, with the instructions that the schedule puts between them.
+The trip counts of loops say how often each computation runs in one run of the program.
 """
 
 import math

@@ -1,9 +1,7 @@
-"""The operating system's timer, which ends this process if its Python code cannot.
+"""Works below Python: a timer of the operating system that ends this process, and lines of C++ libraries on stderr.
 
 A thread that holds the interpreter lock stops all Python code. The timer's signal SIGALRM has its default action, which
 needs no Python code, so the exit status is 142.
-
-Removes lines that C++ libraries write to stderr.
 """
 
 import contextlib

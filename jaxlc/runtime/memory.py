@@ -1,15 +1,14 @@
-"""The two memory pools of JAX on a GPU: in the GPU's memory, and of pinned host memory.
+"""The two memory pools of JAX on a GPU, in the GPU's memory and of pinned host memory; and CUDA unified memory.
 
 The GPU's pool takes 75% of the memory by JAX's default, and the host's pool at most 64 GiB per GPU by XLA's default. A
 step that needs more ends with RESOURCE_EXHAUSTED. `prepare` sets both sizes before JAX starts, and `explained` turns
 that error into one that names the pool and the setting.
 
-CUDA unified memory as JAX's memory pool: arrays that do not fit into GPU memory are in host memory.
-
-It is meant for GPUs with a coherent link to their CPU (Grace Hopper, Grace Blackwell). The pool is larger than the
-memory of the GPU, and the driver migrates pages. XLA reads TF_FORCE_UNIFIED_MEMORY when it creates its allocator, and
-allocates more than the GPU's memory only if it is set (xla/pjrt/gpu/gpu_helpers.cc, CreateBFCAllocator). The plugins of
-JAX 0.10.1 and 0.12.0 both read this name.
+With CUDA unified memory as the pool, arrays that do not fit into GPU memory are in host memory. It is meant for GPUs
+with a coherent link to their CPU (Grace Hopper, Grace Blackwell). The pool is larger than the memory of the GPU, and
+the driver migrates pages. XLA reads TF_FORCE_UNIFIED_MEMORY when it creates its allocator, and allocates more than the
+GPU's memory only if it is set (xla/pjrt/gpu/gpu_helpers.cc, CreateBFCAllocator). The plugins of JAX 0.10.1 and 0.12.0
+both read this name.
 """
 
 import contextlib

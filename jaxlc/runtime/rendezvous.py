@@ -2,9 +2,7 @@
 
 Process 0 listens at the coordinator's address, the port that JAX uses afterwards, and every other process connects to
 it. Each side prints what it waits for, and errors such as two processes with the same index end all of them. The
-connections stay open: `jaxlc.runtime.peers` watches them.
-
-Connections between the processes of a run: lines of JSON over TCP.
+connections stay open: `jaxlc.runtime.peers` watches them. They carry lines of JSON over TCP.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ A run tells in which phase it is: `with watchdog.phase("checkpoint"):`. A thread
 deadline, a multiple of the median of its last durations. When it has passed, the thread
 
 1. writes the Python stacks, the phase and the device memory to WORKDIR/hangs/process-N.txt, and reads the phases of the
-   other processes (`jaxlc.runtime.watchdog`), for at most a few seconds;
+   other processes, for at most a few seconds;
 2. announces the reason to the other processes, which print it and end (`jaxlc.runtime.peers`);
 3. ends the process with status 75, after which launchers restart the run.
 
@@ -12,12 +12,9 @@ A thread that holds the interpreter lock stops all Python code. The operating sy
 ends such a process, with its stacks and status 142. When the end in step 2 begins, `peers` sets the timer to the limit
 of the end itself, since process 0 waits for the others.
 
-The phases of all processes of a run, which each process publishes in the key-value store of JAX's coordinator.
-
-A call to the coordinator may not return: with process 0 stopped by SIGSTOP, a read had not returned after 37 s. So all
-calls are made in helper threads.
-
-Barriers of the processes of a run, before they execute a program together.
+Each process publishes its phase in the key-value store of JAX's coordinator. A call to the coordinator may not return:
+with process 0 stopped by SIGSTOP, a read had not returned after 37 s. So all calls are made in helper threads. Barriers
+of the same store make all processes wait for each other before they execute a program together.
 """
 
 import contextlib

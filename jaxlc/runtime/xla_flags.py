@@ -1,4 +1,5 @@
-"""XLA compiler options: the only module with their names, and with the differences between XLA versions.
+"""XLA compiler options, and the transport that they select: the only module with their names, and with the differences
+between XLA versions. Importing it does not import JAX.
 
 Options are passed to `.compile(compiler_options=...)`. An unknown name is then a Python error, and one process can
 compile a step with several sets of options; an unknown name in XLA_FLAGS aborts the process in C++.
@@ -6,9 +7,9 @@ compile a step with several sets of options; an unknown name in XLA_FLAGS aborts
 docs/xla_flags.md shows the effect of each preset on a schedule. The compilers of JAX 0.10.1, 0.11.2 and 0.12.0.1 know
 all options of this module, except for those that depend on the version.
 
-The version of XLA that compiles for GPUs, which is the version of the installed plugin. Does not import JAX.
+The version of XLA that compiles for GPUs is the version of the installed plugin.
 
-Selects the transport of context parallelism: how K, V, dK and dV blocks are sent between GPUs.
+The transport of context parallelism is how K, V, dK and dV blocks are sent between GPUs:
 
     nccl       NCCL send and receive: supported everywhere
     nvshmem    one-sided put into the neighbor's symmetric heap: only in the XLA of JAX 0.10.1 and older
@@ -16,7 +17,6 @@ Selects the transport of context parallelism: how K, V, dK and dV blocks are sen
     peer       copy engines between the GPUs of one process
 
 XLA may ignore the selection, so `jaxlc.step.verify_compiled` checks which transport a compiled program uses.
-Importing this module does not import JAX.
 """
 
 import ctypes

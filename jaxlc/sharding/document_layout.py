@@ -1,5 +1,7 @@
-"""Per-document sharding: the assignment of a packed sequence's documents to context ranks. Pure NumPy.
+"""The order of a sequence's tokens on the context ranks: zigzag order and per-document sharding. Pure NumPy.
 
+Per-document sharding
+---------------------
 Zigzag order over the whole sequence balances one document. In a sequence of many documents, a rank that holds the end
 of a long document has several times the work of a rank that holds short documents. Here, each long document is cut into
 2 x context pieces of its own, and rank r holds its pieces r and 2 x context - 1 - r, so that every rank has the same
@@ -13,9 +15,9 @@ by work. Every rank holds exactly the same number of tokens:
     padding             at the end of each rank
 
 On a rank, sharded documents come first, each with its two pieces next to each other, then cut documents. So the tokens
-of a document are contiguous on every rank, and the tokens that other ranks need are a prefix of the rank's tokens. Of
-the sharded documents, those come first whose pieces on this rank have whole blocks. With the documents in the same
-order on all ranks, a kernel computes 5% more blocks of 128 x 128 (Python's standard library, context 8).
+of a document are contiguous on every rank, and the tokens that other ranks need are a prefix of the rank's tokens.
+Sharded documents whose pieces on this rank have whole blocks come first. With the documents in the same order on all
+ranks, a kernel computes 5% more blocks of 128 x 128 (Python's standard library, context 8).
 
 Ring cost: ring steps are synchronized by the transfers, so the time of a sequence is the sum over ring steps of the
 maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal. The number of sharded documents is the
@@ -24,18 +26,19 @@ smallest whose ring cost is below a limit: each sharded document makes the piece
 Without sharded documents, no rank needs the keys of another one but of the rank before it. A ring that skips the steps
 after step 1 in this case saves more than a better balance of short documents does.
 
-Zigzag order: the assignment of a sequence's tokens to context ranks. Pure NumPy.
-
+Zigzag order
+------------
 Under a causal mask a query attends to all earlier keys, so a rank with late tokens would have more work than one with
 early tokens. Zigzag order cuts the sequence into 2 x context chunks and assigns the chunks r and 2 x context - 1 - r to
 rank r, so that every rank has the same work (Llama 3, arXiv:2407.21783, section 3.3.2; zhuzilin/ring-flash-attention).
 
-Room for the tokens that sliding windows need of other ranks. Pure NumPy.
-
-The exchange of these tokens (attention/strategies/window_exchange.py) has static shapes: each rank sends a fixed number
-of tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it always needs the same tokens.
-Under per-document sharding each piece of a document has a predecessor, and pieces that are shorter than the window need
-several. So the exchange has room for several windows, and a layout of documents that needs more is not used.
+Sliding windows
+---------------
+The exchange of the tokens that windows need of other ranks (attention/strategies/window_exchange.py) has static shapes:
+each rank sends a fixed number of tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it
+always needs the same tokens. Under per-document sharding each piece of a document has a predecessor, and pieces that
+are shorter than the window need several. So the exchange has room for several windows, and a layout of documents that
+needs more is not used.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,11 +1,10 @@
-"""The device mesh. core/axes.py defines the names of its axes.
+"""The device mesh and its nodes. core/axes.py defines the names of the axes.
 
-The nodes of a mesh, for weights that are gathered across nodes once per step (config.memory.node_copy_devices).
-
-A mesh of several nodes has two networks: a fast one within a node, and a slower one between nodes. The parameters stay
-sharded over all ranks of fsdp and context. Once per step each node gathers a copy in the compute dtype, sharded over
-its own ranks (hpZ of ZeRO++, Wang et al. 2023, arXiv:2306.10209); layers gather their weights from it. Gradients of the
-copy are sums over the tokens of the node; they are summed over the nodes once per step.
+With config.memory.node_copy_devices, weights are gathered across nodes once per step. A mesh of several nodes has two
+networks: a fast one within a node, and a slower one between nodes. The parameters stay sharded over all ranks of fsdp
+and context. Once per step each node gathers a copy in the compute dtype, sharded over its own ranks (hpZ of ZeRO++,
+Wang et al. 2023, arXiv:2306.10209); layers gather their weights from it. Gradients of the copy are sums over the tokens
+of the node; they are summed over the nodes once per step.
 
 The copy of a parameter has one more dimension, of nodes, which is sharded over the nodes: so it takes the memory of one
 copy per node, and its gradient, an array of the same shape, may differ between nodes.

@@ -1,11 +1,11 @@
-"""Sharding rules: which mesh axes shard which dimension of parameters and activations.
+"""Sharding rules: which mesh axes shard which dimension of parameters and activations, and a table of the results.
 
 Parameters have two shardings. For storage they are also sharded over fsdp and context, whose ranks use the same weights
 (ZeRO-3, Rajbhandari et al. 2020). For compute a layer gathers its weights, which then remain sharded over tensor only
 (Shoeybi et al. 2019). A dimension is sharded over the subset of its axes with the largest product that divides it.
 With config.memory.node_copy_devices there is a third one, of the copy of a node (`nodes`).
 
-The sharding table: the sharding of every parameter, and the dimensions that a rule could not shard.
+The sharding table has the sharding of every parameter, and the dimensions that a rule could not shard.
 """
 
 import functools

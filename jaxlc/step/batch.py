@@ -1,7 +1,4 @@
-"""The batch of a training step.
-
-The choice of the order of tokens in the arrays of a batch.
-"""
+"""The batch of a training step, and the order of tokens in its arrays."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,12 +1,11 @@
-"""The optimizer update: of the whole state at once, or streamed if part of the state is in host memory.
+"""The optimizer update with AdamW and its learning-rate schedules: of the whole state at once, or streamed if part of
+the state is in host memory.
 
 A streamed update is a scan over layers: it copies the weights, gradients and moments of one layer to the device,
 updates them, and writes them back, so that at most one layer of the host state is on the device. Parameters
 outside the layers (embedding, head, final norm) follow one by one. As in ZeRO-Offload (Ren et al. 2021,
 arXiv:2101.06840), but the arithmetic is done on the device. The memory of an array is part of its type,
 `jax.typeof(x).memory_space`.
-
-AdamW and its learning-rate schedules, from optax.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """Checks the compiled step against the config: the transport of attention's collectives, host memory, and what crosses
 nodes.
 
-Memory kinds of a lowered program's arguments and results, which JAX drops where the GPUs are absent (AOT).
+JAX drops the memory kinds of arguments and results where the GPUs are absent (AOT), so `place_state` writes them into
+the lowered program.
 """
 
 from collections import Counter

@@ -1,11 +1,9 @@
-"""Callbacks: user code that a training run calls at certain events.
+"""What a run does between its steps: actions with a period, callbacks of the user, stopping on a signal, and profiles.
 
-What a run does between its steps: actions with a period. They get the position of the run and may add to it.
+Actions get the position of the run and may add to it. The signals are SIGTERM, which schedulers send before they kill a
+job, SIGHUP of a terminal that is closed, and SIGINT (Ctrl-C).
 
-Stopping on a signal: SIGTERM, which schedulers send before they kill a job, SIGHUP of a terminal that is closed, and
-SIGINT (Ctrl-C).
-
-Profiles of training steps: traces of the steps that config.profile names, and device memory when it runs out.
+Profiles are traces of the steps that config.profile names, and device memory when it runs out:
 
     WORKDIR/profile/
         plugins/profile/DATE/HOST.xplane.pb    the trace, for XProf and `jaxlc profile`

@@ -1,16 +1,13 @@
-"""Held-out loss, also by position: as a function of the number of earlier tokens of the same document.
+"""Evaluation during training: held-out loss, also by position, the gain of full context, and scores of tasks.
 
-Loss by position with 95% intervals, from sums per document and position bin. NumPy only.
+Loss by position is a function of the number of earlier tokens of the same document. It has 95% intervals, from sums per
+document and position bin. The documents of an evaluation are the samples, not its tokens: the losses of the tokens of a
+document are correlated, and intervals that treat tokens as independent are too narrow.
 
-The documents of an evaluation are the samples, not its tokens: the losses of the tokens of a document are correlated,
-and intervals that treat tokens as independent are too narrow.
+The gain of full context is the loss with the last few hundred tokens as context minus the loss with the whole document.
 
-The gain of full context: loss with the last few hundred tokens as context minus loss with the whole document.
-
-Scores of the parameters during training (config.evals).
-
-`jaxlc.evals` computes them. It is in a higher layer than this package, so it is imported by its name, and only by runs
-with config.evals.
+`jaxlc.evals` computes scores (config.evals). It is in a higher layer than this package, so it is imported by its name,
+and only by runs with config.evals.
 """
 
 import dataclasses

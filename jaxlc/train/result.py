@@ -1,7 +1,4 @@
-"""The result of a run: the trained model, its metrics and figures.
-
-Loads a finished or interrupted run from its workdir.
-"""
+"""The result of a run: the trained model, its metrics and figures; also of a run that is loaded from its workdir."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,6 +1,5 @@
-"""A stage while it is trained: evaluates and saves its state, and writes the report at the end of the run.
-
-The directory of a run, which one run at a time writes to.
+"""A stage while it is trained: evaluates and saves its state, and writes the report at the end of the run. Only one run
+at a time writes to a workdir.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 A stage starts from the checkpoint at the end of the stage before, also within one process. So a run that is killed at a
 stage boundary resumes exactly like an uninterrupted one, and the arrays get the shardings of the new stage's mesh.
 
-What is checked at the start of a run, before it writes or compiles anything.
+A run checks its settings, workdir and data here, before it writes or compiles anything.
 """
 
 import contextlib

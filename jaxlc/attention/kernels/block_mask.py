@@ -10,10 +10,9 @@ more where the queries that attend to it are not contiguous. The rest after MAX_
 range that is treated as partially masked, which is correct but slower. So the list has O(T + S) entries, and the loops
 of a kernel have simple bounds, which the compiler can pipeline.
 
-Tuning parameters of the Pallas kernels: block sizes, warps, pipeline stages.
-
-The values were chosen for an H100 from the register and shared memory use that its compiler reports (docs/log.md). They
-were timed on one (benchmarks/2026-11-26-h100.md); other values were not.
+`TuningParams` has the tuning parameters of the Pallas kernels: block sizes, warps, pipeline stages. The values were
+chosen for an H100 from the register and shared memory use that its compiler reports (docs/log.md). They were timed on
+one (benchmarks/2026-11-26-h100.md); other values were not.
 """
 
 from dataclasses import dataclass

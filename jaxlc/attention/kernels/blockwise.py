@@ -5,12 +5,10 @@ recomputes the attention weights of each block from the lse (FlashAttention-2, a
 block of queries show that a pair of blocks is fully masked, it is skipped. So causal attention costs half of full
 attention, and short packed documents cost little.
 
-A loop runs over key/value heads, so that the data of one pair of blocks stays in a core's cache. Shape letters are
-those of blockwise.py. Scores, out and dq are stored transposed, BSR and BHR. On CPU, a matrix product with
-transposed scores as its first operand takes three times as long, and the backward would have one. XLA also computes the
-maximum over the rows of a block five times as fast as the maximum of each row.
-
-The operands of the blockwise kernel, cut into blocks.
+A loop runs over key/value heads, so that the data of one pair of blocks stays in a core's cache. Scores, out and dq are
+stored transposed, BSR and BHR. On CPU, a matrix product with transposed scores as its first operand takes three times
+as long, and the backward would have one. XLA also computes the maximum over the rows of a block five times as fast as
+the maximum of each row.
 
 Shape letters, besides those of core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block: the G query
 heads of one key/value head, one after the other.

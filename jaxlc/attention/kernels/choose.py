@@ -1,10 +1,10 @@
-"""Kernel selection: by name, or the fastest kernel that supports the problem.
+"""Kernel selection: by name, or the fastest kernel that supports the problem; and kernels for shared prefixes.
 
-Attention of documents that share a prefix, by two calls of another kernel: the prefix is computed and stored once.
-
-A tree is a prefix and the documents that continue it (branches): the first call computes prefix and branches as
-documents of a packed sequence. The second computes the product of the branches' queries and the prefix's keys, in which
-nothing is masked. The results merge exactly (merge.py). The backward of both calls takes out and lse over all keys.
+`SharedPrefixKernel` computes attention of documents that share a prefix by two calls of another kernel, so that the
+prefix is computed and stored once. A tree is a prefix and the documents that continue it (branches): the first call
+computes prefix and branches as documents of a packed sequence. The second computes the product of the branches' queries
+and the prefix's keys, in which nothing is masked. The results merge exactly (merge.py). The backward of both calls
+takes out and lse over all keys.
 """
 
 import dataclasses

@@ -1,5 +1,7 @@
-"""cuDNN's attention for packed documents: a few calls per kernel call, whose operands are in `packed_operands`.
+"""cuDNN's attention for packed documents: a few calls per kernel call, with lengths and offsets from key ranges.
 
+Calls
+-----
 The first calls take the longest documents, a loop the others, if there are any: the host waits for the condition of
 each round. Ring steps with few documents (`AttentionSpec.few_documents`) have no loop. A sequence of one document is
 one call of the same FLOPs as one with an implicit mask.
@@ -7,8 +9,8 @@ one call of the same FLOPs as one with an implicit mask.
 cuDNN writes the rows of the documents of a call only. `CallResults.joined` selects the call that has a row. Rows
 without any, of fully masked queries and of keys that no query attends to, are 0 in out and gradients, -inf in the lse.
 
-Lengths and offsets of cuDNN's packed calls, computed from key ranges.
-
+Operands
+--------
 A packed call computes attention for several documents without moving data. Each document is a rectangle: consecutive
 queries, consecutive keys, and the places of both in their arrays. With a causal mask it is the lower triangle of a
 square.

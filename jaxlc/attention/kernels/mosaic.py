@@ -1,7 +1,11 @@
-"""tokamax's attention for Hopper and Blackwell (`tokamax_kernels`): any key ranges. By name only.
+"""tokamax's attention for Hopper and Blackwell (Pallas on Mosaic GPU): any key ranges. By name only.
 
-No GPU has verified this kernel yet, so `auto` does not select it (docs/support.md). It is an optional package:
-`pip install -e '.[mosaic]'`, Python 3.12 and later.
+No GPU has verified this kernel yet, so `auto` does not select it (docs/support.md). It is an optional package
+(github.com/openxla/tokamax): `pip install -e '.[mosaic]'`, Python 3.12 and later.
+
+tokamax's public function selects a kernel by the default device, so it cannot compile for an absent GPU, and it has no
+gradient of the lse. Hence this module calls the two kernel functions of each GPU generation, which are private. They
+depend on no device as long as their grid is not persistent, that is, not one program per multiprocessor.
 
 tokamax's forward skips KV blocks outside the ranges of a query block. Its backward does not: with ranges, it computes
 every pair of a query and a key that it is given. So the backward here calls it for pairs of blocks of
@@ -9,12 +13,6 @@ every pair of a query and a key that it is given. So the backward here calls it 
 
 Rounding: out is float32. tokamax returns dq, dk and dv in the dtype of q, once per call; all sums over calls, here and
 over ring steps, are float32.
-
-Calls of tokamax's attention kernels for Hopper and Blackwell (Pallas on Mosaic GPU; github.com/openxla/tokamax).
-
-tokamax's public function selects a kernel by the default device, so it cannot compile for an absent GPU, and it has no
-gradient of the lse. Hence this module calls the two kernel functions of each GPU generation, which are private. They
-depend on no device as long as their grid is not persistent, that is, not one program per multiprocessor.
 
 Mosaic GPU reads the GPU generation once per process (jaxlib 0.12.0.1): a process can compile for Hopper or for
 Blackwell, not for both.

@@ -1,26 +1,20 @@
-"""A GPU kernel for every mask: causal, windows, any key ranges (Pallas on Triton).
+"""A GPU kernel for every mask: causal, windows, any key ranges (Pallas on Triton; FlashAttention-2).
 
-Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for tests only.
+Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for tests only. JAX 0.11
+deprecates the Triton backend of Pallas. It is imported where the kernel is called, so that a program with another
+kernel never imports it.
 
-JAX 0.11 deprecates the Triton backend of Pallas. The kernels are imported where they are called, so that a program with
-another kernel never imports it.
+Blocks: Triton's tensors have sizes that are powers of 2, and Triton does not check bounds. A block that extends past
+the end of its array, in tokens or in head dim, is loaded and stored with a mask; masked elements read as 0.
 
-Parts shared by the Triton kernels: loads and stores of blocks, block masks, the loop over block ranges.
+Forward (algorithm 1): one program per query block and head loops over the KV blocks that are not fully masked. It keeps
+a running maximum, sum of exponentials and unnormalized output in registers. Query heads that share a key/value head
+read it from the cache.
 
-Triton's tensors have sizes that are powers of 2, and Triton does not check bounds. A block that extends past the end of
-its array, in tokens or in head dim, is loaded and stored with a mask; masked elements read as 0.
-
-Backward pass of attention on a GPU (FlashAttention-2, algorithm 2), for Triton.
-
-Two kernels: one for dQ, whose programs own query blocks, and one for dK and dV, whose programs own KV blocks. Both
-compute the attention weights and their gradient: seven matrix products instead of five. In return all sums are in
-registers, in a fixed order, without atomic additions, so the results are bitwise reproducible. A program for dK and dV
-sums over the query heads that share its key/value head.
-
-Forward pass of attention on a GPU (FlashAttention-2, algorithm 1), for Triton.
-
-One program per query block and head loops over the KV blocks that are not fully masked. It keeps a running maximum, sum
-of exponentials and unnormalized output in registers. Query heads that share a key/value head read it from the cache.
+Backward (algorithm 2): one kernel for dQ, whose programs own query blocks, and one for dK and dV, whose programs own KV
+blocks. Both compute the attention weights and their gradient: seven matrix products instead of five. In return all sums
+are in registers, in a fixed order, without atomic additions, so the results are bitwise reproducible. A program for dK
+and dV sums over the query heads that share its key/value head.
 """
 
 import functools

@@ -22,8 +22,6 @@ that they belong to. All running sums are float32. The order of operations makes
       result of that call. Without the barrier, the compiler runs every send first and all KV blocks are live at once.
       With the barrier after the merge, newer XLA versions overlap the send with the merge, and both are limited by
       memory bandwidth.
-
-The half-blocks that a ring step computes in zigzag order.
 """
 
 import functools

@@ -2,12 +2,11 @@
 
 `make` builds the attention that models call; `api.attend` is the public function.
 
-Natural order to zigzag order and back, between ranks; for code inside `shard_map`.
-
-In natural order rank r of n holds the neighboring chunks 2r and 2r + 1 of 2n, in zigzag order the chunks r and
-2n - 1 - r. Of the two chunks that a rank holds in zigzag order, one is even and one is odd. So two collective permutes
-suffice, one of all even chunks and one of all odd chunks: each rank sends its shard once. Indexing the global array
-with `zigzag_order` would gather it on every rank instead.
+`to_zigzag` and `to_natural` reorder tokens between ranks, inside `shard_map`. In natural order rank r of n holds the
+neighboring chunks 2r and 2r + 1 of 2n, in zigzag order the chunks r and 2n - 1 - r. Of the two chunks that a rank holds
+in zigzag order, one is even and one is odd. So two collective permutes suffice, one of all even chunks and one of all
+odd chunks: each rank sends its shard once. Indexing the global array with `zigzag_order` would gather it on every rank
+instead.
 """
 
 import dataclasses

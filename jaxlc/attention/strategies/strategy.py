@@ -1,4 +1,4 @@
-"""The operands and the custom gradient of all strategies that split a sequence over devices.
+"""What all strategies that split a sequence over devices share: operands, custom gradient, mesh axes, checks of shapes.
 
 Every strategy is two functions that run inside `shard_map`, on this rank's shard of the sequence:
 
@@ -7,8 +7,6 @@ Every strategy is two functions that run inside `shard_map`, on this rank's shar
 
 `ranges` is the mask as key ranges, in the form that this strategy's kernel calls need, or what the kernel's `prepare`
 computed from them.
-
-The mesh axes that split the arrays of attention, and checks of the shapes of these arrays.
 """
 
 import functools

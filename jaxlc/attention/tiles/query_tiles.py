@@ -10,8 +10,8 @@
     dkv = tiled.add_exchanged(dkv, ranges)                  after the last query
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                for each tile
 
-Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced.
-`tile_order.tiles_of` splits a sequence into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
+Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced. `tiles_of`
+splits a sequence in layout order into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
 functions: forward and backward are separate calls.
 
 A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j consists of sub-
@@ -32,8 +32,6 @@ In the backward pass, dK/dV are sent along with their block. The array that is s
 the owner's accumulator itself, so that there is no second array of its size. It is sent sub-chunk by sub-chunk, in
 place, before the steps instead of overlapping with them. The time of these sends is small compared with the steps of a
 long sequence; a second float32 array would not be small.
-
-The order of tokens in tiles, from layout order and back; query_tiles.py defines the tiles.
 """
 
 import functools

@@ -1,8 +1,5 @@
-"""The report of `jaxlc data report`: documents and tokens of each source by length, and shares and epochs per stage.
-
-Which text the training sequences of a run contain: shares of the tokens and epochs, source by source.
-
-The picture of `jaxlc data report`. Importing this module imports matplotlib.
+"""The report of `jaxlc data report`: documents and tokens of each source by length, shares and epochs per stage, a
+figure.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,4 @@
-"""Feeds sequences to the devices of all processes as sharded arrays.
-
-The arrays of a batch and their dtypes.
-
-How long training waits for data.
-"""
+"""Feeds sequences to the devices of all processes as sharded arrays, and measures how long training waits for them."""
 
 import contextlib
 import time

@@ -1,13 +1,9 @@
-"""Packs documents of any length into sequences of equal length.
+"""Selects documents by length, splits a corpus into training and held-out documents, and packs them into sequences.
 
 A document longer than a sequence is cut into full sequences and a remainder. All chunks shorter than a sequence are
 packed by best-fit decreasing: the longest chunk first, each into the sequence where it leaves the least free space.
 A document is therefore cut only where it must be, and there is little padding (Ding et al. 2024, "Fewer Truncations
 Improve Language Modeling", https://arxiv.org/abs/2404.10830).
-
-Splits a corpus into training and held-out documents.
-
-Selects the documents of a source: filters and weights by length, and the pool that they are packed in.
 """
 
 import functools

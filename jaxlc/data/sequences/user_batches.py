@@ -1,6 +1,5 @@
-"""User-provided batches as sequences for the data loader.
-
-The arrays of post-training in user-provided batches: shared prefixes, advantages, log-probabilities.
+"""User-provided batches as sequences for the data loader, with the arrays of post-training that they may have: shared
+prefixes, advantages, log-probabilities.
 """
 
 import threading

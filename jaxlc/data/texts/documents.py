@@ -1,6 +1,6 @@
-"""Reads the documents of files: text, token IDs, or chats.
+"""Reads the documents of files: text, token ids, or chats, as the messages that chat templates take.
 
-Chats of records as the messages that chat templates take.
+The formats of chats in records:
 
 messages  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}: as the API of OpenAI. The content may
           be a list of parts, of which all are text; it is null in a message of the assistant with `tool_calls`.

@@ -1,8 +1,7 @@
-"""Encodes texts and chats: the one place where corpora, traces, rollouts, generation and evaluation get their tokens.
+"""Encodes texts and chats, and says what ends an answer: the one place where corpora, traces, rollouts, generation,
+evaluation and export get their tokens.
 
 A prompt and its answer are encoded as one text. A token that contains a character of an answer belongs to the answer.
-
-What ends an answer: one function for generation, evaluation, rollouts and export.
 """
 
 import functools

@@ -1,6 +1,4 @@
-"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`.
-
-Cuts long text into pieces that encode to the same tokens as the entire text.
+"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`; long text in pieces that encode to the same tokens.
 
 `safe_cuts` gives the positions at which text may be cut for a tokenizer: between a letter or digit, and a newline,
 punctuation or a space before another letter. It accepts two kinds of BPE tokenizers. Equality follows from their

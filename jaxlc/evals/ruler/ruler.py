@@ -5,11 +5,8 @@ Two differences: sentences are split by a rule instead of NLTK's model, and for 
 `wonderwords`, common-words extraction uses its pairs ADJECTIVE-NOUN. An example depends only on its task, length, seed,
 index and tokenizer.
 
-RULER's extraction of common words and of frequent coded words.
-
-RULER's needles in a haystack and variable tracking.
-
-RULER's question answering over documents, with a data set of the user: SQuAD or HotpotQA.
+The tasks are needles in a haystack and variable tracking, extraction of common and of frequent coded words, and
+question answering over documents of a data set of the user: SQuAD or HotpotQA.
 """
 
 import bisect

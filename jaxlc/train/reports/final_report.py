@@ -1,6 +1,5 @@
-"""The report at the end of a run: plots, and a summary that is printed.
-
-The loads of all experts over a run, in WORKDIR/expert_loads.jsonl, for the picture at the end of the run.
+"""The report at the end of a run: figures, a summary that is printed, and the loads of all experts over the run, which
+are in WORKDIR/expert_loads.jsonl.
 """
 
 import json

@@ -1,6 +1,5 @@
-"""What a run was started with, besides its settings: versions, commit, devices. Kept in its resolved_config.py.
-
-The resolved settings of a run in its workdir, as a config file.
+"""resolved_config.py in the workdir: all settings of a run as a config file, and what it was started with besides them:
+versions, commit, devices.
 """
 
 import ast

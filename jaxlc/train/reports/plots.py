@@ -1,10 +1,7 @@
-"""The figures of loss over steps and of held-out loss by position. Needs matplotlib.
+"""The figures of a run: loss over steps, held-out loss by position, loads of experts, and times of processes and
+devices.
 
-Import this module only where a figure is drawn, because matplotlib is slow to import.
-
-The heat map of the loads of experts at several steps of a run. Needs matplotlib.
-
-The heat map of the times of processes and devices over the steps of a run. Needs matplotlib.
+Needs matplotlib, which is slow to import: import this module only where a figure is drawn.
 """
 
 import itertools

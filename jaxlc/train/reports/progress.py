@@ -2,8 +2,6 @@
 
 A terminal has a live line, a notebook one display that is updated, and other outputs have plain lines. A log file gets
 plain lines in all cases.
-
-The progress of a run in a notebook: one output that is updated in place.
 """
 
 import shlex
