@@ -54,6 +54,11 @@ class Entry(NamedTuple):
         """Configurations with the same one run kernels of the same shapes."""
         return self.mesh, self.microbatches
 
+    @property
+    def by_memory(self) -> tuple[float, int, float]:
+        """The sort key among entries whose time is equal."""
+        return -self.memory_left_bytes, self.num_departures, self.seconds
+
 
 def entry_of(row: Row) -> Entry:
     """The entry of an estimated row. Rows of a sweep lack departures, pools, and settings that do not vary."""
@@ -90,65 +95,51 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 def places(entries: Mapping[K, Entry]) -> list[K]:
     """The keys of `entries`, best first."""
-    result = []
-    for tier in _tiers(entries):
-        near = dict.fromkeys(_first_of_shapes(entries, tier))
-        result += [*near, *sorted((key for key in tier if key not in near), key=lambda key: entries[key].seconds)]
-    return result
+    return sorted(entries, key=_ranks(entries).__getitem__)
 
 
 def decisive(entries: Mapping[K, Entry]) -> list[K]:
     """The keys on which the first place depends: the first, the fastest, and the fastest with the first one's shape."""
-    tier = next(_tiers(entries))
-    first = _first_of_shapes(entries, tier)[0]
-    peers = [key for key in tier if entries[key].shape == entries[first].shape]
-    return [first, _fastest(entries, tier), _fastest(entries, peers)]
+    ranks = _ranks(entries)
+    first = min(entries, key=ranks.__getitem__)
+    group = [key for key in entries if ranks[key][:2] == ranks[first][:2]]
+    group.sort(key=lambda key: entries[key].seconds)
+    return [first, group[0], next(key for key in group if entries[key].shape == entries[first].shape)]
 
 
-def _tiers(entries: Mapping[K, Entry]) -> Iterator[list[K]]:
-    """What fits without warnings, what fits with warnings, the rest.
+def _ranks(entries: Mapping[K, Entry]) -> dict[K, tuple[float, ...]]:
+    """The sort key of each entry: its group, whether it is near the fastest one, then its memory or its time."""
+    ranks: dict[K, tuple[float, ...]] = {}
+    for group, members in _groups(entries).items():
+        limit = (1 + _ACROSS_MESHES) * min(x.seconds for x in members.values())
+        by_shape: dict[Hashable, list[K]] = {}
+        for key, entry in members.items():
+            by_shape.setdefault(entry.shape, []).append(key)
+        first_of_shapes = set()
+        for keys in by_shape.values():
+            same = (1 + _SAME_SHAPE) * min(entries[key].seconds for key in keys)
+            equal = [key for key in keys if entries[key].seconds <= same]
+            first_of_shapes.add(min(equal, key=lambda key: (entries[key].num_departures, *entries[key].by_memory)))
+        for key, entry in members.items():
+            is_near = key in first_of_shapes and entry.seconds <= limit
+            ranks[key] = (*group, not is_near, *(entry.by_memory if is_near else (entry.seconds,)))
+    return ranks
 
-    Of what fits, those that copy more kinds of arrays to host memory follow the others, unless all others are slower by
-    more than `_ACROSS_MESHES`.
+
+def _groups(entries: Mapping[K, Entry]) -> dict[tuple[int, bool], dict[K, Entry]]:
+    """The entries by (tier, whether copies to host memory do not pay); smaller is better.
+
+    Tiers: what fits without warnings, what fits with warnings, the rest. Copies of more kinds of arrays than the fewest
+    within `_ACROSS_MESHES` of the fastest one of a tier do not pay.
     """
-    tiers: tuple[list[K], ...] = ([], [], [])
-    for key, entry in entries.items():
-        tiers[2 if not entry.fits else int(entry.has_warnings)].append(key)
-    for tier in tiers[:2]:
-        yield from filter(None, _with_few_host_kinds(entries, tier))
-    yield from filter(None, tiers[2:])
-
-
-def _with_few_host_kinds(entries: Mapping[K, Entry], tier: Sequence[K]) -> tuple[list[K], list[K]]:
-    """Those with the fewest kinds of arrays in host memory within `_ACROSS_MESHES`; the rest."""
-    for limit in sorted({entries[key].host_kinds for key in tier}):
-        few = [key for key in tier if entries[key].host_kinds <= limit]
-        if entries[_fastest(entries, few)].seconds <= (1 + _ACROSS_MESHES) * entries[_fastest(entries, tier)].seconds:
-            return few, [key for key in tier if entries[key].host_kinds > limit]
-    return [], []
-
-
-def _first_of_shapes(entries: Mapping[K, Entry], tier: Sequence[K]) -> list[K]:
-    """One entry of each shape within `_ACROSS_MESHES` of the fastest, the one with the most memory left first."""
-    by_shape: dict[Hashable, list[K]] = {}
-    for key in tier:
-        by_shape.setdefault(entries[key].shape, []).append(key)
-    first = []
-    for keys in by_shape.values():
-        limit = (1 + _SAME_SHAPE) * entries[_fastest(entries, keys)].seconds
-        equal = [key for key in keys if entries[key].seconds <= limit]
-        first.append(min(equal, key=lambda key: (entries[key].num_departures, *_by_memory(entries[key]))))
-    limit = (1 + _ACROSS_MESHES) * entries[_fastest(entries, tier)].seconds
-    near = [key for key in first if entries[key].seconds <= limit]
-    return sorted(near or [_fastest(entries, tier)], key=lambda key: _by_memory(entries[key]))
-
-
-def _fastest(entries: Mapping[K, Entry], keys: Sequence[K]) -> K:
-    return min(keys, key=lambda key: entries[key].seconds)
-
-
-def _by_memory(entry: Entry) -> tuple[float, int, float]:
-    return -entry.memory_left_bytes, entry.num_departures, entry.seconds
+    groups: dict[tuple[int, bool], dict[K, Entry]] = {}
+    for tier in (0, 1, 2):
+        members = {key: x for key, x in entries.items() if (int(x.has_warnings) if x.fits else 2) == tier}
+        limit = (1 + _ACROSS_MESHES) * min((x.seconds for x in members.values()), default=0.0)
+        few = min((x.host_kinds for x in members.values() if x.seconds <= limit), default=0)
+        for key, entry in members.items():
+            groups.setdefault((tier, tier < 2 and entry.host_kinds > few), {})[key] = entry
+    return groups
 
 
 ROWS, RANKING = "points.jsonl", "ranking.csv"
@@ -194,11 +185,7 @@ class Ranking:
         return "\n".join([self._heading(), *aligned(self._table() if self._done() else []), *self._notes()])
 
     def _repr_html_(self) -> str:
-        parts = [html.paragraph(self._heading())]
-        if self._done():
-            head, *rows = self._table()
-            parts.append(html.table(head, rows, align="l" + "r" * (len(head) - 1)))
-        return "\n".join([*parts, *map(html.paragraph, self._notes())])
+        return html.preformatted(str(self))
 
     def figure(self) -> "Figure":
         """Tokens/s and memory per point at the longest sequence length, best first.

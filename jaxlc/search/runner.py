@@ -155,7 +155,7 @@ def estimate(
 
     Args:
       topology: the GPUs of the command; those of a point, in its config, may be a part of them.
-      options: of `worker.estimate`; None has no effect.
+      options: of `estimate_point`; None has no effect.
     """
     options = {name: value for name, value in options.items() if value is not None}
     about = dict(figures="estimated", topology=topology, model=model_name(vars(points[0].base.model))) | options

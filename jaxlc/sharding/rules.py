@@ -359,7 +359,7 @@ class ShardingTable:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html.table(_HEADINGS, [row.cells for row in self.rows], align=_ALIGN) + html.paragraph(self.totals)
+        return html.preformatted(str(self))
 
 
 def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:

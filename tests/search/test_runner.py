@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_points_batch_not_divisible_by_replicas_rejected(tmp_path):
     )
     ranking = Ranking((row,))  # reasons without an empty table
     assert str(ranking).splitlines()[2:] == [f"refused: fsdp=8: {row['reason']}"]
-    assert "<table" not in ranking._repr_html_() and "divisible" in ranking._repr_html_()
+    assert "divisible" in ranking._repr_html_()
 
 
 def test_points_seq_lens_remats_and_transports_multiply(tmp_path):
@@ -297,7 +298,11 @@ def test_load_ranks_stored_points_and_shows_them(tmp_path):
     assert loaded[:1].rows == loaded.rows[:1]
     assert repr(loaded).splitlines()[1].startswith(" first: --config.mesh.data=1")
     shown = loaded._repr_html_()
-    assert shown.count("<tr") == 3 and "does not fit" in shown and "unsupported: kernel cudnn" in shown
+    assert (
+        str(loaded).splitlines()[2] in unescape(shown)
+        and "does not fit" in shown
+        and "unsupported: kernel cudnn" in shown
+    )
     speed, memory = loaded.figure().axes
     assert [bar.get_width() for bar in speed.patches[:2]] == [row["tokens_per_second_per_device"] for row in rows[:2]]
     with pytest.raises(UserError, match="no points in"):
@@ -335,7 +340,7 @@ def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
 def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     for name in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
-    monkeypatch.setattr(runner, "estimate", fakes.figures_for)
+    monkeypatch.setattr(runner, "estimate_point", fakes.figures_for)
     figures = record_figures(monkeypatch)
     flags = ["--axes=context,tensor", "--transports=nccl,nvshmem", "--seq_len=2048,4096", "--workers=4"]
     config = tmp_path / "config.py"

@@ -1,5 +1,6 @@
 """The sharding table equals a golden file, and its byte counts equal those of arrays."""
 
+from html import unescape
 from pathlib import Path
 
 import jax
@@ -53,9 +54,9 @@ def test_table_partly_sharded_dimension_is_marked():
 
 def test_table_html_has_every_cell():
     table, _, _ = _table(context=2, tensor=4)
-    text = table._repr_html_()
-    assert text.count("<tr") == len(table.rows) + 1
+    text = unescape(table._repr_html_())
+    assert len(text.splitlines()) == len(table.rows) + 3  # the heading, the totals, and the end of the element
     for row in table.rows:
         for cell in row.cells:
-            assert f">{cell}</td>" in text
+            assert cell in text
     assert table.totals in text

@@ -90,7 +90,7 @@ def test_result_has_history_as_columns_and_paths(result):
     assert history.column("eval_loss")[0].tolist() == [0, 2, 4]
     assert all(path.exists() for path in result.paths.values()) and "metrics" in result.paths
     assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(history)
-    assert "held-out loss" in result._repr_html_() and "<table" in history._repr_html_()
+    assert "held-out loss" in result._repr_html_() and "rows of metrics.jsonl" in history._repr_html_()
 
 
 def test_rate_of_a_step_counts_pairs_of_its_documents(config, result):
