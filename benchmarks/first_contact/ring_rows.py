@@ -13,7 +13,7 @@ from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Heads, Sizes
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.choose import KERNELS
-from jaxlc.attention.tiles.query_tiles import make_tiled
+from jaxlc.attention.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.search.measure import seconds_of_calls
 from jaxlc.sharding.mesh import make_mesh

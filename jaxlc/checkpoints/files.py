@@ -27,8 +27,7 @@ from jax.experimental import multihost_utils
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import read_json_file
-from jaxlc.core.identity import fingerprint_of
+from jaxlc.core.files import fingerprint_of, read_json_file
 from jaxlc.runtime.watchdog import Program, wait_for_processes
 from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 

@@ -49,7 +49,7 @@ def _run(command: ParsedCommand[Flags]) -> int:
 
 
 def _show(command: ParsedCommand[Flags]) -> int:
-    from jaxlc.data.reports.examples import examples_of_stages
+    from jaxlc.data.examples import examples_of_stages
 
     examples = examples_of_stages(command.stages, command.flags.num or 3, print_to_stderr)
     _print_warnings(examples.warnings)
@@ -60,8 +60,8 @@ def _show(command: ParsedCommand[Flags]) -> int:
 def _report(command: ParsedCommand[Flags]) -> int:
     if command.flags.num is not None:
         raise UserError("--num has no effect on report: remove it, or use show")
-    from jaxlc.data.reports.data_report import report_text, source_lengths, stage_shares, trace_lines
-    from jaxlc.data.reports.examples import open_training_data
+    from jaxlc.data.examples import open_training_data
+    from jaxlc.data.report import report_text, source_lengths, stage_shares, trace_lines
     from jaxlc.data.traces.open_traces import TraceData
 
     sources, stages, warnings, lines = {}, [], {}, {}
@@ -78,7 +78,7 @@ def _report(command: ParsedCommand[Flags]) -> int:
     if not stages:
         return 0
     if errors.is_installed("matplotlib"):
-        from jaxlc.data.reports.data_report import report_figure
+        from jaxlc.data.report import report_figure
 
         path = Path(command.workdir) / PLOT_FILE
         advice = "use a different --workdir"

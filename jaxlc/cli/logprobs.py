@@ -22,8 +22,16 @@ from jaxlc.cli.flags import mesh_sizes
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.ranges import Above0
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import full_disk_explained, local_path, make_writable, read_json_file, replacing
-from jaxlc.core.identity import difference, file_fingerprint, fingerprint_of
+from jaxlc.core.files import (
+    difference,
+    file_fingerprint,
+    fingerprint_of,
+    full_disk_explained,
+    local_path,
+    make_writable,
+    read_json_file,
+    replacing,
+)
 
 _KEPT = "finished records are kept, and the same command resumes"
 

@@ -4,10 +4,13 @@ Files of JSON and of arrays may be written by others: they are limited in size, 
 LFS are errors. A file is replaced atomically, so a process that is killed leaves the old file or none. A lock holds
 between processes, on one host or on a file system that they share. Errors of writing, such as a full disk, become
 errors that users can fix.
+
+Fingerprints of what results depend on: stored beside them, and compared before they are resumed or reused.
 """
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -29,6 +32,27 @@ import numpy as np
 from jaxlc.core import interrupts
 from jaxlc.core.errors import DiskFullError, UserError, reason_of
 from jaxlc.core.text import nearest_name
+
+_LETTERS = 16  # of a SHA-256 digest
+
+
+def fingerprint_of(content: object) -> str:
+    """The fingerprint of a text, or of what `repr` shows of a value."""
+    text = content if isinstance(content, str) else repr(content)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_LETTERS]
+
+
+def file_fingerprint(path: Path) -> str:
+    """The fingerprint of the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:_LETTERS]
+
+
+def difference(stored: dict[str, Any], identity: dict[str, Any]) -> str:
+    """The names and values of `identity` that the stored one does not have; empty: it has all."""
+    names = [name for name in identity if stored.get(name) != identity[name]]
+    return ", ".join(f"{name} {stored.get(name)!r} instead of {identity[name]!r}" for name in names)
+
 
 MAX_JSON_BYTES = 100_000_000  # of a file; its values may need 25 times as much memory
 

@@ -5,6 +5,6 @@ The state of the data pipeline is one number, the index of the next sequence. Se
 """
 
 from jaxlc.data.corpus import Corpus, open_corpus
-from jaxlc.data.reports.examples import Examples, show
+from jaxlc.data.examples import Examples, show
 
 __all__ = ["Corpus", "Examples", "open_corpus", "show"]

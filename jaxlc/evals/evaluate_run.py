@@ -17,8 +17,7 @@ from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS, lengths_in_training
 from jaxlc.config.models.pretrained import locate, original_of
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import local_path
-from jaxlc.core.identity import fingerprint_of
+from jaxlc.core.files import fingerprint_of, local_path
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer

@@ -19,8 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import parse_json, read_json_lines, replacing
-from jaxlc.core.identity import difference
+from jaxlc.core.files import difference, parse_json, read_json_lines, replacing
 from jaxlc.core.text import aligned, count_text, progress_lines
 from jaxlc.evals.haystack import Example
 

@@ -154,7 +154,7 @@ class Assignment:
     def mirrored_pieces(self) -> np.ndarray | None:
         """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
 
-        The second half has them in the opposite order. So a tile, which mirrors them (attention/tiles/query_tiles.py),
+        The second half has them in the opposite order. So a tile, which mirrors them (attention/query_tiles.py),
         has both pieces of a document. The tokens that the next rank needs of cut documents are in the first half, too.
 
         Returns:

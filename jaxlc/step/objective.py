@@ -27,8 +27,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc import attention
 from jaxlc.attention.delta_rule.sharded_delta_net import ShardedDeltaNet
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
+from jaxlc.attention.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.attention.strategies.sharded_attention import ShardedAttention
-from jaxlc.attention.tiles.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR

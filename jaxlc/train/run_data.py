@@ -13,7 +13,7 @@ from jaxlc.config import Config, Stage
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path
 from jaxlc.data import Corpus, open_corpus
-from jaxlc.data.reports.data_report import share_lines
+from jaxlc.data.report import share_lines
 from jaxlc.data.sequences.loader import Sequences, WaitingTime, array_dtypes, batches
 from jaxlc.data.sequences.mixture import BalancedSequences
 from jaxlc.data.sequences.user_batches import EndOfBatches, ListedSequences, StreamedSequences

@@ -12,7 +12,7 @@ from jaxlc.attention import attend, contract
 from jaxlc.attention.contract import AttentionSpec, KeyRanges
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.tiles.query_tiles import TiledAttention, layout_of, tiles_of
+from jaxlc.attention.query_tiles import TiledAttention, layout_of, tiles_of
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.document_layout import natural_order
 from jaxlc.sharding.mesh import make_mesh

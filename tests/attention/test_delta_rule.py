@@ -11,10 +11,10 @@ import pytest
 import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
 from jaxlc.attention.delta_rule import chunk_rule, sharded_rule, tiled_delta_net
+from jaxlc.attention.delta_rule.chunk_rule import unit_lower_inverse
 from jaxlc.attention.delta_rule.sharded_delta_net import Documents, ShardedDeltaNet
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
-from jaxlc.attention.delta_rule.unit_lower_inverse import unit_lower_inverse
-from jaxlc.attention.tiles.query_tiles import layout_of, tiles_of
+from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.document_layout import chained_order, zigzag_chain
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

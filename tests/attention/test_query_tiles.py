@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
-from jaxlc.attention.tiles.kv_blocks import GroupState
-from jaxlc.attention.tiles.query_tiles import TiledAttention, layout_of, make_tiled, tiles_of
+from jaxlc.attention.kv_blocks import GroupState
+from jaxlc.attention.query_tiles import TiledAttention, layout_of, make_tiled, tiles_of
 from jaxlc.config import AttentionConfig
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import UserError

@@ -12,7 +12,7 @@ from jaxlc.attention.contract import AttentionSpec, join
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.cudnn_packed import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.tiles.query_tiles import make_tiled
+from jaxlc.attention.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig
 from jaxlc.sharding.document_layout import document_order, natural_order, zigzag_order
 from tests.attention import cudnn_stand_in

@@ -10,7 +10,7 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.reports.data_report import share_lines, source_shares
+from jaxlc.data.report import share_lines, source_shares
 from jaxlc.data.sequences.mixture import PERIOD, MixedSequences, schedule
 from jaxlc.data.sequences.packing import num_copies
 from tests.data.test_packing import make_store

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.reports.examples import show
+from jaxlc.data.examples import show
 from jaxlc.data.tokens.chat_templates import TEMPLATES, ChatTemplate
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.data.traces.open_traces import TraceData, open_prompts, open_traces

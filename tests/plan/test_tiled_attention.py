@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.attention.tiles.query_tiles import make_tiled
+from jaxlc.attention.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig, MeshConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.hlo import parse

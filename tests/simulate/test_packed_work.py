@@ -6,7 +6,7 @@ import pytest
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.cudnn_packed import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.tiles.query_tiles import tiles_of
+from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.config import defaults, load
 from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes

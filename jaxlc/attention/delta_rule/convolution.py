@@ -1,12 +1,152 @@
-"""A causal convolution of few taps along a sequence that is split over ranks; for code inside `shard_map`."""
+"""A causal convolution of few taps along a sequence that is split over ranks; for code inside `shard_map`.
+
+What convolutions read of prefixes: the last tokens of a prefix are before the first tokens of each of its branches.
+
+A prefix is followed by its branches, so it ends at the last token before a branch that is in no branch. Each fragment
+is cut into chunks. Of the tokens before a chunk, it needs the last ones that end in this way: a scan over the chunks of
+a fragment finds them, and ranks exchange those of their fragments. Within a chunk, matrices of 0 and 1 select tokens,
+so that no gradient is a scatter.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxlc.attention.delta_rule.prefix_taps import taps_of_prefixes
-from jaxlc.attention.strategies.fragments import is_first, predecessors
+from jaxlc.attention.strategies.strategy import is_first, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
+
+_CHUNK_TOKENS = 64
+
+
+class _Tail(NamedTuple):
+    """The last P - 1 tokens before a place in the sequence, of which the last is in no branch."""
+
+    x: jax.Array  # [..., P - 1, W]
+    segments: jax.Array  # int32 [..., P - 1]
+    exists: jax.Array  # bool [...]
+
+    def or_else(self, earlier: "_Tail") -> "_Tail":
+        return jax.tree.map(lambda a, b: jnp.where(_like(self.exists, a), a, b), self, earlier)
+
+
+class _Chunks(NamedTuple):
+    """The chunks of a fragment, arrays [B, chunks, ...]."""
+
+    x: jax.Array  # [..., P - 1 + C, W], with the tokens before the chunk
+    segments: jax.Array  # int32 [..., P - 1 + C]
+    prefixes: jax.Array  # int32 [..., C]
+    ends: jax.Array  # int32 [..., C]: the last token up to each one that is in no branch, an index; -1: none
+
+
+def taps_of_prefixes(
+    x: list[jax.Array], segments: list[jax.Array], prefixes: list[jax.Array], weights_PW: jax.Array, ranks: Ranks
+) -> list[jax.Array]:
+    """The sums over the tokens of prefixes that the taps of branches reach, [B, L, W] of each fragment, in float32 or
+    wider.
+
+    Args:
+      x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
+      prefixes: [B, L], of the fragments.
+    """
+    num_before = len(weights_PW) - 1
+    chunks = [_chunks(*parts, num_before) for parts in zip(x, segments, prefixes)]
+    # After the scan: the last tail up to the end of each chunk, which a later chunk may not have.
+    tails = [lax.associative_scan(lambda a, b: b.or_else(a), _last_tails(part, num_before), axis=1) for part in chunks]
+    before = _tails_before([jax.tree.map(lambda t: t[:, -1], part) for part in tails], ranks)
+    sums = []
+    for part, of_chunks, of_fragment, own in zip(chunks, tails, before, prefixes):
+        of_fragment = jax.tree.map(lambda t: t[:, None], of_fragment)
+        in_fragment = jax.tree.map(lambda t: t[:, :-1], of_chunks).or_else(of_fragment)
+        tail = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), of_fragment, in_fragment)
+        out_BNCW = _sums(part, tail, weights_PW)
+        sums.append(out_BNCW.reshape(len(own), -1, out_BNCW.shape[-1])[:, : own.shape[1]])
+    return sums
+
+
+def _chunks(x_BLW: jax.Array, segments_BL: jax.Array, prefixes_BL: jax.Array, num_before: int) -> _Chunks:
+    num_tokens, size = prefixes_BL.shape[1], max(_CHUNK_TOKENS, num_before)
+    missing = -num_tokens % size
+
+    def cut(x):  # with the tokens before each chunk
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+        own = x[:, num_before:].reshape(len(x), -1, size, *x.shape[2:])
+        before = jnp.concatenate([x[:, None, :num_before], own[:, :-1, size - num_before :]], axis=1)
+        return jnp.concatenate([before, own], axis=2)
+
+    padded = jnp.pad(prefixes_BL, [(0, 0), (0, missing)], constant_values=-1)
+    prefixes = padded.reshape(len(padded), -1, size)
+    ends = lax.cummax(jnp.where(prefixes == 0, jnp.arange(size), -1), axis=2)
+    return _Chunks(cut(x_BLW), cut(segments_BL), prefixes, ends)
+
+
+def _last_tails(chunks: _Chunks, num_before: int) -> _Tail:
+    """The tail that ends in each chunk, [B, chunks, ...]."""
+    end_BN = chunks.ends[..., -1]
+    columns = end_BN[..., None] + 1 + jnp.arange(num_before)
+    selected = columns[..., None] == jnp.arange(chunks.x.shape[2])
+    x = _selected(selected, chunks.x)
+    return _Tail(x, jnp.where(selected, chunks.segments[:, :, None], 0).sum(-1), end_BN >= 0)
+
+
+def _tails_before(own: list[_Tail], ranks: Ranks) -> list[_Tail]:
+    """The tail before each fragment, from the last tail in each fragment. Its size does not depend on the length."""
+    num_fragments = len(own) * ranks.size
+    index = lax.axis_index(ranks.axis) if ranks.size > 1 else 0
+    places = [index, num_fragments - 1 - index][: len(own)]  # of this rank's fragments in the sequence
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *own)
+    if ranks.size > 1:
+        stacked = jax.tree.map(lambda t: lax.all_gather(t, ranks.axis), stacked)
+    else:
+        stacked = jax.tree.map(lambda t: t[None], stacked)
+    parts = [jax.tree.map(lambda t, i=i: t[:, i][:: 1 - 2 * i], stacked) for i in range(len(own))]
+    all_tails = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)  # in the order of the sequence
+
+    def before(place) -> _Tail:
+        order = jnp.arange(num_fragments)[:, None]
+        last_B = jnp.where(all_tails.exists & (order < place), order, -1).max(0)
+        is_last_FB = order == last_B
+        return jax.tree.map(
+            lambda t: jnp.where(_like(is_last_FB, t), t, jnp.zeros_like(t)).sum(0).astype(t.dtype), all_tails
+        )
+
+    return list(map(before, places))
+
+
+def _sums(chunks: _Chunks, tail: _Tail, weights_PW: jax.Array) -> jax.Array:
+    num_before, size = len(weights_PW) - 1, chunks.prefixes.shape[2]
+    wide = jnp.promote_types(jnp.float32, chunks.x.dtype)
+    rows = jnp.concatenate([tail.x, chunks.x], axis=2)
+    row_segments = jnp.concatenate([tail.segments, chunks.segments], axis=2)[:, :, None]
+    own = chunks.segments[..., num_before:]
+    # The tokens of its own segment that each token reads, besides itself.
+    num_own = sum((chunks.segments[..., i : i + size] == own).astype(jnp.int32) for i in range(num_before))
+    end = jnp.where(chunks.ends < 0, num_before - 1, 2 * num_before + chunks.ends)
+    is_branch = chunks.prefixes > 0
+    total = jnp.zeros((*own.shape, chunks.x.shape[-1]), wide)
+    for distance in range(num_before):  # from the end of the prefix
+        is_row = (end - distance)[..., None] == jnp.arange(rows.shape[2])
+        is_row &= (row_segments == chunks.prefixes[..., None]) & is_branch[..., None]
+        taps = [num_before - 1 - distance - number for number in range(num_before)]  # by the number of own tokens
+        weights_BNCW = sum(
+            jnp.where((num_own == number)[..., None], weights_PW[tap].astype(wide), 0)
+            for number, tap in enumerate(taps)
+            if tap >= 0
+        )
+        total += _selected(is_row, rows).astype(wide) * weights_BNCW
+    return total
+
+
+def _selected(is_selected: jax.Array, x: jax.Array) -> jax.Array:
+    """Rows of x [..., J, W], where each row of bool [..., I, J] has at most one that is true; exact."""
+    return jnp.einsum("...ij,...jw->...iw", is_selected.astype(x.dtype), x, precision=lax.Precision.HIGHEST)
+
+
+def _like(flags: jax.Array, x: jax.Array) -> jax.Array:
+    """Flags with the number of dimensions of x."""
+    return flags.reshape(*flags.shape, *[1] * (x.ndim - flags.ndim))
 
 
 @jax.named_scope(scopes.CONVOLUTION)

@@ -4,22 +4,38 @@ The fragments of a rank are cut into groups of chunks. Several groups are comput
 group, and its outputs as functions of the state that enters it. Then follow a scan over the maps of a fragment, one
 exchange between ranks, and one product for the outputs. So the number of sequential steps is that of the chunks of a
 group and of the groups, not that of all chunks. Groups are recomputed in the backward pass.
+
+The public functions of linear attention; they check their arguments and split arrays over the mesh.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.delta_rule import chunk_rule
 from jaxlc.attention.delta_rule.chunk_rule import Tokens, map_and_reads, outputs, read
-from jaxlc.attention.delta_rule.entering_states import continued_states, entering_states, states_of_groups
-from jaxlc.attention.strategies.fragments import is_last, predecessors
+from jaxlc.attention.delta_rule.convolution import convolution
+from jaxlc.attention.delta_rule.state_passing import continued_states, entering_states, states_of_groups
+from jaxlc.attention.strategies.sharded_attention import TokenOrder
+from jaxlc.attention.strategies.strategy import (
+    AttentionAxes,
+    check_contiguous,
+    check_split,
+    is_last,
+    is_manual,
+    predecessors,
+    repeat_heads,
+    resolve_axes,
+)
 from jaxlc.core import scopes
+from jaxlc.core.axes import CONTEXT
+from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import Ranks
 
 GROUP_TOKENS = 1024
@@ -163,3 +179,155 @@ def groups_of(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, grou
     segments = cut(segments_BL, mode="edge")
     before = jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]])
     return Tokens(*map(cut, arrays), segments, before, None if prefixes_BL is None else cut(prefixes_BL, mode="edge"))
+
+
+def gated_delta_rule(
+    q_BTGK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTHV: jax.Array,
+    g_BTH: jax.Array,
+    beta_BTH: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    context_axis: str = CONTEXT,
+    batch_axes: str | Sequence[str] | None = None,
+    head_axis: str | None = None,
+    token_order: TokenOrder = "natural",
+) -> jax.Array:
+    """The gated delta rule over a sequence split on a mesh axis. Works under `jit`, `grad` and `jax.checkpoint`.
+
+    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024). A token of a head changes the state
+    S [K, V], which is 0 at the start of a document, and reads it:
+
+        S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  out = scale * S^T q
+
+    Ranks exchange maps of states, whose size does not depend on the sequence length. Groups of tokens are recomputed in
+    the backward pass. States and gates are float32 or wider; products with them have the dtype of q.
+
+    Inside a `shard_map` over `context_axis`, arrays are local shards.
+
+    Args:
+      q_BTGK, k_BTGK: queries and keys, any float dtype; usually of length 1. Head h of H has key head h // (H / G).
+      v_BTHV: values. H must be a multiple of G.
+      g_BTH: the logarithm of the decay of the state, at most 0.
+      beta_BTH: the step size of the correction, usually from 0 to 1.
+      segment_ids: [B, T] int32. Each segment, which is contiguous, starts with state 0; segment 0 is padding, whose
+        outputs are 0. None: one segment.
+      scale: multiplies q. None: 1/sqrt(K).
+      mesh, context_axis, batch_axes, head_axis, token_order: see `attend`.
+    Returns:
+      out_BTHV in the dtype of q.
+    Raises:
+      UserError: a shape does not split over the mesh, or a name is unknown.
+      Unsupported: a segment is not contiguous.
+    """
+    _check_delta_shapes(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segment_ids)
+    scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
+    arrays = (q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segment_ids)
+    settings = dict(num_fragments=_num_fragments(token_order), scale=scale)
+    if is_manual(context_axis, q_BTGK):
+        return delta_rule(*arrays, ranks=_local_ranks(context_axis), **settings)
+    axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
+    heads = f"{v_BTHV.shape[2]} value and {q_BTGK.shape[2]} key heads"
+    check_split(v_BTHV.shape[:3], q_BTGK.shape[2], mesh, axes, heads=heads)
+    _check_segments(segment_ids, mesh, axes, token_order)
+    arrays = (*(repeat_heads(x, axes.num_head_ranks(mesh)) for x in arrays[:2]), *arrays[2:])
+    return _split(arrays, delta_rule, tuple(settings.items()), mesh, axes, 5)
+
+
+def short_convolution(
+    x_BTW: jax.Array,
+    weights_PW: jax.Array,
+    *,
+    mesh: Mesh | None = None,
+    segment_ids: jax.Array | None = None,
+    context_axis: str = CONTEXT,
+    batch_axes: str | Sequence[str] | None = None,
+    head_axis: str | None = None,
+    token_order: TokenOrder = "natural",
+) -> jax.Array:
+    """A causal convolution of each channel along a sequence split on a mesh axis.
+
+    Output t is the sum over i of weights[i] x[t - P + 1 + i]. Taps that reach into another segment count 0. Ranks
+    exchange P - 1 tokens and their segments.
+
+    Args:
+      x_BTW: any float dtype.
+      weights_PW: P taps; the last one multiplies the token itself.
+      segment_ids: [B, T] int32. None: one segment.
+      head_axis: the name of the mesh axis that splits W.
+      mesh, context_axis, batch_axes, token_order: see `attend`.
+    Returns:
+      [B, T, W] in the dtype of x.
+    Raises:
+      UserError: a shape does not split over the mesh, or a rank has fewer tokens than the convolution reaches.
+    """
+    if x_BTW.ndim != 3 or weights_PW.ndim != 2 or x_BTW.shape[2] != weights_PW.shape[1]:
+        raise UserError(f"invalid shapes x {x_BTW.shape} and weights {weights_PW.shape}: expected [B, T, W] and [P, W]")
+    arrays, settings = (x_BTW, segment_ids, weights_PW), dict(num_fragments=_num_fragments(token_order))
+    if is_manual(context_axis, x_BTW):
+        return _convolution(*arrays, ranks=_local_ranks(context_axis), **settings)
+    axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
+    num_channels = x_BTW.shape[2]
+    check_split(x_BTW.shape, num_channels, mesh, axes, heads=f"{num_channels} channels")
+    _check_segments(segment_ids, mesh, axes, token_order)
+    return _split(arrays, _convolution, tuple(settings.items()), mesh, axes, 1)
+
+
+def _convolution(x_btW, segments_bt, weights_PW, *, ranks: Ranks, num_fragments: int) -> jax.Array:
+    reach, fragment_tokens = len(weights_PW) - 1, x_btW.shape[1] // num_fragments
+    if reach > fragment_tokens:
+        raise UserError(
+            f"a convolution of {reach + 1} taps reaches beyond the {fragment_tokens} tokens of a fragment; use a longer"
+            " sequence or fewer context ranks"
+        )
+    return convolution(x_btW, weights_PW, segments_bt, ranks=ranks, num_fragments=num_fragments)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _split(
+    arrays: tuple,
+    local: Callable,
+    settings: tuple[tuple[str, Any], ...],
+    mesh: Mesh,
+    axes: AttentionAxes,
+    num_with_heads: int,
+) -> jax.Array:
+    """Calls `local` on shards: the first arrays are [B, T, heads, ...], then come [B, T] or None, and [P, heads]."""
+    specs = [PartitionSpec(axes.batch, axes.context, axes.head)] * num_with_heads
+    specs += [None if arrays[num_with_heads] is None else PartitionSpec(axes.batch, axes.context)]
+    specs += [PartitionSpec(None, axes.head)] * (len(arrays) - len(specs))
+    ranks = Ranks(axes.context, mesh.shape[axes.context])
+    # check_vma: every operand but the weights varies over every axis that splits it, so the tracking is not needed.
+    local = functools.partial(local, ranks=ranks, **dict(settings))
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(*arrays)
+
+
+def _local_ranks(context_axis: str) -> Ranks:
+    return Ranks(context_axis, lax.axis_size(context_axis))
+
+
+def _num_fragments(token_order: TokenOrder) -> int:
+    if token_order not in get_args(TokenOrder):
+        raise UserError(f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}")
+    return 2 if token_order == "zigzag" else 1
+
+
+def _check_segments(segment_ids: jax.Array | None, mesh: Mesh, axes: AttentionAxes, token_order: TokenOrder) -> None:
+    if segment_ids is not None:
+        check_contiguous(segment_ids, mesh.shape[axes.context] if token_order == "zigzag" else 1)
+
+
+def _check_delta_shapes(q, k, v, g, beta, segment_ids) -> None:
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, g {g.shape} and beta {beta.shape}"
+    if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or not v.shape[:3] == g.shape == beta.shape:
+        raise UserError(f"invalid shapes {shapes}: expected q and k [B, T, G, K], v [B, T, H, V], g and beta [B, T, H]")
+    if q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
+        raise UserError(f"invalid shapes {shapes}: expected equal B and T, and H a multiple of G")
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise UserError(f"invalid shape {segment_ids.shape} for segment_ids: expected [B, T] = {q.shape[:2]}")
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, k, v, g, beta)):
+        dtypes = ", ".join(str(x.dtype) for x in (q, k, v, g, beta))
+        raise UserError(f"invalid dtypes {dtypes} of q, k, v, g, beta: expected floats, such as bfloat16")

@@ -9,7 +9,7 @@
     out_BtHV = tiled.outputs(operands, before, states, segments)   for each tile
 
 Arrays are global, for use under `jit`, and JAX differentiates all of these functions. A rank's tile has two pieces, one
-of each of its fragments (`attention/tiles/query_tiles.py`). The pieces of the second fragment are in reverse order, so
+of each of its fragments (`attention/query_tiles.py`). The pieces of the second fragment are in reverse order, so
 the states of all pieces follow from stored maps, [tiles, 2 x ranks, B, H, K, K + V]: of a tile with 32 heads of
 dimension 128, a rank stores 8 MiB of float32 maps.
 """
@@ -24,14 +24,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.delta_rule import chunk_rule
-from jaxlc.attention.delta_rule.affine import Affine
 from jaxlc.attention.delta_rule.chunk_rule import Tokens, affine_map, outputs
 from jaxlc.attention.delta_rule.convolution import convolved
-from jaxlc.attention.delta_rule.entering_states import entering_states, total
 from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
 from jaxlc.attention.delta_rule.sharded_rule import groups_of
-from jaxlc.attention.strategies.fragments import predecessors
-from jaxlc.attention.tiles.query_tiles import tiles_of
+from jaxlc.attention.delta_rule.state_passing import Affine, entering_states, total
+from jaxlc.attention.query_tiles import tiles_of
+from jaxlc.attention.strategies.strategy import predecessors
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.sharding.mesh import Ranks

@@ -3,7 +3,7 @@
 Packed sequences: window_exchange.py.
 
 A window of w tokens needs the last w - 1 tokens before each of a rank's two chunks (zigzag order): as many shifts along
-the chunks (fragments.py) as there are chunks in them, the last of which sends only the end of a chunk. One kernel call
+the chunks (strategy.py) as there are chunks in them, the last of which sends only the end of a chunk. One kernel call
 then attends with each chunk's queries to those tokens (its halo, the term of stencil codes) and to the chunk's own
 keys.
 """
@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.strategies.fragments import predecessors
-from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 

@@ -47,10 +47,10 @@ from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
 from jaxlc.attention.kernels.choose import SharedPrefixKernel
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges_of_halves
+from jaxlc.attention.kv_blocks import CHUNKS, GroupState, SlidingSteps
 from jaxlc.attention.strategies import ulysses, window_exchange
 from jaxlc.attention.strategies.sharded_attention import attention_spec, choose
 from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionSpecs, repeat_heads
-from jaxlc.attention.tiles.kv_blocks import CHUNKS, GroupState, SlidingSteps
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR

@@ -1,1 +1,0 @@
-"""Attention for layers that run in tiles of queries."""
