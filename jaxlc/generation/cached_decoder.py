@@ -1,8 +1,6 @@
 """The decoder on a chunk of new tokens, with the cache of the tokens before it.
 
 A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new token.
-
-The compiled function of generation: its arguments with their shardings, and the sizes that they are padded to.
 """
 
 import functools
@@ -18,25 +16,16 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.config import AttentionConfig, Config, LoraConfig, ModelConfig
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
+from jaxlc.config import Config
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, FIRST_LAYERS, LAST_LAYERS, LAYER_STACKS, LAYERS, TENSOR
 from jaxlc.models import decoder
 from jaxlc.models.block import rms_norm
-from jaxlc.models.cache import (
-    KV,
-    Cache,
-    CacheLayout,
-    DeltaStates,
-    NewTokens,
-    abstract_cache,
-    decode_tokens,
-    num_cached_heads,
-)
-from jaxlc.models.kinds.attention import CachedAttention
-from jaxlc.models.kinds.delta_net import CachedDeltaNet
+from jaxlc.models.cache import Cache, CacheLayout, NewTokens, decode_tokens
+from jaxlc.models.contract import Cached, operands
+from jaxlc.models.kinds import kinds_on_mesh, mixer_of, reach, tables_of_kinds
 from jaxlc.models.layer_stack import Stacks
 from jaxlc.models.layers import DecoderLayer
-from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
+from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.sharding.rules import Sharder, is_vector, storage_spec
 
 
@@ -44,13 +33,10 @@ from jaxlc.sharding.rules import Sharder, is_vector, storage_spec
 class CachedDecoder:
     """The function `(params, cache, tokens, new) -> (logits, cache)`, to be called under `jit`."""
 
-    model: ModelConfig
-    lora: LoraConfig  # the adapters that the parameters contain
-    attention: AttentionConfig
+    config: Config
     mesh: Mesh
     layout: CacheLayout
     compute_dtype: jnp.dtype
-    rope_tokens: int  # see `rope.rope_tables`
 
     def __call__(
         self,
@@ -64,64 +50,49 @@ class CachedDecoder:
 
         Args:
           params: the tree of `decoder.init`, in the compute dtype or float32.
-          cache: see `cache.abstract_cache`. Donate it, so that it is updated in place.
+          cache: see `CachedStep.abstract_cache`. Donate it, so that it is updated in place.
           tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
-          tables: RoPE tables of each sequence, of `rope.stacked_tables`; None: all have those of `rope_tokens`.
+          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all have those of config.data.seq_len.
         Returns:
           Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
           the cache with the new tokens.
         """
-        shard = Sharder(self.mesh)
-        module = decoder.bind(params, self.model, self.lora)
+        shard, model = Sharder(self.mesh), self.config.model
+        module = decoder.bind(params, model, self.config.lora)
         x_BCD = module.embedded(tokens_BC, shard, self.compute_dtype)
         # Padding may be beyond the tables and then has the last angles.
-        tables = tables or tables_of_kinds(self.model, self.layout.max_tokens, self.rope_tokens)
-        attention = self.attention_of_kinds(*tokens_BC.shape)
-        ranges = {kind: attend.prepare(new) for kind, attend in attention.items()}
+        tables = tables or tables_of_kinds(model, self.layout.max_tokens, self.config.data.seq_len)
         run_layer = functools.partial(_run_layer, new=new, shard=shard)
         run_kind = {
-            kind: functools.partial(run_layer, attend=attend, ranges=ranges[kind], tables=tables[kind])
-            for kind, attend in attention.items()
+            kind: functools.partial(run_layer, attend=cached.bind(new), tables=tables.get(kind))
+            for kind, cached in self.cached_kinds(*tokens_BC.shape).items()
         }
         updated = {}
         for name in LAYER_STACKS:
             if name in cache:
-                kinds = self.model.kinds_of_iteration(name)
+                kinds = model.kinds_of_iteration(name)
                 x_BCD, updated[name] = self._run_stack(getattr(module, name), kinds, x_BCD, cache[name], run_kind)
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
         last_BD = jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0).sum(axis=1).astype(self.compute_dtype)
-        normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), self.model.norm_epsilon)
+        normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), model.norm_epsilon)
         head_DV = module.head_DV(shard, self.compute_dtype)
         logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
-        return logits_BV[:, : self.model.vocab_size], updated
+        return logits_BV[:, : model.vocab_size], updated
 
-    def attention_of_kinds(self, batch: int, chunk_tokens: int) -> dict[str, CachedAttention | CachedDeltaNet]:
-        """The attention of each kind of layers, for chunks of `chunk_tokens` tokens."""
-
-        def attention_of(kind: str) -> CachedAttention | CachedDeltaNet:
-            model = self.model.of_kind(kind)
-            if model.mixer == "gated_delta_net":
-                return CachedDeltaNet(mesh=self.mesh, chunk_tokens=chunk_tokens)
-            shape = batch, chunk_tokens, model.num_heads, model.head_dim
-            return CachedAttention(
-                config=self.attention,
-                mesh=self.mesh,
-                layout=self.layout,
-                window=model.window_of(kind),
-                q_like=jax.ShapeDtypeStruct(shape, self.compute_dtype),
-                num_kv_heads=num_cached_heads(model, self.mesh),
-            )
-
-        return {kind: attention_of(kind) for kind in self.model.used_kinds}
+    def cached_kinds(self, batch_size: int, chunk_tokens: int) -> dict[str, Cached]:
+        """What the layers of each kind compute between their projections, for chunks of `chunk_tokens` tokens."""
+        kinds = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
+        sizes = dict(batch_size=batch_size, chunk_tokens=chunk_tokens)
+        return {kind: mixer_of(on.model).cached(on, self.layout, **sizes) for kind, on in kinds.items()}
 
     def _run_stack(
         self,
         layers: DecoderLayer | nnx.Dict,
         kinds: Sequence[str],
         x_BCD: jax.Array,
-        caches: tuple[KV | DeltaStates, ...],
+        caches: tuple[Any, ...],
         run_kind: dict[str, Callable],
-    ) -> tuple[jax.Array, tuple[KV | DeltaStates, ...]]:
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs stacked layers, those of `kinds` in each iteration. The caches are in the carry of the loop, where XLA
         updates them in place."""
         stacks = Stacks.split(layers)
@@ -145,20 +116,19 @@ class CachedDecoder:
 def _run_layer(
     layer: DecoderLayer,
     x_BCD: jax.Array,
-    cache: KV | DeltaStates,
+    cache: Any,
     index: jax.Array,
     *,
     new: NewTokens,
-    attend: CachedAttention | CachedDeltaNet,
-    ranges: Any,
+    attend: Callable,
     tables: RopeTables | None,
     shard: Sharder,
-) -> tuple[jax.Array, KV | DeltaStates]:
+) -> tuple[jax.Array, Any]:
     positions_BC = new.positions_BC(x_BCD.shape[1])
     input_BCD = layer.attention_input(x_BCD, shard=shard)
-    operands, gate_BCNH = layer.attention.operands(input_BCD, positions_BC, shard=shard, tables=tables)
-    out_BCNH, cache = attend(*operands, cache=cache, layer=index, new=new, ranges=ranges)
-    output, _ = layer.after_attention(x_BCD, out_BCNH, gate_BCNH, positions_BC, shard=shard)
+    mixed, kept = operands(layer.attention, input_BCD, positions_BC, tables=tables, shard=shard)
+    out, cache = attend(*mixed, cache=cache, layer=index)
+    output, _ = layer.after_attention(x_BCD, out, kept, positions_BC, shard=shard)
     return output.x_BTD, cache
 
 
@@ -183,15 +153,7 @@ class CachedStep:
         return jax.jit(self._decoder(layout).__call__, donate_argnums=1, out_shardings=(replicated, cache))
 
     def _decoder(self, layout: CacheLayout) -> CachedDecoder:
-        return CachedDecoder(
-            model=self.config.model,
-            lora=self.config.lora,
-            attention=self.config.attention,
-            mesh=self.mesh,
-            layout=layout,
-            compute_dtype=self.compute_dtype,
-            rope_tokens=self.config.data.seq_len,
-        )
+        return CachedDecoder(config=self.config, mesh=self.mesh, layout=layout, compute_dtype=self.compute_dtype)
 
     def lower(self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int) -> jax.stages.Lowered:
         """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`."""
@@ -204,7 +166,22 @@ class CachedStep:
         return self.jitted(layout).lower(params, cache, tokens, new)
 
     def abstract_cache(self, layout: CacheLayout, batch_size: int) -> Cache:
-        return abstract_cache(self.config.model, self.mesh, layout, batch_size=batch_size, dtype=self.cache_dtype)
+        """Shapes, dtypes and shardings of the cache."""
+        model = self.config.model
+        on_mesh = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
+        num_layers = {
+            FIRST_LAYERS: len(model.first_layer_kinds),
+            LAYERS: model.num_group_layers,
+            LAST_LAYERS: model.num_last_layers,
+        }
+        cache: Cache = {}
+        for stack in filter(num_layers.get, num_layers):
+            kinds = model.kinds_of_iteration(stack)
+            sizes = dict(batch_size=batch_size, num_layers=num_layers[stack] // len(kinds), dtype=self.cache_dtype)
+            cache[stack] = tuple(
+                mixer_of(on_mesh[kind].model).abstract_cache(on_mesh[kind], layout, **sizes) for kind in kinds
+            )
+        return cache
 
     def padded_batch_size(self, num_prompts: int) -> int:
         """The smallest batch size of at least `num_prompts` that splits over the mesh."""
@@ -224,8 +201,8 @@ class CachedStep:
           chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
         """
         chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
-        # A rank receives the inputs of short convolutions from the rank before it only.
-        chunk_tokens = max(chunk_tokens, (self.config.model.delta_conv_taps - 1) * self.mesh.shape[CONTEXT])
+        # A rank receives the tokens that its layers reach from the rank before it only.
+        chunk_tokens = max(chunk_tokens, reach(self.config.model) * self.mesh.shape[CONTEXT])
         return self.decode_tokens * 2 ** max(1, math.ceil(math.log2(chunk_tokens / self.decode_tokens)))
 
 

@@ -15,7 +15,8 @@ from jaxlc.generation.cached_decoder import BATCH_SPEC, TOKENS_SPEC, CachedStep,
 from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens
 from jaxlc.models import decoder
 from jaxlc.models.cache import CacheLayout, NewTokens, empty_cache, layout_for
-from jaxlc.models.rope import TablesOfKinds, depends_on_length, stacked_tables
+from jaxlc.models.kinds import stacked_tables
+from jaxlc.models.rope import TablesOfKinds, depends_on_length
 from jaxlc.runtime.watchdog import Program
 from jaxlc.step.step import TrainStep
 

@@ -4,11 +4,7 @@ A parameter is declared once, by `matrix`, `bias_vector` or in RMSNorm: its shap
 initial value. The abstract tree, shardings, byte counts and the sharding table are derived. Parameters are float32, or
 bf16 if they are frozen; a layer computes in the dtype of its input.
 
-Random keys of initial parameters.
-
-RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467).
-
-Loops over chunks of a long array. The last chunk may be shorter: padding the array would copy it.
+Also the random keys of initial values, and loops over chunks of tokens.
 """
 
 import functools
@@ -51,7 +47,8 @@ class InitKeys:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * factor over the last dimensions; computed in float32, returned in the dtype of x.
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467): x / rms(x) * factor over the last dimensions; computed in
+    float32, returned in the dtype of x.
 
     The factor is the parameter `scale`, or 1 + scale if `zero_centered`; initially it is 1.
     """
@@ -83,7 +80,8 @@ def rms_norm(x: jax.Array, factor: jax.Array, epsilon: float) -> jax.Array:
 
 
 def over_chunks(body: Callable, carry, num_tokens: int, chunk_tokens: int):
-    """Calls `body(carry, start, size) -> (carry, out)` for each chunk of tokens, in order; `size` is static.
+    """Calls `body(carry, start, size) -> (carry, out)` for each chunk of tokens, in order; `size` is static. The last
+    chunk may be shorter: padding the array would copy it.
 
     An array of the carry that `body` reads with `dynamic_slice_in_dim` and writes with `dynamic_update_slice_in_dim` is
     updated in place.

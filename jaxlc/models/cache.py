@@ -1,51 +1,26 @@
-"""The cache of generation: keys and values of past tokens, sharded over the context and tensor axes, and the states of
-layers of Gated DeltaNet.
+"""The cache of generation: keys and values of past tokens, sharded over the context and tensor axes, or states.
 
 Layers that attend to all earlier tokens store token i on the context rank (i // block) % context, so that at every
 length the ranks have equal work up to one block. A rank stores its tokens in ascending order. So the keys that a query
 attends to are a prefix of each rank's keys. Sliding layers store the last `window` tokens only, on all context ranks:
 token i in slot i % window.
-
-The new tokens of a batch of sequences.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxlc.config import ModelConfig
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, FIRST_LAYERS, LAST_LAYERS, LAYERS, TENSOR
+from jaxlc.core.axes import CONTEXT, TENSOR
 
 BLOCK_TOKENS = 64  # consecutive tokens on one rank
 
 
-class KV(NamedTuple):
-    """Keys and values of some layers that have the same place in the period of layer kinds.
-
-    [B, layers, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
-    earlier tokens shard the tokens over context.
-    """
-
-    k: jax.Array
-    v: jax.Array
-
-
-class DeltaStates(NamedTuple):
-    """What some layers of Gated DeltaNet that have the same place in the period remember: on all context ranks."""
-
-    state: jax.Array  # float32 [B, layers, H, K, V]
-    # The inputs of the convolutions of the last P - 1 tokens: [B, layers, P - 1, G, K] and [B, layers, P - 1, H, V].
-    past_q: jax.Array
-    past_k: jax.Array
-    past_v: jax.Array
-
-
-Cache = dict[str, tuple[KV | DeltaStates, ...]]  # for each of LAYER_STACKS, by the place in the period
-STATE_SPEC = PartitionSpec(BATCH_AXES, None, TENSOR)
-PAST_SPEC = PartitionSpec(BATCH_AXES, None, None, TENSOR)
+Cache = dict[
+    str, tuple[Any, ...]
+]  # for each of LAYER_STACKS: what `Mixer.abstract_cache` describes, by the place in the period
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,50 +62,6 @@ def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
 def decode_tokens(mesh: Mesh) -> int:
     """Tokens of a decoding step per sequence: one new token, and padding to the ranks that split them."""
     return mesh.shape[CONTEXT] * mesh.shape[TENSOR]
-
-
-def num_cached_heads(model: ModelConfig, mesh: Mesh) -> int:
-    """Key/value heads in the cache of layers with the sizes of `model`: repeated if the tensor axis is larger."""
-    return max(model.num_kv_heads, mesh.shape[TENSOR])
-
-
-def kv_spec(window: int | None) -> PartitionSpec:
-    """The sharding of the arrays of `KV`, for layers with this window."""
-    return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, TENSOR, None)
-
-
-def abstract_cache(model: ModelConfig, mesh: Mesh, layout: CacheLayout, *, batch_size: int, dtype) -> Cache:
-    """Shapes, dtypes and shardings of the cache."""
-    num_layers_of = {
-        FIRST_LAYERS: len(model.first_layer_kinds),
-        LAYERS: model.num_group_layers,
-        LAST_LAYERS: model.num_last_layers,
-    }
-
-    def delta_states(sizes: ModelConfig, num_layers: int) -> DeltaStates:
-        key, value = (sizes.delta_key_heads, sizes.delta_key_dim), (sizes.delta_value_heads, sizes.delta_value_dim)
-
-        def past(shape: tuple[int, int]) -> jax.ShapeDtypeStruct:
-            shape = (batch_size, num_layers, sizes.delta_conv_taps - 1, *shape)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PAST_SPEC))
-
-        shape = (batch_size, num_layers, value[0], key[1], value[1])
-        state = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, STATE_SPEC))
-        return DeltaStates(state, past(key), past(key), past(value))
-
-    def cache_of(kind: str, num_layers: int) -> KV | DeltaStates:
-        window, sizes = model.window_of(kind), model.of_kind(kind)
-        if sizes.mixer == "gated_delta_net":
-            return delta_states(sizes, num_layers)
-        shape = (batch_size, num_layers, window or layout.max_tokens, num_cached_heads(sizes, mesh), sizes.head_dim)
-        array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, kv_spec(window)))
-        return KV(array, array)
-
-    kinds_of = {stack: model.kinds_of_iteration(stack) for stack, num_layers in num_layers_of.items() if num_layers}
-    return {
-        stack: tuple(cache_of(kind, num_layers_of[stack] // len(kinds)) for kind in kinds)
-        for stack, kinds in kinds_of.items()
-    }
 
 
 def empty_cache(abstract: Cache) -> Cache:

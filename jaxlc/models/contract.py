@@ -1,15 +1,22 @@
-"""What a kind of layers provides: mixers, and layers that run as scans over tiles of tokens."""
+"""What a kind of layers implements, and what a layer returns.
+
+A kind mixes the tokens of a residual branch. It is a subclass of `Mixer`, which `jaxlc.models.kinds` registers, and
+has a description without JAX with its settings, weights and costs. What a kind does not have is an interface of its
+own: `Rotary`, `OnTiles`, `ChoosesKernel`, `PassesStates` and `ReadsBefore` for mixers, `Routed` for
+feed-forward blocks.
+"""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
-from jaxlc.models.offloaded_layers import overlap_with_prefetch
+from jaxlc.attention.kernels.choose import KernelSelection
+from jaxlc.config import Config, ModelConfig
+from jaxlc.models.block import Block
+from jaxlc.models.cache import CacheLayout, NewTokens
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
@@ -25,75 +32,159 @@ class LayerOutput(NamedTuple):
     sums: dict[str, jax.Array]
 
 
-class FeedForwardOutput(NamedTuple):
-    """The results of a feed-forward block."""
+class BatchTokens(NamedTuple):
+    """What is known of the tokens of a microbatch, int32 [B, T], in the order of the batch."""
 
-    out_BTD: jax.Array
-    sums: dict[str, jax.Array]  # see `layers.LayerOutput`
-    chosen_BTk: jax.Array | None = None  # int32: the experts of each token; None: the block has no experts
+    positions_BT: jax.Array
+    segments_BT: jax.Array | None  # 0: padding. None: each sequence is one document
+    prefixes_BT: jax.Array | None = None  # the segment that a token's segment continues, 0: none. None: none does
+    fragments_BT: jax.Array | None = None  # of per-document sharding with chains; see `document_fragments.group_table`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TiledLayer:
-    """A layer of which subclasses define the forward and backward rules; see `run_layer` for the fields."""
+class KindOnMesh:
+    """The layers of one kind of a run, on a mesh."""
 
-    layer_def: nnx.GraphDef  # definition of a DecoderLayer
-    shard: Sharder
-    tables: RopeTables | None
-    attention: Any
-    saves_attention: bool
+    config: Config
+    model: ModelConfig  # the sizes of the layers: `ModelConfig.of_kind`
+    window: int | None  # `ModelConfig.window_of`
+    mesh: Mesh
+    compute_dtype: Any
+    num_tiles: int = 0  # tiles per sequence; 0: layers run on whole sequences
+    # The order of tokens in the batch; see `step.batch.SequenceOrder`.
+    few_documents: bool = False
+    skips_ring_steps: bool = False
+    num_chains: int = 0
 
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch) -> tuple:
-        """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the backward pass."""
+
+class Sequences(NamedTuple):
+    """What layers of a kind compute between their projections, for whole sequences."""
+
+    prepare: Callable[[BatchTokens], Any]  # -> `ranges`, a tree of arrays that all layers of a training step share
+    attend: Callable[..., jax.Array]  # (*operands of the mixer, ranges=ranges) -> the input of `Mixer.projected`
+
+
+class Tiles(NamedTuple):
+    """The same for layers that run as scans over tiles; see `layer_tiles`."""
+
+    prepare: Callable[[BatchTokens], Any]
+    layer_type: Any  # a subclass of `layer_tiles.TiledLayer`
+    attention: Any  # its field of this name
+
+
+class Cached(Protocol):
+    """What layers of a kind compute between their projections in generation."""
+
+    def bind(self, new: NewTokens) -> Callable:
+        """`(*operands, cache, layer) -> (the input of Mixer.projected, cache)`: appends the new tokens to layer `layer`
+        of the cache. What all layers share is computed here."""
+
+
+class CachedKernels:
+    """A `Cached` that computes with attention kernels."""
+
+    @property
+    def kernels(self) -> dict[str, KernelSelection]:
+        """The kernels of the calls, by what they attend to."""
         raise NotImplementedError
 
-    def backward(self, residuals, gradients) -> tuple:
-        """The gradients of the operands of `forward`."""
+
+class Mixer(Block):
+    """Mixes the tokens of a layer: its parameters, and the projections before and after what crosses ranks."""
+
+    def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[tuple, Any]:
+        """Returns the operands of `Sequences.attend`, and what `projected` needs besides its result. `x_BTD` is the
+        input of the block, gathered over tensor. `Rotary` mixers have one more argument."""
         raise NotImplementedError
 
-    def layer(self, weights) -> Any:
-        return nnx.merge(self.layer_def, *weights)
+    def projected(self, out: jax.Array, kept: Any, *, shard: Sharder) -> jax.Array:
+        """The output of the block, out_BTD."""
+        raise NotImplementedError
 
-    def after_attention(self, weights, x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk=None):
-        """(output, chosen_Btk or None)"""
-        operands = x_BtD, out_BtNH, gate_BtNH, positions_Bt, chosen_Btk
-        return self.layer(weights).after_attention(*operands, shard=self.shard)
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        """Binds the layers of a kind to a mesh."""
+        raise NotImplementedError
 
-    def scan_tiles(self, run_tile, x_nBtD, operands, prefetch) -> tuple:
-        """The last scan of the forward pass, in which y overwrites x.
+    @classmethod
+    def abstract_cache(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype) -> Any:
+        """Shapes, dtypes and shardings of the cache of layers with the same place in the period: a tree of arrays
+        [B, layers, ...]."""
+        raise NotImplementedError
 
-        Args:
-          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums, chosen_Btk or None)). saved
-            is (out,) or (out, lse) of attention, or None.
-          operands: arrays with one entry per tile.
-        Returns:
-          (the output, saved, chosen_nBtk, the prefetched weights)
+    @classmethod
+    def cached(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int) -> Cached:
+        """Binds the layers of a kind to a mesh and a cache, for calls with `chunk_tokens` tokens of each sequence."""
+        raise NotImplementedError
+
+
+class Rotation(NamedTuple):
+    """Where tokens are, for rotary position embeddings."""
+
+    positions_BT: jax.Array  # int32; of padding, any number
+    tables: RopeTables | None  # None: the layer has no position embedding
+
+
+class Rotary:
+    """A mixer whose second operand is a `Rotation`: `operands(x_BTD, rotation, shard=shard)`."""
+
+
+class OnTiles:
+    """A mixer whose layers run in tiles."""
+
+    @classmethod
+    def on_tiles(cls, on: KindOnMesh) -> Tiles:
+        """As `Mixer.on_sequences`, in `on.num_tiles` tiles."""
+        raise NotImplementedError
+
+
+class ChoosesKernel:
+    """A mixer that computes with one of several attention kernels."""
+
+    @classmethod
+    def kernel(cls, on: KindOnMesh) -> KernelSelection:
+        """The kernel in training, and why it was selected.
+
+        Raises:
+          UserError: the kernel that the config names does not support the layers.
         """
-
-        def run_tiles(x_nBtD):
-            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), *operands))
-
-        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
-        if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
-            saved = tuple(map(checkpoint_name, saved, ("attention_out", "attention_lse")))
-        if chosen_nBtk is not None:
-            chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
-        output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
-        return output, saved, chosen_nBtk, next_weights
+        raise NotImplementedError
 
 
-def tile_indices(x_nBtD: jax.Array) -> jax.Array:
-    return jnp.arange(len(x_nBtD), dtype=jnp.int32)
+class PassesStates:
+    """A mixer that passes a state along the sequence. Without `PerDocumentOrder`, batches are in zigzag order."""
 
 
-def at(x_nBtD: jax.Array, tile: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(x_nBtD, tile, keepdims=False)
+class PerDocumentOrder(PassesStates):
+    """A mixer that passes states along the chains of fragments of per-document sharding (`KindOnMesh.num_chains`)."""
 
 
-def put_at(x_nBtD: jax.Array, x_BtD: jax.Array, tile: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x_nBtD, x_BtD, tile, 0)
+class ReadsBefore:
+    """A mixer that reads the tokens directly before a token, as a short convolution does."""
+
+    @classmethod
+    def reach(cls, model: ModelConfig) -> int:
+        """How many tokens. A fragment receives them from one other fragment, which has as many."""
+        raise NotImplementedError
 
 
-def add(total, more):
-    """Adds gradients, in the dtype of `total`."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+class Routed:
+    """A feed-forward block whose tokens choose parts of it. It is called with the arguments of `routed`; other blocks
+    are called with `(x_BTD, shard=shard)` and return out_BTD."""
+
+
+class RoutedOutput(NamedTuple):
+    """The results of a `Routed` block."""
+
+    out_BTD: jax.Array
+    sums: dict[str, jax.Array]  # see `LayerOutput`
+    chosen_BTk: jax.Array  # int32: what each token chose
+
+
+def operands(
+    mixer: Mixer, x_BTD: jax.Array, positions_BT: jax.Array, *, tables: RopeTables | None, shard: Sharder
+) -> tuple[tuple, Any]:
+    """`mixer.operands`."""
+    if isinstance(mixer, Rotary):
+        return mixer.operands(x_BTD, Rotation(positions_BT, tables), shard=shard)
+    return mixer.operands(x_BTD, shard=shard)

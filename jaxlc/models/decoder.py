@@ -10,8 +10,6 @@ The kinds of layers (model.layer_kinds) repeat with a period. Their parameters a
 "layers"/KIND for each kind if the shapes of kinds differ (`ModelConfig.layer_stacks`). A scan runs one period per
 iteration (`layer_stack`). If the period does not divide the number of layers, the rest is in "last_layers" and runs
 after the scan. Layers of model.first_layer_kinds are in "first_layers" and run before it.
-
-The lookup of token embeddings in a table that is sharded over the vocabulary.
 """
 
 import functools

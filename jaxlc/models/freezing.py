@@ -1,6 +1,6 @@
 """The parameter tree in two parts, trainable and frozen. Both are nested dictionaries with the same names.
 
-Which parameters are frozen: those that config.train.trainable and config.train.frozen select by name.
+config.train.trainable and config.train.frozen select parameters by name.
 """
 
 import fnmatch

@@ -5,7 +5,7 @@ describes.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,22 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm
-from jaxlc.models.contract import LayerOutput
-from jaxlc.models.kinds.attention import Attention
-from jaxlc.models.kinds.delta_net import GatedDeltaNet
-from jaxlc.models.kinds.dense import MLP
-from jaxlc.models.kinds.experts import Experts
+from jaxlc.models.contract import LayerOutput, Routed, operands
+from jaxlc.models.kinds import FEED_FORWARDS, MIXERS
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
-
-# The block of each mixer (`core/mixers`).
-BLOCKS: Mapping[str, type[Attention | GatedDeltaNet]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet}
-
-
-# The block of each entry of `core.mixers.FEED_FORWARDS`.
-FEED_FORWARDS: Mapping[str, type[MLP | Experts]] = {"dense": MLP, "experts": Experts}
 
 
 class DecoderLayer(nnx.Module):
@@ -47,7 +37,7 @@ class DecoderLayer(nnx.Module):
             return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=model.model_dim)
 
         self.attention_norm = norm("pre", "pre_and_post")
-        self.attention = BLOCKS[model.mixer](model, keys, fp8, lora)
+        self.attention = MIXERS[model.mixer](model, keys, fp8, lora)
         self.attention_post_norm = norm("post", "pre_and_post")
         self.mlp_norm = norm("pre", "pre_and_post")
         self.mlp = FEED_FORWARDS[model.feed_forward](model, keys, fp8, lora)
@@ -69,13 +59,13 @@ class DecoderLayer(nnx.Module):
 
         Args:
           positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts these tokens.
-          attend: from the first result of `attention.operands` to out_BTNH.
+          attend: from the first result of `Mixer.operands` to the first argument of `Mixer.projected`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
         input_BTD = self.attention_input(x_BTD, shard=shard)
-        operands, gate_BTNH = self.attention.operands(input_BTD, positions_BT, shard=shard, tables=tables)
-        out_BTNH, next_weights = overlap_with_prefetch(attend, operands, prefetch)
-        output, _ = self.after_attention(x_BTD, out_BTNH, gate_BTNH, positions_BT, shard=shard)
+        mixed, kept = operands(self.attention, input_BTD, positions_BT, tables=tables, shard=shard)
+        out, next_weights = overlap_with_prefetch(attend, mixed, prefetch)
+        output, _ = self.after_attention(x_BTD, out, kept, positions_BT, shard=shard)
         return output, next_weights
 
     @jax.named_scope(scopes.ATTENTION)
@@ -86,8 +76,8 @@ class DecoderLayer(nnx.Module):
     def after_attention(
         self,
         x_BTD: jax.Array,
-        out_BTNH: jax.Array,
-        gate_BTNH: jax.Array | None,
+        out: jax.Array,
+        kept: Any,
         positions_BT: jax.Array,
         chosen_BTk: jax.Array | None = None,
         *,
@@ -100,14 +90,17 @@ class DecoderLayer(nnx.Module):
           positions_BT: as in `__call__`.
           chosen_BTk: the experts of each token, of an earlier call; None: the router chooses.
         """
-        projected_BTD = self.attention.projected(out_BTNH, gate_BTNH, shard=shard)
+        projected_BTD = self.attention.projected(out, kept, shard=shard)
         with jax.named_scope(scopes.ATTENTION):
             x_BTD += _normed(projected_BTD, self.attention_post_norm)
         with jax.named_scope(scopes.MLP):
             input_BTD = shard.gathered(_normed(x_BTD, self.mlp_norm))
-        out = self.mlp(input_BTD, positions_BT, chosen_BTk, shard=shard)
+        if isinstance(self.mlp, Routed):
+            out_BTD, sums, chosen_BTk = self.mlp(input_BTD, positions_BT, chosen_BTk, shard=shard)
+        else:
+            out_BTD, sums = self.mlp(input_BTD, shard=shard), {}
         with jax.named_scope(scopes.MLP):
-            return LayerOutput(x_BTD + _normed(out.out_BTD, self.mlp_post_norm), out.sums), out.chosen_BTk
+            return LayerOutput(x_BTD + _normed(out_BTD, self.mlp_post_norm), sums), chosen_BTk
 
 
 def _normed(x_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:

@@ -12,7 +12,7 @@ The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, ar
     expert_gate, _up      [E, D, R]           [E, R, F]      one for each expert
     expert_down           [E, F, R]           [E, R, D]
 
-The blocks of experts apply theirs (`blocks.expert_blocks`).
+The blocks of experts apply theirs (`kinds.experts`).
 
 Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dimension D of a matrix is sharded over
 fsdp and context; in a matrix without it, R is.

@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
 Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`. Those of kind `sliding` use
-`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Those of kind `nope` and
-`gated_delta_net` have no position embedding.
+`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Those of kind `nope` have no position
+embedding.
 
 In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the
 cosines and sines of both angles come from small tables computed in float64, and are combined by
@@ -13,7 +13,6 @@ within 1e-6 of float64 at any position.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -54,8 +53,7 @@ def depends_on_length(model: ModelConfig) -> bool:
 
 
 def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None) -> RopeTables | None:
-    """Tables for positions 0 <= position < max_tokens of layers of one kind; None without RoPE (`nope`,
-    `gated_delta_net`).
+    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None for `nope`.
 
     Args:
       kind: as in `model.used_kinds`.
@@ -63,7 +61,7 @@ def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int
         run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
         Hugging Face directory. None: max_tokens.
     """
-    if model.attention_of(kind) in ("nope", "gated_delta_net"):
+    if model.attention_of(kind) == "nope":
         return None
     radians, factor = rope_frequencies(model, kind, max_tokens if rope_tokens is None else rope_tokens)
     low = np.arange(min(LOW_TOKENS, max_tokens))
@@ -71,17 +69,6 @@ def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int
     low_angles, high_angles = (np.outer(positions, radians) for positions in (low, high))
     tables = (factor * np.cos(high_angles), factor * np.sin(high_angles), np.cos(low_angles), np.sin(low_angles))
     return RopeTables(*(table.astype(jnp.float32) for table in tables))
-
-
-def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:
-    """`rope_tables` of each kind of layers."""
-    return {kind: rope_tables(model, kind, max_tokens, rope_tokens) for kind in model.used_kinds}
-
-
-def stacked_tables(model: ModelConfig, max_tokens: int, rope_tokens_B: Sequence[int]) -> TablesOfKinds:
-    """As `tables_of_kinds`, with a leading dimension B: each sequence has its own `rope_tokens`."""
-    tables = {number: tables_of_kinds(model, max_tokens, number) for number in set(rope_tokens_B)}
-    return jax.tree.map(lambda *arrays: np.stack(arrays), *(tables[number] for number in rope_tokens_B))
 
 
 def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | None) -> jax.Array:

@@ -16,6 +16,8 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.core.flops import num_layers_by_kind
 from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
 from jaxlc.data.sequences.loader import OrderOf, array_dtypes
+from jaxlc.models.contract import PassesStates, PerDocumentOrder
+from jaxlc.models.kinds import kinds_with, reach
 from jaxlc.sharding.document_layout import (
     NUM_FIRST_RING_STEPS,
     ChainedOrder,
@@ -76,9 +78,9 @@ def choose(config: Config, context: int) -> SequenceOrder:
     description = "tokens in the order of per-document sharding"
     few_documents = window is None and not is_tiled  # otherwise, a sequence may be in zigzag order
     skips_ring_steps = few_documents and _may_skip_ring_steps(config, context)
-    if _has_states(config):
-        taps = config.model.delta_conv_taps
-        return _with_chains(description, context, window, min_tokens=taps - 1, skips_ring_steps=skips_ring_steps)
+    if kinds_with(PassesStates, config.model):
+        min_tokens = reach(config.model)
+        return _with_chains(description, context, window, min_tokens=min_tokens, skips_ring_steps=skips_ring_steps)
 
     def order_of(sequence):
         order_T = document_order(
@@ -120,15 +122,9 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
         return "attention.document_mask=False"
     if not attention.document_sharding:
         return "attention.document_sharding=False"
-    if _has_states(config):
-        if config.model.attentions <= {"gated_delta_net", "sliding"}:
-            return "no layer has more work on one rank than on another"
-        if config.memory.tile_tokens:
-            return "gated_delta_net layers with memory.tile_tokens, whose tiles have a part of each fragment of a rank"
-        if attention.shared_prefixes:
-            return "gated_delta_net layers with shared prefixes, whose states pass through the whole sequence"
-        if attention.strategy == "hybrid":
-            return "gated_delta_net layers with strategy hybrid, whose groups split documents once more"
+    reason = _states_reason(config)
+    if reason is not None:
+        return reason
     if attention.shared_prefixes and config.memory.tile_tokens:
         return "memory.tile_tokens with shared prefixes, whose tokens a mirrored piece does not reach"
     if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
@@ -151,9 +147,24 @@ def _may_skip_ring_steps(config: Config, context: int) -> bool:
     return has_ring and is_one_sequence and not attention.shared_prefixes
 
 
-def _has_states(config: Config) -> bool:
-    """Whether layers exchange states between fragments of the sequence."""
-    return "gated_delta_net" in config.model.attentions
+def _states_reason(config: Config) -> str | None:
+    """Why sequences are in zigzag order if layers pass states along them; None: such layers do not need that."""
+    model, attention = config.model, config.attention
+    kinds = kinds_with(PassesStates, model)
+    if not kinds:
+        return None
+    if all(kind in kinds or model.window_of(kind) for kind in model.used_kinds):
+        return "no layer has more work on one rank than on another"
+    layers = f"{model.attention_of(kinds[0])} layers"
+    if len(kinds_with(PerDocumentOrder, model)) < len(kinds):
+        return f"{layers}, whose states pass through the whole sequence"
+    if config.memory.tile_tokens:
+        return f"{layers} with memory.tile_tokens, whose tiles have a part of each fragment of a rank"
+    if attention.shared_prefixes:
+        return f"{layers} with shared prefixes, whose states pass through the whole sequence"
+    if attention.strategy == "hybrid":
+        return f"{layers} with strategy hybrid, whose groups split documents once more"
+    return None
 
 
 def _group_size(config: Config) -> int:

@@ -17,7 +17,8 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import check_range, complete_batch
 from jaxlc.data.tokens.tokenizers import Tokenizer, with_start
-from jaxlc.models.rope import TablesOfKinds, tables_of_kinds
+from jaxlc.models.kinds import tables_of_kinds
+from jaxlc.models.rope import TablesOfKinds
 from jaxlc.runtime.watchdog import Program
 from jaxlc.sharding.document_layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch

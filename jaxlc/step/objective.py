@@ -24,22 +24,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc import attention
-from jaxlc.attention.delta_rule.sharded_delta_net import ShardedDeltaNet
-from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
-from jaxlc.attention.query_tiles import TiledAttention, layout_of, tiles_of
-from jaxlc.attention.strategies.sharded_attention import ShardedAttention
+from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.block import rms_norm
+from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Sequences, Tiles
 from jaxlc.models.freezing import frozen_names
-from jaxlc.models.kinds.attention import AttentionLayer
-from jaxlc.models.kinds.delta_net import DeltaNetLayer
+from jaxlc.models.kinds import kinds_on_mesh, mixer_of, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.lora import is_adapter
-from jaxlc.models.rope import RopeTables, TablesOfKinds, tables_of_kinds
+from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import batch as sequence_order
@@ -165,10 +161,6 @@ class NodeCopies:
 def _nodes_dim(dims: tuple[str, ...]) -> int:
     """The dimension of nodes in the copy of a parameter: after that of layers, which scans remove."""
     return int(dims[0] == "layers")
-
-
-# What mixes the tokens of a layer, on whole sequences or by tiles.
-Mixing = ShardedAttention | TiledAttention | ShardedDeltaNet | TiledDeltaNet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,34 +293,30 @@ class Objective:
     def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and
         the sums of the layers."""
-        attentions = {kind: self._attention(kind) for kind in self.config.model.used_kinds}
+        order = self._sequence_order
+        kinds = kinds_on_mesh(
+            self.config,
+            self.mesh,
+            self._compute_dtype,
+            num_tiles=self._num_tiles,
+            few_documents=order.few_documents,
+            skips_ring_steps=order.skips_ring_steps,
+            num_chains=order.num_chains,
+        )
+        bound = {kind: _bound(on) for kind, on in kinds.items()}
         if self.config.attention.document_mask:
             positions = batch.positions
-            prefixes = {} if batch.prefix_ids is None else dict(prefixes_BT=batch.prefix_ids)
-            fragments = {} if batch.fragment_ids is None else dict(fragments_BT=batch.fragment_ids)
-            ranges = {
-                kind: split.prepare(
-                    positions,
-                    batch.segment_ids,
-                    self._abstract_queries(kind, positions.shape),
-                    **prefixes,
-                    **(fragments if isinstance(split, ShardedDeltaNet) else {}),
-                )
-                for kind, split in attentions.items()
-            }
+            tokens = BatchTokens(positions, batch.segment_ids, batch.prefix_ids, batch.fragment_ids)
         else:  # a sequence is one document: its mask is implicit
             positions = sequence_positions(batch.positions.shape, self.mesh)
-            ranges = {
-                kind: split.prepare(positions, None) if isinstance(split, (TiledAttention, TiledDeltaNet)) else None
-                for kind, split in attentions.items()
-            }
+            tokens = BatchTokens(positions, None)
         if self.config.model.num_experts:
             positions = jnp.where(batch.segment_ids > 0, positions, -1)  # see `DecoderLayer.__call__`
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
-            run_layer={kind: self._run_layer(split, tables[kind]) for kind, split in attentions.items()},
-            ranges=ranges,
+            run_layer={kind: self._run_layer(bound[kind], tables.get(kind)) for kind in bound},
+            ranges={kind: layers.prepare(tokens) for kind, layers in bound.items()},
             shard=self._sharder(params.trainable),
             remat=make_remat(
                 self._memory, period=len(self.config.model.layer_kinds + self.config.model.first_layer_kinds)
@@ -383,48 +371,23 @@ class Objective:
         """The inverse of `_in_tiles`."""
         return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
 
-    def _abstract_queries(self, kind: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        """q_BTNH of layers of this kind; `shape` is [B, T]."""
-        model = self.config.model.of_kind(kind)
-        return jax.ShapeDtypeStruct((*shape, model.num_heads, model.head_dim), self._compute_dtype)
-
-    def _attention(self, kind: str) -> Mixing:
-        """The attention of layers of this kind; by tiles if memory.tile_tokens is set."""
-        model, settings = self.config.model, self.config.attention
-        if model.of_kind(kind).mixer == "gated_delta_net":
-            if self._num_tiles:
-                return TiledDeltaNet(self.mesh, self._num_tiles, model.delta_conv_taps)
-            return ShardedDeltaNet(self.mesh, self._sequence_order.num_chains, model.delta_conv_taps)
-        window = model.window_of(kind)
-        if self._num_tiles:
-            num_kv_heads = model.of_kind(kind).num_kv_heads
-            return attention.make_tiled(
-                settings, self.mesh, tiles=self._num_tiles, num_kv_heads=num_kv_heads, window=window,
-                shared_prefixes=settings.shared_prefixes,
-            )  # fmt: skip
-        return attention.make(
-            settings,
-            self.mesh,
-            window=window,
-            few_documents=self._sequence_order.few_documents,
-            skips_ring_steps=self._sequence_order.skips_ring_steps,
-            shared_prefixes=settings.shared_prefixes,
+    def _run_layer(self, bound: Sequences | Tiles, tables: RopeTables | None) -> RunLayer:
+        """A decoder layer with its mixer and RoPE bound."""
+        if isinstance(bound, Sequences):
+            return functools.partial(layers.run_layer, attend=bound.attend, tables=tables)
+        return functools.partial(
+            layer_tiles.run_layer,
+            layer_type=bound.layer_type,
+            attention=bound.attention,
+            saves_attention=saves_attention(self._memory),
+            tables=tables,
         )
 
-    def _run_layer(self, attend: Mixing, tables: RopeTables | None) -> RunLayer:
-        """A decoder layer with its attention and RoPE bound."""
-        if isinstance(attend, (TiledAttention, TiledDeltaNet)):
-            return functools.partial(
-                layer_tiles.run_layer,
-                layer_type=AttentionLayer if isinstance(attend, TiledAttention) else DeltaNetLayer,
-                attention=attend,
-                saves_attention=saves_attention(self._memory),
-                tables=tables,
-            )
-        if isinstance(attend, ShardedDeltaNet):
-            return functools.partial(layers.run_layer, attend=attend, tables=tables)
 
-        def attend_masked(q_BTNH, k_BTKH, v_BTKH, sinks_N, *, ranges):
-            return attend(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)[0]
-
-        return functools.partial(layers.run_layer, attend=attend_masked, tables=tables)
+def _bound(on: KindOnMesh) -> Sequences | Tiles:
+    """The layers of a kind, by tiles if memory.tile_tokens is set."""
+    mixer = mixer_of(on.model)
+    if not on.num_tiles:
+        return mixer.on_sequences(on)
+    assert issubclass(mixer, OnTiles), mixer  # the checks of the config
+    return mixer.on_tiles(on)

@@ -23,12 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlc import attention
 from jaxlc.attention.kernels.cudnn import check_deterministic
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn
-from jaxlc.config import Config, LoraConfig, ModelConfig
+from jaxlc.config import Config, LoraConfig
 from jaxlc.core import hardware
-from jaxlc.core.axes import CONTEXT, DATA, FSDP, TENSOR
+from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import freezing
-from jaxlc.models.kinds import experts
+from jaxlc.models.contract import ChoosesKernel
+from jaxlc.models.kinds import experts, kinds_on_mesh, mixer_of
 from jaxlc.models.kinds.experts import check_mosaic_product
 from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
@@ -147,25 +148,17 @@ class StepFunction:
 
 
 def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelection]:
-    """The kernel of each kind of layers with attention of `config` on `mesh`, and why it was selected.
+    """The attention kernel of each kind of layers that chooses one, and why it was selected.
 
     Raises:
       UserError: the kernel that the config names does not support a kind.
     """
-    model = config.model
     dtype = precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
-    choose = functools.partial(attention.choose, config.attention, mesh, dtype=dtype)
     kernels = {}
-    for kind in model.used_kinds:
-        own, window = model.of_kind(kind), model.window_of(kind)
-        if own.mixer != "attention":
-            continue
-        kernels[kind] = choose(
-            head_dim=own.head_dim,
-            window=window,
-            packed=config.attention.document_mask or (window is not None and config.memory.tile_tokens > 0),
-            num_elements=_num_query_elements(config, mesh, own),
-        )
+    for kind, on in kinds_on_mesh(config, mesh, dtype).items():
+        mixer = mixer_of(on.model)
+        if issubclass(mixer, ChoosesKernel):
+            kernels[kind] = mixer.kernel(on)
     return kernels
 
 
@@ -178,15 +171,6 @@ def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
         yield next(iter(texts.values()))
     else:
         yield from (f"{kind}: {text}" for kind, text in texts.items())
-
-
-def _num_query_elements(config: Config, mesh: Mesh, model: ModelConfig) -> int:
-    """Elements of a device's queries in a layer with the sizes of `model`; of a tile's, if layers are computed in
-    tiles."""
-    sizes, train = mesh.shape, config.train
-    batch = train.global_batch_size // (train.gradient_accumulation_steps * sizes[DATA] * sizes[FSDP])
-    tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
-    return batch * tokens * model.num_heads // sizes[TENSOR] * model.head_dim
 
 
 _HOST_MEMORY_SPACE = "S(5)"  # in the layouts of XLA's programs

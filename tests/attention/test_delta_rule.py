@@ -145,7 +145,7 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
                 x = x.reshape(*x.shape[:3], -1)
                 before.append(net.tokens_before(x))
             before = tuple(net.before_tiles(b.reshape(*b.shape[:2], *x.shape[3:])) for b, x in zip(before, by_tile[:3]))
-            ranges = net.prepare(segments, segments)
+            ranges = net.prepare(segments)
             filters = filter_q, filter_k, filter_v
             maps = jax.lax.map(lambda tile: net.maps((*tile[0], *filters), *tile[1:]), (by_tile, before, ranges))
             states = net.states(maps)
@@ -197,7 +197,7 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
             net = ShardedDeltaNet(mesh_of(**mesh), num_chains=CHAINS, num_taps=4)
             order_BT, fragments_BT = (jnp.stack(x) for x in zip(*orders))
             of_rows = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
-            ranges = net.prepare(None, of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
+            ranges = net.prepare(of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
             tokens = [of_rows(x, order_BT) for x in tokens]
             out = net(*tokens, filter_q, filter_k, filter_v, ranges=ranges)
             return of_rows(out, jnp.stack([natural_order(order.order_T) for order in orders]))

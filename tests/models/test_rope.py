@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables, stacked_tables
+from jaxlc.models.kinds import stacked_tables
+from jaxlc.models.rope import LOW_TOKENS, apply_rope, rope_frequencies, rope_tables
 from tests.models.plain_rope import SCALINGS, plain_rope, scaled_model
 
 MAX_TOKENS = 2**26

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.delta_rule.state_passing import Affine, identity, product
+from jaxlc.attention.state_passing import Affine, identity, product
 
 
 @jax.custom_vjp

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.strategies.strategy import is_first, predecessors
+from jaxlc.attention.state_passing import is_first, predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 

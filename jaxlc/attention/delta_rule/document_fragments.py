@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxlc.attention.delta_rule import chunk_rule
 from jaxlc.attention.delta_rule.sharded_rule import groups_at_once
-from jaxlc.attention.strategies.strategy import predecessors
+from jaxlc.attention.state_passing import predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 

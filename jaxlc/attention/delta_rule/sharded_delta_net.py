@@ -53,9 +53,7 @@ class ShardedDeltaNet(NamedTuple):
 
     def prepare(
         self,
-        positions_BT: jax.Array | None,
         segments_BT: jax.Array | None,
-        q_like=None,
         prefixes_BT: jax.Array | None = None,
         fragments_BT: jax.Array | None = None,
     ) -> Documents | GroupTable:
@@ -64,7 +62,6 @@ class ShardedDeltaNet(NamedTuple):
         Args:
           fragments_BT: int32, the fragment of each token; see `document_fragments.group_table`. None: zigzag order.
         """
-        del positions_BT, q_like
         if fragments_BT is None:
             return Documents(segments_BT, prefixes_BT)
         local = functools.partial(

@@ -21,15 +21,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.delta_rule import chunk_rule
 from jaxlc.attention.delta_rule.chunk_rule import Tokens, map_and_reads, outputs, read
 from jaxlc.attention.delta_rule.convolution import convolution
-from jaxlc.attention.delta_rule.state_passing import continued_states, entering_states, states_of_groups
+from jaxlc.attention.state_passing import continued_states, entering_states, predecessors, states_of_groups
 from jaxlc.attention.strategies.sharded_attention import TokenOrder
 from jaxlc.attention.strategies.strategy import (
     AttentionAxes,
     check_contiguous,
     check_split,
-    is_last,
     is_manual,
-    predecessors,
     repeat_heads,
     resolve_axes,
 )
@@ -111,11 +109,8 @@ def continued_delta_rule(
     groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None, None), ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
     maps, reads = _in_groups(functools.partial(map_and_reads, scale=scale), groups)
-    states = continued_states(maps, initial_bHKV, ranks)
+    states, state = continued_states(maps, initial_bHKV, ranks)
     out = _in_groups(lambda pair: read(*pair), (reads, states))
-    state = jax.tree.map(lambda x: x[-1], maps)(states[-1])
-    if ranks.size > 1:
-        state = lax.psum(jnp.where(is_last(ranks), state, 0), ranks.axis)
     return _in_order(out, q_btGK.shape[1], 1), state
 
 

@@ -1,9 +1,8 @@
 """Gated DeltaNet for layers that scan over tiles of tokens: maps of states by tile, one exchange, outputs by tile.
 
     tiled = TiledDeltaNet(mesh, tiles=n, num_taps=P)
-    segments = tiled.prepare(positions_BT, segments_BT)         once per training step, of all tiles
-    before_BtD = tiled.tokens_before(x_nBtD)                    what the convolutions of all tiles read of other tiles
-    before = map(tiled.before_tiles, projections of before_BtD) of all tiles
+    segments = tiled.prepare(segments_BT)                       once per training step, of all tiles
+    before = tiled.before(project, x_nBtD)                      what the convolutions of all tiles read of other tiles
     maps = tiled.maps(operands, before, segments)               for each tile
     states = tiled.states(maps)                                 of all tiles: the exchange between ranks
     out_BtHV = tiled.outputs(operands, before, states, segments)   for each tile
@@ -16,6 +15,7 @@ dimension 128, a rank stores 8 MiB of float32 maps.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,9 +28,8 @@ from jaxlc.attention.delta_rule.chunk_rule import Tokens, affine_map, outputs
 from jaxlc.attention.delta_rule.convolution import convolved
 from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
 from jaxlc.attention.delta_rule.sharded_rule import groups_of
-from jaxlc.attention.delta_rule.state_passing import Affine, entering_states, total
 from jaxlc.attention.query_tiles import tiles_of
-from jaxlc.attention.strategies.strategy import predecessors
+from jaxlc.attention.state_passing import Affine, predecessors, tile_states, total
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.sharding.mesh import Ranks
@@ -55,11 +54,8 @@ class TiledDeltaNet(NamedTuple):
     tiles: int
     num_taps: int  # of the convolutions
 
-    def prepare(self, positions_BT: jax.Array, segments_BT: jax.Array | None, q_like=None) -> TileSegments:
-        """The segments of all tiles. No segments: each sequence is one segment."""
-        del q_like
-        if segments_BT is None:
-            segments_BT = jnp.ones(positions_BT.shape, jnp.int32)
+    def prepare(self, segments_BT: jax.Array) -> TileSegments:
+        """The segments of all tiles."""
         segments_nBt = tiles_of(segments_BT, self.mesh.shape[CONTEXT], self.tiles)
         before = functools.partial(_before_pieces, ranks=self._ranks, num_tokens=self._num_before)
         return TileSegments(segments_nBt, self._split(before, (_TILES,), _TILES)(segments_nBt))
@@ -88,12 +84,20 @@ class TiledDeltaNet(NamedTuple):
 
         return self._split(local, (HEADS,), PartitionSpec(None, *HEADS))(x_BtHV)
 
+    def before(self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array) -> tuple:
+        """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...].
+
+        Args:
+          operands: from tokens of the residual stream to those of `ShardedDeltaNet.__call__`.
+        """
+        return tuple(map(self.before_tiles, operands(self.tokens_before(x_nBtD))[:3]))
+
     def maps(self, operands: tuple, before: tuple, segments: TileSegments) -> Affine:
         """The maps of the states over the pieces of a tile, arrays [2 x ranks, B, H, K, K or V].
 
         Args:
           operands: those of `ShardedDeltaNet.__call__`, of the tokens of a tile.
-          before: q, k and v of `before_tiles`, of this tile.
+          before: of this tile.
         """
         _, k, v, g, beta, _, filter_k, filter_v = operands
         in_specs = (*[HEADS] * 4, *[FILTERS] * 2, *[HEADS] * 2, TileSegments(_TOKENS, _TOKENS))
@@ -103,12 +107,8 @@ class TiledDeltaNet(NamedTuple):
     def states(self, maps: Affine) -> jax.Array:
         """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles, [n, ...]."""
 
-        def local(maps):
-            first, second = (jax.tree.map(lambda x, i=i: x[:, i], maps) for i in range(2))
-            entering = entering_states([first, jax.tree.map(lambda x: x[::-1], second)], self._ranks)
-            return jnp.stack([entering[0], entering[1][::-1]], axis=1)
-
         pieces = PartitionSpec(None, *_PIECES)
+        local = functools.partial(tile_states, ranks=self._ranks)
         return self._split(local, (Affine(pieces, pieces),), pieces)(maps)
 
     def outputs(self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments) -> jax.Array:

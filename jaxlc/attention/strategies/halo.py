@@ -3,10 +3,9 @@
 Packed sequences: window_exchange.py.
 
 A window of w tokens needs the last w - 1 tokens before each of a rank's two chunks (zigzag order): as many shifts along
-the chunks (strategy.py) as there are chunks in them, the last of which sends only the end of a chunk. One kernel call
-then attends with each chunk's queries to those tokens (its halo, the term of stencil codes) and to the chunk's own
-keys.
-"""
+the chunks (state_passing.py) as there are chunks in them, the last of which sends only the end of a chunk. One kernel
+call then attends with each chunk's queries to those tokens (its halo, the term of stencil codes) and to the chunk's own
+keys."""
 
 import functools
 
@@ -15,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
-from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp, predecessors
+from jaxlc.attention.state_passing import predecessors
+from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
 

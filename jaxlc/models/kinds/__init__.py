@@ -1,0 +1,76 @@
+"""The kinds of layers: a module for each, with parameters, forward, tiles and cached generation.
+
+`jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses ranks. A kind outside
+this package is registered with `register`.
+
+Today a layer is two residual branches with one block each, a mixer and a feed-forward block, and the layers are the
+segments `core.axes.LAYER_STACKS`. The interfaces admit, with these signatures:
+
+    Branch(mixers: tuple[Mixer, ...], input_norm, output_norm, multiplier)    branches(model) -> tuple[Branch, ...]
+        one or more mixers in parallel, whose outputs `projected` are summed. Nemotron-H has one branch, Falcon-H1 two
+        mixers in one.
+    operands(x_BTD, *, shard, earlier=None) -> (operands, kept)    an interface `SharesOperands`, beside `Rotary`
+        `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be handed to a later one.
+    attend(*operands, ranges) -> out    projected(out, kept) -> out_BTD    abstract_cache(on, layout, ..) -> tree
+        what is sent and cached is up to the kind: latent vectors that are expanded on arrival, keys and values of
+        different dims, states. `out` has any shape, and the cache is any tree of arrays [B, layers, ...].
+    segments(model) -> tuple[Segment, ...]    run_stack(segment, x_BTD, positions_BT, kinds, context, is_frozen)
+        a segment is a scanned group: its name in the parameter tree, the kinds of an iteration, the iterations.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxlc.config import Config, ModelConfig
+from jaxlc.models.contract import KindOnMesh, Mixer, ReadsBefore, Rotary
+from jaxlc.models.kinds.attention import Attention
+from jaxlc.models.kinds.delta_net import GatedDeltaNet
+from jaxlc.models.kinds.dense import MLP
+from jaxlc.models.kinds.experts import Experts
+from jaxlc.models.rope import TablesOfKinds, rope_tables
+
+MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet}
+FEED_FORWARDS: dict[str, type[MLP | Experts]] = {"dense": MLP, "experts": Experts}
+
+
+def register(name: str, mixer: type[Mixer]) -> None:
+    """Adds a kind. Its description is registered under the same name."""
+    MIXERS[name] = mixer
+
+
+def mixer_of(model: ModelConfig) -> type[Mixer]:
+    """The mixer of layers with the sizes of `model`, the result of `ModelConfig.of_kind`."""
+    return MIXERS[model.mixer]
+
+
+def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict[str, KindOnMesh]:
+    """The kinds of layers of a config on a mesh, by name; `settings` are further fields of `KindOnMesh`."""
+    model, shared = config.model, dict(config=config, mesh=mesh, compute_dtype=compute_dtype, **settings)
+    return {
+        kind: KindOnMesh(model=model.of_kind(kind), window=model.window_of(kind), **shared) for kind in model.used_kinds
+    }
+
+
+def kinds_with(interface: type, model: ModelConfig) -> list[str]:
+    """The kinds of layers whose mixer has an interface of `contract`."""
+    return [kind for kind in model.used_kinds if issubclass(mixer_of(model.of_kind(kind)), interface)]
+
+
+def reach(model: ModelConfig) -> int:
+    """The largest `ReadsBefore.reach` of all layers; 0: no layer reads the tokens directly before a token."""
+    layers = [model.of_kind(kind) for kind in kinds_with(ReadsBefore, model)]
+    return max((mixer_of(layer).reach(layer) for layer in layers), default=0)
+
+
+def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:
+    """`rope_tables` of each kind of layers that is `Rotary`."""
+    return {kind: rope_tables(model, kind, max_tokens, rope_tokens) for kind in kinds_with(Rotary, model)}
+
+
+def stacked_tables(model: ModelConfig, max_tokens: int, rope_tokens_B: Sequence[int]) -> TablesOfKinds:
+    """As `tables_of_kinds`, with a leading dimension B: each sequence has its own `rope_tokens`."""
+    tables = {number: tables_of_kinds(model, max_tokens, number) for number in set(rope_tokens_B)}
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *(tables[number] for number in rope_tokens_B))

@@ -1,44 +1,30 @@
-"""Grouped-query attention: projections, norms of queries and keys, RoPE, sinks and the output gate.
+"""Softmax attention: N query heads share K key/value heads (Ainslie et al. 2023).
 
-Attention of one query per sequence over a layer of the KV cache, which is read in place.
-
-On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once. The
-keys are split into parts, which are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao et al.
-2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key range. Kernels that cannot read a
-layer in place get its keys and values in short blocks, one after the other.
-
-Attention of a chunk of new tokens over the KV cache, context parallel.
-
-A chunk of a prompt attends in two parts that are merged by their log-sum-exp:
-
-    tokens of the chunk    causal, with the strategy and kernel of training, since padding comes last
-    tokens in the cache    all queries of a sequence attend to all of them. Each rank computes the queries of the whole
-                           chunk against the keys that it stores. Queries and results are exchanged, which are much
-                           smaller than the cache ("pass-Q", Yang et al. 2024, arXiv:2411.01783).
-
-In sliding layers each rank computes its own queries against the last tokens and those of the chunk, in one call.
-
-In a decoding step, each rank computes the one query of each sequence against the keys that it stores.
+Parameters and projections, layers in tiles, and attention of new tokens over the KV cache. What crosses ranks in
+training is in `jaxlc.attention`.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges, prepared
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
 from jaxlc.attention.merge import merge, merge_parts
+from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig, LoraConfig, ModelConfig
@@ -46,17 +32,30 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported
 from jaxlc.core.mixers import mixer_matrices
-from jaxlc.models.block import Block, InitKeys, RMSNorm, add_bias, bias_vector, residual_depth_scale, weight
-from jaxlc.models.cache import KV, CacheLayout, NewTokens, decode_tokens, kv_spec
-from jaxlc.models.contract import LayerOutput, TiledLayer, add, at, put_at, tile_indices
+from jaxlc.models.block import InitKeys, RMSNorm, add_bias, bias_vector, residual_depth_scale, weight
+from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
+from jaxlc.models.contract import (
+    BatchTokens,
+    CachedKernels,
+    ChoosesKernel,
+    KindOnMesh,
+    LayerOutput,
+    Mixer,
+    OnTiles,
+    Rotary,
+    Rotation,
+    Sequences,
+    Tiles,
+)
+from jaxlc.models.layer_tiles import TiledLayer, add, at, put_at, tile_indices
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
-from jaxlc.models.rope import RopeTables, apply_rope
+from jaxlc.models.rope import apply_rope
 from jaxlc.sharding.rules import Sharder
 
 
-class Attention(Block):
-    """Grouped-query attention (Ainslie et al. 2023): N query heads share K key/value heads."""
+class Attention(Mixer, Rotary, OnTiles, ChoosesKernel):
+    """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
@@ -77,18 +76,14 @@ class Attention(Block):
         # Attention divides its logits by sqrt(head_dim).
         self.query_multiplier = (H / model.query_scale_dim) ** 0.5 if model.query_scale_dim else 1.0
 
-    def operands(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
-    ) -> tuple[tuple, jax.Array | None]:
+    def operands(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> tuple[tuple, jax.Array | None]:
         """Returns (q_BTNH, k_BTKH, v_BTKH, sinks_N or None), and the gate_BTNH of `projected`, or None."""
-        q_BTNH, gate_BTNH = self.queries(x_BTD, positions_BT, shard=shard, tables=tables)
-        k_BTKH, v_BTKH = self.keys_values(x_BTD, positions_BT, shard=shard, tables=tables)
+        q_BTNH, gate_BTNH = self.queries(x_BTD, rotation, shard=shard)
+        k_BTKH, v_BTKH = self.keys_values(x_BTD, rotation, shard=shard)
         return (q_BTNH, k_BTKH, v_BTKH, self.sinks_N), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
-    def queries(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def queries(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> tuple[jax.Array, jax.Array | None]:
         """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the input of the block,
         gathered over tensor."""
         q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
@@ -100,19 +95,17 @@ class Attention(Block):
             q_BTNH = self.q_norm(q_BTNH)
         if self.query_multiplier != 1:
             q_BTNH = (self.query_multiplier * q_BTNH.astype(jnp.float32)).astype(q_BTNH.dtype)
-        return checkpoint_name(apply_rope(q_BTNH, positions_BT, tables), "query"), gate_BTNH
+        return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
-    def keys_values(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> tuple[jax.Array, jax.Array]:
         """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over tensor."""
         k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
         v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
         k_BTKH, v_BTKH = add_bias(k_BTKH, self.bk), add_bias(v_BTKH, self.bv)
         if self.k_norm is not None:
             k_BTKH = self.k_norm(k_BTKH)
-        return checkpoint_name(apply_rope(k_BTKH, positions_BT, tables), "key"), checkpoint_name(v_BTKH, "value")
+        return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(v_BTKH, "value")
 
     @jax.named_scope(scopes.ATTENTION)
     def projected(self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder) -> jax.Array:
@@ -129,6 +122,111 @@ class Attention(Block):
         """The attention sinks, float32; None: the layer has none."""
         return None if self.sinks is None else self.sinks[...]
 
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        settings = on.config.attention
+        sharded = sharded_attention.make(
+            settings,
+            on.mesh,
+            window=on.window,
+            few_documents=on.few_documents,
+            skips_ring_steps=on.skips_ring_steps,
+            shared_prefixes=settings.shared_prefixes,
+        )
+
+        def prepare(tokens: BatchTokens):
+            if tokens.segments_BT is None:  # the mask is implicit
+                return None
+            q_like = _abstract_queries(on, tokens.positions_BT.shape)
+            return sharded.prepare(tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BT)
+
+        def attend(q_BTNH, k_BTKH, v_BTKH, sinks_N, *, ranges):
+            return sharded(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)[0]
+
+        return Sequences(prepare, attend)
+
+    @classmethod
+    def on_tiles(cls, on: KindOnMesh) -> Tiles:
+        settings = on.config.attention
+        tiled = make_tiled(
+            settings,
+            on.mesh,
+            tiles=on.num_tiles,
+            num_kv_heads=on.model.num_kv_heads,
+            window=on.window,
+            shared_prefixes=settings.shared_prefixes,
+        )
+
+        def prepare(tokens: BatchTokens):
+            if tokens.segments_BT is None:
+                return tiled.prepare(tokens.positions_BT, None)
+            q_like = _abstract_queries(on, tokens.positions_BT.shape)
+            prefixes = {} if tokens.prefixes_BT is None else dict(prefixes_BT=tokens.prefixes_BT)
+            return tiled.prepare(tokens.positions_BT, tokens.segments_BT, q_like, **prefixes)
+
+        return Tiles(prepare, AttentionLayer, tiled)
+
+    @classmethod
+    def kernel(cls, on: KindOnMesh) -> KernelSelection:
+        config, sizes = on.config, on.mesh.shape
+        num_sequences = config.train.global_batch_size // (
+            config.train.gradient_accumulation_steps * math.prod(sizes[axis] for axis in BATCH_AXES)
+        )
+        num_tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
+        return sharded_attention.choose(
+            config.attention,
+            on.mesh,
+            dtype=on.compute_dtype,
+            head_dim=on.model.head_dim,
+            window=on.window,
+            packed=config.attention.document_mask or (on.window is not None and config.memory.tile_tokens > 0),
+            num_elements=num_sequences * num_tokens * on.model.num_heads // sizes[TENSOR] * on.model.head_dim,
+        )
+
+    @classmethod
+    def abstract_cache(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype) -> "KV":
+        num_tokens, num_heads = on.window or layout.max_tokens, _num_cached_heads(on)
+        shape = batch_size, num_layers, num_tokens, num_heads, on.model.head_dim
+        array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on.mesh, _kv_spec(on.window)))
+        return KV(array, array)
+
+    @classmethod
+    def cached(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int) -> "CachedAttention":
+        return CachedAttention(
+            config=on.config.attention,
+            mesh=on.mesh,
+            layout=layout,
+            window=on.window,
+            q_like=_abstract_queries(on, (batch_size, chunk_tokens)),
+            num_kv_heads=_num_cached_heads(on),
+        )
+
+
+def _abstract_queries(on: KindOnMesh, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """q_BTNH; `shape` is [B, T]."""
+    return jax.ShapeDtypeStruct((*shape, on.model.num_heads, on.model.head_dim), on.compute_dtype)
+
+
+def _num_cached_heads(on: KindOnMesh) -> int:
+    """Key/value heads in the cache: repeated if the tensor axis is larger."""
+    return max(on.model.num_kv_heads, on.mesh.shape[TENSOR])
+
+
+def _kv_spec(window: int | None) -> PartitionSpec:
+    """The sharding of the arrays of `KV`, for layers with this window."""
+    return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, TENSOR, None)
+
+
+class KV(NamedTuple):
+    """Keys and values of some layers that have the same place in the period of layer kinds.
+
+    [B, layers, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
+    earlier tokens shard the tokens over context.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
 
 def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
     """The norm of queries or keys; `heads` has the name and size of the dimension of heads."""
@@ -138,31 +236,18 @@ def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
     return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, **dims)
 
 
-class TileAttention(Protocol):
-    """Attention of one tile's queries to all keys, implemented in `jaxlc.attention`. `tile` is an int32 index, possibly
-    traced; `kv` holds K and V of the whole sequence in a layout of the implementation."""
-
-    def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array: ...
-
-    def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array: ...
-
-    def exchange(self, kv: jax.Array, ranges) -> jax.Array: ...
-
-    def add_exchanged(self, dkv: jax.Array, ranges) -> jax.Array: ...
-
-    def take(self, kv: jax.Array, tile) -> tuple[jax.Array, jax.Array]: ...
-
-    def forward(self, q_BtNH: jax.Array, kv: jax.Array, tile, ranges, sinks_N) -> tuple[jax.Array, jax.Array]: ...
-
-    def backward(
-        self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]: ...
-
-
 class AttentionLayer(TiledLayer):
-    """A layer with attention."""
+    """A layer with attention: only x, K and V exist at full sequence length.
 
-    attention: TileAttention
+    forward    for each tile: K and V
+               for each tile: queries, attention to all K and V, and the rest of the layer; y overwrites x
+    backward   for each tile: recompute K and V
+               for each tile: recompute queries, and attention unless it was saved; gradients of x, of the weights,
+                              and of all K and V that the tile attends to; dx overwrites dy
+               for each tile: add the gradients that its dK and dV give to dx and to the weights
+    """
+
+    attention: TiledAttention
 
     def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
         attention = self.attention
@@ -248,13 +333,13 @@ class AttentionLayer(TiledLayer):
     def _tile_keys_values(self, weights, x_BtD, positions_Bt):
         layer = self.layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.keys_values(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        return layer.attention.keys_values(input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard)
 
     def _queries(self, weights, x_BtD, positions_Bt):
         """(q_BtNH, gate_BtNH or None, sinks_N or None)"""
         layer = self.layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        queries = layer.attention.queries(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+        queries = layer.attention.queries(input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard)
         return *queries, layer.attention.sinks_N
 
 
@@ -274,11 +359,18 @@ def attend_one(
     num_keys_B: jax.Array,
     spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0 and -inf.
+    """Attention of one query per sequence over a layer of the KV cache, which is read in place.
+
+    On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once.
+    The keys are split into parts, which are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao
+    et al. 2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key range. Kernels that
+    cannot read a layer in place get its keys and values in short blocks, one after the other.
 
     Args:
       kernel: supports any key ranges.
       spec: not causal.
+    Returns:
+      (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0 and -inf.
     """
     (batch, _, num_heads, width), num_kv_heads = q_B1NH.shape, k_BLSKH.shape[3]
     q_BGKH = q_B1NH.reshape(batch, num_kv_heads, -1, width).swapaxes(1, 2)
@@ -333,8 +425,19 @@ _PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))  # arrays that differ between 
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachedAttention:
-    """Attention of one kind of layers, and the update of its cache; to be called under `jit`."""
+class CachedAttention(CachedKernels):
+    """Attention of new tokens over the KV cache, context parallel, and the update of the cache; under `jit`.
+
+    A chunk of a prompt attends in two parts that are merged by their log-sum-exp:
+
+        tokens of the chunk    causal, with the strategy and kernel of training, since padding comes last
+        tokens in the cache    all queries of a sequence attend to all of them. Each rank computes the queries of the
+                               whole chunk against the keys that it stores. Queries and results are exchanged, which
+                               are much smaller than the cache ("pass-Q", Yang et al. 2024, arXiv:2411.01783).
+
+    In sliding layers each rank computes its own queries against the last tokens and those of the chunk, in one call. In
+    a decoding step, each rank computes the one query of each sequence against the keys that it stores.
+    """
 
     config: AttentionConfig
     mesh: Mesh
@@ -343,8 +446,11 @@ class CachedAttention:
     q_like: jax.ShapeDtypeStruct  # q_BCNH of all calls
     num_kv_heads: int
 
-    def prepare(self, new: NewTokens) -> Any:
-        """What all layers share, a tree of arrays or None: the key ranges over the tokens in the cache."""
+    def bind(self, new: NewTokens) -> Callable:
+        """See `contract.Cached`. All layers share the key ranges over the tokens in the cache."""
+        return functools.partial(self, new=new, ranges=self._ranges(new))
+
+    def _ranges(self, new: NewTokens) -> Any:
         if self.window or self._is_decoding:
             return None
 
@@ -375,13 +481,13 @@ class CachedAttention:
           q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
           sinks_N: float32; see attention/contract.py. None: no sinks.
           layer: index into the second dimension of `cache`, int32.
-          ranges: of `prepare`.
+          ranges: of `_ranges`.
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
         k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
         local = self._decode if self._is_decoding else self._attend_window if self.window else self._attend_past
-        cache_spec = kv_spec(self.window)
+        cache_spec = _kv_spec(self.window)
         caches = KV(cache_spec, cache_spec)
         in_specs = (_TOKENS, _TOKENS, _TOKENS, caches, PartitionSpec(), NewTokens(_BATCH, _BATCH), _PER_RANK)
         split = self._split(local, in_specs, (_TOKENS, _LSE, caches))
@@ -398,7 +504,6 @@ class CachedAttention:
 
     @property
     def kernels(self) -> dict[str, KernelSelection]:
-        """The kernels of the calls, by what they attend to."""
         past = {"tokens in the cache": self._cache_kernel}
         return past if self.window or self._is_decoding else {"tokens of the chunk": self._chunk_kernel} | past
 

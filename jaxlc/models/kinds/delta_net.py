@@ -6,53 +6,45 @@ decay_bias)) per token, and sigmoid(x wb) is the step size of its correction; tw
 sign (`ModelConfig.delta_negative_eigenvalues`; Grazzi et al. 2024, arXiv:2411.12537). The output is normed per head and
 multiplied by silu(x wz).
 
-A layer of Gated DeltaNet as scans over tiles of tokens: only x and one map of states per tile are stored.
-
-    forward    for each tile: the maps of its states
-               the states that enter all tiles, with the exchange between ranks
-               for each tile: the outputs of the recurrence, and the rest of the layer; y overwrites x
-    backward   recompute maps and states
-               for each tile: recompute the outputs, unless they were saved; gradients of x, of the weights, and of the
-                              states that enter the tile; dx overwrites dy
-               the gradients of the maps, with the exchange backwards
-               for each tile: add the gradients that those of its maps give to dx and to the weights
-
-The tokens that the convolutions read before a tile are projected once for all tiles, before x is overwritten. See
-layer_tiles.py.
-
-Gated DeltaNet over a chunk of new tokens, from the state after the tokens before it, context parallel.
-
-A chunk of a prompt is split over the context ranks, which exchange the maps of their states as in training. The state
-after it is on all context ranks. In a decoding step they all compute the same token.
+What crosses ranks is in `jaxlc.attention.delta_rule`.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.delta_rule.chunk_rule import Tokens, one_output
-from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, filtered, unit_length
+from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, ShardedDeltaNet, filtered, unit_length
 from jaxlc.attention.delta_rule.sharded_rule import continued_delta_rule
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
-from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.schema import DELTA_PROJECTIONS
 from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.mixers import mixer_matrices
-from jaxlc.models.block import Block, InitKeys, RMSNorm, matrix, residual_depth_scale, rms_norm, weight
-from jaxlc.models.cache import PAST_SPEC, STATE_SPEC, DeltaStates, NewTokens, decode_tokens
-from jaxlc.models.contract import LayerOutput, TiledLayer, add, at, put_at, tile_indices
+from jaxlc.models.block import InitKeys, RMSNorm, matrix, residual_depth_scale, rms_norm, weight
+from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
+from jaxlc.models.contract import (
+    BatchTokens,
+    KindOnMesh,
+    Mixer,
+    OnTiles,
+    PerDocumentOrder,
+    ReadsBefore,
+    Sequences,
+    Tiles,
+)
+from jaxlc.models.layer_tiles import RecurrentLayer
 from jaxlc.models.matmuls import Fp8, in_use
-from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
-from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.mesh import Ranks
 from jaxlc.sharding.rules import Sharder
 
@@ -60,8 +52,8 @@ from jaxlc.sharding.rules import Sharder
 _DECAYS, _STEP_SIZES = (1.0, 16.0), (1e-3, 0.1)
 
 
-class GatedDeltaNet(Block):
-    """The block that mixes tokens; see the top of the file. Gates and states are float32."""
+class GatedDeltaNet(Mixer, OnTiles, PerDocumentOrder, ReadsBefore):
+    """See the top of the file. Gates and states are float32."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         names = ("query", "key", "value", "attention_projected", *DELTA_PROJECTIONS)
@@ -82,12 +74,9 @@ class GatedDeltaNet(Block):
         self.largest_step = 2.0 if model.delta_negative_eigenvalues else 1.0
 
     @jax.named_scope(scopes.ATTENTION)
-    def operands(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder, tables: RopeTables | None
-    ) -> tuple[tuple, jax.Array]:
+    def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[tuple, jax.Array]:
         """Returns the operands of `jaxlc.attention.delta_rule.sharded_delta_net.ShardedDeltaNet`, and the z_BTHV of
         `projected`. `x_BTD` is the input of the block, gathered over tensor."""
-        del positions_BT, tables
         q_BTGK = shard.heads(self.project("query", "BTD,DGK->BTGK", x_BTD, self.wq, shard=shard))
         k_BTGK = shard.heads(self.project("key", "BTD,DGK->BTGK", x_BTD, self.wk, shard=shard))
         v_BTHV = shard.heads(self.project("value", "BTD,DHV->BTHV", x_BTD, self.wv, shard=shard))
@@ -110,126 +99,86 @@ class GatedDeltaNet(Block):
         out_BTD = self.project("attention_projected", "BTHV,HVD->BTD", gated_BTHV, self.wo, shard=shard)
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        sharded = ShardedDeltaNet(on.mesh, on.num_chains, on.model.delta_conv_taps)
 
-class DeltaNetLayer(TiledLayer):
-    """A layer with Gated DeltaNet."""
+        def prepare(tokens: BatchTokens):
+            return sharded.prepare(tokens.segments_BT, tokens.prefixes_BT, tokens.fragments_BT)
 
-    attention: TiledDeltaNet
+        return Sequences(prepare, sharded)
 
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
-        before = self._before(weights, x_nBtD)
-        states = self.attention.states(self._maps(weights, x_nBtD, positions_nBt, before, ranges))
+    @classmethod
+    def on_tiles(cls, on: KindOnMesh) -> Tiles:
+        tiled = TiledDeltaNet(on.mesh, on.num_tiles, on.model.delta_conv_taps)
 
-        def run_tile(x_nBtD, operands):
-            tile, positions_Bt, before, segments, states = operands
-            x_BtD = at(x_nBtD, tile)
-            mixed, gate_BtHV = self._operands(weights, x_BtD, positions_Bt)
-            out_BtHV = self.attention.outputs(mixed, before, states, segments)
-            (y_BtD, sums), chosen_Btk = self.after_attention(weights, x_BtD, out_BtHV, gate_BtHV, positions_Bt)
-            saved = (out_BtHV,) if self.saves_attention else None
-            return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
+        def prepare(tokens: BatchTokens):
+            is_one_segment = tokens.segments_BT is None
+            return tiled.prepare(jnp.ones_like(tokens.positions_BT) if is_one_segment else tokens.segments_BT)
 
-        operands = positions_nBt, before, ranges, states
-        output, saved, chosen_nBtk, next_weights = self.scan_tiles(run_tile, x_nBtD, operands, prefetch)
-        return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
+        return Tiles(prepare, RecurrentLayer, tiled)
 
-    def backward(self, residuals, gradients):
-        weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
-        (dy_nBtD, dsums), _ = gradients
-        trainable, all_of = weights.trainable, weights.with_trainable
-        x_nBtD, dy_nBtD = lax.optimization_barrier((x_nBtD, dy_nBtD))  # as in layer_tiles.py
-        before, before_vjp = jax.vjp(lambda w, x: self._before(all_of(w), x), trainable, x_nBtD)
-        maps = self._maps(weights, x_nBtD, positions_nBt, before, ranges)
-        states, states_vjp = jax.vjp(self.attention.states, maps)
+    @classmethod
+    def reach(cls, model: ModelConfig) -> int:
+        return model.delta_conv_taps - 1
 
-        def tile_backward(carry, operands):
-            dx_nBtD, dweights = carry
-            (tile, x_BtD, positions_Bt, before, segments), states, saved, chosen_Btk = operands
-            (mixed, gate_BtHV), operands_vjp = jax.vjp(
-                lambda w, x: self._operands(all_of(w), x, positions_Bt), trainable, x_BtD
-            )
-            out_BtHV, outputs_vjp = jax.vjp(
-                lambda *arrays: self.attention.outputs(*arrays, segments), mixed, before, states
-            )
-            _, rest_vjp = jax.vjp(
-                lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
-                *(trainable, x_BtD, out_BtHV if saved is None else saved[0], gate_BtHV),
-            )
-            dweights_rest, dx_rest, dout_BtHV, dgate_BtHV = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
-            dmixed, dbefore, dstates = outputs_vjp(dout_BtHV)
-            dweights_operands, dx_operands = operands_vjp((dmixed, dgate_BtHV))
-            dweights = add(add(dweights, dweights_rest), dweights_operands)
-            return (put_at(dx_nBtD, dx_rest + dx_operands, tile), dweights), (dbefore, dstates)
+    @classmethod
+    def abstract_cache(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
+    ) -> "DeltaStates":
+        model = on.model
+        key, value = (model.delta_key_heads, model.delta_key_dim), (model.delta_value_heads, model.delta_value_dim)
 
-        def maps_backward(carry, operands):
-            dx_nBtD, dweights = carry
-            (tile, x_BtD, positions_Bt, before, segments), dmaps = operands
-            _, maps_vjp = jax.vjp(
-                lambda w, x, before: self._tile_maps(all_of(w), x, positions_Bt, before, segments),
-                *(trainable, x_BtD, before),
-            )
-            dweights_tile, dx_BtD, dbefore = maps_vjp(dmaps)
-            return (put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile), add(dweights, dweights_tile)), dbefore
+        def array(spec: PartitionSpec, dtype, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch_size, num_layers, *shape), dtype, sharding=NamedSharding(on.mesh, spec))
 
-        of_tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, before, ranges
-        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
-        carry, (dbefore, dstates) = lax.scan(tile_backward, (dy_nBtD, dweights), (of_tiles, states, saved, chosen_nBtk))
-        if prefetch is not None:
-            carry, next_weights = schedule_after(carry, prefetch.in_backward)
-            prefetch = Prefetch(None, next_weights)
-        (dmaps,) = states_vjp(dstates)
-        (dx_nBtD, dweights), dbefore_maps = lax.scan(maps_backward, carry, (of_tiles, dmaps))
-        dweights_before, dx_before = before_vjp(add(dbefore, dbefore_maps))
-        dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), add(dweights, dweights_before), trainable)
-        return LayerParams(dweights, None), dx_nBtD + dx_before, None, None, prefetch
+        past = functools.partial(array, _PAST, dtype, cls.reach(model))
+        state = array(_STATE, jnp.float32, value[0], key[1], value[1])
+        return DeltaStates(state, past(*key), past(*key), past(*value))
 
-    def _before(self, weights, x_nBtD) -> tuple:
-        """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...]."""
-        before_BtD = self.attention.tokens_before(x_nBtD)
-        (q, k, v, *_), _ = self._operands(weights, before_BtD, None)
-        return tuple(map(self.attention.before_tiles, (q, k, v)))
-
-    def _maps(self, weights, x_nBtD, positions_nBt, before, ranges):
-        """The maps of the states over the pieces of all tiles."""
-        return lax.map(lambda tile: self._tile_maps(weights, *tile), (x_nBtD, positions_nBt, before, ranges))
-
-    def _tile_maps(self, weights, x_BtD, positions_Bt, before, segments):
-        return self.attention.maps(self._operands(weights, x_BtD, positions_Bt)[0], before, segments)
-
-    def _operands(self, weights, x_BtD, positions_Bt):
-        layer = self.layer(weights)
-        input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.operands(input_BtD, positions_Bt, shard=self.shard, tables=self.tables)
+    @classmethod
+    def cached(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int) -> "CachedDeltaNet":
+        return CachedDeltaNet(mesh=on.mesh, chunk_tokens=chunk_tokens)
 
 
+class DeltaStates(NamedTuple):
+    """What some layers that have the same place in the period remember: on all context ranks."""
+
+    state: jax.Array  # float32 [B, layers, H, K, V]
+    # The inputs of the convolutions of the last P - 1 tokens: [B, layers, P - 1, G, K] and [B, layers, P - 1, H, V].
+    past_q: jax.Array
+    past_k: jax.Array
+    past_v: jax.Array
+
+
+_STATE = PartitionSpec(BATCH_AXES, None, TENSOR)
+_PAST = PartitionSpec(BATCH_AXES, None, None, TENSOR)
 _BATCH = PartitionSpec(BATCH_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDeltaNet:
-    """The tokens of one kind of layers, and the update of its states; to be called under `jit`."""
+    """A chunk of new tokens, from the state after the tokens before it, context parallel; under `jit`.
+
+    A chunk of a prompt is split over the context ranks, which exchange the maps of their states as in training. The
+    state after it is on all context ranks. In a decoding step they all compute the same token.
+    """
 
     mesh: Mesh
     chunk_tokens: int  # of all calls
 
-    @property
-    def kernels(self) -> dict[str, KernelSelection]:
-        """No kernels of attention."""
-        return {}
+    def bind(self, new: NewTokens) -> Callable:
+        """See `contract.Cached`."""
+        return functools.partial(self, new=new)
 
-    def prepare(self, new: NewTokens) -> Any:
-        """What all layers share: nothing."""
-        del new
-
-    def __call__(self, *operands: jax.Array, cache: DeltaStates, layer: jax.Array, new: NewTokens, ranges: Any):
+    def __call__(self, *operands: jax.Array, cache: DeltaStates, layer: jax.Array, new: NewTokens):
         """The outputs out_BCHV, those of padding of any value, and the cache with the states of layer `layer` after the
         new tokens.
 
         Args:
           operands: those of `ShardedDeltaNet`, of a chunk that the context axis splits.
         """
-        del ranges
-        states = DeltaStates(STATE_SPEC, PAST_SPEC, PAST_SPEC, PAST_SPEC)
+        states = DeltaStates(_STATE, _PAST, _PAST, _PAST)
         in_specs = (*[HEADS] * 5, *[FILTERS] * 3, states, PartitionSpec(), NewTokens(_BATCH, _BATCH))
         is_decoding = self.chunk_tokens == decode_tokens(self.mesh)
         split = jax.shard_map(

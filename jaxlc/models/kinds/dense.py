@@ -1,7 +1,4 @@
-"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a layer with experts.
-
-The functions of gated feed-forward blocks.
-"""
+"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a layer with experts."""
 
 import functools
 
@@ -12,7 +9,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.models.block import Block, InitKeys, matrix, residual_depth_scale
-from jaxlc.models.contract import FeedForwardOutput
 from jaxlc.models.matmuls import Fp8
 from jaxlc.sharding.rules import Sharder
 
@@ -41,14 +37,11 @@ class MLP(Block):
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)
-    def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
-    ) -> FeedForwardOutput:
-        """`x_BTD` is the input of the block, gathered over tensor; the other arguments are those of experts."""
-        del positions_BT, chosen_BTk
+    def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        """Returns out_BTD; `x_BTD` is the input of the block, gathered over tensor."""
         gate_BTF = shard.ffn(self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard))
         up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
         down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
-        return FeedForwardOutput(shard.residual(down_BTD), {})
+        return shard.residual(down_BTD)

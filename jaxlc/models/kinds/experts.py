@@ -3,20 +3,10 @@
 Routers are computed in float32: a rounded logit changes the choice of experts. Weights of experts are gathered as those
 of other layers, and every rank computes the experts of its own tokens: no token is sent, and none is dropped.
 
-Products of blocks of rows with their experts by JAX's Mosaic kernels for Hopper (config.runtime.expert_kernel).
-
-The kernels multiply the rows of each group by the weights of that group; a group is all blocks of an expert. They copy
-no weights for a block, and sum the gradient of the weights of an expert over all of its rows in float32 before it is
-rounded once. The groups contain all rows, so no row of a result is left uninitialized.
-
-No GPU has measured these kernels: a run compares them with `expert_blocks.block_product` first (`mosaic_check`).
-
-Products of tokens with the experts that they are routed to, on one rank, for any routing; no token is dropped.
-
-Each of T tokens has k assignments. The assignments are sorted by expert, and those of each expert are padded to whole
-blocks of m rows; a block is multiplied by the weights of one expert. At most (T k + E (m - 1)) / m blocks are needed,
-whatever the routing: shapes are static, and nothing is recompiled. The idea of MegaBlocks (Gale et al. 2022,
-arXiv:2211.15841) with batched products instead of sparse ones.
+Products, on one rank, for any routing: each of T tokens has k assignments. The assignments are sorted by expert, and
+those of each expert are padded to whole blocks of m rows; a block is multiplied by the weights of one expert. At most
+(T k + E (m - 1)) / m blocks are needed, whatever the routing: shapes are static, and nothing is recompiled. The idea of
+MegaBlocks (Gale et al. 2022, arXiv:2211.15841) with batched products instead of sparse ones.
 
     assignment  (token, number of the choice)            [T, k]
     slot        a row of a block; padding has no token   [n m]
@@ -24,10 +14,11 @@ arXiv:2211.15841) with batched products instead of sparse ones.
 Gradients are gathers, as the forward pass, so they do not depend on the order in which a GPU adds. Only the sum over
 the blocks of an expert in its weight gradient is a scatter, in float32.
 
-A check of the Mosaic products of experts on the GPU that is about to train; see `mosaic_product`.
-
-As cuDNN's calls for packed documents (`attention.kernels.packed_check`), they are compared with the reference in free
-memory that is filled with NaN: the result and both gradients, with the number of experts and the sizes of the model.
+config.runtime.expert_kernel=mosaic: JAX's Mosaic kernels for Hopper multiply the rows of each group by the weights of
+that group; a group is all blocks of an expert. They copy no weights for a block, and sum the gradient of the weights of
+an expert over all of its rows in float32 before it is rounded once. The groups contain all rows, so no row of a result
+is left uninitialized. No GPU has measured these kernels: a run compares them with `block_product` first, in free memory
+that is filled with NaN, as cuDNN's calls for packed documents (`attention.kernels.packed_check`).
 """
 
 import dataclasses
@@ -51,7 +42,7 @@ from jaxlc.core.axes import MESH_AXES, TENSOR
 from jaxlc.core.errors import Unsupported
 from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale
-from jaxlc.models.contract import CHOICE, FeedForwardOutput
+from jaxlc.models.contract import CHOICE, Routed, RoutedOutput
 from jaxlc.models.kinds.dense import MLP, gated
 from jaxlc.models.lora import make_adapters
 from jaxlc.models.matmuls import E4M3, E5M2, Fp8, in_use, scaled_product, to_fp8
@@ -64,7 +55,7 @@ _PIPELINE = dict(max_concurrent_steps=4, grid_block_n=1)
 
 @jax.custom_vjp
 def mosaic_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
-    """As `expert_blocks.block_product`, of bfloat16 rows. The gradient of w is rounded to bfloat16.
+    """As `block_product`, of bfloat16 rows. The gradient of w is rounded to bfloat16.
 
     Raises:
       Unsupported: an operand has too many elements.
@@ -393,7 +384,7 @@ class Routing(NamedTuple):
     logits_BTE: jax.Array  # float32
 
 
-class Experts(nnx.Module):
+class Experts(nnx.Module, Routed):
     """The router [D, E] and the weights of E experts; see `core/mixers/expert_feed_forward.py`."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
@@ -422,7 +413,7 @@ class Experts(nnx.Module):
     @jax.named_scope(scopes.MLP)
     def __call__(
         self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
-    ) -> FeedForwardOutput:
+    ) -> RoutedOutput:
         """`x_BTD` is the input of the block, gathered over tensor; sums are over the tokens with a position >= 0.
 
         Args:
@@ -443,8 +434,8 @@ class Experts(nnx.Module):
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
         if self.shared is not None:
-            out_BTD += self.shared_output(x_BTD, positions_BT, shard=shard)
-        return FeedForwardOutput(out_BTD, _sums(routing, positions_BT >= 0), routing.chosen_BTk)
+            out_BTD += self.shared_output(x_BTD, shard=shard)
+        return RoutedOutput(out_BTD, _sums(routing, positions_BT >= 0), routing.chosen_BTk)
 
     def _params(self) -> ExpertWeights:
         """The parameters of all experts in the places of their values."""
@@ -457,9 +448,9 @@ class Experts(nnx.Module):
             *(adapters[name] for name in EXPERT_PROJECTIONS),
         )
 
-    def shared_output(self, x_BTD: jax.Array, positions_BT: jax.Array, *, shard: Sharder) -> jax.Array:
+    def shared_output(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """out_BTD of the shared expert, times the sigmoid of its gate, which is computed in float32."""
-        out_BTD = self.shared(x_BTD, positions_BT, shard=shard).out_BTD
+        out_BTD = self.shared(x_BTD, shard=shard)
         if self.shared_gate is None:
             return out_BTD
         gate_BT1 = shard.residual(jax.nn.sigmoid(_logits(x_BTD, self.shared_gate, shard=shard)))

@@ -1,12 +1,19 @@
-"""The states that enter the fragments of a sequence that is split over ranks; for code inside `shard_map`.
+"""Passes recurrent states along a sequence that is split over ranks; for code inside `shard_map`.
 
-All that ranks exchange is the affine map of each fragment, whose size does not depend on the number of tokens: in each
-of the two directions at most log2(ranks) + 1 collective permutes.
+A kind of layers describes what consecutive tokens do to a state S [K, V] as an affine map, S -> M S + U. All that ranks
+exchange is the map of each of their fragments, whose size does not depend on the number of tokens: in each of the two
+directions at most log2(ranks) + 1 collective permutes. A rank has one fragment, or two in zigzag order: the first
+fragments are in the order of the ranks, and the second ones in reverse order.
 
-Affine maps of recurrent states, and the products of the delta rule.
+    entering_states    the states that enter all groups of tokens of a rank
+    tile_states        the same, of layers that run in tiles
+    states_of_groups   the same, of the chains of per-document sharding
+    continued_states   the same, and the last state, of a sequence that starts with a state: generation
+    predecessors       the last tokens of the fragments before those of a rank
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,9 +21,37 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.strategies.strategy import is_last, shifted
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
+
+
+def predecessors(fragments: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:
+    """What the fragment before each of this rank's fragments has in its place; zeros before the sequence.
+
+    Args:
+      fragments: one array for each fragment of this rank, in the order of the sequence.
+    """
+    first, *second = fragments
+    before_second = [jnp.where(is_last(ranks), first, shifted(x, ranks, -1)) for x in second]
+    return [shifted(first, ranks, 1), *before_second]
+
+
+def shifted(x: jax.Array, ranks: Ranks, step: int) -> jax.Array:
+    """The array of rank - step; zeros where there is no such rank."""
+    pairs = [(r, r + step) for r in range(ranks.size) if 0 <= r + step < ranks.size]
+    if not pairs:  # without collectives: XLA keeps a permute that sends nothing
+        return jnp.zeros_like(x)
+    return lax.ppermute(x, ranks.axis, pairs)
+
+
+def is_last(ranks: Ranks) -> jax.Array | bool:
+    """Whether this is the last rank, whose fragments of zigzag order are neighbors."""
+    return ranks.size == 1 or lax.axis_index(ranks.axis) == ranks.size - 1
+
+
+def is_first(ranks: Ranks) -> jax.Array | bool:
+    """Whether this is the first rank, whose first fragment begins the sequence."""
+    return ranks.size == 1 or lax.axis_index(ranks.axis) == 0
 
 
 class Affine(NamedTuple):
@@ -236,6 +271,19 @@ def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def continued_states(maps: Affine, initial_BHKV: jax.Array, ranks: Ranks) -> jax.Array:
-    """The state that enters each group of this rank's only fragment, of a sequence that starts with `initial_BHKV`."""
-    return _states(maps, _before(total(maps), ranks, 1)(initial_BHKV))
+def continued_states(maps: Affine, initial_BHKV: jax.Array, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+    """The state that enters each group of this rank's only fragment, of a sequence that starts with `initial_BHKV`; and
+    the state after the last token of all ranks."""
+    states = _states(maps, _before(total(maps), ranks, 1)(initial_BHKV))
+    last = jax.tree.map(lambda x: x[-1], maps)(states[-1])
+    if ranks.size > 1:
+        last = lax.psum(jnp.where(is_last(ranks), last, 0), ranks.axis)
+    return states, last
+
+
+def tile_states(maps: Affine, ranks: Ranks) -> jax.Array:
+    """The states that enter both pieces of all tiles of a rank, [tiles, 2, B, H, K, V], from their maps, [tiles, 2,
+    ...]. The pieces of the second fragment are in reverse order (`attention/query_tiles.py`)."""
+    first, second = (jax.tree.map(lambda x, i=i: x[:, i], maps) for i in range(2))
+    entering = entering_states([first, jax.tree.map(lambda x: x[::-1], second)], ranks)
+    return jnp.stack([entering[0], entering[1][::-1]], axis=1)
