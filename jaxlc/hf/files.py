@@ -1,22 +1,18 @@
-"""Reads slices of the tensors in safetensors files, without reading the rest.
+"""Reads slices of the tensors in safetensors files, and writes such files.
 
-Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a JSON header with the
-dtype, shape and byte range of each tensor, and the data, little-endian and row-major.
+The package safetensors reads. The writer takes tensors, and parts of them, in any order: the place of each tensor is
+known from the shapes. Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a
+JSON header with the dtype, shape and byte range of each tensor, and the data, little-endian and row-major.
 
-Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5.3), as files of gpt-oss have them.
-
-A weight [experts, inputs, outputs] NAME is stored as two tensors, with the inputs last:
+Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5.3), as files of gpt-oss have them: a weight
+[experts, inputs, outputs] NAME is stored as two tensors, with the inputs last:
 
     NAME_blocks  uint8 [experts, outputs, inputs / 32, 16]  two values of 4 bits (E2M1), the first one in the low bits
     NAME_scales  uint8 [experts, outputs, inputs / 32]      exponent of the scale of 32 values, plus 127 (E8M0)
-
-Writes safetensors files tensor by tensor, in any order: the place of each tensor is known from the shapes.
 """
 
-import itertools
 import json
 import math
-import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +21,15 @@ from typing import IO
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxlc.core.errors import UserError, reason_of
-from jaxlc.core.files import file_inside, other_format, parse_json, read_json_file
+from jaxlc.core.files import file_inside, other_format, read_json_file
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the package safetensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +37,9 @@ class StoredTensor:
     """Where a tensor is stored."""
 
     path: Path
+    name: str  # in the file
     dtype: str  # as in the header
     shape: tuple[int, ...]
-    offset_bytes: int  # from the start of the file
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
         """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as it is."""
@@ -77,6 +72,7 @@ class TensorFiles:
         """
         self.directory = directory
         self.bytes_read = 0  # bytes of tensor data
+        self._open_path: Path | None = None
         self.tensors: dict[str, StoredTensor] = {}
         for path, names in _files_of(directory).items():
             header = _read_header(path)
@@ -102,10 +98,14 @@ class TensorFiles:
 
     def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor that is in a file as it is."""
-        dtype = _STORED_DTYPES[tensor.dtype]
-        if not math.prod(tensor.shape):  # an empty file cannot be mapped
-            return np.empty(tensor.shape, dtype)[slices]
-        part = np.array(np.memmap(tensor.path, dtype, "r", tensor.offset_bytes, tensor.shape)[slices])
+        ranges = [range(*part.indices(size)) for part, size in zip(slices, tensor.shape)]
+        shape = *map(len, ranges), *tensor.shape[len(ranges) :]
+        if not math.prod(shape):  # the package does not slice empty tensors
+            return np.empty(shape, _STORED_DTYPES[tensor.dtype])
+        if tensor.path != self._open_path:  # one file at a time: what is read of it counts as memory of the process
+            self._open_path = tensor.path
+            self._open_file = safe_open(tensor.path, framework="numpy")
+        part = self._open_file.get_slice(tensor.name)[tuple(slice(x.start, x.stop, x.step) for x in ranges)]
         self.bytes_read += part.nbytes
         return part
 
@@ -163,34 +163,14 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
       UserError: it is truncated, or not a safetensors file.
     """
     try:
-        with path.open("rb") as file:
-            num_bytes = path.stat().st_size
-            (header_bytes,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            data_start = _LENGTH.size + header_bytes
-            if header_bytes > _MAX_HEADER_BYTES or data_start > num_bytes:
-                raise ValueError(f"its header has {header_bytes} bytes and the file {num_bytes}")
-            header = parse_json(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            tensors, spans = {}, [(data_start, data_start)]
-            for name, entry in header.items():
-                start, end = entry["data_offsets"]
-                if not all(type(number) is int and number >= 0 for number in (start, end, *entry["shape"])):
-                    raise ValueError(f"{name} has the offsets {start}, {end} and the shape {entry['shape']}")
-                tensors[name] = StoredTensor(
-                    path=path, dtype=entry["dtype"], shape=tuple(entry["shape"]), offset_bytes=data_start + start
-                )
-                dtype = _STORED_DTYPES.get(entry["dtype"])
-                if dtype is not None and end - start != math.prod(entry["shape"]) * dtype.itemsize:
-                    raise ValueError(f"{name} has {end - start} bytes and the shape {entry['shape']}")
-                spans.append((data_start + start, data_start + end))
-            spans.sort()
-            if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
-                raise ValueError("tensors overlap")
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        file = safe_open(path, framework="numpy")
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
+    except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is not a valid safetensors file ({reason_of(error)}); download it again") from error
-    if spans[-1][1] > num_bytes:
-        raise UserError(f"{path} is truncated: it has {num_bytes:,} of {spans[-1][1]:,} bytes; download it again")
-    return tensors
+    return {
+        name: StoredTensor(path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+        for name, part in parts.items()
+    }
 
 
 _BLOCK_VALUES = 32
@@ -230,9 +210,9 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         experts, outputs, groups = scales.shape
         whole[name] = Mxfp4Tensor(
             path=blocks.path,
+            name=name,
             dtype="BF16",
             shape=(experts, groups * _BLOCK_VALUES, outputs),
-            offset_bytes=blocks.offset_bytes,
             blocks=blocks,
             scales=scales,
         )

@@ -670,7 +670,7 @@ def only_torch_files(directory):
     ("damage", "words"),
     [
         (remove_shard, "has no file model-00002-of-00002.safetensors"),
-        (truncate_shard, "is truncated"),
+        (truncate_shard, "file not fully covered"),
         (cut_header, "is not a valid safetensors file"),
         (change_shape, "has shape [31], and config.json implies [32]"),
         (change_dtype, "has dtype I32"),
@@ -693,7 +693,7 @@ def test_train_checks_files_of_weights_before_it_reads_data(tmp_path, monkeypatc
     directory = write_model(tmp_path / "model", "llama")
     truncate_shard(directory)
     monkeypatch.setattr("jaxlc.train.loop.open_data", lambda *_: pytest.fail("read before the weights were checked"))
-    with pytest.raises(UserError, match="is truncated"):
+    with pytest.raises(UserError, match="file not fully covered"):
         jaxlc.train.run(config_of(directory, **{"mesh.data": 4, "mesh.context": 2}), tmp_path / "run")
 
 
