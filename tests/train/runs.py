@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.pretrained import load_pretrained
@@ -15,7 +16,8 @@ from jaxlc.cli.train import train as run_training
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.config.command_line import run_main
 from jaxlc.sharding.mesh import make_mesh
-from jaxlc.step.step import build_step
+from jaxlc.step.step import TrainStep, build_step
+from jaxlc.train.reports import final_report
 from jaxlc.train.reports.metrics import METRICS_FILE, is_timing, read_rows
 from tests import environment, helpers
 
@@ -51,6 +53,36 @@ def _write_slowly(self, **row):
 
 MetricsLog.write = _write_slowly
 """
+
+
+def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes runs with equal settings in this process use one compiled step and one compiled evaluation.
+
+    A run in another process compiles its own, and so do the runs of test_compiled_step_reuse.py.
+    """
+    for name in ("compile", "compile_evaluation"):
+        monkeypatch.setattr(TrainStep, name, _compiled_once(getattr(TrainStep, name)))
+
+
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes runs in this process write no plots. test_final_report.py and test_run_api.py have those of a run."""
+    monkeypatch.setattr(final_report, "write_plots", lambda *_: [])
+
+
+def _compiled_once(method):
+    """`method` of `TrainStep`, called once for each mesh, custom model and settings of the program."""
+    programs = {}
+
+    def compiled(step: TrainStep) -> jax.stages.Compiled:
+        settings = to_dict(step.config)
+        for name in ("checkpoint_every_steps", "eval_every_steps"):
+            del settings["train"][name]
+        key = repr(settings), step.mesh, step.model, step.token_loss, step.policy_loss, step.custom_optimizer
+        if key not in programs:
+            programs[key] = method(step)
+        return programs[key]
+
+    return compiled
 
 
 def save_step_0(config, workdir: Path) -> Config:

@@ -12,12 +12,12 @@ from jaxlc.core.errors import UserError
 from jaxlc.train import stage, stage_setup
 from jaxlc.train.callbacks import Callbacks
 from jaxlc.train.evaluation import Evaluation, NamedScore
-from jaxlc.train.reports import final_report
 from jaxlc.train.reports.metrics import MetricsLog
 from jaxlc.train.stage import StageRun
 from jaxlc.train.stage_setup import PreparedStage
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
 STEPS = 24
 
 
@@ -29,6 +29,9 @@ class Bigram:
 
     def apply(self, params, batch, mesh):
         return params["table"][batch.tokens]
+
+
+MODEL = Bigram()
 
 
 class Killed(BaseException):
@@ -59,7 +62,7 @@ def train(workdir, steps=STEPS, callbacks=(), eval_batches=None, **settings):
     batches = [{"tokens": batch} for batch in tokens]
     eval_batches = eval_batches or batches[:1]
     return jaxlc.train.run(
-        config, workdir, model=Bigram(), batches=batches, eval_batches=eval_batches, callbacks=callbacks
+        config, workdir, model=MODEL, batches=batches, eval_batches=eval_batches, callbacks=callbacks
     )
 
 
@@ -69,8 +72,7 @@ def saved_steps(workdir) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    """Without plots and measurements of devices; every evaluation has a score."""
-    monkeypatch.setattr(final_report, "write_plots", lambda *_: [])
+    """Without measurements of devices; every evaluation has a score."""
     monkeypatch.setattr("jaxlc.train.stragglers.Stragglers.measure", lambda *_: {})
     monkeypatch.setattr(PreparedStage, "scorer", FakeScorer())
 

@@ -34,6 +34,7 @@ from tests.train.runs import (
     write_untrained_run,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPTS = [f"{number} and {number + 1} are? " for number in range(6)]
 
 

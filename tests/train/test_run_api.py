@@ -20,6 +20,7 @@ from tests.step.synthetic import small_config, small_step
 from tests.tolerances import FLOAT32_PARITY
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 TEXT = "seven 3 eleven 14 and some other words of a text that is not in the corpus " * 3
 STEPS = 4
 
@@ -88,7 +89,8 @@ def test_result_has_history_as_columns_and_paths(result):
     steps, losses = history.column("loss")
     assert steps.tolist() == [1, 2, 3, 4] and losses[-1] < losses[0]
     assert history.column("eval_loss")[0].tolist() == [0, 2, 4]
-    assert all(path.exists() for path in result.paths.values()) and "metrics" in result.paths
+    assert all(path.exists() for path in result.paths.values())
+    assert {"metrics", "loss_figure", "optimizer_figure", "loss_by_position_figure"} <= result.paths.keys()
     assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(history)
     assert "held-out loss" in result._repr_html_() and "rows of metrics.jsonl" in history._repr_html_()
 

@@ -18,6 +18,8 @@ from jaxlc.train.stage import StageRun
 from scripts import kill_drill
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
+
 _STAGES = """
     config.train.update(eval_every_steps=2, checkpoint_every_steps=2)
     config.stages = [

@@ -14,6 +14,8 @@ from jaxlc.train.reports import metrics
 from jaxlc.train.reports.metrics import WandbWriter
 from tests.train import runs
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 
 class Server(ModuleType):
     """Stands for the package wandb: keeps what it gets, or fails, or never answers."""
