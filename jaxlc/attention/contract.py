@@ -97,7 +97,7 @@ class KeyRanges(NamedTuple):
 class TreeRanges(NamedTuple):
     """The mask of documents that share a prefix: a query attends to the keys of two disjoint ranges.
 
-    Kernels take one range per query. `kernels/shared_prefix.py` calls them once for each.
+    Kernels take one range per query. `kernels.choose.SharedPrefixKernel` calls them once for each.
     """
 
     own: KeyRanges  # keys of the query's own document

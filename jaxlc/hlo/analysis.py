@@ -103,7 +103,7 @@ class AnalyzedProgram(Program):
 
     @cached_property
     def execution_counts(self) -> Counter[str]:
-        """How often each computation runs, by name; see `trip_counts.count_executions`."""
+        """How often each computation runs, by name; see `parser.count_executions`."""
         return count_executions(self, skips_ring_steps=self.skips_ring_steps)
 
     @cached_property

@@ -52,7 +52,7 @@ def plan(
     Returns:
       A `Plan`: print it, show it in a notebook, or `save` it as an HTML page.
     Raises:
-      UserError: invalid user input; see `compile.plan_step`.
+      UserError: invalid user input; see `result.plan_step`.
     """
     from jaxlc import runtime
     from jaxlc.config import RuntimeConfig

@@ -123,7 +123,7 @@ def _compiled_without_gpu(compile_with: Callable[[dict], Compiled], options: dic
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProgram(CompiledProgram):
-    """A training step that is compiled ahead of time and verified against its config (`compile`)."""
+    """A training step that is compiled ahead of time and verified against its config (`compile_step`)."""
 
     step: TrainStep
     model: TimeModel  # the target GPUs, and the rates of all estimates
@@ -158,7 +158,7 @@ class StepProgram(CompiledProgram):
 
     @cached_property
     def evaluation_peak_bytes(self) -> int:
-        """Peak memory of an evaluation between two steps, which is compiled too. Raises UserError as `compile`."""
+        """Peak memory of an evaluation between two steps, which is compiled too. Raises UserError as `compile_evaluation`."""
         evaluation = compile_evaluation(self.step)
         verify_compiled.check(self.step, evaluation.program.attention_collectives)
         return self.peak_bytes_with(evaluation)

@@ -50,7 +50,7 @@ class Plan(PlanRecord):
 
     @classmethod
     def of(cls, program: StepProgram) -> Self:
-        """The plan of a compiled step. Evaluation, packed sequences, hints and advice are added by `compile.plan_step`
+        """The plan of a compiled step. Evaluation, packed sequences, hints and advice are added by `plan_step`
         and `jaxlc.plan.plan`."""
         step, gpus, shape = program.step, program.model.gpus, dict(program.step.mesh.shape)
         choice = f"{step.transport.name} ({step.transport.reason})"

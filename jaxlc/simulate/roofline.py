@@ -194,7 +194,7 @@ def time_interval(scale: float = TIME_SCALE, spread: float = TIME_SPREAD) -> Int
     return Interval(scale * math.exp(-spread), scale * math.exp(spread))
 
 
-PUBLISHED = time_interval()  # for the published rates of `efficiency`
+PUBLISHED = time_interval()  # for the published `rates`
 
 
 def is_distinguishable(one_seconds: float, other_seconds: float, spread: float = PAIR_SPREAD) -> bool:
@@ -253,7 +253,7 @@ _PEAK_OVER_BF16 = {"f32": 0.5, "f8": 2.0}
 class Roofline:
     """Efficiencies (fractions of a device's peaks that are reached) and latencies; fields are the keys of the file.
 
-    None: the published value of the GPU (`efficiency.rates`).
+    None: the published value of the GPU (`rates`).
     """
 
     attention_share: Mapping[str, Efficiency] = field(default_factory=dict)  # kernels that are absent: as None
@@ -275,7 +275,7 @@ class Roofline:
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
     synchronization_seconds: float = hardware.SYNCHRONIZATION_SECONDS
     nccl_multiprocessors: float = NCCL_MULTIPROCESSORS
-    # The interval of estimated times (`interval`). Rates measured on the GPUs of the run justify a narrower one.
+    # The interval of estimated times (`Interval`). Rates measured on the GPUs of the run justify a narrower one.
     time_scale: float = TIME_SCALE
     time_spread: float = TIME_SPREAD
     pair_spread: float = PAIR_SPREAD
@@ -335,7 +335,7 @@ class Roofline:
         """Seconds until `num_bytes` that each GPU sends within its NVLink domain have arrived.
 
         Args:
-          num_steps: consecutive steps of the algorithm (`efficiency.num_steps`).
+          num_steps: consecutive steps of the algorithm (the function `num_steps`).
         """
         latency = self.nvlink_latency_seconds + (num_steps - 1) * self.nvlink_step_seconds
         return latency + num_bytes / (device.nvlink_bandwidth_bytes_per_second * self.link_share)

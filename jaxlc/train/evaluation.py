@@ -313,7 +313,7 @@ class Evaluation:
 
         One row per bin of positions that has target tokens: first_position, last_position, tokens, documents, loss,
         low, high. The loss is in nats per token. low and high are the ends of its 95% interval, of a bootstrap over
-        documents; they are NaN for fewer than 5 documents (`document_sums.estimate`).
+        documents; they are NaN for fewer than 5 documents (`estimate`).
         """
         return self.documents.by_position("loss")
 

@@ -2,7 +2,7 @@
 
     python -m tests.attention.compile_mosaic h100
 
-It needs tokamax and the GPU compiler. One process compiles for one GPU generation (`tokamax_kernels`).
+It needs tokamax and the GPU compiler. One process compiles for one GPU generation (`kernels/mosaic.py`).
 """
 
 import os

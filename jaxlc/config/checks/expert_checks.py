@@ -130,7 +130,7 @@ def _unsupported(config: Config) -> Iterator[str]:
 
 
 def _mosaic_problems(config: Config) -> Iterator[str]:
-    """What the Mosaic kernels do not support. `mosaic_product.check_devices` checks the GPUs."""
+    """What the Mosaic kernels do not support. `models.kinds.experts.check_devices` checks the GPUs."""
     precision, mosaic = config.precision, "config.runtime.expert_kernel='mosaic'"
     of_experts = [name for name in precision.fp8_matmuls if name in EXPERT_PROJECTIONS]
     if precision.compute in ("fp32", "fp16"):
