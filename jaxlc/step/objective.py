@@ -1,10 +1,9 @@
-"""Loss and gradients of one batch.
+"""Loss and gradients of one batch: batch -> decoder -> hidden states -> final norm, output head and loss, chunk by
+chunk.
 
-batch -> decoder -> hidden states -> final norm, output head and loss, chunk by chunk
+`accumulate` sums over the microbatches of a step.
 
-Gradient accumulation: sums over the microbatches of a step.
-
-The copies of the parameters that nodes gather once per step, and the sums of their gradients over nodes.
+`NodeCopies` gathers copies of the parameters for each node once per step, and sums their gradients over nodes:
 
     stored      [L, D, ...]          D sharded over the ranks of a node, and over the nodes
     copy        [L, nodes, D, ...]   nodes sharded over the nodes, D over the ranks of a node

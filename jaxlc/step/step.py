@@ -1,10 +1,7 @@
 """The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it.
 
-One optimizer step as a pure function: loss and gradients of a batch, the gradient norm, the update, the metrics.
-
-The attention kernels of the kinds of layers.
-
-Checks of kernels on the GPU that is about to train, before the step is compiled.
+One optimizer step is a pure function: loss and gradients of a batch, the gradient norm, the update, the metrics. Before
+it is compiled, its attention kernels are checked on the GPU that is about to train.
 """
 
 import dataclasses
