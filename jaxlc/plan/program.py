@@ -158,8 +158,7 @@ class StepProgram(CompiledProgram):
 
     @cached_property
     def evaluation_peak_bytes(self) -> int:
-        """Peak memory of an evaluation between two steps, which is compiled. Raises UserError as `compile_evaluation`.
-        """
+        """Peak memory of an evaluation between two steps, which is compiled too. Raises UserError as `compile_step`."""
         evaluation = compile_evaluation(self.step)
         verify_compiled.check(self.step, evaluation.program.attention_collectives)
         return self.peak_bytes_with(evaluation)
