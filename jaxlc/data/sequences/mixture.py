@@ -135,13 +135,13 @@ def schedule(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     unit, slack = PERIOD * scale, PERIOD
     placed, order = [0] * num_sources, []
     for place in range(1, PERIOD + 1):
-        best, best_deadline = -1, Fraction(0)
-        for source, count in enumerate(counts):
+        deadlines = [
+            (Fraction((placed[source] + 1) * unit - slack, count), source)
+            for source, count in enumerate(counts)
             # May be next: its share up to here is more than it has by at least 1 / (2 num_sources - 2).
-            if place * count * scale - placed[source] * unit >= slack:
-                deadline = Fraction((placed[source] + 1) * unit - slack, count)
-                if best < 0 or deadline < best_deadline:
-                    best, best_deadline = source, deadline
+            if place * count * scale - placed[source] * unit >= slack
+        ]
+        _, best = min(deadlines)
         placed[best] += 1
         order.append(best)
     return np.array(order), np.array(counts)

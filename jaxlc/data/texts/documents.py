@@ -17,7 +17,7 @@ trained on (`_UNSUPPORTED`) are refused.
 import contextlib
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -66,12 +66,17 @@ _UNSUPPORTED = {
     "chat_template_kwargs": "write a template with these values",
 }
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED)
+# Format of a conversation -> fields of its items, and what they are, for errors.
+_ITEMS = {
+    "messages": (("role",), "message", "with role and content"),
+    "sharegpt": (("from", "value"), "turn", "with from and value"),
+}
 _SHAREGPT_ROLES = {
     "system": "system",
     "human": "user",
     "user": "user",
     "gpt": ASSISTANT,
-    "assistant": ASSISTANT,
+    ASSISTANT: ASSISTANT,
     "tool": "tool",
 }
 
@@ -102,7 +107,12 @@ def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: st
     if chat_format == "completion":
         return read_answer(values, field, where)
     with located(where):
-        messages = _FORMATS[chat_format](value, values, field) if chat_format else _turns(value, field, "user")
+        if chat_format == "alpaca":
+            messages = _alpaca(value, values, field)
+        elif chat_format:
+            messages = _conversation(value, values, field, chat_format)
+        else:
+            messages = _turns(value, field, "user")
         return _chat(messages, values)
 
 
@@ -169,63 +179,50 @@ def _chat(messages: "_Messages", values: Mapping[str, Any]) -> Chat:
 _Messages = dict[str, dict[str, Any]]
 
 
-def _messages(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
-    is_alpaca = isinstance(value, str) and "output" in values
-    other = "sharegpt" if _starts_with(value, "from") else "alpaca" if is_alpaca else ""
-    return _items(value, field, ("role",), "message with role and content", other)
-
-
-def _sharegpt(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
-    other = "messages" if _starts_with(value, "role") else ""
+def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format: str) -> _Messages:
+    """The messages of a list: messages with role and content, or turns of sharegpt."""
+    is_sharegpt = chat_format == "sharegpt"
+    keys, items, rest = _ITEMS[chat_format]
+    others = [name for name, (others, *_) in _ITEMS.items() if name != chat_format and _starts_with(value, others[0])]
+    if isinstance(value, str) and "output" in values:
+        others.append("alpaca")
+    advice = f"; set chat_format={others[0]} for such records" if others else ""
+    if not isinstance(value, list) or not value:
+        kind = "an empty list" if isinstance(value, list) else kind_of(value)
+        raise BadRecord(f"the field {field!r} is {kind}, expected a list of {items}s {rest}{advice}")
     messages = _Messages()
-    for path, turn in _items(value, field, ("from", "value"), "turn with from and value", other).items():
-        role = _SHAREGPT_ROLES.get(str(turn["from"]))
-        if role is None:
-            raise BadRecord(f"{path}.from is {turn['from']!r}, expected one of {', '.join(_SHAREGPT_ROLES)}")
-        rest = {name: x for name, x in turn.items() if name not in ("from", "value")}
-        messages[path] = {"role": role, "content": turn["value"], **rest}
+    for i, message in enumerate(value):
+        path = f"{field}[{i}]"
+        if not isinstance(message, dict) or not {*keys} <= message.keys() or message[keys[0]] is None:
+            is_dictionary = isinstance(message, dict)
+            kind = f"a dictionary with the fields {[*message]}" if is_dictionary else kind_of(message)
+            raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
+        messages[path] = _message_of_turn(message, path) if is_sharegpt else message
     return messages
+
+
+def _message_of_turn(turn: dict[str, Any], path: str) -> dict[str, Any]:
+    role = _SHAREGPT_ROLES.get(str(turn["from"]))
+    if role is None:
+        raise BadRecord(f"{path}.from is {turn['from']!r}, expected one of {', '.join(_SHAREGPT_ROLES)}")
+    others = {name: x for name, x in turn.items() if name not in ("from", "value")}
+    return {"role": role, "content": turn["value"], **others}
 
 
 def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
     texts = {field: value, "input": values.get("input") or "", "output": values.get("output")}
-    pairs = {}
+    turns = {}
     for i, pair in enumerate(values.get("history") or ()):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRecord(f"history[{i}] is {kind_of(pair)}, expected a question and its answer")
-        pairs |= {f"history[{i}][0]": pair[0], f"history[{i}][1]": pair[1]}
-    for name, text in (texts | pairs).items():
+        turns |= {f"history[{i}][0]": pair[0], f"history[{i}][1]": pair[1]}
+    for name, text in (texts | turns).items():
         if not isinstance(text, str):
             raise BadRecord(f"the field {name!r} is {kind_of(text)}, expected text")
-    pairs |= {field: f"{value}\n\n{texts['input']}" if texts["input"] else value, "output": texts["output"]}
+    turns |= texts | {field: f"{value}\n\n{texts['input']}" if texts["input"] else value}
+    del turns["input"]
     roles = itertools.cycle(("user", ASSISTANT))
-    return {name: {"role": role, "content": text} for (name, text), role in zip(pairs.items(), roles)}
-
-
-_FORMATS: dict[str, Callable[[Any, Mapping[str, Any], str], _Messages]] = {
-    "messages": _messages,
-    "sharegpt": _sharegpt,
-    "alpaca": _alpaca,
-}
-
-
-def _items(value: Any, field: str, keys: tuple[str, ...], item: str, other_format: str) -> _Messages:
-    """The items of `value`, if it is a list of dictionaries with these keys.
-
-    Args:
-      item: what they are, in the singular, for errors.
-      other_format: the format that the record seems to have, or "".
-    """
-    advice = f"; set chat_format={other_format} for such records" if other_format else ""
-    if not isinstance(value, list) or not value:
-        kind = "an empty list" if isinstance(value, list) else kind_of(value)
-        name, _, rest = item.partition(" ")
-        raise BadRecord(f"the field {field!r} is {kind}, expected a list of {name}s {rest}{advice}")
-    for i, x in enumerate(value):
-        if not isinstance(x, dict) or not {*keys} <= x.keys() or x[keys[0]] is None:
-            kind = f"a dictionary with the fields {[*x]}" if isinstance(x, dict) else kind_of(x)
-            raise BadRecord(f"{field}[{i}] is {kind}, expected a {item}{advice}")
-    return {f"{field}[{i}]": x for i, x in enumerate(value)}
+    return {name: {"role": role, "content": text} for (name, text), role in zip(turns.items(), roles)}
 
 
 def _turns(value: Any, field: str, role: str) -> "_Messages":
@@ -236,7 +233,7 @@ def _turns(value: Any, field: str, role: str) -> "_Messages":
     if isinstance(value, str):
         return {field: {"role": role, "content": value}}
     turns = [value] if isinstance(value, dict) else value
-    return (_sharegpt if _starts_with(turns, "from") else _messages)(turns, {}, field)
+    return _conversation(turns, {}, field, "sharegpt" if _starts_with(turns, "from") else "messages")
 
 
 def _starts_with(value: Any, key: str) -> bool:
