@@ -18,13 +18,13 @@ import jax
 from absl import app, flags
 
 from benchmarks.causal_work import causal_pairs, computed_pairs, document_pairs
-from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.analysis import flops_by_rank, imbalance
 from jaxlc.hlo.attention_kernels import AttentionCollective
 from jaxlc.hlo.parser import PASSES, Pass
+from jaxlc.runtime.start import start
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.topology import Topology, make_mesh, options_without_gpu
 from jaxlc.simulate.topology import topology as parse_topology
@@ -43,7 +43,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
 def main(_) -> None:
     values = flags.FLAGS
     try:
-        runtime.start(RuntimeConfig())
+        start(RuntimeConfig())
         topologies = [parse_topology(name) for name in values.topologies]
         command = " ".join(["python -m benchmarks.attention_overlap", *sys.argv[1:]])
         print(page(topologies, values.seq_len, command), end="")

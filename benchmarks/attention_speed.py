@@ -23,12 +23,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jaxlc import attention, runtime
+from jaxlc import attention
 from jaxlc.attention import zigzag_order
 from jaxlc.config import AttentionConfig, MeshConfig, RuntimeConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.start import start
 from jaxlc.search.measure import environment_info, interleaved_seconds
 from jaxlc.sharding.mesh import make_mesh
 
@@ -123,7 +124,7 @@ def cases_from_flags(values: flags.FlagValues) -> list[AttentionCase]:
 
 def main(_) -> None:
     values = flags.FLAGS
-    runtime.start(RuntimeConfig(simulated_devices=values.simulated_devices))
+    start(RuntimeConfig(simulated_devices=values.simulated_devices))
     mesh_config = MeshConfig(context=values.context, tensor=values.tensor)
     try:
         measure(cases_from_flags(values), mesh_config, values.repeats, Path(values.out))

@@ -18,9 +18,9 @@ from absl import app, flags
 
 from benchmarks import calibration_fit, calibration_transports, published
 from benchmarks.calibration_fit import Fold, Residual
-from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.start import start
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import predict
 
@@ -213,7 +213,7 @@ def main(_) -> None:
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # also on machines with a GPU
     try:
-        runtime.start(RuntimeConfig())
+        start(RuntimeConfig())
         programs = Path(_PROGRAMS.value) if _PROGRAMS.value else None
         rows, transports = measure(programs), calibration_transports.measure(programs)
     except UserError as error:

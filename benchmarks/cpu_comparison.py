@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_speed import AttentionCase, compile_case
-from jaxlc import runtime
 from jaxlc.config import Config, MeshConfig, RuntimeConfig, load, read_config, with_settings
+from jaxlc.runtime.start import start
 from jaxlc.search.measure import environment_info, random_batch
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
@@ -61,7 +61,7 @@ def main(_) -> None:
     config = load(read_config("quickstart"))
     settings = (setting.split("=", 1) for setting in values.settings)
     config = with_settings(config, {"precision.compute": "fp32"} | {key: json.loads(value) for key, value in settings})
-    runtime.start(RuntimeConfig(simulated_devices=config.mesh.num_devices))
+    start(RuntimeConfig(simulated_devices=config.mesh.num_devices))
     attention = AttentionCase(
         strategy="ring", seq_len=values.seq_len, num_heads=values.num_heads, num_kv_heads=values.num_heads,
         head_dim=values.head_dim,

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxlc import runtime
 from jaxlc.config import Config, with_settings
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.core.errors import UserError
+from jaxlc.runtime.start import start
 from jaxlc.search.measure import environment_info
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows
 
@@ -49,7 +49,7 @@ class Flags(ConfigFlags):
 
 def main(command: ParsedCommand[Flags]) -> int:
     """Returns the exit status: 0, or that of a training run that was interrupted."""
-    runtime.start(command.config.runtime)
+    start(command.config.runtime)
     from jaxlc import train
 
     out, flags = Path(command.flags.out), command.flags

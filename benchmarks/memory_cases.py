@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, defaults, load
 from jaxlc.core.axes import CONTEXT, MESH_AXES, TENSOR
 from jaxlc.core.errors import UserError
+from jaxlc.runtime import start as jax_start
 from jaxlc.runtime.worker_processes import Row, Work
 from jaxlc.search import runner
 from jaxlc.search.space import Point, Settings
@@ -258,4 +258,4 @@ def point(case: Case) -> Point:
 def start() -> None:
     """Starts JAX on CPU, for programs that only compile."""
     os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")  # inherited by the workers
-    runtime.start(RuntimeConfig())
+    jax_start.start(RuntimeConfig())

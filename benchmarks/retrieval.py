@@ -22,13 +22,13 @@ import jax
 import numpy as np
 
 from benchmarks.broken_ring import broken_ring
-from jaxlc import runtime
 from jaxlc.config import ModelConfig
 from jaxlc.config.command_line import ConfigFlags, ParsedCommand, run_main
 from jaxlc.config.ranges import From1
 from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
 from jaxlc.data.texts.phone_book import retrieval_prompt
+from jaxlc.runtime.start import start
 from jaxlc.search.measure import environment_info
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ _CHANGES = MappingProxyType({"full": contextlib.nullcontext, "window": windowed,
 
 def main(command: ParsedCommand[Flags]) -> int:
     """Returns the exit status: 0, or that of a training run that was interrupted."""
-    runtime.start(command.stages[-1].config.runtime)
+    start(command.stages[-1].config.runtime)
     from jaxlc import train
 
     out, num_examples = Path(command.flags.out), command.flags.num_examples
@@ -85,11 +85,11 @@ def main(command: ParsedCommand[Flags]) -> int:
             raise UserError(f"invalid {name!r} for --variants: expected {', '.join(VARIANTS)}")
         print(f"\n{name}", flush=True)
         with _CHANGES[name]():
-            start = time.perf_counter()
+            begin = time.perf_counter()
             result = train.run(command.stages, out / name)
             if result.exit_status:
                 return result.exit_status
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - begin
             rows.append(variant_row(name, result, num_examples) | dict(run_seconds=seconds))
         print(summary(rows[-1]), flush=True)
     with (out / "retrieval.jsonl").open("w") as file:

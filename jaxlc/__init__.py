@@ -2,29 +2,19 @@
 
 The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
 `profile` (`jaxlc.profile.compare`), `data` (`jaxlc.data.show`), `attention` and `config`, and the functions `attend`,
-`evaluate`, `export`, `generate`, `load`, `make_mesh` and `start`. Everything is imported on first use: `import jaxlc`
-does not import JAX, so that environment variables which JAX reads at start-up can still be set (`jaxlc.start`).
+`evaluate`, `export`, `generate`, `load`, `make_mesh` and `start`. Each is imported when it is first used, so that
+commands print their help and their errors without waiting for the import of JAX.
 """
 
 import importlib
-import os
-from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxlc.core import interrupts
-from jaxlc.core.errors import checked
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import jax
-
     from jaxlc import attention, config, data, plan, profile, sweep, train
+    from jaxlc.api import evaluate, export, generate, make_mesh, start
     from jaxlc.attention import attend
-    from jaxlc.evals.predictions import ScoreRow
-    from jaxlc.generation.generator import Generation
-    from jaxlc.generation.sampling import Sampling
-    from jaxlc.train import Result
     from jaxlc.train.result import load
 
 __version__ = "0.1.0"
@@ -45,271 +35,25 @@ __all__ = [
     "train",
 ]
 
-# Available after `import jaxlc` alone.
-_FUNCTIONS = {"attend": "jaxlc.attention", "load": "jaxlc.train.result"}
-_PACKAGES = ("attention", "config", "data", "plan", "profile", "runtime", "sweep", "train")
+_MODULES = {  # of the functions; the other names are packages
+    "attend": "jaxlc.attention",
+    "evaluate": "jaxlc.api",
+    "export": "jaxlc.api",
+    "generate": "jaxlc.api",
+    "load": "jaxlc.train.result",
+    "make_mesh": "jaxlc.api",
+    "start": "jaxlc.api",
+}
 
 
 interrupts.install_for_command()
 
 
-@checked
-def start(
-    *,
-    simulated_devices: int = 0,
-    num_processes: int = 0,
-    process_id: int = -1,
-    coordinator_address: str = "",
-) -> None:
-    """Starts JAX on GPUs, or on simulated CPU devices. Call it before anything uses a device.
-
-    `jaxlc.train.run` starts JAX itself, with the settings of its config. Calling this again with equal arguments has no
-    effect.
-
-    Args:
-      simulated_devices: 0, or the number of CPU devices to simulate, over all processes.
-      num_processes: more than 1: joins the processes of a run with `jax.distributed`. 0: from the launcher (Slurm, Open
-        MPI, Kubernetes), and 1 without one; so are the next two by default.
-      process_id: the index of this process, from 0.
-      coordinator_address: host:port of process 0.
-    Raises:
-      jaxlc.core.errors.UserError: JAX has already started with other settings, or a number is out of range.
-    """
-    from jaxlc import runtime
-    from jaxlc.config import RuntimeConfig
-    from jaxlc.config.ranges import range_problems
-    from jaxlc.core.errors import raise_first
-
-    config = RuntimeConfig(
-        simulated_devices=simulated_devices,
-        num_processes=num_processes,
-        process_id=process_id,
-        coordinator_address=coordinator_address,
-    )
-    raise_first(range_problems("runtime", config))
-    runtime.start(config)
-
-
-@checked
-def make_mesh(
-    *,
-    data: int = 1,
-    fsdp: int = 1,
-    context: int = 1,
-    tensor: int = 1,
-    devices: "Sequence[jax.Device] | None" = None,
-) -> "jax.sharding.Mesh":
-    """A device mesh with the axes data, fsdp, context and tensor, in this order, for `jaxlc.attend`.
-
-    Args:
-      data, fsdp, context, tensor: the size of each axis; their product is the number of devices.
-      devices: default: `jax.devices()`.
-    Raises:
-      jaxlc.core.errors.UserError: the number of devices differs from the size of the mesh.
-    """
-    from jaxlc.config import MeshConfig
-    from jaxlc.config.ranges import range_problems
-    from jaxlc.core.errors import raise_first
-    from jaxlc.sharding import mesh
-
-    sizes = MeshConfig(data=data, fsdp=fsdp, context=context, tensor=tensor)
-    raise_first(range_problems("mesh", sizes))
-    return mesh.make_mesh(sizes, devices)
-
-
-def _loaded(source: "str | Path | Result", step: int | None, mesh: Mapping[str, int] | None) -> "Result":
-    """`source`, or the `Result` of a path. Raises UserError for step or mesh with a `Result`, which has both."""
-    if isinstance(source, (str, os.PathLike)):
-        return _function("load")(source, step=step, mesh=mesh)
-    if step is not None or mesh is not None:
-        from jaxlc.core.errors import UserError
-
-        raise UserError("step and mesh have no effect with a Result: pass them to jaxlc.load")
-    return source
-
-
-def _sampling(**values: float) -> "Sampling":
-    from jaxlc import runtime
-
-    runtime.import_jax()
-    from jaxlc.generation.sampling import Sampling
-
-    return Sampling(**values)
-
-
-@checked
-def generate(
-    source: "str | Path | Result",
-    prompts: "str | Sequence[str | Sequence[int]]",
-    *,
-    max_tokens: int = 256,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    stop: str | Sequence[str] = (),
-    seed: int = 0,
-    step: int | None = None,
-    mesh: Mapping[str, int] | None = None,
-    chunk_tokens: int = 0,
-    stream: Callable[[int, str], None] | None = None,
-    chat: bool = False,
-    chat_template: str = "",
-) -> "Generation | list[Generation]":
-    """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
-
-    All prompts are one batch; their lengths may differ. Every process of a run must make the same call. Later calls
-    with the same `Result` use the same compiled programs.
-
-    Args:
-      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
-      prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, with
-        the start token of the run (data.start_token) or, for a Hugging Face directory, as `transformers` does.
-      max_tokens: largest number of new tokens of each prompt.
-      temperature: logits are divided by it. 0: the token with the largest logit.
-      top_p: sample from the smallest set of tokens with at least this probability.
-      stop: strings that end a continuation, besides the end-of-document token of the tokenizer and the tokens that
-        the generation_config.json of a pretrained model names, or its config.json.
-      seed: of random sampling. A prompt's tokens do not depend on the other prompts or on the mesh.
-      step, mesh: as in `load`; only with a path.
-      chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
-      stream: called with the index of a prompt and its new text as soon as the text is known.
-      chat: texts are messages of a user, in the chat template of the model; answers end at its end-of-turn token.
-      chat_template: with `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
-    Returns:
-      The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
-    Raises:
-      jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
-      jaxlc.core.errors.Unsupported: a custom model.
-    """
-    sampling = _sampling(temperature=temperature, top_p=top_p, seed=seed)  # raises before the model is loaded
-    result = _loaded(source, step, mesh)
-    from jaxlc.generation.generate_text import generate_text
-
-    generations = generate_text(
-        result,
-        [prompts] if isinstance(prompts, str) else prompts,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop=stop,
-        chunk_tokens=chunk_tokens,
-        stream=stream,
-        frees_params=result is not source,
-        chat=chat,
-        chat_template=chat_template,
-    )
-    return generations[0] if isinstance(prompts, str) else generations
-
-
-@checked
-def evaluate(
-    source: "str | Path | Result",
-    *,
-    out: "str | Path | None" = None,
-    step: int | None = None,
-    mesh: Mapping[str, int] | None = None,
-    report: "Callable[[ScoreRow], None] | None" = None,
-    chat_template: str = "",
-    **settings: Any,
-) -> "list[ScoreRow]":
-    """Scores a model at chosen context lengths on its mesh; docs/evaluation.md.
-
-    Predictions are stored as they are made, so that an interrupted evaluation resumes. Every process of a run must make
-    the same call.
-
-    Args:
-      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
-      out: directory of predictions and scores. None: `evals` in the workdir, and runs/NAME/evals for a hub id.
-      step, mesh: as in `load`; only with a path.
-      report: called with each score.
-      chat_template: with the setting `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
-      settings: fields of `jaxlc.config.EvalsConfig`:
-        lengths: in tokens of the tokenizer, prompt and new tokens together.
-        tasks: "needle" (the default), "passkey", "loss", "ruler" (all its tasks), or names of RULER's tasks.
-        num_examples: of each task and length; of each depth, too; with "loss", the largest number of documents.
-        depths: of "needle" and "passkey", from 0 (start) to 1 (end of the text).
-        num_needles: of "needle": numbers in a text, of which one is asked for.
-        haystack: files with prose that fill the prompts. Empty: docstrings of Python's standard library.
-        squad, hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
-        documents, text_field: of "loss": paths in the formats of data.sources, and the field of records with the text.
-        context_limits: of "loss": numbers of tokens to which the context is limited, for the gain of full context.
-        chat: prompts are messages of a user, in the chat template of the tokenizer or of data.chat_template.
-        batch_size: examples that are computed together.
-        seed: of the examples.
-    Raises:
-      jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
-        or `out` has predictions of other settings.
-    """
-    from jaxlc import runtime
-    from jaxlc.config.checks.eval_checks import eval_settings
-    from jaxlc.core.files import local_path
-
-    checked_settings, target = eval_settings(settings), local_path(out) if out else None
-    runtime.import_jax()
-    from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run, results_directory
-
-    if isinstance(source, (str, os.PathLike)):
-        check_before_loading(source, checked_settings)
-    result = _loaded(source, step, mesh)
-    directory = target or results_directory(result.workdir if result is source else source)
-    return evaluate_run(result, checked_settings, directory, report or (lambda row: None), chat_template=chat_template)
-
-
-@checked
-def export(
-    workdir: "str | Path",
-    out: "str | Path",
-    *,
-    step: int | None = None,
-    dtype: str = "bf16",
-    max_shard_gb: float = 5.0,
-    adapters: bool = False,
-) -> "Path":
-    """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
-
-    Models whose layers no supported family has are written with model_type "jaxlc", which jaxlc alone opens.
-    The directory has safetensors files, config.json, generation_config.json, and the tokenizer files of the model that
-    the run started from. Parameters are restored and written one at a time. Call it in one process only. Adapters of
-    LoRA are merged into the weights, unless `adapters` is true.
-
-    Args:
-      workdir: the directory that the run was given.
-      out: the directory to write, which must not exist or be empty.
-      step: the checkpoint to export. None: the latest one.
-      dtype: of the weights, "bf16" or "fp32".
-      max_shard_gb: size limit of a safetensors file in GB.
-      adapters: write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of `peft`.
-    Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
-      jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the model.
-    """
-    from jaxlc import runtime
-    from jaxlc.config import RuntimeConfig
-
-    runtime.start(RuntimeConfig(num_processes=1))
-    from jaxlc.checkpoints import export as to_huggingface
-
-    return to_huggingface.export(
-        workdir,
-        out,
-        step=step,
-        dtype=dtype,
-        max_shard_gb=max_shard_gb,
-        adapters=adapters,
-        load_params=lambda step: _function("load")(workdir, step=step, mesh={}).params,
-    )
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """A function in `_FUNCTIONS`; imports JAX."""
-    from jaxlc import runtime
-
-    runtime.import_jax()
-    return getattr(importlib.import_module(_FUNCTIONS[name]), name)
-
-
 def __getattr__(name: str) -> Any:
-    if name in _FUNCTIONS:
-        return _function(name)
-    if name in _PACKAGES:
+    if name in _MODULES:
+        importlib.import_module("jaxlc.runtime.stderr")
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in __all__ or name == "runtime":
         return importlib.import_module(f"jaxlc.{name}")
     raise AttributeError(f"module 'jaxlc' has no attribute {name!r}")
 

@@ -172,8 +172,8 @@ def test_command_that_an_error_advises_starts_its_work(tmp_path, monkeypatch, ca
         monkeypatch.setattr(module, "start_on_cpu", start)
     for name in ("load", "generate", "export"):
         monkeypatch.setattr(jaxlc, name, start)
-    for module, name in (("sweep", "run_in_processes"), ("profile", "compare")):
-        monkeypatch.setattr(MODULES[module], name, start)
+    monkeypatch.setattr(MODULES["sweep"], "run_in_processes", start)
+    monkeypatch.setattr("jaxlc.profile.compare", start)
     monkeypatch.setattr("jaxlc.data.examples.open_corpus", start)
 
     def run(verb: str, *arguments: str) -> int:

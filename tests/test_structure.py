@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from jaxlc.cli import VERBS
 from jaxlc.config import load_stages
 
 ROOT = Path(__file__).parents[1]
@@ -24,12 +25,13 @@ LAYERS = dict(
     models=4, simulate=4,
     hf=5, step=5,
     checkpoints=6,
-    train=7,
-    generation=8,
-    plan=9, evals=9, posttrain=9,
-    preflight=10, profile=10, search=10,
-    cli=11,
-    exporting=12, logprobs=12, recommend=12, sweep=12, __main__=12,  # `python -m jaxlc.X`
+    generation=7,
+    evals=8, posttrain=8,
+    train=9, plan=9,
+    api=10, preflight=10, profile=10, search=10,
+    faces=11,  # __init__ of plan, which adds the advice of search
+    cli=12,
+    exporting=13, logprobs=13, recommend=13, sweep=13, __main__=13,  # `python -m jaxlc.X`
 )  # fmt: skip
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -94,6 +96,8 @@ def package_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] == "jaxlc" and parts[-1] == "__main__":
         return "__main__"
+    if module == "jaxlc.plan":
+        return "faces"
     return parts[1] if parts[0] == "jaxlc" and len(parts) > 1 else None
 
 
@@ -116,22 +120,6 @@ def test_imports_only_go_down():
     assert [violation for path in MODULES if package_of(name_of(path)) for violation in upward_imports(path)] == []
 
 
-def test_modules_imported_by_name_are_listed():
-    """Such imports are not seen by the test of layers: lazy attributes of packages, an optional package, evals
-    and rollouts in training, and a function of the user's."""
-    users = {name_of(path) for path in MODULES if "import_module(" in path.read_text()}
-    assert users == {
-        "jaxlc",
-        "jaxlc.cli",
-        "jaxlc.plan",
-        "jaxlc.train",
-        "jaxlc.train.evaluation",
-        "jaxlc.train.rollouts",
-        "jaxlc.posttrain.reward",
-        "jaxlc.attention.kernels.mosaic",
-    }
-
-
 def test_imports_have_no_cycle():
     graph = {name_of(path): (all_imports(path) & NAMES) - {name_of(path)} for path in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
@@ -144,16 +132,10 @@ def test_core_and_config_do_not_import_jax(package):
         assert not roots & {"jax", "jaxlib", "flax", "optax", "orbax"}, path
 
 
-def test_runtime_imports_jax_inside_functions_only():
-    for path in (PACKAGE / "runtime").rglob("*.py"):
-        assert "jax" not in {module.split(".")[0] for module in imports_at_start(path)}, path
-
-
-@pytest.mark.parametrize(
-    "module", ["jaxlc", "jaxlc.config.command_line", "jaxlc.core.flops", "jaxlc.plan", "jaxlc.runtime"]
-)
-def test_import_of_entry_points_does_not_import_jax(module):
-    code = f"import {module}, sys; assert 'jax' not in sys.modules"
+def test_commands_print_help_and_errors_without_jax():
+    """Importing it takes longer than everything else until the arguments are parsed."""
+    verbs = ", ".join(f"jaxlc.cli.{verb}" for verb in VERBS)
+    code = f"import jaxlc, {verbs}, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -162,7 +144,10 @@ def test_module_and_function_sizes_are_limited(path):
     assert len(path.read_text().splitlines()) <= 650
     for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno + 1 < 60, node.name
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            num_lines = node.end_lineno - node.lineno + 1
+            num_lines -= docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+            assert num_lines < 58, node.name
 
 
 def test_package_does_not_import_benchmarks_scripts_or_tests():

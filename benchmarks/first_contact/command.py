@@ -34,8 +34,8 @@ from benchmarks.first_contact import (
 )
 from benchmarks.first_contact.rows import Row, RowFile
 from benchmarks.first_contact.sizes import DRY_RUN, Sizes
-from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
+from jaxlc.runtime.start import start
 
 CONSTANTS_FILE = "constants.json"
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_first_contact.py"
@@ -100,7 +100,7 @@ def main(_: Sequence[str]) -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes, writes constants
     if values.dry_run:
-        runtime.start(RuntimeConfig(simulated_devices=1))
+        start(RuntimeConfig(simulated_devices=1))
     try:
         for name in values.parts:
             if values.dry_run:
@@ -125,7 +125,7 @@ def _write_constants(directory: Path, is_dry_run: bool) -> None:
 def _run_child(name: str, index: int, sizes: Sizes, file: RowFile, directory: Path, deadline_seconds: float) -> None:
     part = PARTS[name]
     if not part.has_process_per_row:
-        runtime.start(RuntimeConfig())
+        start(RuntimeConfig())
         all_rows = part.rows(sizes, directory)
         rows.run(name, all_rows, file, deadline_seconds, first=index, after_error=_exit_if_device_failed)
         return

@@ -15,10 +15,10 @@ from benchmarks.first_contact.attention_inputs import device_or_h100, random_inp
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import planned, step_config
-from jaxlc import runtime
 from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.config import MeshConfig, RuntimeConfig
+from jaxlc.runtime.start import start
 from jaxlc.search.measure import measure_step, random_batch, seconds_of_calls
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import DEVICE, PINNED_HOST, lacks_host_memory, memory_kind_of, to_memory_kind
@@ -48,7 +48,7 @@ def host_rows(sizes: Sizes) -> Iterator[Row]:
 def _pin(gib: float) -> dict:
     """Allocates pinned host memory in arrays of 1 GiB."""
     start_seconds = time.perf_counter()
-    runtime.start(RuntimeConfig())
+    start(RuntimeConfig())
     jax.block_until_ready(jnp.zeros(1))
     times = dict(start_seconds=time.perf_counter() - start_seconds)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED_HOST)
@@ -66,7 +66,7 @@ def _pin(gib: float) -> dict:
 
 def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool) -> dict:
     """Copies every array of a stack in host memory, alone and next to attention of about the same duration."""
-    runtime.start(RuntimeConfig())
+    start(RuntimeConfig())
     num_arrays, elements = sizes.host_stack
     on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     has_host_memory = lacks_host_memory(make_mesh(MeshConfig(), jax.devices()[:1])) is None
@@ -142,7 +142,7 @@ def host_step_rows(sizes: Sizes) -> Iterator[Row]:
 
 def _host_step(sizes: Sizes, preset: str, num_tokens: int, memory: dict) -> dict:
     config = step_config(sizes, preset, num_tokens, attention=dict(document_mask=False), memory=memory)
-    runtime.start(config.runtime)
+    start(config.runtime)
     measured = measure_step(config, 1)
     if sizes.is_dry_run:
         return measured
@@ -156,7 +156,7 @@ def _equality(sizes: Sizes, memory: dict) -> dict:
     for name, settings in (("host", memory), ("device", dict(remat="full"))):
         attention = dict(document_mask=False)
         config = step_config(sizes, sizes.preset, sizes.equality_tokens, attention=attention, memory=settings)
-        runtime.start(config.runtime)
+        start(config.runtime)
         step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
         compiled, state, batch = step.compile(), step.init(), random_batch(step)
         rows = []

@@ -17,11 +17,11 @@ import jax
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import step_config
-from jaxlc import runtime
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.restore import RestoreTarget
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import to_dict
+from jaxlc.runtime.start import start
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import build_step
@@ -106,7 +106,7 @@ def _checkpoint(sizes: Sizes) -> dict:
     """Seconds of saving and restoring a state in host memory, and the largest resident memory of the process."""
     memory = dict(parameters="host", optimizer="host", remat="full", offload=("residual",))
     config = step_config(sizes, sizes.large_preset, sizes.step_tokens[0], memory=memory)
-    runtime.start(config.runtime)
+    start(config.runtime)
     step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
     directory = prepare_workdir(tempfile.mkdtemp()) / CHECKPOINTS_DIRECTORY
     checkpoints = Checkpoints(directory, keep=1, warn=print)

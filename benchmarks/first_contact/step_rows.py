@@ -20,13 +20,13 @@ import jaxlc.profile
 from benchmarks.first_contact.attention_inputs import device_or_h100
 from benchmarks.first_contact.rows import FLAGS_WITHOUT_TRITON, Row
 from benchmarks.first_contact.sizes import Sizes
-from jaxlc import runtime
 from jaxlc.config import Config, defaults, load, to_dict
 from jaxlc.core import hardware
 from jaxlc.hlo import analyze
 from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.profile import trace_events
 from jaxlc.runtime import compilation_cache
+from jaxlc.runtime.start import start
 from jaxlc.search.measure import measure_step, random_batch
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.packed_work import sequence_work
@@ -86,7 +86,7 @@ def step_rows(sizes: Sizes) -> Iterator[Row]:
 def _step_row(sizes: Sizes, labels: dict, num_tokens: int, sections: dict, environment: dict | None = None) -> Row:
     def measure() -> dict:
         config = step_config(sizes, sizes.preset, num_tokens, **sections)
-        runtime.start(config.runtime)
+        start(config.runtime)
         return measure_step(config, sizes.repeats, _documents(config))
 
     return Row(labels=labels, measure=measure, seconds=60 + 70 * num_tokens / 131_072, environment=environment or {})
@@ -115,7 +115,7 @@ def _compile(sizes: Sizes, name: str, attention: dict, directory: str) -> dict:
         shutil.rmtree(directory, ignore_errors=True)
     sections = dict(attention=attention, runtime=dict(compilation_cache_dir=directory))
     config = step_config(sizes, sizes.preset, sizes.step_tokens[0], **sections)
-    runtime.start(config.runtime)
+    start(config.runtime)
     step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
     start_seconds = time.perf_counter()
     lowered = step.lower()
@@ -149,7 +149,7 @@ def memory_rows(sizes: Sizes) -> Iterator[Row]:
 def _planned_memory(sizes: Sizes, attention: dict) -> dict:
     """The plan's bytes next to those of the compiled program, with its workspaces, and to the peak of one step."""
     config = step_config(sizes, sizes.preset, sizes.step_tokens[-1], attention=attention)
-    runtime.start(config.runtime)
+    start(config.runtime)
     measured = measure_step(config, 1, _documents(config))
     names = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "device_peak_bytes")
     return measured | planned(config, memory=names, predicted=("step_seconds",))
@@ -177,7 +177,7 @@ def planned(config: Config, **names: Sequence[str]) -> dict[str, Any]:
 
 def _fits(sizes: Sizes, num_tokens: int) -> dict:
     config = step_config(sizes, sizes.large_preset, num_tokens, attention=_ONE_DOCUMENT)
-    runtime.start(config.runtime)
+    start(config.runtime)
     try:
         return dict(fits=True) | measure_step(config, 1)
     except jax.errors.JaxRuntimeError as error:
@@ -200,7 +200,7 @@ def _profile(sizes: Sizes, preset: str, num_tokens: int, sections: dict, directo
     """Traces steps and compares them with the estimate, as `jaxlc profile` does."""
     steps = f"{_NUM_WARM_UP + 1}:{_NUM_WARM_UP + _NUM_TRACED + 1}"
     config = step_config(sizes, preset, num_tokens, **sections, profile=dict(steps=steps))
-    runtime.start(config.runtime)
+    start(config.runtime)
     step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
     compiled, documents = step.compile(), _documents(config)
     state, batch = step.init(), random_batch(step, documents)

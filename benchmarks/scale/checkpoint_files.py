@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlc import runtime
 from jaxlc.config import RuntimeConfig
+from jaxlc.runtime.start import start
 
 NUM_DEVICES, NUM_ARRAYS = 8, 24
 _STEP = 1
@@ -21,7 +21,7 @@ _STEP = 1
 
 def save(directory: Path) -> None:
     """Every process calls it."""
-    runtime.start(RuntimeConfig(simulated_devices=NUM_DEVICES))
+    start(RuntimeConfig(simulated_devices=NUM_DEVICES))
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import jaxlc
-from jaxlc import runtime
-from jaxlc.cli.flags import ModelFlags, mesh_sizes
+from jaxlc.cli.flags import ModelFlags, import_jax, mesh_sizes
 from jaxlc.config.checks.eval_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.schema import EvalSettings
@@ -45,7 +44,7 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     if flags.simulated_devices:
         jaxlc.start(simulated_devices=flags.simulated_devices)
     settings = eval_settings({field.name: getattr(flags, field.name) for field in fields(EvalSettings)})
-    runtime.import_jax()
+    import_jax()
     from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
     from jaxlc.evals.figures import draw_maps, draw_overlays
     from jaxlc.evals.predictions import comparison, step_directories

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxlc import runtime
 from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.ranges import Above0, From1
@@ -48,11 +47,18 @@ class NodeFlags(TargetFlags):
     price_per_gpu_hour: Above0[float] | None = None
 
 
+def import_jax() -> None:
+    """Imports JAX without the notes of its CUDA plugin."""
+    import jaxlc.runtime.stderr  # noqa: F401
+
+
 def start_on_cpu() -> None:
     """Starts JAX on the CPU, whether or not there are GPUs, and without XLA's log messages about them."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are raised as exceptions
-    runtime.start(RuntimeConfig(num_processes=1))
+    from jaxlc.runtime.start import start
+
+    start(RuntimeConfig(num_processes=1))
 
 
 def with_transport(config: Config, transport: str) -> Config:

@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 import jaxlc
-from jaxlc import runtime
-from jaxlc.cli.flags import mesh_sizes
+from jaxlc.cli.flags import import_jax, mesh_sizes
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.config.ranges import Above0
 from jaxlc.core.errors import UserError
@@ -61,7 +60,7 @@ def _score(command: ParsedCommand[Flags]) -> int:
     flags = command.flags
     if flags.simulated_devices:
         jaxlc.start(simulated_devices=flags.simulated_devices)
-    runtime.import_jax()
+    import_jax()
     import jax
     from jax.experimental.multihost_utils import broadcast_one_to_all
 

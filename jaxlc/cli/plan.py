@@ -8,7 +8,6 @@ With --prompt_tokens it prints the memory of the KV cache of `jaxlc generate` in
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxlc import plan
 from jaxlc.cli.flags import (
     NodeFlags,
     check_output_file,
@@ -54,12 +53,12 @@ def _plan(command: ParsedCommand[Flags], command_line: str) -> int:
     if flags.prompt_tokens:
         _print_generation_memory(configs[0], topology, flags.prompt_tokens)
         return 0
-    from jaxlc.plan import report
+    from jaxlc.plan import plan, report
     from jaxlc.plan.result import StagePlan, StagesPlan
 
     with progress() as starting:
         plans = [
-            plan.plan(
+            plan(
                 config,
                 topology,
                 devices_per_process=flags.devices_per_process,

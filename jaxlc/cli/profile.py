@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from jaxlc.cli.flags import check_output_file, write_json
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.profile import compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,8 @@ def _compare(command: ParsedCommand[Flags]) -> int:
         check_output_file("json", flags.json)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ["JAX_PLATFORMS"] = "cpu"  # no GPU is needed to read a trace
+    from jaxlc.profile import compare
+
     result = compare(
         flags.trace, plan=flags.plan, topology=flags.topology, constants=flags.constants, num_steps=flags.steps
     )

@@ -27,7 +27,6 @@ from jaxlc.core.text import progress_lines
 from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import row_text
-from jaxlc.search.recommendation import MARK, config_source
 from jaxlc.search.runner import IsOver
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     check_path(path)
     start_on_cpu()
     from jaxlc.plan.packing_estimates import read_documents
-    from jaxlc.search.recommendation import page, recommend
+    from jaxlc.search.recommendation import config_source, page, recommend
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
@@ -117,7 +116,11 @@ def check_path(path: Path) -> None:
     if path.suffix != ".py":
         raise UserError(f"invalid --out={path}: expected the name of a config file, such as recommended.py")
     check_output_file("out", path)
-    if path.exists() and MARK not in path.read_text(errors="replace"):
+    if not path.exists():
+        return
+    from jaxlc.search.recommendation import MARK
+
+    if MARK not in path.read_text(errors="replace"):
         raise UserError(f"--out={path}: the file exists, and this command did not write it; choose another name")
 
 

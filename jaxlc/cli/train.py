@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jaxlc import runtime
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.core import text
 from jaxlc.runtime import peers
@@ -36,7 +35,6 @@ def train(command: ParsedCommand) -> int:
 
 def _run(command: ParsedCommand) -> int:
     stages = command.stages
-    runtime.import_jax()
     from jaxlc.train import loop
     from jaxlc.train.reports.step_reports import TrainingStopped
 

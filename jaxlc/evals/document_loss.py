@@ -1,7 +1,7 @@
 """Loss of documents at an exact length: by position, of the last tokens, and the gain of full context.
 
 The documents have at least the length and are cut to it, so every position has the same documents. Means over tokens
-have 95% intervals of a bootstrap over documents (`jaxlc.train.evaluation.estimate`).
+have 95% intervals of a bootstrap over documents (`jaxlc.evals.document_sums.estimate`).
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import Document, Fields, Notes, read_documents
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.evals.document_sums import DocumentSums, estimate, position_edges
 from jaxlc.evals.predictions import ScoreRow, read_scores, resumed_rows, stored_header, stored_rows
-from jaxlc.train.evaluation import DocumentSums, estimate, position_edges
 
 TokenLosses = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> losses of tokens 1 .. T - 1 in nats [B, T - 1]
 _SETTING = "documents"  # named in errors

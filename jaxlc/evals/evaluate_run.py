@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.eval_checks import LOSS, lengths_in_training
 from jaxlc.config.models.pretrained import locate, original_of
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import fingerprint_of, local_path
 from jaxlc.data.tokens.chat_templates import fitting_template
 from jaxlc.data.tokens.encoder import Stops, stops_of
@@ -28,10 +29,8 @@ from jaxlc.evals.haystack import Example
 from jaxlc.evals.predictions import ScoreRow, run_case, step_directories, store_scores
 from jaxlc.generation.generate_text import PromptEncoder, encoder_of, generator_of, stops_for, warn_beyond_context
 from jaxlc.generation.generator import Generator
-from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.language_model import LanguageModel, TrainedModel
 from jaxlc.step.step import TrainStep
-from jaxlc.train.evaluation import NamedScore
-from jaxlc.train.result import Result
 
 Report = Callable[[ScoreRow], None]
 _CHECKED_TOKENS = 8192  # longer examples take long to make
@@ -121,7 +120,7 @@ def results_directory(source: str | Path) -> Path:
 
 
 def evaluate_run(
-    result: Result,
+    result: TrainedModel,
     settings: EvalsConfig,
     out: Path,
     report: Report = lambda row: None,
@@ -142,8 +141,18 @@ def evaluate_run(
     return model.evaluate(settings, report)
 
 
+class NamedScore(NamedTuple):
+    """A mean over examples or documents."""
+
+    name: str  # TASK@LENGTH
+    score: float  # percent, or nats per token
+    standard_error: float  # NaN for one example
+    num_examples: int
+    seconds: float
+
+
 class TrainingScorer:
-    """The scorer of a stage; see `jaxlc.train.evaluation.Scorer`.
+    """Computes the scores of config.evals. Its programs are compiled once, for all evaluations of a stage.
 
     Losses of documents use the live parameters. Generation copies them once in the compute dtype, sharded as they are,
     and frees the copy after the evaluation; the KV cache is sharded over context and tensor. Compiled programs remain.
@@ -158,12 +167,25 @@ class TrainingScorer:
         self._generator: Generator | None = None
 
     def check(self) -> None:
+        """Makes an example of each task, without a model.
+
+        Raises:
+          UserError: a file cannot be read, or a task has no example of the lengths.
+        """
         try:
             check_examples(self._settings, self._encode)
         except UserError as error:
             raise UserError(f"config.evals: {error}") from error
 
     def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
+        """Evaluates the parameters of `step` and writes predictions, scores and figures to `workdir`/evals.
+
+        Predictions of the same parameters that an interrupted evaluation has stored there are used. Every process of a
+        run makes the same call.
+
+        Args:
+          log: prints a line.
+        """
         out, is_copied, config = workdir / "evals", False, self._step.config
         params = jax.tree.map(_strongly_typed, params)
 
@@ -201,6 +223,19 @@ class TrainingScorer:
             draw_maps(rows, out)
             draw_overlays({path.name: path for path in step_directories(out)}, out)
         return list(_named(rows))
+
+
+def make_scorer(step: TrainStep, tokenizer: Tokenizer) -> TrainingScorer | None:
+    """The scorer of a stage; None without config.evals.tasks.
+
+    Raises:
+      Unsupported: a custom model.
+    """
+    if not step.config.evals.tasks:
+        return None
+    if step.model is not None:
+        raise Unsupported("config.evals.tasks is unsupported with a custom model, whose attention has no KV cache")
+    return TrainingScorer(step, tokenizer)
 
 
 def _strongly_typed(x: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
 from jaxlc.generation.generate_text import generator_of, stops_for, template_of
 from jaxlc.generation.sampling import Sampling
-from jaxlc.train.result import Result
+from jaxlc.step.language_model import TrainedModel
 
 NAME = "jaxlc"  # the model in lm_eval
 _MAX_NEW_TOKENS = 256  # default of tasks without a limit, as for the model `hf`
@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        path: str | Path | Result,
+        path: str | Path | TrainedModel,
         *,
         step: int | None = None,
         batch_size: int | str = 1,
@@ -79,7 +79,7 @@ class HarnessModel(TemplateLM):
             raise UserError(f"unknown argument {min(unknown)!r} of the model: expected {expected}")
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"invalid --batch_size={batch_size}: expected a number of at least 1")
-        self._result = path if isinstance(path, Result) else jaxlc.load(path, step=step, mesh=mesh or None)
+        self._result = path if isinstance(path, TrainedModel) else jaxlc.load(path, step=step, mesh=mesh or None)
         self._tokenizer, self._template_setting = self._result.tokenizer, chat_template
         self.batch_size, self._seed = int(batch_size), _seed_of_lm_eval() if seed is None else int(seed)
         self.max_length = int(max_length) or _trained_length(self._result)
@@ -259,7 +259,7 @@ def _seed_of_lm_eval() -> int:
     return torch.initial_seed() % 2**32 if torch else 0
 
 
-def _trained_length(result: Result) -> int:
+def _trained_length(result: TrainedModel) -> int:
     """max_position_embeddings of a Hugging Face directory; the sequence length of a run."""
     if not result.is_pretrained:
         return result.config.data.seq_len

@@ -22,8 +22,7 @@ from jaxlc.data.tokens.encoder import Encoder, Stops, stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generator import Generation, Generator, Stream
 from jaxlc.generation.sampling import Sampling
-from jaxlc.step.language_model import LanguageModel
-from jaxlc.train.result import Result
+from jaxlc.step.language_model import LanguageModel, TrainedModel
 
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
 
@@ -67,7 +66,7 @@ class PromptEncoder:
         return lambda text: len(self.tokenizer.encode(text.encode())) + overhead_tokens
 
 
-def template_of(result: Result, setting: str = "", *, flag: str = "--chat_template") -> ChatTemplate:
+def template_of(result: TrainedModel, setting: str = "", *, flag: str = "--chat_template") -> ChatTemplate:
     """The chat template of the prompts of generate, eval and lm-evaluation-harness.
 
     Args:
@@ -79,7 +78,7 @@ def template_of(result: Result, setting: str = "", *, flag: str = "--chat_templa
     return fitting_template(setting or result.config.data.chat_template, result.tokenizer, flag=flag)
 
 
-def encoder_of(result: Result, *, chat: bool, chat_template: str = "") -> PromptEncoder:
+def encoder_of(result: TrainedModel, *, chat: bool, chat_template: str = "") -> PromptEncoder:
     """The encoder of a run, or of a Hugging Face directory, whose texts start as in `transformers`.
 
     Args:
@@ -101,7 +100,7 @@ _generators: weakref.WeakKeyDictionary[LanguageModel, Generator] = weakref.WeakK
 
 
 def generate_text(
-    result: Result,
+    result: TrainedModel,
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
@@ -143,7 +142,7 @@ def generate_text(
     )
 
 
-def generator_of(result: Result) -> Generator:
+def generator_of(result: TrainedModel) -> Generator:
     """The generator of the model of `result`; the same one in later calls.
 
     Raises:
@@ -157,7 +156,7 @@ def generator_of(result: Result) -> Generator:
     return _generators[model]
 
 
-def warn_beyond_context(result: Result, num_tokens: int) -> None:
+def warn_beyond_context(result: TrainedModel, num_tokens: int) -> None:
     """Prints a warning on stderr, on one process, if texts of `num_tokens` are longer than the context of the model."""
     config = result.train_step.config
     trained_tokens = 0 if result.is_pretrained else config.data.seq_len
@@ -166,7 +165,7 @@ def warn_beyond_context(result: Result, num_tokens: int) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def stops_for(result: Result, template: ChatTemplate | None = None) -> Stops:
+def stops_for(result: TrainedModel, template: ChatTemplate | None = None) -> Stops:
     """What ends the answers of the model of `result` to prompts in `template`."""
     original = original_of(result.config.model.init_from, result.workdir)
     return stops_of(result.config, result.tokenizer, original, template)

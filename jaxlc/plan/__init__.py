@@ -1,29 +1,34 @@
 """Ahead-of-time planning: compiles the training step for absent GPUs; reports memory, collectives, estimated time.
 
 `plan` compiles a step and returns a `Plan`; `Plan.from_json` reads a stored one. `mesh_figure` draws a mesh without
-compiling. Modules are imported on first use, so that `python -m jaxlc.plan` can set the environment before JAX starts.
+compiling.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from ml_collections import ConfigDict
+
+import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
+from jaxlc.config import Config, RuntimeConfig
+from jaxlc.core import errors
 from jaxlc.core.errors import checked
+from jaxlc.plan.result import Plan, plan_step
+from jaxlc.runtime.start import start
+from jaxlc.sharding.mesh import all_sizes
+from jaxlc.simulate.roofline import from_file
+from jaxlc.simulate.topology import topology as topology_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from ml_collections import ConfigDict
-
-    from jaxlc.config import Config
-    from jaxlc.plan.result import Plan
 
 __all__ = ["Plan", "mesh_figure", "plan"]
-
-_ADVICE = "jaxlc.search.best_first"
 
 
 @checked
 def plan(
-    config: "ConfigDict | Config",
+    config: ConfigDict | Config,
     topology: str,
     *,
     devices_per_process: int = 1,
@@ -32,8 +37,8 @@ def plan(
     constants: str = "",
     evaluation: bool = False,
     document_lengths: str = "",
-    starting=lambda description: None,
-) -> "Plan":
+    starting: Callable[[str], None] = lambda description: None,
+) -> Plan:
     """Compiles the training step of `config` for GPUs such as "h100:8x8". No GPU is needed. Print the result.
 
     Args:
@@ -54,21 +59,17 @@ def plan(
     Raises:
       UserError: invalid user input; see `result.plan_step`.
     """
-    from jaxlc import runtime
-    from jaxlc.config import RuntimeConfig
-
-    runtime.start(RuntimeConfig(num_processes=1))  # before anything imports jax
-    from jaxlc.plan.result import plan_step
-    from jaxlc.simulate.roofline import from_file
-    from jaxlc.simulate.topology import topology as parse_topology
-
-    gpus = parse_topology(topology, devices_per_process=devices_per_process, host_memory_gib=host_memory_gib)
+    start(RuntimeConfig(num_processes=1))
+    gpus = topology_of(topology, devices_per_process=devices_per_process, host_memory_gib=host_memory_gib)
     roofline = from_file(constants)
-    options = dict(roofline=roofline, evaluation=evaluation, document_lengths=document_lengths)
-    result = plan_step(config, gpus, lambda: starting(f"the training step for {gpus}"), **options)
+    starting_step = functools.partial(starting, f"the training step for {gpus}")
+    result = plan_step(
+        config, gpus, starting_step, roofline=roofline, evaluation=evaluation, document_lengths=document_lengths
+    )
     if advise and not result.memory.fits:
-        advise_module = importlib.import_module(_ADVICE)  # by name, since search is a layer above
-        return advise_module.with_advice(result, config, gpus, starting, roofline)
+        from jaxlc.search.best_first import with_advice  # the search compiles plans
+
+        return with_advice(result, config, gpus, starting, roofline)
     return result
 
 
@@ -87,28 +88,7 @@ def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
       UserError: matplotlib is not installed, an axis or GPU is unknown, or the mesh and the topology have different
         numbers of devices.
     """
-    from jaxlc import runtime
-    from jaxlc.core import errors
-
     errors.require("matplotlib", "a figure of the mesh")
-    runtime.import_jax()
     from jaxlc.plan import figures
-    from jaxlc.sharding.mesh import all_sizes
-    from jaxlc.simulate.topology import topology as parse_topology
 
-    return figures.mesh_figure(all_sizes(mesh), parse_topology(topology))
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Plan":
-        from jaxlc import runtime
-
-        runtime.import_jax()
-        from jaxlc.plan.result import Plan
-
-        return Plan
-    raise AttributeError(f"module 'jaxlc.plan' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+    return figures.mesh_figure(all_sizes(mesh), topology_of(topology))

@@ -1,16 +1,15 @@
 """Compares a trace of training steps with the estimate of the plan.
 
-`compare` reads a trace that config.profile.steps or `jax.profiler` wrote. Modules are imported on first use, so that
-`python -m jaxlc.profile` can set the environment before JAX starts.
+`compare` reads a trace that config.profile.steps or `jax.profiler` wrote.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc.core.errors import checked
-
-if TYPE_CHECKING:
-    from jaxlc.profile.comparison import Comparison
+from jaxlc.core.files import local_path
+from jaxlc.profile import comparison, trace_events
+from jaxlc.profile.comparison import Comparison
 
 __all__ = ["compare"]
 
@@ -18,7 +17,7 @@ __all__ = ["compare"]
 @checked
 def compare(
     trace: str | Path, *, plan: str = "", topology: str = "", constants: str = "", num_steps: int = 0
-) -> "Comparison":
+) -> Comparison:
     """Compares the time of a traced step with its estimate, by class: attention, matrix products, other kernels,
     exposed communication, exposed host copies and gaps. Print the result.
 
@@ -31,12 +30,6 @@ def compare(
     Raises:
       UserError: a file cannot be read, or the trace has no device events or no step ranges.
     """
-    from jaxlc import runtime
-
-    runtime.import_jax()
-    from jaxlc.core.files import local_path
-    from jaxlc.profile import comparison, trace_events
-
     path = trace_events.find(local_path(trace))
     run = comparison.read_run(path)
     prediction = comparison.predict(run, plan=plan, topology_name=topology, constants=constants)

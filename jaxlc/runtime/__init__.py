@@ -1,5 +1,1 @@
-"""Configures the environment, then starts JAX. Importing this package does not import JAX."""
-
-from jaxlc.runtime.start import import_jax, start, start_training
-
-__all__ = ["import_jax", "start", "start_training"]
+"""The start of JAX: devices, processes, memory, XLA flags, compilation cache; and the watching of processes."""

@@ -4,60 +4,11 @@ A thread that holds the interpreter lock stops all Python code. The timer's sign
 needs no Python code, so the exit status is 142.
 """
 
-import contextlib
 import faulthandler
-import io
 import math
-import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator, Sequence
 from typing import TextIO
-
-
-@contextlib.contextmanager
-def without_lines(notes: Sequence[str]) -> Iterator[None]:
-    """Removes lines that contain one of `notes` from stderr. A thread passes on all others as they are written.
-
-    Python's own messages take no detour, so those of a process that ends in the meantime are printed. Lines of C++ code
-    that ends the process at once, without giving the thread time, are lost: enter this only around calls that do not.
-    """
-    sys.stderr.flush()
-    users, stderr_copy = sys.stderr, os.dup(2)
-    reader, writer = os.pipe()
-    os.dup2(writer, 2)
-    os.close(writer)
-    with contextlib.ExitStack() as stack:
-        if _descriptor_of(users) == 2:  # not in a notebook, which has another stream
-            sys.stderr = os.fdopen(os.dup(stderr_copy), "w", buffering=1, encoding=users.encoding, errors=users.errors)
-            stack.callback(sys.stderr.close)
-        relay = threading.Thread(target=_relay, args=(reader, stderr_copy, notes), daemon=True)
-        relay.start()
-        try:
-            yield
-        finally:
-            sys.stderr = users
-            os.dup2(stderr_copy, 2)  # closes the writing end of the pipe
-            relay.join()
-
-
-def _relay(reader: int, target: int, notes: Sequence[str]) -> None:
-    """Copies the lines that contain none of `notes`, until the pipe is closed; then closes both."""
-    with os.fdopen(reader, "rb") as lines, os.fdopen(target, "wb", buffering=0) as output:
-        for line in lines:
-            if not any(note.encode() in line for note in notes):
-                with contextlib.suppress(OSError):  # nobody reads stderr
-                    output.write(line)
-
-
-def _descriptor_of(stream: io.TextIOBase) -> int | None:
-    """The file descriptor of a stream; None if it has none, as in a notebook."""
-    try:
-        return stream.fileno()
-    except (OSError, ValueError, AttributeError):
-        return None
-
 
 _LEAST_SECONDS = 1.0
 _lock = threading.Lock()  # of the timer, which the watched thread and the one that ends the process set

@@ -14,10 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import local_path
-from jaxlc.runtime import alarm
+from jaxlc.runtime import stderr
 from jaxlc.runtime.xla_flags import xla_version
 
 # Of the default directory. JAX can bound the size itself, but that needs the package filelock, and JAX 0.10 fails to
@@ -46,8 +49,6 @@ def configure(config: RuntimeConfig, platform: str) -> None:
     Raises:
       UserError: the directory that the config names cannot be created.
     """
-    import jax
-
     users = _users_directory(jax.config.jax_compilation_cache_dir)
     if config.compilation_cache_dir == "auto" and users is not None:
         _set_directories(users, for_step_only=None)
@@ -73,12 +74,10 @@ def for_step(devices: Iterable) -> Iterator[None]:
         with disabled():
             yield
     elif _Directories.step is not None:
-        import jax
-
         before = jax.config.jax_compilation_cache_dir
         _update("jax_compilation_cache_dir", _Directories.step)
         try:
-            with alarm.without_lines(_CPU_NOTES), _torn_entries_deleted():
+            with stderr.without_lines(_CPU_NOTES), _torn_entries_deleted():
                 yield
         finally:
             _update("jax_compilation_cache_dir", before)
@@ -94,8 +93,6 @@ def _torn_entries_deleted() -> Iterator[None]:
     JAX detects them by the checksum of the compressed entry, warns, and compiles; but it does not replace an entry that
     exists, so every restart would compile again.
     """
-    import jax
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -126,8 +123,6 @@ def _is_torn(path: Path) -> bool:
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Compiles without the persistent cache. Entries on disk are not touched."""
-    import jax
-
     was_enabled = jax.config.jax_enable_compilation_cache
     _update("jax_enable_compilation_cache", False)
     try:
@@ -139,8 +134,6 @@ def disabled() -> Iterator[None]:
 @contextlib.contextmanager
 def watch() -> Iterator[Callable[[], bool]]:
     """Yields a function: whether at least one program was compiled since, and all of them came from the cache."""
-    import jax
-
     counts: Counter[str] = Counter()
 
     def listen(event: str, **_) -> None:
@@ -208,8 +201,6 @@ def _default_directory() -> str | None:
 
 
 def _set_directories(directory: str | None, *, for_step_only: str | None) -> None:
-    import jax
-
     _Directories.step = for_step_only
     if jax.config.jax_compilation_cache_dir != directory:
         _update("jax_compilation_cache_dir", directory)
@@ -218,16 +209,11 @@ def _set_directories(directory: str | None, *, for_step_only: str | None) -> Non
 
 def _update(option: str, value: bool | str | None) -> None:
     """Sets an option of JAX's cache, and makes JAX decide again whether and where the cache is."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
     jax.config.update(option, value)
     compilation_cache.reset_cache()
 
 
 def _is_absent(device) -> bool:
-    import jax
-
     try:
         return device not in jax.devices(device.platform)
     except RuntimeError:  # JAX has no devices of that platform

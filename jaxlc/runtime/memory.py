@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.hardware import is_coherent_with_host
@@ -241,8 +243,6 @@ def _host_pool_line(pool_bytes: int, num_local: int) -> str:
 @contextlib.contextmanager
 def explained(config: RuntimeConfig) -> Iterator[None]:
     """Turns RESOURCE_EXHAUSTED of either pool into a UserError with the pool, its size, the need and the setting."""
-    import jax
-
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

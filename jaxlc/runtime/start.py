@@ -1,21 +1,23 @@
-"""Sets the environment variables that JAX reads at its start, and connects the processes of a run."""
+"""Sets the environment variables that JAX reads at its start, and connects the processes of a run.
 
-import contextlib
+JAX and XLA read XLA_FLAGS, the platform and the number of devices when the first device is used, not when JAX is
+imported (JAX 0.10.1, 0.11.2 and 0.12.0.1). Two variables are read at the import: TF_CPP_MIN_LOG_LEVEL, and
+JAX_PLATFORMS, whose option can be set later.
+"""
+
 import functools
 import os
-import shutil
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
+import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc._jax_internals import backends_are_initialized, register_plugins
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import count_text
-from jaxlc.runtime import alarm, compilation_cache, launcher, memory, peers, rendezvous, xla_flags
+from jaxlc.runtime import compilation_cache, launcher, memory, peers, rendezvous, stderr, xla_flags
 from jaxlc.runtime.xla_flags import check_users_flags
 
-_DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is called")
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 # Simulated devices share few cores, so one may be late by more than the 40 s after which XLA assumes that a CPU
 # collective is stuck and aborts. XLA knows both flags in every JAX version from 0.10.1 to 0.12.
@@ -39,14 +41,13 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
       UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the directory of the
         compilation cache cannot be created, or another process of the run is missing or contradicts this one.
     """
-    import_jax()
     import jax
 
     launch = launcher.find(os.environ)
     config = launcher.resolve(config, launch)
     if not backends_are_initialized():
         _set_environment(config, os.environ, launch=launch, pinned_host_bytes=pinned_host_bytes)
-        if "JAX_PLATFORMS" in os.environ:  # jax reads it when it is imported, which may have been long ago
+        if "JAX_PLATFORMS" in os.environ:
             jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
         if config.num_processes > 1 and not jax.distributed.is_initialized():
             peers.connect(config, functools.partial(print, file=sys.stderr, flush=True))
@@ -59,7 +60,7 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
                 initialization_timeout=config.start_timeout_seconds,
                 heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS if is_watched else config.heartbeat_seconds,
             )
-    with _without_driver_notes():  # XLA parses its flags later, and ends the process at an unknown one
+    with stderr.without_driver_notes():  # XLA parses its flags later, and ends the process at an unknown one
         register_plugins()
     platform = jax.devices()[0].platform
     compilation_cache.configure(config, platform)
@@ -75,13 +76,6 @@ def start_training(config: RuntimeConfig, pinned_host_bytes: int, *, is_prefligh
     """
     is_watched = config.watchdog_factor > 0 and not is_preflight
     start(config, pinned_host_bytes=pinned_host_bytes, is_watched=is_watched)
-
-
-def import_jax() -> None:
-    """Imports JAX without starting it and without XLA's notes. Call it before a top-level import of JAX."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # warnings and errors only; read at jax's import
-    with _without_driver_notes():
-        import jax  # noqa: F401
 
 
 def _set_environment(
@@ -102,7 +96,7 @@ def _set_environment(
     if config.simulated_devices:
         environment["JAX_PLATFORMS"] = "cpu"
         environment["XLA_FLAGS"] = _simulation_flags(config, environment.get("XLA_FLAGS", ""))
-    elif not _has_nvidia_driver():
+    elif not stderr.has_nvidia_driver():
         # The CUDA plugin may still be installed; without a driver it prints a traceback.
         environment.setdefault("JAX_PLATFORMS", "cpu")
     lines = []
@@ -145,19 +139,6 @@ def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
         )
     ours = [device_count, *_COLLECTIVE_TIMEOUTS]
     return " ".join([*(flag for flag in ours if flag not in users_flags.split()), users_flags]).strip()
-
-
-def _without_driver_notes() -> contextlib.AbstractContextManager[None]:
-    """Removes the CUDA plugin's notes about a missing driver from stderr, where it is only used to compile.
-
-    Its C++ code prints them several times at any log level.
-    """
-    return contextlib.nullcontext() if _has_nvidia_driver() else alarm.without_lines(_DRIVER_NOTES)
-
-
-def _has_nvidia_driver() -> bool:
-    paths = ("/dev/nvidia0", "/dev/nvidiactl", "/proc/driver/nvidia")  # WSL has only nvidia-smi
-    return any(Path(path).exists() for path in paths) or shutil.which("nvidia-smi") is not None
 
 
 def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int, num_processes: int) -> None:

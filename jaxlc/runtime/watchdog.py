@@ -34,6 +34,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import jax
+
 from jaxlc._jax_internals import coordination_client
 from jaxlc.config import RuntimeConfig
 from jaxlc.core import interrupts
@@ -194,8 +196,6 @@ class Watchdog:
         Args:
           directory: for the reports.
         """
-        import jax
-
         self._factor, self._floor_seconds = config.watchdog_factor, float(config.watchdog_floor_seconds)
         self._first_seconds = float(config.watchdog_first_seconds or math.inf)
         self._process_id, self._num_processes = jax.process_index(), jax.process_count()
@@ -336,8 +336,6 @@ class Watchdog:
         peers.end_run(text, announces=True, since=since)
 
     def _write_report(self, text: str, rows: list[Row]) -> None:
-        import jax
-
         lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", "", *(table_lines(rows) if rows else []), ""]
         print(*lines, sep="\n", file=self._report, flush=True)
         faulthandler.dump_traceback(self._report, all_threads=True)
@@ -465,8 +463,6 @@ def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
 
 def text_of_process_0(name: str, text: str) -> str:
     """`text` of process 0, on every process; that of other processes is not used."""
-    import jax
-
     if (client := coordination_client()) is None:
         return text
     key = f"jaxlc/{name} {next(_num_names)}"
@@ -479,8 +475,6 @@ def text_of_process_0(name: str, text: str) -> str:
 
 def problem_of_any_process(name: str, problem: str) -> str:
     """The problem of the first process that has one, on every process; "": none has."""
-    import jax
-
     if (client := coordination_client()) is None:
         return problem
     prefix = f"jaxlc/{name} {next(_num_names)}/"
@@ -503,8 +497,6 @@ class Program:
         self._compiled: set[Any] = set()  # structures, shapes and dtypes of arguments
 
     def __call__(self, *arguments: Any) -> Any:
-        import jax
-
         if jax.process_count() > 1:
             leaves, structure = jax.tree.flatten(arguments)
             if (key := (structure, *map(jax.typeof, leaves))) not in self._compiled:

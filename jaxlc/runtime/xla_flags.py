@@ -30,6 +30,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+import jax
+
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.launcher import num_gpus_on_machine
@@ -294,7 +296,7 @@ def unsupported(name: str, environment: TransportEnvironment) -> str | None:
         if not environment.is_nvshmem_started:
             return (
                 "JAX has started without NVSHMEM; restart Python (in a notebook, the kernel) and call"
-                " jaxlc.runtime.start(config.runtime) first, without NVSHMEM turned off in XLA_FLAGS"
+                " jaxlc.runtime.start.start(config.runtime) first, without NVSHMEM turned off in XLA_FLAGS"
             )
     elif name == "symmetric":
         if environment.nccl_version is None:
@@ -314,8 +316,6 @@ def unsupported(name: str, environment: TransportEnvironment) -> str | None:
 
 def environment_of(devices: Sequence) -> TransportEnvironment:
     """The environment of a program for `devices`. For absent devices, all libraries are assumed to be installed."""
-    import jax
-
     num_devices = Counter(device.process_index for device in devices)
     are_attached = devices[0] in jax.devices()
     return TransportEnvironment(

@@ -26,8 +26,7 @@ from jaxlc.search.ranking import ROWS, read_rows, row_text
 from jaxlc.search.space import Point, departures, name_of
 
 if TYPE_CHECKING:
-    from jaxlc.plan import Plan
-
+    from jaxlc.plan.result import Plan
 
 _TIMED_STEPS = 5
 _TIMES = (  # columns, of `Prediction` and of `Memory`
@@ -40,21 +39,34 @@ _MEMORY = (
 )  # fmt: skip
 
 
-def estimate_point(config: Config, constants: str = "", devices_per_process: int = 1, **options) -> Row:
+def estimate_point(
+    config: Config,
+    constants: str = "",
+    devices_per_process: int = 1,
+    host_memory_gib: float | None = None,
+    document_lengths: str = "",
+) -> Row:
     """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a ranking needs.
 
     Args:
       devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in a part of a node.
-      options: further arguments of `jaxlc.plan.plan`.
+      constants, host_memory_gib, document_lengths: as for `jaxlc.plan.plan`.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # read by jax at import, here and in child processes
-    from jaxlc import plan, runtime
+    os.environ["JAX_PLATFORMS"] = "cpu"  # also in child processes
+    from jaxlc.plan.result import plan_step
+    from jaxlc.runtime.start import start
+    from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
-    runtime.start(RuntimeConfig(num_processes=1))
+    start(RuntimeConfig(num_processes=1))
     name = config.runtime.topology
-    options["devices_per_process"] = math.gcd(devices_per_process, parse_topology(name).gpus_per_domain)
-    return row_of(plan.plan(config, name, constants=constants, **options), config)
+    gpus = parse_topology(
+        name,
+        devices_per_process=math.gcd(devices_per_process, parse_topology(name).gpus_per_domain),
+        host_memory_gib=host_memory_gib,
+    )
+    roofline = from_file(constants)
+    return row_of(plan_step(config, gpus, lambda: None, roofline, document_lengths=document_lengths), config)
 
 
 def row_of(result: "Plan", config: Config) -> Row:
@@ -106,24 +118,22 @@ def _warnings(plan: "Plan") -> Iterator[str]:
 
 def local_devices(config: Config) -> Row:
     """The kind and number of the devices of this machine."""
-    from jaxlc import runtime
-
-    runtime.start(config.runtime)
     import jax
+
+    from jaxlc.runtime.start import start
+
+    start(config.runtime)
 
     return dict(device=jax.devices()[0].device_kind, num_devices=jax.device_count())
 
 
 def measure_point(config: Config) -> Row:
     """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
-    from jaxlc import runtime
-
-    runtime.import_jax()
+    from jaxlc.runtime.start import start
     from jaxlc.search.measure import measure_step
     from jaxlc.step.memory import pinned_bytes
 
-    runtime.start(config.runtime, pinned_host_bytes=pinned_bytes(config).pooled)
-
+    start(config.runtime, pinned_host_bytes=pinned_bytes(config).pooled)
     figures = measure_step(config, _TIMED_STEPS)
     return dict(
         step_seconds=figures["seconds"],

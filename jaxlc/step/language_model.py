@@ -4,6 +4,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
+from jaxlc.config.models.pretrained import CONFIG_FILE
 from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
@@ -280,3 +284,33 @@ def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
 
 def _global_array(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a run at one step, or of a Hugging Face directory."""
+
+    step: int  # optimizer steps done, also by earlier runs in the same workdir
+    params: dict  # the trained parameters, float32, sharded over the mesh
+    tokenizer: Tokenizer  # of the run: text to token ids and back
+    workdir: Path  # directory of metrics, plots and checkpoints
+    train_step: TrainStep = field(repr=False)  # config, mesh, model, loss and optimizer of the run
+
+    @property
+    def config(self) -> Config:
+        return self.train_step.config
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.train_step.mesh
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether this is the model of a Hugging Face directory, loaded as it is. Its RoPE follows the length of each
+        text instead of data.seq_len."""
+        return (self.workdir / CONFIG_FILE).is_file()
+
+    @cached_property
+    def model(self) -> LanguageModel:
+        """Logits, token losses and hidden states of the trained model, for text or tokens."""
+        return LanguageModel(self.train_step, self.params, self.tokenizer, is_pretrained=self.is_pretrained)

@@ -10,15 +10,15 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from jaxlc import runtime
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, load_stages
 from jaxlc.core import errors, hardware
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import local_path, make_writable
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory import explained
+from jaxlc.runtime.start import start_training
 from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
@@ -62,9 +62,10 @@ from jaxlc.train.stage_setup import (
 from jaxlc.train.stragglers import Stragglers
 
 
+@checked
 def run(
     config: ConfigDict | Config | tuple[Stage, ...],
-    workdir: str | Path,
+    workdir: str | Path = "runs/notebook",
     *,
     config_path: str = "",
     model: Model | None = None,
@@ -75,11 +76,35 @@ def run(
     eval_batches: Batches | None = None,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Trains `config` in `workdir`; see `jaxlc.train.run`.
+    """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns the trained model.
+
+    The first SIGTERM, SIGHUP or Ctrl-C during the loop saves a checkpoint after the current step and returns; a second
+    signal raises KeyboardInterrupt at once.
 
     Args:
-      config: settings, or the stages that `load_stages` returned.
-      config_path: where the config comes from, NAME[:VARIANT]; used in error messages.
+      config: settings, from `jaxlc.config.read_config` or `defaults`; or the stages of `jaxlc.config.load_stages`.
+      workdir: directory of metrics, plots and checkpoints.
+      config_path: where the config comes from, NAME[:VARIANT], for error messages.
+      model: a model to train instead of the decoder of config.model, of which only vocab_size is used then; see
+        `jaxlc.train.Model`.
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
+        [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
+      policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs, batch) -> sum of the
+        losses`, float32, differentiable. log_probs are those of the targets, float32 [sequences, tokens]; arrays of
+        batch, such as advantages and loss_weights, have that shape. The sum is divided as posttrain.loss does.
+      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule included.
+      batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
+        seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",
+        "targets" and "loss_weights" of that shape. By default a sequence is one document and the target is the next
+        token. A run that resumes skips the batches of the steps already done, so pass the same iterable from its start.
+        Training ends with the iterable, or after train.steps. With several processes, each passes the same batches.
+      eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no evaluation.
+      callbacks: objects with the methods of `jaxlc.train.Callback`.
+    Raises:
+      UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled;
+        another run trains in `workdir`, its disk is full, or parameters are not finite when a checkpoint is due.
+      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a stage ends with a
+        held-out loss above its max_eval_loss, or a score below its min_scores.
     """
     # Config and devices: every stage is checked before the first one starts.
     stages = load_stages(config)
@@ -123,7 +148,7 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
       UserError: JAX cannot start, or a stage does not fit the devices or the data.
     """
     pinned_host_bytes = max(pinned_bytes(stage.config).pooled for stage in stages)
-    runtime.start_training(stages[0].config.runtime, pinned_host_bytes)
+    start_training(stages[0].config.runtime, pinned_host_bytes)
     check_equal_settings(stages)
     for stage in stages:
         check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)

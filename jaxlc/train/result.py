@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxlc import runtime
 from jaxlc._jax_internals import backends_are_initialized
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step, read_meta
 from jaxlc.checkpoints.pretrained import load_pretrained, restore_all_params
@@ -24,11 +22,12 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import displayed, local_path
 from jaxlc.data import open_corpus
-from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
+from jaxlc.data.tokens.tokenizers import tokenizer_of
 from jaxlc.data.traces.open_traces import open_traces
+from jaxlc.runtime.start import start
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
-from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.language_model import TrainedModel
 from jaxlc.step.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation import Evaluation, Evaluator
@@ -41,40 +40,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(TrainedModel):
     """A run, as returned by `jaxlc.train.run` and `jaxlc.load`."""
 
-    step: int  # optimizer steps done, also by earlier runs in the same workdir
     # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGHUP 129, SIGINT (Ctrl-C) 130
     exit_status: int = 0
-    params: dict  # the trained parameters, float32, sharded over the mesh
-    tokenizer: Tokenizer  # of the run: text to token ids and back
-    workdir: Path  # directory of metrics, plots and checkpoints
     rows: list[Row] = field(default_factory=list, repr=False)  # the content of metrics.jsonl
-    train_step: TrainStep = field(repr=False)  # config, mesh, model, loss and optimizer of the run
     evaluate: Callable[[], Evaluation] = field(repr=False)  # evaluates `params` on the held-out sequences of the run
     # Held-out loss after the last step; None if a signal stopped the run before it, if the run was loaded, or if the
     # run has no held-out sequences.
     evaluation: Evaluation | None = None
-
-    @property
-    def config(self) -> Config:
-        return self.train_step.config
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.train_step.mesh
-
-    @property
-    def is_pretrained(self) -> bool:
-        """Whether this is the model of a Hugging Face directory, loaded as it is. Its RoPE follows the length of each
-        text instead of data.seq_len."""
-        return (self.workdir / CONFIG_FILE).is_file()
-
-    @cached_property
-    def model(self) -> LanguageModel:
-        """Logits, token losses and hidden states of the trained model, for text or tokens."""
-        return LanguageModel(self.train_step, self.params, self.tokenizer, is_pretrained=self.is_pretrained)
 
     @cached_property
     def history(self) -> History:
@@ -274,7 +249,7 @@ def _start(config: Config) -> list[jax.Device]:
       UserError: there are fewer devices than the mesh has.
     """
     if not backends_are_initialized():
-        runtime.start(config.runtime)
+        start(config.runtime)
     devices = jax.devices()
     if len(devices) < config.mesh.num_devices:
         raise UserError(

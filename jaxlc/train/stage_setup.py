@@ -29,12 +29,13 @@ from jaxlc.config.models.pretrained import copy_description
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import AUTO
+from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.models.freezing import trained_settings
 from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
 from jaxlc.train.callbacks import Callbacks, Position, TrainingStopped, is_period
-from jaxlc.train.evaluation import Evaluator, Scorer, make_scorer
+from jaxlc.train.evaluation import Evaluator
 from jaxlc.train.reports.metrics import METRICS_FILE, Timings, read_rows
 from jaxlc.train.reports.progress import Progress
 from jaxlc.train.reports.start_report import resume_lines
@@ -58,7 +59,7 @@ class PreparedStage(Stage):
         return Evaluator(self.step, self.data.heldout, self.config.train.eval_sequences)
 
     @cached_property
-    def scorer(self) -> Scorer | None:
+    def scorer(self) -> TrainingScorer | None:
         """None: there are no config.evals.tasks."""
         return make_scorer(self.step, self.data.tokenizer)
 

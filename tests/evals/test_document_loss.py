@@ -14,9 +14,9 @@ from jaxlc.config import EvalsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from jaxlc.evals.document_loss import DocumentLosses, loss_rows, read_cut_documents, stored_losses
+from jaxlc.evals.document_sums import DocumentSums
 from jaxlc.evals.predictions import read_scores
 from jaxlc.train import result as loaded_run
-from jaxlc.train.evaluation import DocumentSums
 from tests.train import runs
 
 LENGTH, LIMIT, LAST = 512, 128, 256

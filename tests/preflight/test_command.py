@@ -11,10 +11,8 @@ from tests.helpers import TIMEOUT_SECONDS, free_port
 ROOT = Path(__file__).parents[2]
 _WITH_FAULTS = """
 import sys, types, time
-from jaxlc import runtime
-runtime.import_jax()
 from jaxlc.cli import preflight as program
-from jaxlc.preflight import facts, shared_directory
+from jaxlc.preflight import check, facts, shared_directory
 from jaxlc.runtime import peers
 from jaxlc.train import stragglers
 
@@ -23,7 +21,7 @@ if "--config.runtime.process_id=1" in sys.argv:
     versions, device_times = facts.versions, stragglers.device_times
     facts.versions = lambda driver: versions(driver) | {"NCCL": "2.18.1"}
     facts.free_host_bytes = lambda: 2**20
-    program.time = types.SimpleNamespace(time=lambda: time.time() + 60)
+    check.time = types.SimpleNamespace(time=lambda: time.time() + 60)
 
     def slow_times(devices):
         times = device_times(devices)

@@ -1,5 +1,4 @@
 import dataclasses
-import importlib
 import os
 import signal
 import socket
@@ -12,16 +11,14 @@ import jax
 import pytest
 
 import jaxlc
-from jaxlc import runtime
 from jaxlc.config import RuntimeConfig, defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import launcher
+from jaxlc.runtime import launcher, start
 from tests.helpers import TIMEOUT_SECONDS
 from tests.launch import slurm
 
 pytestmark = pytest.mark.jax_version
 
-start = importlib.import_module("jaxlc.runtime.start")  # the package's `start` is the function
 ROOT = Path(__file__).parents[2]
 
 
@@ -89,7 +86,7 @@ def test_training_with_a_watchdog_starts_without_the_heartbeat_of_jax(monkeypatc
     config = defaults()
     config.runtime.update(num_processes=2, coordinator_address="localhost:1", process_id=0, heartbeat_seconds=10)
     for config.runtime.watchdog_factor in (10.0, 0.0):
-        runtime.start_training(load(config).runtime, 0)
+        start.start_training(load(config).runtime, 0)
     assert seconds == [start._NO_HEARTBEAT_SECONDS, 10]
 
 
@@ -107,7 +104,7 @@ def test_environment_contradicting_xla_flags_are_refused():
 
 @pytest.mark.parametrize(("has_driver", "platforms"), [(False, "cpu"), (True, None)])
 def test_environment_without_driver_selects_cpu(has_driver, platforms, monkeypatch):
-    monkeypatch.setattr(start, "_has_nvidia_driver", lambda: has_driver)
+    monkeypatch.setattr(start.stderr, "has_nvidia_driver", lambda: has_driver)
     assert environment_for(RuntimeConfig()).get("JAX_PLATFORMS") == platforms
     assert environment_for(RuntimeConfig(), JAX_PLATFORMS="cuda")["JAX_PLATFORMS"] == "cuda"
 
@@ -116,7 +113,7 @@ def test_environment_without_driver_selects_cpu(has_driver, platforms, monkeypat
     ("has_driver", "simulated_devices", "is_prepared"), [(True, 0, True), (True, 8, False), (False, 0, False)]
 )
 def test_environment_transport_is_prepared_for_gpus_only(has_driver, simulated_devices, is_prepared, monkeypatch):
-    monkeypatch.setattr(start, "_has_nvidia_driver", lambda: has_driver)
+    monkeypatch.setattr(start.stderr, "has_nvidia_driver", lambda: has_driver)
     monkeypatch.setattr(start.xla_flags, "prepare", lambda config, environment: environment.update(PREPARED="yes"))
     config = RuntimeConfig(simulated_devices=simulated_devices, num_processes=8, transport="nvshmem")
     assert ("PREPARED" in environment_for(config)) == is_prepared
@@ -126,19 +123,19 @@ def test_nvidia_driver_is_detected_by_nvidia_smi(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert start._has_nvidia_driver()
+    assert start.stderr.has_nvidia_driver()
 
 
 def test_start_again_with_other_settings_is_refused():
     """The test process runs on 8 simulated devices."""
-    runtime.start(RuntimeConfig(simulated_devices=8))
-    runtime.start(RuntimeConfig())
+    start.start(RuntimeConfig(simulated_devices=8))
+    start.start(RuntimeConfig())
     with pytest.raises(
         UserError, match="already started with 8 cpu devices, but .*simulated_devices=4 requires 4 cpu devices"
     ):
-        runtime.start(RuntimeConfig(simulated_devices=4))
+        start.start(RuntimeConfig(simulated_devices=4))
     with pytest.raises(UserError, match="already started with 1 process, but config.runtime.num_processes is 2"):
-        runtime.start(RuntimeConfig(num_processes=2, process_id=0))
+        start.start(RuntimeConfig(num_processes=2, process_id=0))
 
 
 def test_start_simulated_devices_on_started_gpu_is_refused():
@@ -148,16 +145,16 @@ def test_start_simulated_devices_on_started_gpu_is_refused():
 
 _START_TWICE = """
 import os
-from jaxlc import runtime
+from jaxlc.runtime.start import start
 from jaxlc.config import RuntimeConfig
-from jaxlc.runtime.start import _without_driver_notes
+from jaxlc.runtime.stderr import without_driver_notes
 
 config = RuntimeConfig(simulated_devices=3, unified_memory=True)
-runtime.start(config)
-runtime.start(config)
+start(config)
+start(config)
 import jax
 print(jax.default_backend(), jax.device_count(), "TF_FORCE_UNIFIED_MEMORY" in os.environ)
-with _without_driver_notes():
+with without_driver_notes():
     os.write(2, b"Could not find cuda drivers\\nan error\\n")
 """
 
@@ -172,9 +169,9 @@ def test_start_twice_prints_one_line():
 
 _END_WHILE_REMOVING = """
 import os, sys, time
-from jaxlc.runtime import alarm
+from jaxlc.runtime import stderr
 
-with alarm.without_lines(["a note"]):
+with stderr.without_lines(["a note"]):
     os.write(2, b"a note\\nlast words of C++\\n")
     time.sleep(0.5)
     print("error of Python", file=sys.stderr)
@@ -184,7 +181,7 @@ with alarm.without_lines(["a note"]):
 
 def test_process_that_ends_at_its_start_prints_why():
     """XLA ends the process at flags that it cannot parse, and threads such as the watchdog's end it at any time."""
-    start_jax = "from jaxlc import runtime; from jaxlc.config import RuntimeConfig; runtime.start(RuntimeConfig())"
+    start_jax = "from jaxlc.runtime.start import start; from jaxlc.config import RuntimeConfig; start(RuntimeConfig())"
     variables = [dict(XLA_FLAGS="--xla_nonsense=1"), dict(XLA_FLAGS="--xla_dump_hlo_as_text=maybe"), {}]
     unknown, invalid, removing = run_python(start_jax, start_jax, _END_WHILE_REMOVING, variables=variables)
     assert unknown.returncode and "Unknown flag in XLA_FLAGS: --xla_nonsense=1" in unknown.stderr
@@ -202,7 +199,7 @@ def test_environment_word_that_is_no_xla_flag_is_refused(flags):
 
 def test_environment_on_gpus_reports_what_is_set(monkeypatch, capsys):
     """Each process gets its part of the GPUs; process 0 prints the pools and the variables that change a run."""
-    monkeypatch.setattr(start, "_has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(start.stderr, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(start.launcher, "num_gpus_on_machine", lambda: 8)
     environment = dict(NCCL_DEBUG="INFO", XLA_FLAGS="--a=1", HOME="/")
     config = RuntimeConfig(num_processes=4, process_id=0, transport="nccl")
@@ -219,12 +216,12 @@ def test_environment_on_gpus_reports_what_is_set(monkeypatch, capsys):
 
 _ONE_OF_TWO = """
 {first_line}
-from jaxlc import runtime
+from jaxlc.runtime.start import start
 from jaxlc.config import RuntimeConfig
 
 config = RuntimeConfig(simulated_devices=4)
-runtime.start(config)
-runtime.start(config)
+start(config)
+start(config)
 import jax, jax.numpy as jnp
 mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -43,7 +43,7 @@ ENVIRONMENT = TransportEnvironment(
         ("nvshmem", dict(xla_version=(0, 12, 0, 1)), ["JAX 0.12.0.1 has no NVSHMEM"]),
         ("nvshmem", dict(devices_per_process=4), ["one process per GPU", "a process has 4 GPUs"]),
         ("nvshmem", dict(has_nvshmem=False), ["libnvshmem_host.so.3", "pip install nvidia-nvshmem-cu12"]),
-        ("nvshmem", dict(is_nvshmem_started=False), ["restart Python", "jaxlc.runtime.start(config.runtime)"]),
+        ("nvshmem", dict(is_nvshmem_started=False), ["restart Python", "jaxlc.runtime.start.start(config.runtime)"]),
         ("symmetric", dict(nccl_version=(2, 28, 9)), ["NCCL 2.29", "2.28.9", "nvidia-nccl-cu12"]),
         ("symmetric", dict(nccl_version=None), ["libnccl.so.2 is not installed"]),
         ("peer", dict(), ["one process", "8"]),

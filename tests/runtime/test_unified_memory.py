@@ -1,6 +1,5 @@
 """Unified memory: the environment variables that are set before JAX starts, and contradictions that are refused."""
 
-import importlib
 import subprocess
 from pathlib import Path
 
@@ -8,10 +7,9 @@ import pytest
 
 from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
-from jaxlc.runtime import memory
+from jaxlc.runtime import memory, start
 from jaxlc.runtime.memory import Machine, find_machine, fraction_for, host_memory_bytes, prepare_unified
 
-start = importlib.import_module("jaxlc.runtime.start")  # the package's `start` is the function
 GIB = 2**30
 GRACE = Machine(("NVIDIA GH200 480GB",), 100 * GIB, 400 * GIB)
 PCIE = Machine(("NVIDIA H100 80GB HBM3",) * 8, 80 * GIB, 2000 * GIB)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc import plan
 from jaxlc.cli import plan as plan_command
 from jaxlc.cli.recommend import check_path, main
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
@@ -19,6 +18,7 @@ from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
+from jaxlc.plan import result as plan_result
 from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
 from jaxlc.search import ranking, recommendation, runner, space
@@ -305,7 +305,10 @@ def test_eligible_rows_meet_the_goal():
 
 
 def test_plan_of_part_has_fewer_devices_per_process(monkeypatch):
-    monkeypatch.setattr(plan, "plan", lambda config, topology, **options: (topology, options["devices_per_process"]))
+    def plan_step(config, gpus, *_, **options):
+        return str(gpus), gpus.devices_per_process
+
+    monkeypatch.setattr(plan_result, "plan_step", plan_step)
     monkeypatch.setattr(runner, "row_of", lambda result, config: result)
     for name, expected in (("h100:2x8", 8), ("h100:1x4", 4), ("h100:1x6", 2)):
         config = with_settings(small(), {"runtime.topology": name})
@@ -483,7 +486,6 @@ def test_base_config_errors(flags, message):
     ("flags", "message"),
     [
         (["--goal=best"], "expected one of 'fastest'"),
-        (["--html=page.html"], "unknown flag --html: use jaxlc plan --config=recommended.py --html=FILE"),
         (["--workers=0"], "--workers=0"),
         (["--search_minutes=soon"], "invalid --search_minutes=soon: expected a finite number"),
         (["--out=recommended.txt"], "recommended.py"),

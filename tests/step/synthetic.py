@@ -7,10 +7,11 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config, MeshConfig, defaults, load
+from jaxlc.evals.document_sums import DocumentSums
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step
-from jaxlc.train.evaluation import DocumentSums, Evaluation
+from jaxlc.train.evaluation import Evaluation
 
 # Layers whose heads and feed-forward layer differ, three in a period.
 MIXED_KINDS = dict(

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxlc.train.evaluation import ContextGain, DocumentSums, Evaluation
+from jaxlc.evals.document_sums import DocumentSums
+from jaxlc.train.evaluation import ContextGain, Evaluation
 from jaxlc.train.reports.final_report import write_report
 from tests.helpers import png_size, record_figures
 from tests.step.synthetic import documents_evaluation, small_config

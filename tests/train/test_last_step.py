@@ -9,9 +9,10 @@ from jaxlc.checkpoints.files import committed_steps
 from jaxlc.checkpoints.stored import Evaluations, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
+from jaxlc.evals.evaluate_run import NamedScore
 from jaxlc.train import stage, stage_setup
 from jaxlc.train.callbacks import Callbacks
-from jaxlc.train.evaluation import Evaluation, NamedScore
+from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.metrics import MetricsLog
 from jaxlc.train.stage import StageRun
 from jaxlc.train.stage_setup import PreparedStage

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, set_title, style_axes
+from jaxlc.evals.document_sums import MIN_DOCUMENTS
 from jaxlc.runtime.watchdog import DEVICES
-from jaxlc.train.evaluation import MIN_DOCUMENTS, PIECE_TOKENS, ContextGain, Evaluation
+from jaxlc.train.evaluation import PIECE_TOKENS, ContextGain, Evaluation
 from jaxlc.train.reports.metrics import History, Row
 from jaxlc.train.stragglers import COPY, PRODUCT, Times, times_of
 
