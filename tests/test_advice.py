@@ -174,7 +174,7 @@ def test_command_that_an_error_advises_starts_its_work(tmp_path, monkeypatch, ca
         monkeypatch.setattr(jaxlc, name, start)
     monkeypatch.setattr(MODULES["sweep"], "run_in_processes", start)
     monkeypatch.setattr("jaxlc.profile.compare", start)
-    monkeypatch.setattr("jaxlc.data.examples.open_corpus", start)
+    monkeypatch.setattr("jaxlc.data.corpus.open_corpus", start)
 
     def run(verb: str, *arguments: str) -> int:
         module = MODULES[verb]

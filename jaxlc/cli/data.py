@@ -60,31 +60,29 @@ def _show(command: ParsedCommand[Flags]) -> int:
 def _report(command: ParsedCommand[Flags]) -> int:
     if command.flags.num is not None:
         raise UserError("--num has no effect on report: remove it, or use show")
-    from jaxlc.data.examples import open_training_data
-    from jaxlc.data.report import report_text, source_lengths, stage_shares, trace_lines
-    from jaxlc.data.traces.open_traces import TraceData
+    from jaxlc.data.examples import open_shown
+    from jaxlc.data.report import report_text, stage_shares
 
-    sources, stages, warnings, lines = {}, [], {}, {}
+    views, stages, warnings, details = {}, [], {}, {}
     for stage in command.stages:
-        config = stage.config
-        opened = open_training_data(config, print_to_stderr)
-        warnings |= dict.fromkeys(opened.warnings)
-        sources |= {source.name: source for source in source_lengths(opened)}
-        lines |= dict.fromkeys(trace_lines(opened) if isinstance(opened, TraceData) else ())
-        stages.append(stage_shares(stage.name, opened, stage.num_steps * config.train.global_batch_size, config))
+        source = open_shown(stage.config, print_to_stderr)
+        warnings |= dict.fromkeys(source.warnings)
+        views |= {view.name: view for view in source.views()}
+        details |= dict.fromkeys(source.details())
+        stages.append(stage_shares(stage, source))
     stages = [stage for stage in stages if stage]
     _print_warnings(warnings)
-    print("\n".join([report_text(list(sources.values()), stages), *[""] * bool(lines), *lines]))
+    print("\n".join([report_text(list(views.values()), stages), *[""] * bool(details), *details]))
     if not stages:
         return 0
     if errors.is_installed("matplotlib"):
-        from jaxlc.data.report import report_figure
+        from jaxlc.data.reports.report_figure import report_figure
 
         path = Path(command.workdir) / PLOT_FILE
         advice = "use a different --workdir"
         make_writable(path.parent, advice)
         with full_disk_explained(path.parent, lambda: f"free space, or {advice}"), replacing(path) as out:
-            report_figure(list(sources.values()), stages).savefig(out, format="png")
+            report_figure(list(views.values()), stages).savefig(out, format="png")
         print(f"\nplot  {displayed(path)}")
     else:
         print(f"\nplot skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}")

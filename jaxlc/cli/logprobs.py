@@ -66,8 +66,8 @@ def _score(command: ParsedCommand[Flags]) -> int:
 
     from jaxlc.checkpoints.files import model_fingerprint
     from jaxlc.data.tokens.encoder import Encoder, template_if_any
-    from jaxlc.data.traces.open_traces import records_of
-    from jaxlc.data.traces.trace_records import TraceReader
+    from jaxlc.posttrain.records import TraceReader
+    from jaxlc.posttrain.traces import records_of
 
     out, source = local_path(flags.out), local_path(flags.traces)
     if out.resolve() == source.resolve():

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.config import Config
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import no_progress
 from jaxlc.data.sequences.mixture import MixedSequences, PackedText
 from jaxlc.data.sequences.packing import PackedSequences, Split, overlong_rule, packed_source, split_documents
+from jaxlc.data.sequences.source import MANY, DataSource, Inputs, ShownTokens, SourceShare, SourceView
 from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.records import RECORD_SUFFIXES
@@ -26,8 +28,6 @@ from jaxlc.data.tokens.tokenize import Log
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _CHECKED_TOKENS = 2**24  # at a time
-
-MANY = 0.1  # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
 
 
 def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str]:
@@ -151,26 +151,69 @@ class CorpusSource:
     train: PackedSequences
     heldout: PackedSequences | None  # None: held-out text is from data.eval_sources, or no document is selected
 
+    def share_of(self, num_tokens: int, total: int) -> SourceShare:
+        """The share of `num_tokens` tokens of this source in `total`."""
+        return SourceShare(
+            name=self.name,
+            share=self.share,
+            realized_share=num_tokens / total,
+            num_tokens=num_tokens,
+            num_epochs=num_tokens / self.train.num_tokens,
+            num_documents=self.train.num_documents,
+            epoch_tokens=self.train.num_tokens,
+        )
+
+    def view(self, tokenizer: Tokenizer) -> SourceView:
+        """All documents, training and held-out ones, and those of an epoch in the order of its sequences."""
+        store = self.train.store
+        # The last token of a document predicts nothing.
+        num_loss_tokens = int(store.offsets[-1]) - store.num_documents
+        if store.answers is not None:
+            num_loss_tokens = int((store.answers[:, 1] - store.answers[:, 0]).sum())
+        return SourceView(
+            name=self.name or "data.sources",
+            unit="document",
+            lengths=np.diff(store.offsets),
+            num_loss_tokens=num_loss_tokens,
+            examples=([document] for document in self._documents(tokenizer)),
+        )
+
+    def _documents(self, tokenizer: Tokenizer) -> Iterator[ShownTokens]:
+        for i in range(self.train.num_sequences):
+            sequence = self.train[i]
+            num_documents = int(sequence["segment_ids"].max())
+            for number in range(1, num_documents + 1):
+                is_document = sequence["segment_ids"] == number
+                tokens, has_loss = sequence["tokens"][is_document], sequence["loss_weights"][is_document] > 0
+                is_complete = tokens[-1] == tokenizer.end_of_document_id
+                end = "" if is_complete else ", without its end"
+                yield ShownTokens(f"sequence {i}, document {number} of {num_documents}{end}", tokens, has_loss)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(DataSource):
     """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`: `num_documents` and
     `num_tokens` of all sources; `num_sequences` and `epoch_tokens` per epoch of the mixture."""
 
-    tokenizer: Tokenizer
     train: PackedText
     heldout: PackedText  # other documents or the tail of one, in the same order in every epoch
     sources: tuple[CorpusSource, ...]  # one without a name for data.sources
-    fingerprint: str  # equal for two corpora if sequence i is the same for every i
-    warnings: tuple[str, ...] = ()  # one line each, for the caller to print once per run
 
-    def num_tokens_of_first(self, num_sequences: int) -> dict[str, int]:
-        """Tokens of each source, by name, in the first training sequences, without padding."""
+    @classmethod
+    def open(cls, config: Config, inputs: Inputs) -> "Corpus":
+        with inputs.progress("reading the corpus") as update:
+            return open_corpus(config.data, update, inputs.log, inputs.tokenizer, inputs.vocab_size)
+
+    def views(self) -> list[SourceView]:
+        return [source.view(self.tokenizer) for source in self.sources]
+
+    def shares(self, num_sequences: int) -> list[SourceShare]:
         if isinstance(self.train, MixedSequences):
             counts = self.train.num_tokens_of_first(num_sequences)
         else:
             counts = [self.sources[0].train.num_tokens_of_first(num_sequences)]
-        return {source.name: count for source, count in zip(self.sources, counts)}
+        total = max(1, sum(counts))
+        return [source.share_of(count, total) for source, count in zip(self.sources, counts)]
 
 
 def open_corpus(

@@ -1,5 +1,6 @@
 """Examples of the training data: documents, chats, traces and prompts as a run uses them, with their loss mask."""
 
+import functools
 import html
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ from ml_collections import ConfigDict
 from jaxlc.config import Config
 from jaxlc.config.stage_schema import Stage
 from jaxlc.config.stages import load_stages
-from jaxlc.core.errors import UserError, checked
+from jaxlc.core.errors import checked
 from jaxlc.core.html import paragraph
 from jaxlc.core.text import count_text, progress_lines
-from jaxlc.data.corpus import Corpus, CorpusSource, open_corpus
-from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
-from jaxlc.data.traces.open_traces import Prompts, TraceData, open_prompts, open_traces
-from jaxlc.data.traces.trace_trees import Tree
+from jaxlc.data import data_sources
+from jaxlc.data.sequences.source import DataSource, ShownTokens, SourceView
+from jaxlc.data.tokens.tokenizers import Tokenizer
 
 _FIRST_TOKENS, _LAST_TOKENS = 200, 50  # shown of a longer run of tokens with or without a loss
 _COLOR, _NO_COLOR = "\x1b[32m", "\x1b[0m"  # green
@@ -122,121 +122,45 @@ def examples_of_stages(stages: Sequence[Stage], num: int, log: Callable[[str], N
     """
     sources, warnings = dict[str, SourceExamples](), dict[str, None]()
     for stage in stages:
-        opened = open_training_data(stage.config, log)
-        warnings |= dict.fromkeys(opened.warnings)
-        if isinstance(opened, Prompts):
-            sources.setdefault("rollouts.prompts", _prompt_examples(opened, num))
-        elif isinstance(opened, TraceData):
-            sources.setdefault("data.traces", _trace_examples(opened, stage.config, num))
-        else:
-            for source in opened.sources:
-                if source.name not in sources:
-                    sources[source.name] = _source_examples(opened, source, num)
+        source = open_shown(stage.config, log)
+        warnings |= dict.fromkeys(source.warnings)
+        for view in source.views():
+            if view.name not in sources:
+                sources[view.name] = _source_examples(view, num, source.tokenizer)
     return Examples(sources=tuple(sources.values()), warnings=tuple(warnings))
 
 
-def open_training_data(config: Config, log: Callable[[str], None] | None) -> Corpus | TraceData | Prompts:
-    """What a run trains on, or the prompts of its rollouts.
+def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
+    """What a run trains on; for rollouts of the policy, their prompts.
 
     Args:
       log: prints one line while a corpus is opened, and lines about its progress are printed then, too.
     Raises:
-      UserError: as `open_corpus` and `open_traces`, or rollouts are of another program.
+      UserError: as `data_sources.open`.
     """
-    tokenizer = tokenizer_of(config.data)
-    if config.rollouts.source == "model":
-        return open_prompts(config, tokenizer)
-    if config.rollouts.source:
-        raise UserError("the rollouts of another program do not exist before the run: set config.data.traces to a file")
-    if config.data.traces:
-        return open_traces(config, tokenizer)
-    if config.posttrain.loss:
-        raise UserError(f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces")
-    with progress_lines("reading the corpus", is_shown=log is not None) as update:
-        return open_corpus(config.data, progress=update, log=log or (lambda line: None), tokenizer=tokenizer)
+    progress = functools.partial(progress_lines, is_shown=log is not None)
+    return data_sources.open(config, is_trained=False, progress=progress, log=log or (lambda line: None))
 
 
-def _trace_examples(data: TraceData, config: Config, num: int) -> SourceExamples:
-    """The first groups; the shared prefix of a group is in its first trace."""
-    masks = bool(config.posttrain.loss) and config.posttrain.mask_truncated
-    examples = [
-        _trace_example(tree, number, masks, data.tokenizer)
-        for tree in data.train.trees[:num]
-        for number in range(len(tree.traces))
-    ]
-    in_loss = [trace.in_loss & (not (masks and trace.is_truncated)) for trace in data.traces]
+def _source_examples(view: SourceView, num: int, tokenizer: Tokenizer) -> SourceExamples:
+    shown = [tokens for group in islice(view.examples, num) for tokens in group]
     return SourceExamples(
-        name="data.traces",
-        unit="trace",
-        num_documents=len(data.traces),
-        num_tokens=sum(map(len, in_loss)),
-        num_loss_tokens=int(sum(mask.sum() for mask in in_loss)),
-        examples=tuple(examples),
+        name=view.name,
+        unit=view.unit,
+        num_documents=len(view.lengths),
+        num_tokens=int(view.lengths.sum()),
+        num_loss_tokens=view.num_loss_tokens,
+        examples=tuple(_example(tokens, tokenizer) for tokens in shown),
     )
 
 
-def _trace_example(tree: Tree, number: int, masks_truncated: bool, tokenizer: Tokenizer) -> Example:
-    trace = tree.traces[number]
-    first = tree.num_prefix_tokens if number else 0
-    has_loss = np.append(trace.in_loss[1:], False)[first:] & (not (masks_truncated and trace.is_truncated))
-    group = None if (trace.group or "").startswith("pair ") else trace.group
-    known = dict(group=group, reward=trace.reward, advantage=trace.advantage)
-    parts = [trace.where, f"answer {number + 1} of {len(tree.traces)}"]
-    parts += [f"{name} {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in known.items() if x is not None]
-    parts += ["truncated"] * trace.is_truncated
-    if tree.num_prefix_tokens:
-        parts.append(f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens")
-    return _example(", ".join(parts), trace.tokens[first:], has_loss, tokenizer)
-
-
-def _prompt_examples(prompts: Prompts, num: int) -> SourceExamples:
-    shown = [(prompt.where, prompt.ids, np.zeros(len(prompt.ids), bool)) for prompt in prompts.prompts[:num]]
-    return SourceExamples(
-        name="rollouts.prompts",
-        unit="prompt",
-        num_documents=len(prompts.prompts),
-        num_tokens=sum(len(prompt.ids) for prompt in prompts.prompts),
-        num_loss_tokens=0,
-        examples=tuple(_example(*prompt, prompts.tokenizer) for prompt in shown),
+def _example(shown: ShownTokens, tokenizer: Tokenizer) -> Example:
+    return Example(
+        title=shown.title,
+        num_tokens=len(shown.tokens),
+        num_loss_tokens=int(shown.has_loss.sum()),
+        runs=tuple(_runs(shown.tokens, shown.has_loss, tokenizer)),
     )
-
-
-def _example(title: str, tokens: np.ndarray, has_loss: np.ndarray, tokenizer: Tokenizer) -> Example:
-    """
-    Args:
-      has_loss: bool [tokens], of the token after each one.
-    """
-    runs = tuple(_runs(tokens, has_loss, tokenizer))
-    return Example(title=title, num_tokens=len(tokens), num_loss_tokens=int(has_loss.sum()), runs=runs)
-
-
-def _source_examples(corpus: Corpus, source: CorpusSource, num: int) -> SourceExamples:
-    store = source.train.store
-    num_tokens = int(store.offsets[-1])
-    # The last token of a document predicts nothing.
-    num_loss_tokens = num_tokens - store.num_documents
-    if store.answers is not None:
-        num_loss_tokens = int((store.answers[:, 1] - store.answers[:, 0]).sum())
-    return SourceExamples(
-        name=source.name or "data.sources",
-        num_documents=store.num_documents,
-        num_tokens=num_tokens,
-        num_loss_tokens=num_loss_tokens,
-        examples=tuple(islice(_examples(source, corpus.tokenizer), num)),
-    )
-
-
-def _examples(source: CorpusSource, tokenizer: Tokenizer) -> Iterator[Example]:
-    """Yields the documents of one epoch of a source, in the order of its sequences."""
-    for i in range(source.train.num_sequences):
-        sequence = source.train[i]
-        num_documents = int(sequence["segment_ids"].max())
-        for number in range(1, num_documents + 1):
-            is_document = sequence["segment_ids"] == number
-            tokens, has_loss = sequence["tokens"][is_document], sequence["loss_weights"][is_document] > 0
-            is_complete = tokens[-1] == tokenizer.end_of_document_id
-            title = f"sequence {i}, document {number} of {num_documents}{'' if is_complete else ', without its end'}"
-            yield _example(title, tokens, has_loss, tokenizer)
 
 
 def _runs(tokens: np.ndarray, has_loss: np.ndarray, tokenizer: Tokenizer) -> Iterator[Run]:

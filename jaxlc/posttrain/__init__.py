@@ -1,1 +1,1 @@
-"""Rollouts during training: answers of the policy, and their rewards."""
+"""Post-training: traces and rollouts with their readers, trees of answers with a common prompt, rewards and losses."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxlc.config import Config, ModelConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.core.flops import num_layers_by_kind
 from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
-from jaxlc.data.sequences.loader import OrderOf, array_dtypes
+from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
 from jaxlc.models.contract import PassesStates, PerDocumentOrder
 from jaxlc.models.kinds import kinds_with, reach
 from jaxlc.sharding.document_layout import (
@@ -175,25 +174,6 @@ def _group_size(config: Config) -> int:
 def _window(config: Config) -> int | None:
     """The sliding window of the model; None without sliding layers."""
     return max(filter(None, map(config.model.window_of, config.model.used_kinds)), default=None)
-
-
-class Batch(NamedTuple):
-    """Arrays [gradient accumulation steps, sequences, tokens], tokens in layout order."""
-
-    tokens: jax.Array  # int32
-    targets: jax.Array  # int32: the next token of the same document
-    loss_weights: jax.Array  # float32: 0 at a document's last token and on padding
-    positions: jax.Array  # int32: number of earlier tokens of the same document in the sequence, and of its prefix
-    segment_ids: jax.Array  # int32: 0 is padding
-    # The next are None unless the config needs them: `data.sequences.loader.array_dtypes`. Each has the values of
-    # the token's document or target.
-    prefix_ids: jax.Array | None = None  # int32: the segment id of the prefix that the document continues; 0: none
-    advantages: jax.Array | None = None  # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
-    answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
-    old_log_probs: jax.Array | None = None  # float32; NaN: unknown, if posttrain.old_log_probs is not record
-    reference_log_probs: jax.Array | None = None  # float32
-    # int32, of the order of tokens, not of the data: `SequenceOrder.chained`; `Assignment.fragments`
-    fragment_ids: jax.Array | None = None
 
 
 _SEQUENCE_SPEC = PartitionSpec(BATCH_AXES, CONTEXT)

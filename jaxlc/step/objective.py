@@ -35,13 +35,13 @@ from jaxlc.models.kinds import kinds_on_mesh, mixer_of, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.lora import is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
+from jaxlc.posttrain.losses import PolicyLoss, PolicySums, policy_sums
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import batch as sequence_order
 from jaxlc.step import precision, update
 from jaxlc.step.batch import Batch, sequence_positions
 from jaxlc.step.loss import LossSpec, TokenLoss, expert_sums, loss_sums, token_losses, weighted_loss
-from jaxlc.step.policy_loss import PolicyLoss, PolicySums, policy_sums
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
 

@@ -28,6 +28,7 @@ from jaxlc.models import freezing
 from jaxlc.models.contract import ChoosesKernel
 from jaxlc.models.kinds import experts, kinds_on_mesh, mixer_of
 from jaxlc.models.kinds.experts import check_mosaic_product
+from jaxlc.posttrain.losses import PolicyLoss, PolicySums, denominator, means
 from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.mesh import nodes_of
@@ -46,7 +47,6 @@ from jaxlc.step.batch import (
 from jaxlc.step.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
 from jaxlc.step.loss import ExpertMetrics, TokenLoss, expert_metrics, with_balanced_biases
 from jaxlc.step.objective import Objective
-from jaxlc.step.policy_loss import PolicyLoss, PolicySums, denominator, means
 from jaxlc.step.state import (
     DEVICE,
     TrainState,

@@ -16,6 +16,9 @@ from jaxlc.config import Config, Stage, check_evaluation, check_num_devices, loa
 from jaxlc.core import errors, hardware
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import local_path, make_writable
+from jaxlc.data import data_sources
+from jaxlc.data.sequences.source import Batches
+from jaxlc.posttrain.losses import PolicyLoss
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.memory import explained
 from jaxlc.runtime.start import start_training
@@ -25,12 +28,11 @@ from jaxlc.step.batch import Batch
 from jaxlc.step.custom_model import Model
 from jaxlc.step.loss import TokenLoss
 from jaxlc.step.memory import pinned_bytes
-from jaxlc.step.policy_loss import PolicyLoss
 from jaxlc.step.step import TrainStep, build_step, check_kernels
 from jaxlc.step.verify_compiled import verify_compiled_step
 from jaxlc.train.callbacks import Callback, Callbacks, Position, PreemptionGuard, RunInfo, StepProfiler, Stop, run_due
+from jaxlc.train.data import Reference, RunData, reference_lines
 from jaxlc.train.host_memory import allocate_host_memory
-from jaxlc.train.reference_model import Reference, reference_lines
 from jaxlc.train.reports.manifest import (
     keep_config,
     keep_plan,
@@ -44,7 +46,6 @@ from jaxlc.train.reports.progress import LOG_FILE, Progress
 from jaxlc.train.reports.start_report import step_lines
 from jaxlc.train.reports.step_reports import StepReports
 from jaxlc.train.result import Result
-from jaxlc.train.run_data import Batches, open_data
 from jaxlc.train.stage import StageRun, open_workdir
 from jaxlc.train.stage_setup import (
     Outputs,
@@ -121,14 +122,20 @@ def run(
         lines = [[*step_lines(stage.config, step), *reference_lines(step)] for stage, step in zip(stages, steps)]
 
         # Data. Errors in it come before anything is printed.
-        has_custom_model = model is not None
-        data = [
-            open_data(stage, progress, batches, eval_batches, path, has_custom_model=has_custom_model)
-            for stage in stages
-        ]
-        prepared = [
-            PreparedStage(**vars(stage), step=step, data=data) for stage, step, data in zip(stages, steps, data)
-        ]
+        prepared = []
+        for stage, step in zip(stages, steps):
+            source = data_sources.open(
+                stage.config,
+                batches=batches,
+                eval_batches=eval_batches,
+                workdir=path,
+                absolute_positions=model is not None,
+                progress=progress.progress_bar,
+                log=progress.log,
+            )
+            for warning in source.warnings:
+                progress.log(f"warning: {warning}")
+            prepared.append(PreparedStage(**vars(stage), step=step, data=RunData(source)))
         check_stages(prepared, path)
         progress.log("\n".join(start_lines(prepared, lines)))
         outputs = _open_outputs(prepared, path, progress, callbacks)
@@ -156,6 +163,8 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
             check_evaluation(stage.config)
     if stages[0].config.train.wandb_project:
         errors.require("wandb", "config.train.wandb_project")
+    if any(x.config.rollouts.source and (x.first_step or x.num_steps != x.config.train.steps) for x in stages):
+        raise UserError("unsupported: config.rollouts with config.stages; run the stages one after the other")
     if len(stages) > 1 and has_batches:
         raise UserError(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"

@@ -21,9 +21,9 @@ from jaxlc.core import errors, html
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import displayed, local_path
-from jaxlc.data import open_corpus
+from jaxlc.data import data_sources
+from jaxlc.data.sequences.user_batches import CALLER_BATCHES
 from jaxlc.data.tokens.tokenizers import tokenizer_of
-from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.runtime.start import start
 from jaxlc.sharding.mesh import all_sizes, make_mesh
 from jaxlc.step.custom_model import Model
@@ -33,7 +33,6 @@ from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation import Evaluation, Evaluator
 from jaxlc.train.reports.final_report import LOSS_BY_POSITION_PLOT, LOSS_PLOT, OPTIMIZER_PLOT, REWARD_PLOT
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, History, Row, read_rows
-from jaxlc.train.run_data import CALLER_BATCHES, load_matching_tokenizer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,7 +171,7 @@ def load(
 def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None) -> Result:
     """The model in a Hugging Face directory, as a run of no steps."""
     config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh, is_run=False)
-    tokenizer = load_matching_tokenizer(config)
+    tokenizer = data_sources.load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
     params, _ = load_pretrained(train_step)
     return Result(
@@ -272,10 +271,7 @@ def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluatio
     config = train_step.config
     if config.rollouts.source:
         raise UserError("the run made rollouts and held out none: use model.token_losses on held-out tokens")
-    if config.data.traces:
-        heldout = open_traces(config, load_matching_tokenizer(config)).heldout
-    else:
-        heldout = open_corpus(config.data, vocab_size=config.model.vocab_size).heldout
+    heldout = data_sources.open(config).heldout
     if heldout is None:
         raise UserError(f"no group is held out: config.data.eval_fraction={config.data.eval_fraction:g}")
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)

@@ -18,14 +18,15 @@ from jaxlc.checkpoints.stored import EVAL_LOSS, EVALUATED, LOCK_FILE, SCORES
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import LockHeld, full_disk_explained, local_path, locked, make_writable, write_errors_explained
+from jaxlc.posttrain.rollouts import export_for_rollouts, write_decoded
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
+from jaxlc.train.data import ROLLOUTS
 from jaxlc.train.evaluation import Evaluation
 from jaxlc.train.reports.final_report import write_report
 from jaxlc.train.reports.metrics import METRICS_FILE, MetricsLog, finite, read_rows
 from jaxlc.train.result import Result
-from jaxlc.train.rollouts import ROLLOUTS, export_for_rollouts, write_decoded
 from jaxlc.train.stage_setup import Outputs, PreparedStage, num_tokens_until
 
 
@@ -60,12 +61,12 @@ class StageRun(Outputs):
 
     def report_rollouts(self, position: Position) -> Position:
         """Writes means over the rollouts of the last step to metrics.jsonl, and some of another program as texts."""
-        means = dict(self.stage.data.train.of_step(position.step).rewards)
+        means = dict(self.stage.data.source.train.of_step(position.step).rewards)
         if (policy_step := means.pop("policy_step", None)) is not None:
             means["policy_age"] = position.step - 1 - policy_step  # training steps between the answers and their use
         self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
         if self.stage.rollout_maker is None and jax.process_index() == 0:
-            write_decoded(self.workdir, position.step, self.stage.data.train)
+            write_decoded(self.workdir, position.step, self.stage.data.source.train)
         return position
 
     def compare_processes(self, position: Position) -> Position:
@@ -83,7 +84,7 @@ class StageRun(Outputs):
 
     def make_rollouts(self, position: Position) -> Position:
         """Makes the rollouts of the next step, if the policy makes them; otherwise training waits for their file."""
-        maker, sequences, step = self.stage.rollout_maker, self.stage.data.train, position.step + 1
+        maker, sequences, step = self.stage.rollout_maker, self.stage.data.source.train, position.step + 1
         if maker is not None and step <= self.stage.end_step:
             with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
                 maker(position.state.params, step, sequences.path(step), self.workdir)
@@ -148,7 +149,7 @@ class StageRun(Outputs):
         return dict(
             step=position.step,
             next_row=position.next_sequence,  # the stored name is part of the checkpoint format
-            corpus=stage.data.fingerprint,
+            corpus=stage.data.source.fingerprint,
             config=to_dict(stage.config),
             stage=dict(name=stage.name, first_step=stage.first_step),
             rows=[{name: finite(value) for name, value in row.items()} for row in position.rows],
@@ -162,7 +163,7 @@ class StageRun(Outputs):
         if not self.stage.config.rollouts.source:
             return {}
         before = (step - 1) // every * every if every else 0
-        return {ROLLOUTS: self.stage.data.train.digests(range(before + 1, step + 1))}
+        return {ROLLOUTS: self.stage.data.source.train.digests(range(before + 1, step + 1))}
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
         """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
@@ -184,7 +185,7 @@ class StageRun(Outputs):
             step=end.step,
             exit_status=stop.value,
             params=end.state.params,
-            tokenizer=data.tokenizer,
+            tokenizer=data.source.tokenizer,
             workdir=self.workdir,
             rows=read_rows(self.workdir / METRICS_FILE),
             train_step=self.stage.step,

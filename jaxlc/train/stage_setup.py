@@ -30,17 +30,17 @@ from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
+from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
 from jaxlc.models.freezing import trained_settings
 from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep
 from jaxlc.train.callbacks import Callbacks, Position, TrainingStopped, is_period
+from jaxlc.train.data import ROLLOUTS, RunData
 from jaxlc.train.evaluation import Evaluator
 from jaxlc.train.reports.metrics import METRICS_FILE, Timings, read_rows
 from jaxlc.train.reports.progress import Progress
-from jaxlc.train.reports.start_report import resume_lines
-from jaxlc.train.rollouts import ROLLOUTS, RolloutMaker, make_rollout_maker
-from jaxlc.train.run_data import RunData
+from jaxlc.train.reports.start_report import data_lines, resume_lines
 from jaxlc.train.stragglers import Stragglers
 
 
@@ -54,19 +54,20 @@ class PreparedStage(Stage):
     @cached_property
     def evaluator(self) -> Evaluator | None:
         """None: there are no held-out sequences."""
-        if self.data.heldout is None:
+        heldout = self.data.source.heldout
+        if heldout is None:
             return None
-        return Evaluator(self.step, self.data.heldout, self.config.train.eval_sequences)
+        return Evaluator(self.step, heldout, self.config.train.eval_sequences)
 
     @cached_property
     def scorer(self) -> TrainingScorer | None:
         """None: there are no config.evals.tasks."""
-        return make_scorer(self.step, self.data.tokenizer)
+        return make_scorer(self.step, self.data.source.tokenizer)
 
     @cached_property
-    def rollout_maker(self) -> RolloutMaker | None:
+    def rollout_maker(self) -> PolicyRollouts | None:
         """None: the policy makes no rollouts."""
-        return make_rollout_maker(self.step, self.data.tokenizer)
+        return make_policy_rollouts(self.step, self.data.source)
 
     def evaluations_due(self, step: int) -> list[str]:
         """The names of the evaluations that follow the checkpoint of `step`."""
@@ -207,10 +208,10 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         _check_gate(stages, stage, outputs.checkpoints.evaluation(step), directory)
         progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
         return Position(state=_first_state(stage, state), step=step, next_sequence=0, rows=rows)
-    for line in resume_lines(stage.config, workdir, stage.data.fingerprint, step, meta, stage.name):
+    for line in resume_lines(stage.config, workdir, stage.data.source.fingerprint, step, meta, stage.name):
         progress.log(line)
     if stage.config.rollouts.source:
-        stage.data.train.check_digests(meta.get(ROLLOUTS, {}))
+        stage.data.source.train.check_digests(meta.get(ROLLOUTS, {}))
     # Rollouts are in files by step, also if the global batch size has changed.
     next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
     return Position(state=state, step=step, next_sequence=next_sequence, rows=rows)
@@ -272,7 +273,7 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
         if stage.name:
             reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
             lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
-        lines += [*lines_of_step, *stage.data.lines]
+        lines += [*lines_of_step, *data_lines(stage.config, stage.data.source, stage.num_steps)]
         if stage.rollout_maker is not None:
             lines += stage.rollout_maker.lines
         if stage.step.model is None:

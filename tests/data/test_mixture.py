@@ -10,7 +10,6 @@ import pytest
 from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
-from jaxlc.data.report import share_lines, source_shares
 from jaxlc.data.sequences.mixture import PERIOD, MixedSequences, schedule
 from jaxlc.data.sequences.packing import num_copies
 from tests.data.test_packing import make_store
@@ -62,17 +61,14 @@ def test_mixture_realized_shares_equal_those_of_sequences(config):
     for i in range(num_sequences):
         (letter,) = letters_of(sequence := corpus.train[i])
         counted[letter] += int((sequence["segment_ids"] > 0).sum())
-    shares = source_shares(corpus, num_sequences)
+    shares = corpus.shares(num_sequences)
     assert {share.name: share.num_tokens for share in shares} == counted
     total = sum(counted.values())
     for share, expected in zip(shares, (0.5, 0.2, 0.3)):
         assert share.share == pytest.approx(expected)
         assert abs(share.realized_share - expected) < 0.005 and share.realized_share == counted[share.name] / total
     assert shares[0].num_epochs == counted["a"] / shares[0].epoch_tokens > 5
-    lines = share_lines(corpus, num_sequences)
-    assert (
-        len(lines) == 3 and lines[0].startswith("source     a: 50.00% of the tokens, 49.99%") and "epochs" in lines[0]
-    )
+    assert str(shares[0]).startswith("a: 50.00% of the tokens, 49.99%") and "epochs" in str(shares[0])
 
 
 def test_mixture_totals_are_sums_of_sources(config):
@@ -86,7 +82,7 @@ def test_mixture_totals_are_sums_of_sources(config):
         assert mixed.num_tokens == sum(part.num_tokens for part in parts) > mixed.epoch_tokens
     epoch = sum(int((corpus.train[i]["segment_ids"] > 0).sum()) for i in range(corpus.train.num_sequences))
     assert corpus.train.epoch_tokens == epoch
-    assert corpus.train.num_tokens == sum(share.epoch_tokens for share in source_shares(corpus, 10))
+    assert corpus.train.num_tokens == sum(share.epoch_tokens for share in corpus.shares(10))
 
 
 def test_mixture_short_run_is_within_one_sequence(config):

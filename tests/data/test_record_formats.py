@@ -15,8 +15,8 @@ from jaxlc.data import open_corpus
 from jaxlc.data.examples import show
 from jaxlc.data.tokens.chat_templates import TEMPLATES, ChatTemplate
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.data.traces.open_traces import TraceData, open_prompts, open_traces
 from jaxlc.generation.generate_text import PromptEncoder
+from jaxlc.posttrain.traces import Traces, open_prompts, open_traces
 from tests.data.chat_styles import REASONING, SPECIAL_TOKENS, VARIABLES, without_markers, write_tokenizer
 
 END, TURN = "<end of document>", "<|im_end|>"
@@ -45,14 +45,14 @@ def config_of(directory: Path, records: list, content: bytes = b"", suffix: str 
     return config, str(path)
 
 
-def opened(directory: Path, records: list, loss: str = "", **data) -> TraceData:
+def opened(directory: Path, records: list, loss: str = "", **data) -> Traces:
     config, path = config_of(directory, records, **data)
     config.data.traces, config.posttrain.loss = path, loss
     loaded = load(config)
     return open_traces(loaded, load_tokenizer(loaded.data.tokenizer, loaded.data.end_token))
 
 
-def in_loss(traces: TraceData) -> list[str]:
+def in_loss(traces: Traces) -> list[str]:
     return [traces.tokenizer.decode(x.tokens[x.in_loss], special_tokens=True) for x in traces.train.traces]
 
 
@@ -153,7 +153,7 @@ def test_template_that_leaves_out_the_system_message_is_counted(tmp_path):
     assert "(content of system): 1" in warning
 
 
-def show_text(traces: TraceData) -> str:
+def show_text(traces: Traces) -> str:
     return traces.tokenizer.decode(traces.train.traces[0].tokens, special_tokens=True)
 
 
@@ -253,11 +253,11 @@ def test_prompts_of_rollouts_have_tools_and_parts(tmp_path):
     config, path = config_of(tmp_path, records, max_bad_records=1)
     config.posttrain.loss, config.attention.shared_prefixes = "grpo", True
     config.rollouts.update(source="model", prompts=path, reward="a:b", max_tokens=9)
-    opened_prompts = open_prompts(load(config), load_tokenizer("bytes"))
-    texts = [prompt.text for prompt in opened_prompts.prompts]
+    prompts, warnings = open_prompts(load(config), load_tokenizer("bytes"))
+    texts = [prompt.text for prompt in prompts]
     assert '"name": "add"' in texts[0] and "user\nthe cat<|im_end|>" in texts[1]
     assert texts[2] == "\ufffd" and texts[3].endswith("assistant\nIt ")
-    assert "skipped records: 1" in opened_prompts.warnings[0]
+    assert "skipped records: 1" in warnings[0]
     [source] = show(config).sources
     assert source.heading == f"rollouts.prompts: 4 prompts, {source.num_tokens:,} tokens, 0 with a loss (0.0%)"
 

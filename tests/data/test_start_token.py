@@ -18,8 +18,8 @@ from jaxlc.data import open_corpus
 from jaxlc.data.texts.records import Record
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import load_tokenizer, starting_with
-from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.generation.generate_text import PromptEncoder
+from jaxlc.posttrain.records import TraceReader
 from jaxlc.train.reports.start_report import start_token_lines
 from jaxlc.train.stage_setup import with_stored_start
 from tests.data.chat_styles import CHATML, HEADERS, SPECIAL_TOKENS, VARIABLES, write_tokenizer

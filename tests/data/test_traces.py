@@ -17,9 +17,9 @@ from jaxlc.data.sequences.user_batches import EndOfBatches, complete_batch
 from jaxlc.data.texts.records import BadRecord, Record
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
-from jaxlc.data.traces.open_traces import TraceData, open_traces
-from jaxlc.data.traces.rollout_files import RolloutSequences, write_rollouts
-from jaxlc.data.traces.trace_records import TraceReader
+from jaxlc.posttrain.records import TraceReader
+from jaxlc.posttrain.rollouts import RolloutSequences, write_rollouts
+from jaxlc.posttrain.traces import Traces, open_traces
 
 PROMPT = [1, 2, 3, 4, 5]
 ROLLOUTS = dict(data=dict(traces=""), posttrain=dict(loss="grpo"))
@@ -29,7 +29,7 @@ def answer(tokens: list[int], prompt: list[int] = PROMPT, **fields) -> dict:
     return dict(tokens=prompt + tokens, loss_mask=[0] * len(prompt) + [1] * len(tokens), **fields)
 
 
-def opened(directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **sections) -> tuple[TraceData, Config]:
+def opened(directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **sections) -> tuple[Traces, Config]:
     path = directory / f"traces{suffix}"
     if suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -20,10 +20,10 @@ from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.chat_templates import load_chat_template
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import ByteTokenizer, load_tokenizer
-from jaxlc.data.traces.open_traces import records_of
-from jaxlc.data.traces.trace_records import TraceReader
 from jaxlc.evals.predictions import read_scores
 from jaxlc.hf.files import DTYPES, TensorFiles
+from jaxlc.posttrain.records import TraceReader
+from jaxlc.posttrain.traces import records_of
 from jaxlc.search import ranking
 from jaxlc.simulate import roofline
 from jaxlc.train.reports.metrics import read_rows

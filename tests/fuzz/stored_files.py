@@ -18,8 +18,8 @@ from jaxlc.data.texts.documents import Fields
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens import shards, store
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
-from jaxlc.data.traces.rollout_files import RolloutSequences
 from jaxlc.plan.report import PlanRecord
+from jaxlc.posttrain.rollouts import RolloutSequences
 from jaxlc.profile import trace_events
 from jaxlc.profile.comparison import predict, read_run
 from tests.hlo.snippets import RING

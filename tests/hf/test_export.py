@@ -23,13 +23,13 @@ from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
+from jaxlc.data.data_sources import load_matching_tokenizer
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens import chat_templates
-from jaxlc.data.traces.open_traces import open_traces
 from jaxlc.hf.files import TensorWriter
+from jaxlc.posttrain.traces import open_traces
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
-from jaxlc.train.run_data import load_matching_tokenizer
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors, write_tokenizer
 from tests.train.runs import save_step_0, write_untrained_run
 

@@ -692,7 +692,9 @@ def test_damaged_files_raise_one_line(damage, words, tmp_path):
 def test_train_checks_files_of_weights_before_it_reads_data(tmp_path, monkeypatch):
     directory = write_model(tmp_path / "model", "llama")
     truncate_shard(directory)
-    monkeypatch.setattr("jaxlc.train.loop.open_data", lambda *_: pytest.fail("read before the weights were checked"))
+    monkeypatch.setattr(
+        "jaxlc.data.data_sources.open", lambda *_, **__: pytest.fail("read before the weights were checked")
+    )
     with pytest.raises(UserError, match="file not fully covered"):
         jaxlc.train.run(config_of(directory, **{"mesh.data": 4, "mesh.context": 2}), tmp_path / "run")
 

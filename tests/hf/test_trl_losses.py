@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.posttrain.losses import denominator, policy_sums
 from jaxlc.step.batch import Batch
-from jaxlc.step.policy_loss import denominator, policy_sums
 from tests.hf.comparison import PYTHON, needs_transformers
 
 pytestmark = needs_transformers

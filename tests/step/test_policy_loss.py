@@ -14,9 +14,9 @@ import pytest
 
 from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.errors import UserError
-from jaxlc.data.traces.packed_traces import PackedTraces
-from jaxlc.data.traces.trace_records import CHOSEN, REJECTED, Trace
-from jaxlc.data.traces.trace_trees import trees_of
+from jaxlc.data.sequences.loader import array_dtypes
+from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
+from jaxlc.posttrain.trees import PackedTraces, trees_of
 from tests.step.synthetic import (
     HYBRID,
     gradients_and_loss,
@@ -92,7 +92,7 @@ def sequence(config, groups) -> dict[str, np.ndarray]:
     shares = config.attention.shared_prefixes
     trees = [tree for group in groups for tree in trees_of(group, config.data.seq_len, shares=shares)]
     assert shares == any(tree.num_prefix_tokens for tree in trees)
-    packed = PackedTraces(trees, config, seed=None)
+    packed = PackedTraces(trees, config.data.seq_len, array_dtypes(config))
     assert packed.num_sequences == 1
     return packed[0]
 

@@ -19,8 +19,9 @@ from jaxlc.checkpoints.files import read_meta
 from jaxlc.cli import logprobs
 from jaxlc.config import defaults, with_settings
 from jaxlc.core.errors import UserError
-from jaxlc.posttrain.embedded_rollouts import EmbeddedRollouts
-from jaxlc.posttrain.reward import rewarded
+from jaxlc.generation.policy_rollouts import PolicyRollouts
+from jaxlc.posttrain.rewards import rewarded
+from jaxlc.posttrain.traces import open_prompts
 from scripts import kill_drill
 from tests.train.runs import (
     finish,
@@ -192,7 +193,8 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
     settings = {name.replace("__", "."): str(value) for name, value in rollouts["settings"].items()}
     settings = {name: value for name, value in settings.items() if name.startswith("rollouts.")}
     config = with_settings(run.config, settings | {"data.chat_template": "chatml", "posttrain.loss": "dapo"})
-    maker = EmbeddedRollouts(replace(run.train_step, config=config), run.tokenizer)
+    prompts, _ = open_prompts(config, run.tokenizer)
+    maker = PolicyRollouts(replace(run.train_step, config=config), run.tokenizer, prompts)
     (run.workdir / "pretrained").mkdir()
     (run.workdir / "pretrained" / "config.json").write_text('{"text_config": {"eos_token_id": [7, 9]}}')
     asked = {}

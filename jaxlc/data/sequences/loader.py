@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import grain
 import jax
@@ -13,7 +13,26 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 
-# What each array has is described in `step.batch.Batch` and `user_batches.complete_batch`.
+
+class Batch(NamedTuple):
+    """Arrays [gradient accumulation steps, sequences, tokens], tokens in layout order."""
+
+    tokens: jax.Array  # int32
+    targets: jax.Array  # int32: the next token of the same document
+    loss_weights: jax.Array  # float32: 0 at a document's last token and on padding
+    positions: jax.Array  # int32: number of earlier tokens of the same document in the sequence, and of its prefix
+    segment_ids: jax.Array  # int32: 0 is padding
+    # The next are None unless the config needs them: `array_dtypes`. Each has the values of the token's document or
+    # target.
+    prefix_ids: jax.Array | None = None  # int32: the segment id of the prefix that the document continues; 0: none
+    advantages: jax.Array | None = None  # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
+    answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
+    old_log_probs: jax.Array | None = None  # float32; NaN: unknown, if posttrain.old_log_probs is not record
+    reference_log_probs: jax.Array | None = None  # float32
+    # int32, of the order of tokens, not of the data: `sequence_order.SequenceOrder.chained`; `Assignment.fragments`
+    fragment_ids: jax.Array | None = None
+
+
 ALWAYS = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
 OPTIONAL = dict(
     prefix_ids=np.int32,

@@ -5,12 +5,16 @@ prefixes, advantages, log-probabilities.
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
+from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS
+from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, array_dtypes
+from jaxlc.data.sequences.source import DataSource, Inputs
 
+CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
 _TRACE_BATCHES_REQUIRED = ("advantages", "old_log_probs", "reference_log_probs")
 
 
@@ -150,6 +154,43 @@ class ListedSequences:
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         return {name: array[i] for name, array in self._arrays.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnBatches(DataSource):
+    """The batches that the caller of `jaxlc.train.run` passes."""
+
+    @classmethod
+    def open(cls, config: Config, inputs: Inputs) -> "OwnBatches":
+        """
+        Raises:
+          UserError: there are no batches, or the first one or one for evaluation is invalid.
+        """
+        options = dict(
+            seq_len=config.data.seq_len,
+            vocab_size=config.model.vocab_size,
+            dtypes=array_dtypes(config),
+            absolute_positions=inputs.absolute_positions,
+        )
+        heldout = None if inputs.eval_batches is None else ListedSequences(inputs.eval_batches, **options)
+        evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
+        train = StreamedSequences(
+            inputs.batches,
+            batch_size=config.train.global_batch_size,
+            prefetch_steps=config.data.prefetch_steps,
+            **options,
+        )
+        try:
+            train[0]  # raises an error before the step is compiled
+        except EndOfBatches:
+            raise UserError("batches is empty: pass an iterable that starts with the batch of step 1") from None
+        return cls(
+            tokenizer=inputs.tokenizer,
+            train=train,
+            heldout=heldout,
+            fingerprint=CALLER_BATCHES,
+            description=f"{CALLER_BATCHES}; {evaluated}",
+        )
 
 
 def complete_batch(

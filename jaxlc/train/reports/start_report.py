@@ -13,6 +13,8 @@ from jaxlc.core.axes import mesh_text
 from jaxlc.core.text import count_text
 from jaxlc.data import Corpus
 from jaxlc.data.sequences.mixture import PackedText, balanced_order, replica_cost, step_pairs
+from jaxlc.data.sequences.source import DataSource
+from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.models import freezing
 from jaxlc.step.state import memory_lines
@@ -130,7 +132,22 @@ def _transport_lines(config: Config, step: TrainStep) -> list[str]:
     return []
 
 
-def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
+def data_lines(config: Config, source: DataSource, num_steps: int) -> list[str]:
+    """The data source, the start token, and the shares of a mixture in `num_steps` steps."""
+    if isinstance(source, OwnBatches):
+        return [f"data       {source.description}"]
+    start = start_token_lines(source.tokenizer)
+    if not isinstance(source, Corpus):
+        return [f"data       {source.description}", *start]
+    shares = source.shares(num_steps * config.train.global_batch_size)
+    return [
+        *_corpus_lines(config, source, num_steps),
+        *start,
+        *(f"source     {share}" for share in shares if share.name),
+    ]
+
+
+def _corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     """The size of the corpus, of an epoch, and the number of epochs in `num_steps` steps."""
     train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size

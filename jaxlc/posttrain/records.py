@@ -117,18 +117,29 @@ class TraceReader:
         if "chosen" not in values and "rejected" not in values:
             return [self._trace(values, "completion", where, is_sampled, **_other_fields(values, where))]
         chosen, rejected = (
-            self._trace(
-                values | {name: _of_answer(values[name], name, answer, where) for name in LOG_PROBS if name in values},
-                answer, where, is_sampled, group=f"pair {where}", advantage=advantage,
-                is_truncated=bool(values.get("truncated", False)),
-            )
+            self._answer_of_pair(values, answer, where, is_sampled, advantage)
             for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED))
-        )  # fmt: skip
+        )
         if chosen.prompt != rejected.prompt:
             raise BadRecord(f"{where}: the prompts of chosen and rejected differ")
         if np.array_equal(chosen.tokens, rejected.tokens):
             self.encoder.notes.add("pairs with equal chosen and rejected answers, which have no gradient", where)
         return [chosen, rejected]
+
+    def _answer_of_pair(
+        self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, advantage: float
+    ) -> Trace:
+        recorded = [name for name in LOG_PROBS if name in values]
+        log_probs = {name: _value_of_answer(values[name], name, answer, where) for name in recorded}
+        return self._trace(
+            values | log_probs,
+            answer,
+            where,
+            is_sampled,
+            group=f"pair {where}",
+            advantage=advantage,
+            is_truncated=bool(values.get("truncated", False)),
+        )
 
     def prompt(self, record: Record) -> tuple[np.ndarray, str]:
         """The token ids and the text of the field prompt: a text, a list of messages, or token ids.
@@ -174,11 +185,11 @@ class TraceReader:
             in_loss = in_loss.astype(bool)
             return _Encoded(tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()]))
         if is_chat(answer) or (answer is not None and is_chat(prompt)):
-            return self._of_chat(read_answer(values, name, where), where, is_truncated)
+            return self._encoded_chat(read_answer(values, name, where), where, is_truncated)
         for chat_format, key in CHAT_FIELDS.items():
             if key in values and name == "completion" != key:
                 chat_format = chat_format if chat_format == "alpaca" else ""
-                return self._of_chat(read_chat(values[key], values, chat_format, key, where), where, is_truncated)
+                return self._encoded_chat(read_chat(values[key], values, chat_format, key, where), where, is_truncated)
         if prompt is None or answer is None:
             raise BadRecord(
                 f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages,"
@@ -212,7 +223,7 @@ class TraceReader:
             tokens, in_loss = np.append(tokens, self.encoder.tokenizer.end_of_document_id), np.append(in_loss, True)
         return _Encoded(tokens, in_loss, _bytes_of(prompt), has_end)
 
-    def _of_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
+    def _encoded_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
         marked = self.encoder.render(chat, where)
         if is_truncated:  # without the end of its last answer
             begin, end = marked.answers[-1]
@@ -282,7 +293,7 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
 
 
-def _of_answer(log_probs: Any, name: str, answer: str, where: str) -> Any:
+def _value_of_answer(log_probs: Any, name: str, answer: str, where: str) -> Any:
     if not isinstance(log_probs, dict) or answer not in log_probs:
         raise BadRecord(f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}')
     return log_probs[answer]

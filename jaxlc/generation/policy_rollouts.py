@@ -1,5 +1,6 @@
 """Rollouts by the policy itself, on the mesh of the run: answers to prompts, with their rewards."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,33 +9,33 @@ import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from jaxlc.config.models.pretrained import original_of
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import displayed
 from jaxlc.core.text import gib
 from jaxlc.data.sequences.packing import epoch_order
+from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.data.traces.open_traces import Prompt, open_prompts
-from jaxlc.data.traces.rollout_files import decoded_text, write_rollouts
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.memory import rollout_memory
 from jaxlc.generation.sampling import Sampling
-from jaxlc.posttrain.reward import load_reward, rewarded
+from jaxlc.posttrain.rewards import load_reward, rewarded
+from jaxlc.posttrain.rollouts import Rollouts, decoded_text, write_rollouts
+from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
 
 
-class EmbeddedRollouts:
-    """Makes the rollouts of a step; see `jaxlc.train.rollouts.RolloutMaker`.
+class PolicyRollouts:
+    """Makes the rollouts of a step with the parameters before it.
 
     Rollouts are a function of the parameters, data.seed and the step. The parameters are copied once in the compute
     dtype, sharded as they are, and the copy is freed afterwards; compiled programs remain.
     """
 
-    def __init__(self, step: TrainStep, tokenizer: Tokenizer):
-        self._step, self._tokenizer, self._generator, self._stops = step, tokenizer, None, None
-        config, settings = step.config, step.config.rollouts
-        self._reward = load_reward(settings.reward)
-        self._prompts, _, self._warnings = open_prompts(config, tokenizer)
+    def __init__(self, step: TrainStep, tokenizer: Tokenizer, prompts: Sequence[Prompt]):
+        self._step, self._tokenizer, self._prompts = step, tokenizer, prompts
+        self._reward = load_reward(step.config.rollouts.reward)
+        self._generator, self._stops = None, None
 
     @property
     def lines(self) -> list[str]:
@@ -42,13 +43,13 @@ class EmbeddedRollouts:
         longest = max(len(prompt.ids) for prompt in self._prompts)
         memory = rollout_memory(self._step, longest + self._step.config.rollouts.max_tokens)
         return [
-            *(f"warning: {warning}" for warning in self._warnings),
             f"rollouts   {memory.num_sequences:,} sequences of up to {memory.num_tokens:,} tokens; beside the training"
             f" state, per device: KV cache {gib(memory.cache_bytes)} GiB, weights {gib(memory.weights_bytes)} GiB",
         ]
 
     def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
-        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume."""
+        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume. Every process of a run makes the
+        same call."""
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
@@ -102,6 +103,20 @@ class EmbeddedRollouts:
             )
         finally:  # the next training step donates the parameters
             self._generator.set_params(None)
+
+
+def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts | None:
+    """None: another program makes the rollouts, or there are none.
+
+    Raises:
+      UserError: the reward cannot be loaded.
+      Unsupported: a custom model.
+    """
+    if not isinstance(source, Rollouts) or not source.prompts:
+        return None
+    if step.model is not None:
+        raise Unsupported("config.rollouts.source='model' is unsupported with a custom model: it has no KV cache")
+    return PolicyRollouts(step, source.tokenizer, source.prompts)
 
 
 def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:

@@ -1,11 +1,19 @@
-"""Sequences of rollouts: one file of traces for each step, which may appear while training waits for it."""
+"""The data source of rollouts: one file of traces for each step, which may appear while training waits for it.
+
+Another program writes the files, for which checkpoints are exported, or the policy itself makes the rollouts
+(`generation.policy_rollouts`).
+"""
 
 import hashlib
 import json
 import os
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +21,59 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, write_errors_explained
+from jaxlc.core.files import displayed, local_path, write_errors_explained
 from jaxlc.data.sequences.loader import array_dtypes
+from jaxlc.data.sequences.source import DataSource, Inputs, ShownTokens, SourceView
 from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.data.traces.open_traces import TraceData, open_traces
-from jaxlc.data.traces.trace_records import Trace
+from jaxlc.posttrain.records import Trace
+from jaxlc.posttrain.traces import Prompt, Traces, open_prompts, open_traces
 
+DECODED = "decoded_rollouts"  # directories in the workdir
+DIRECTORY = "rollouts"
+EXPORTED = "exported"
 _POLL_SECONDS = 0.1
 _LINE_SECONDS = 60
 _MAX_DECODED = 8  # prompts may have 100,000s of tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts(DataSource):
+    """Answers of the policy or of another program to prompts."""
+
+    train: "RolloutSequences"
+    prompts: tuple[Prompt, ...]  # none: another program makes the rollouts
+
+    @classmethod
+    def open(cls, config: Config, inputs: Inputs) -> "Rollouts":
+        setting = config.rollouts.directory
+        directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
+        prompts, warnings = [], []
+        if config.rollouts.source == "model":
+            prompts, warnings = open_prompts(config, inputs.tokenizer)
+        return cls(
+            tokenizer=inputs.tokenizer,
+            train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
+            fingerprint="rollouts",  # the files are in the order of the steps
+            description=f"rollouts in {displayed(directory)}; no evaluation",
+            warnings=tuple(warnings),
+            prompts=tuple(prompts),
+        )
+
+    def views(self) -> list[SourceView]:
+        if not self.prompts:
+            raise UserError(
+                "the rollouts of another program do not exist before the run: set config.data.traces to a file"
+            )
+        return [
+            SourceView(
+                name="rollouts.prompts",
+                unit="prompt",
+                lengths=np.array([len(prompt.ids) for prompt in self.prompts]),
+                num_loss_tokens=0,
+                examples=([ShownTokens(x.where, x.ids, np.zeros(len(x.ids), bool))] for x in self.prompts),
+            )
+        ]
 
 
 class RolloutSequences:
@@ -36,7 +87,7 @@ class RolloutSequences:
         self.directory = directory
         self._config, self._tokenizer, self._log = config, tokenizer, log
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._kept: dict[int, TraceData] = {}  # by step
+        self._kept: dict[int, Traces] = {}  # by step
         self._max_kept = config.data.prefetch_steps + 3  # the steps that are trained, placed and prefetched
         self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
         self._digests: dict[int, str] = {}  # by step
@@ -54,7 +105,7 @@ class RolloutSequences:
             return packed[index]
         return {name: np.zeros(self._config.data.seq_len, dtype) for name, dtype in array_dtypes(self._config).items()}
 
-    def of_step(self, step: int) -> TraceData:
+    def of_step(self, step: int) -> Traces:
         """The traces of a step; waits for its file."""
         self._wait(step)  # without the lock: other threads may need an earlier step
         with self._lock:
@@ -107,7 +158,7 @@ class RolloutSequences:
         """Ends the waiting of all threads."""
         self._closed.set()
 
-    def _opened(self, step: int) -> TraceData:
+    def _opened(self, step: int) -> Traces:
         path, batch_size = self.path(step), self._config.train.global_batch_size
         self._digests[step] = _digest(path)
         traces = open_traces(self._config, self._tokenizer, (str(path),), holds_out=False)
@@ -171,3 +222,38 @@ def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_decoded(workdir: Path, step: int, sequences: RolloutSequences) -> None:
+    """Writes some rollouts of another program with their reward and texts; those of the policy have both.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    write_rollouts(sequences.decoded(step), workdir / DECODED / f"{step}.jsonl")
+
+
+def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
+    """Exports the checkpoint of `step` in another process, on CPU, and calls rollouts.export_command.
+
+    A directory that exists, as after a resume, is not written again.
+
+    Raises:
+      UserError: the export or the command fails.
+    """
+    target = workdir / EXPORTED / str(step)
+    if not target.is_dir():
+        adapters = ["--adapters"] if config.lora.rank else []
+        _call([sys.executable, "-m", "jaxlc.exporting", str(workdir), str(target), f"--step={step}", *adapters])
+    if config.rollouts.export_command:
+        _call([*shlex.split(config.rollouts.export_command), str(target)])
+
+
+def _call(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        lines = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        raise UserError(
+            f"the export of rollouts failed: {shlex.join(command)}: {lines[-1] if lines else error}"
+        ) from error

@@ -2,7 +2,7 @@
 
 Such a loss may combine all tokens of an answer, and of the answers of a pair. Its gradient with respect to the logits
 is that of cross entropy with other weights: minus its gradient with respect to each log-probability. So the chunked
-cross entropy of `loss.py` computes it, after a first pass over the head that returns the log-probabilities.
+cross entropy of `step.loss` computes it, after a first pass over the head that returns the log-probabilities.
 
     dpo      Rafailov et al. 2023, arXiv:2305.18290, equation 7; label smoothing: Mitchell 2023 (cDPO)
     grpo     Shao et al. 2024, arXiv:2402.03300, equation 3; the KL divergence is its equation 4 (k3)
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxlc.config.posttrain_schema import PosttrainConfig
 from jaxlc.core.errors import UserError
-from jaxlc.step.batch import Batch
+from jaxlc.data.sequences.loader import Batch
 
 # (log-probability of each target, float32 [sequences, tokens], arrays of a microbatch) -> the sum of its losses
 PolicyLoss = Callable[[jax.Array, Batch], jax.Array]

@@ -1,0 +1,83 @@
+"""The four data sources of a run, chosen by a table: corpus, traces, rollouts, and batches of the caller."""
+
+from typing import Any
+
+from jaxlc.config import Config
+from jaxlc.core.errors import UserError
+from jaxlc.data.corpus import Corpus
+from jaxlc.data.sequences.source import Batches, DataSource, Inputs
+from jaxlc.data.sequences.user_batches import OwnBatches
+from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
+from jaxlc.posttrain.rollouts import Rollouts
+from jaxlc.posttrain.traces import Traces
+
+SOURCES: dict[str, type[DataSource]] = dict(batches=OwnBatches, rollouts=Rollouts, traces=Traces, corpus=Corpus)
+
+
+def open(  # noqa: A001
+    config: Config,
+    *,
+    batches: Batches | None = None,
+    eval_batches: Batches | None = None,
+    is_trained: bool = True,
+    **options: Any,
+) -> DataSource:
+    """Opens what a run of `config` trains on; see `jaxlc.train.run`.
+
+    Args:
+      is_trained: False: the tokenizer and documents may have tokens that the model lacks.
+      options: other fields of `Inputs`.
+    Raises:
+      UserError: the data cannot be read, or does not match the config.
+    """
+    kind = _kind(config, batches, eval_batches)
+    # Batches have their own tokens, so that any tokenizer may decode them.
+    is_matching = is_trained and kind != "batches"
+    tokenizer = load_matching_tokenizer(config) if is_matching else tokenizer_of(config.data)
+    vocab_size = config.model.vocab_size if is_trained else tokenizer.vocab_size
+    inputs = Inputs(tokenizer=tokenizer, vocab_size=vocab_size, batches=batches, eval_batches=eval_batches, **options)
+    return SOURCES[kind].open(config, inputs)
+
+
+def _kind(config: Config, batches: Batches | None, eval_batches: Batches | None) -> str:
+    if batches is None and eval_batches is not None:
+        raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
+    if batches is not None and config.rollouts.source:
+        raise UserError(
+            f"batches with config.rollouts.source={config.rollouts.source!r}: pass one of them; rollouts replace"
+            " batches"
+        )
+    if batches is not None:
+        return "batches"
+    if config.rollouts.source:
+        return "rollouts"
+    if config.data.traces:
+        return "traces"
+    if config.posttrain.loss:
+        raise UserError(
+            f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces, or pass"
+            " batches to jaxlc.train.run"
+        )
+    return "corpus"
+
+
+def load_matching_tokenizer(config: Config) -> Tokenizer:
+    """Loads the tokenizer of `config`. That of a pretrained model may have tokens that the model lacks; the readers of
+    data and prompts refuse them where they occur.
+
+    Raises:
+      UserError: it cannot be loaded, or the model has too few tokens.
+    """
+    tokenizer = tokenizer_of(config.data)
+    is_pretrained = bool(config.model.init_from)
+    always_used = [tokenizer.end_of_document_id, *tokenizer.start_ids.tolist()]
+    num_needed = max(always_used) + 1 if is_pretrained else tokenizer.vocab_size
+    if num_needed > config.model.vocab_size:
+        advice = f"set --config.model.vocab_size={num_needed}"
+        if is_pretrained:
+            advice = "set --config.data.tokenizer to the tokenizer of config.model.init_from"
+        raise UserError(
+            f"the tokenizer {config.data.tokenizer} has {num_needed} tokens and the model"
+            f" {config.model.vocab_size}; {advice}"
+        )
+    return tokenizer

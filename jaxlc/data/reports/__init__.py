@@ -1,0 +1,1 @@
+"""Reports on the data of a run."""

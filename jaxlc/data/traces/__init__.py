@@ -1,1 +1,0 @@
-"""Traces for post-training: prompts with several answers, packed as trees."""

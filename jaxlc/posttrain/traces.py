@@ -1,0 +1,340 @@
+"""The data source of traces: reads them, computes advantages, builds trees and packs them. Reads prompts, too."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from jaxlc.config import Config, DataConfig
+from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.loader import array_dtypes
+from jaxlc.data.sequences.source import MANY, DataSource, Inputs, ShownTokens, SourceShare, SourceView
+from jaxlc.data.texts.documents import Notes
+from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
+from jaxlc.data.texts.sources import list_files
+from jaxlc.data.tokens.encoder import Encoder
+from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.posttrain.records import CHOSEN, FIELDS, REJECTED, Trace, TraceReader
+from jaxlc.posttrain.trees import PackedTraces, Tree, fingerprint, groups_of, trees_of, with_advantages
+
+T = TypeVar("T")
+Group = Sequence[Trace]
+_SETTING = "data.traces"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces(DataSource):
+    """Training and held-out sequences of traces. A group is in one of them as a whole."""
+
+    train: PackedTraces
+    heldout: PackedTraces | None  # None: no group is held out
+    rewards: dict[str, float]  # means over the traces, or over the groups, for metrics
+    masks_truncated: bool  # truncated traces have no loss
+
+    @classmethod
+    def open(cls, config: Config, inputs: Inputs) -> "Traces":
+        with inputs.progress("reading the traces"):
+            return open_traces(config, inputs.tokenizer)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """The traces of training and held-out sequences."""
+        return self.train.traces + (self.heldout.traces if self.heldout else ())
+
+    def views(self) -> list[SourceView]:
+        """The traces; the shared prefix of a group is shown with its first trace."""
+        in_loss = [trace.in_loss.sum() for trace in self.traces if not (self.masks_truncated and trace.is_truncated)]
+        return [
+            SourceView(
+                name=_SETTING,
+                unit="trace",
+                lengths=np.array([len(trace.tokens) for trace in self.traces]),
+                num_loss_tokens=int(sum(in_loss)),
+                examples=([*self._shown(tree)] for tree in self.train.trees),
+            )
+        ]
+
+    def shares(self, num_sequences: int) -> list[SourceShare]:
+        num_epochs = num_sequences / self.train.num_sequences
+        num_tokens = round(self.train.num_tokens * num_epochs)
+        return [
+            SourceShare(_SETTING, 1.0, 1.0, num_tokens, num_epochs, self.train.num_traces, self.train.num_tokens),
+        ]
+
+    def details(self) -> list[str]:
+        """Groups, shared prefixes, tokens in the loss and means of rewards."""
+        num_tokens = sum(len(trace.tokens) for trace in self.train.traces)
+        num_in_loss = sum(int(trace.in_loss.sum()) for trace in self.train.traces)
+        shared = [tree.num_prefix_tokens for tree in self.train.trees if tree.num_prefix_tokens]
+        return [
+            f"traces     {self.description}",
+            f"loss       {num_in_loss:,} of {num_tokens:,} tokens ({num_in_loss / num_tokens:.1%})",
+            f"prefixes   {len(shared):,} shared ones of {sum(shared):,} tokens",
+            "means      " + ", ".join(f"{name} {x:.4g}" for name, x in self.rewards.items()),
+        ]
+
+    def _shown(self, tree: Tree) -> Iterator[ShownTokens]:
+        for number, trace in enumerate(tree.traces):
+            first = tree.num_prefix_tokens if number else 0
+            is_masked = self.masks_truncated and trace.is_truncated
+            has_loss = np.append(trace.in_loss[1:], False)[first:] & (not is_masked)
+            yield ShownTokens(_title(tree, number), trace.tokens[first:], has_loss)
+
+
+def _title(tree: Tree, number: int) -> str:
+    trace = tree.traces[number]
+    group = None if (trace.group or "").startswith("pair ") else trace.group
+    known = dict(group=group, reward=trace.reward, advantage=trace.advantage)
+    parts = [trace.where, f"answer {number + 1} of {len(tree.traces)}"]
+    parts += [f"{name} {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in known.items() if x is not None]
+    parts += ["truncated"] * trace.is_truncated
+    if tree.num_prefix_tokens:
+        parts.append(f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens")
+    return ", ".join(parts)
+
+
+def open_traces(config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True) -> Traces:
+    """The traces of config.data.traces.
+
+    Args:
+      sources: instead of these.
+      holds_out: hold out data.eval_fraction of the groups.
+    Raises:
+      UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
+    """
+    data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
+    warnings: list[str] = []
+    encoder = Encoder(tokenizer, data.chat_template, Notes(data.max_bad_records))
+    reader = TraceReader(encoder, config.model.vocab_size)
+    read = read_sources(sources or data.traces, _SETTING, reader, reader.read, warnings, FIELDS)
+    traces = list(_fitting(read, data, warnings))
+    _check_log_probs(traces, dtypes, posttrain)
+
+    def trees(group: Group) -> list[Tree]:
+        return list(trees_of(group, data.seq_len, shares=config.attention.shared_prefixes))
+
+    groups = list(groups_of(traces))
+    if posttrain.loss == "dpo":
+        groups = list(_pairs(groups, trees, data, warnings))
+    if not groups:
+        raise UserError("config.data.traces has no trace that can be used")
+    if posttrain.loss:
+        groups = [with_advantages(group, posttrain) for group in groups]
+        warnings += _without_gradient(groups, posttrain.mask_truncated) if holds_out else []
+    train_groups, heldout_groups = _split(groups, data.eval_fraction if holds_out else 0.0)
+    train_trees, heldout_trees = ([trees(group) for group in part] for part in (train_groups, heldout_groups))
+    repeated = [parts[1:] for parts in (*train_trees, *heldout_trees) if parts[0].num_prefix_tokens]
+    if num_repeated := sum(map(len, repeated)):
+        warnings.append(f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}")
+    masks_truncated = bool(posttrain.loss) and posttrain.mask_truncated
+
+    def packed(parts: list[list[Tree]], seed: int | None) -> PackedTraces:
+        flat = [tree for part in parts for tree in part]
+        return PackedTraces(flat, data.seq_len, dtypes, masks_truncated=masks_truncated, seed=seed)
+
+    train = packed(train_trees, data.seed)
+    settings = data.seq_len, data.seed, data.eval_fraction, posttrain.scale_advantages, posttrain.mask_truncated
+    return Traces(
+        tokenizer=tokenizer,
+        train=train,
+        heldout=packed(heldout_trees, None) if heldout_trees else None,
+        fingerprint=fingerprint(traces, settings, dtypes),
+        description=_description(train, len(train_groups), len(heldout_groups)),
+        warnings=tuple(warnings),
+        rewards=_rewards(groups),
+        masks_truncated=masks_truncated,
+    )
+
+
+class Prompt(NamedTuple):
+    """A prompt of rollouts."""
+
+    ids: np.ndarray  # int32 [tokens]
+    text: str
+    record: Mapping[str, Any]
+    where: str
+
+
+def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[str]]:
+    """The prompts of config.rollouts.prompts, and warnings.
+
+    Raises:
+      UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an answer.
+    """
+
+    def read(record: Record) -> list[Prompt]:
+        return [Prompt(*reader.prompt(record), record.values, record.where)]
+
+    data, rollouts = config.data, config.rollouts
+    warnings: list[str] = []
+    encoder = Encoder(tokenizer, data.chat_template, Notes(data.max_bad_records))
+    reader = TraceReader(encoder, config.model.vocab_size)
+    prompts = list(read_sources(rollouts.prompts, "rollouts.prompts", reader, read, warnings))
+    for prompt in prompts:
+        num_tokens = len(prompt.ids) + rollouts.max_tokens - 1
+        if num_tokens > data.seq_len:
+            raise UserError(
+                f"{prompt.where}: a prompt of {len(prompt.ids):,} tokens and config.rollouts.max_tokens do not fit into"
+                f" config.data.seq_len={data.seq_len:,}; increase it to {num_tokens:,}, or remove the prompt"
+            )
+    if not prompts:
+        raise UserError("config.rollouts.prompts has no prompt")
+    return prompts, warnings
+
+
+def read_sources(
+    sources: Sequence[str],
+    setting: str,
+    reader: TraceReader,
+    read: Callable[[Record], Iterable[T]],
+    warnings: list[str],
+    fields: Sequence[str] | None = None,
+) -> Iterator[T]:
+    """Yields what `read` makes of the records that can be used, and adds to `warnings` at the end."""
+    for file in list_files(sources, setting).files:
+        for record in records_of(file.path, fields):
+            try:
+                yield from read(record)
+            except BadRecord as error:
+                reader.encoder.notes.skip(error)
+    warnings += reader.encoder.notes.lines(setting)
+
+
+def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
+    """The records of a file of traces.
+
+    Args:
+      fields: of Parquet and Arrow files, the columns to read; None: all.
+    Raises:
+      UserError: the file cannot be read.
+    """
+    if not path.name.endswith(RECORD_SUFFIXES):
+        raise UserError(f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}")
+    if not path.is_file():
+        raise UserError(f"{path} does not exist")
+    yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
+
+
+def _fitting(traces: Iterator[Trace], data: DataConfig, warnings: list[str]) -> Iterator[Trace]:
+    """The traces that fit into a sequence; data.overlong_traces says what happens to others."""
+    seq_len, rule, num_overlong = data.seq_len, data.overlong_traces, 0
+    for trace in traces:
+        if len(trace.tokens) - 1 <= seq_len:
+            yield trace
+            continue
+        num_overlong += 1
+        if rule == "error":
+            raise UserError(
+                f"{trace.where}: a trace of {len(trace.tokens):,} tokens is longer than"
+                f" config.data.seq_len={seq_len:,}; increase it, or set config.data.overlong_traces to drop or truncate"
+            )
+        if rule == "truncate" and trace.num_prompt_tokens <= seq_len:
+            yield trace.cut(seq_len + 1)
+    if num_overlong:
+        done = dict(drop="dropped", truncate="truncated, or dropped where only the prompt fits")[rule]
+        warnings.append(f"data.traces: longer than data.seq_len={seq_len}: {num_overlong:,}; they are {done}")
+
+
+def _check_log_probs(traces: Group, dtypes: Mapping[str, type], posttrain: PosttrainConfig) -> None:
+    advice = dict(
+        reference_log_probs="set --config.posttrain.reference=model, or base with LoRA, or add them with `jaxlc"
+        " logprobs`",
+        old_log_probs="set --config.posttrain.old_log_probs=policy, or add them with `jaxlc logprobs`",
+    )
+    if posttrain.old_log_probs != "record":
+        del advice["old_log_probs"]  # a metric uses them where they exist
+    for name in set(dtypes) & set(advice):
+        for trace in traces:
+            if name not in trace.log_probs:
+                needs = f"config.posttrain.loss={posttrain.loss!r} needs"
+                raise UserError(f"{trace.where}: no {name}, which {needs}; {advice[name]}")
+
+
+def _pairs(
+    groups: Sequence[list[Trace]], trees: Callable[[Group], list[Tree]], data: DataConfig, warnings: list[str]
+) -> Iterator[list[Trace]]:
+    """The groups that are pairs for dpo, which is one tree of two branches; data.overlong_traces=drop drops others."""
+    num_dropped = 0
+    for group in groups:
+        is_pair = [trace.advantage for trace in group] == [CHOSEN, REJECTED]
+        parts = trees(group)
+        if is_pair and len(parts) == 1 and parts[0].num_prefix_tokens:
+            yield group
+        elif data.overlong_traces == "drop":
+            num_dropped += 1
+        else:
+            raise UserError(
+                f"{group[0].where}: config.posttrain.loss='dpo' needs chosen and rejected answers with a common prompt"
+                f" of at least 2 tokens that fit into config.data.seq_len={data.seq_len:,} together; to drop"
+                " others, set config.data.overlong_traces to drop"
+            )
+    if num_dropped:
+        warnings.append(f"data.traces: no pairs that fit into data.seq_len, which are dropped: {num_dropped:,}")
+
+
+def _split(groups: Sequence[Group], eval_fraction: float) -> tuple[list[Group], list[Group]]:
+    """The groups to train on, and the held-out ones, by a hash of the prompt; all for training if it is on one side."""
+    train: list[Group] = []
+    heldout: list[Group] = []
+    for group in groups:
+        trace = group[0]
+        digest = hashlib.sha256(trace.tokens[: trace.num_prompt_tokens].tobytes()).digest()
+        is_heldout = int.from_bytes(digest[:8], "big") / 2**64 < eval_fraction
+        (heldout if is_heldout else train).append(group)
+    return (train, heldout) if train else (heldout, [])
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    traces = [trace for group in groups for trace in group]
+    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    means = dict(
+        answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
+        truncated=np.mean([trace.is_truncated for trace in traces]),
+        no_advantage=_share_without_advantage(groups),
+    )
+    if rewards:
+        means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards))
+        means |= dict(reward_min=min(rewards), reward_max=max(rewards))
+    policy_steps = [trace.policy_step for trace in traces]
+    if None not in policy_steps:
+        means |= dict(policy_step=np.mean(policy_steps))
+    return {name: float(x) for name, x in means.items()}
+
+
+def _without_gradient(groups: Sequence[Group], masks_truncated: bool) -> Iterator[str]:
+    """Warns about traces that are masked, and groups without an advantage, if they are many.
+
+    Raises:
+      UserError: all traces are masked.
+    """
+    num_traces = sum(map(len, groups))
+    num_masked = sum(trace.is_truncated for group in groups for trace in group) * masks_truncated
+    if num_masked == num_traces:
+        raise UserError(
+            "config.posttrain.mask_truncated=True masks all traces of config.data.traces: no token has a loss"
+        )
+    for what, fraction in (
+        ("truncated traces, which posttrain.mask_truncated masks", num_masked / num_traces),
+        ("groups without an advantage, such as those with equal rewards", _share_without_advantage(groups)),
+    ):
+        if fraction > MANY:
+            yield f"data.traces: {what}: {fraction:.0%}; they have no gradient"
+
+
+def _share_without_advantage(groups: Sequence[Group]) -> float:
+    """The share of the groups without a gradient: of one trace, or of equal rewards."""
+    return float(np.mean([not any(trace.advantage for trace in group) for group in groups]))
+
+
+def _description(train: PackedTraces, num_groups: int, num_heldout: int) -> str:
+    separate = sum(len(trace.tokens) - 1 for trace in train.traces)
+    is_shared = separate > train.num_tokens
+    shared = f", {separate / train.num_tokens:.1f} times fewer than in separate rows" if is_shared else ""
+    return (
+        f"{train.num_traces:,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"
+        f" {train.num_tokens:,} tokens{shared}; held out: {num_heldout:,} groups"
+    )
