@@ -76,7 +76,7 @@ def _report(command: ParsedCommand[Flags]) -> int:
     if not stages:
         return 0
     if errors.is_installed("matplotlib"):
-        from jaxlc.data.reports.report_figure import report_figure
+        from jaxlc.data.report_figure import report_figure
 
         path = Path(command.workdir) / PLOT_FILE
         advice = "use a different --workdir"

@@ -1,1 +1,0 @@
-"""Reports on the data of a run."""
