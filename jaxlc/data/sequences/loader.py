@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
     old_log_probs: jax.Array | None = None  # float32; NaN: unknown, if posttrain.old_log_probs is not record
     reference_log_probs: jax.Array | None = None  # float32
-    # int32, of the order of tokens, not of the data: `sequence_order.SequenceOrder.chained`; `Assignment.fragments`
+    # int32, of the order of tokens, not of the data: `SequenceOrder.chained`; `Assignment.fragments`
     fragment_ids: jax.Array | None = None
 
 
