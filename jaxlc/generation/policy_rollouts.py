@@ -48,8 +48,7 @@ class PolicyRollouts:
         ]
 
     def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
-        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume. Every process of a run makes the
-        same call."""
+        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume. Every process makes the call."""
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
