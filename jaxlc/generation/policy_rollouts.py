@@ -48,7 +48,7 @@ class PolicyRollouts:
         ]
 
     def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
-        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume. Every process makes the call."""
+        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume; every process calls it."""
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
