@@ -25,7 +25,7 @@ from jaxlc.core.text import count_text, gib
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.program import CollectiveStats
 from jaxlc.plan.report import step_text
-from jaxlc.simulate.roofline import seconds_text, two_digits
+from jaxlc.simulate.interval import seconds_text, two_digits
 from jaxlc.simulate.timeline import KERNELS, LAYER_PASSES, LayerEvent, Prediction
 from jaxlc.simulate.topology import Topology
 

@@ -26,7 +26,7 @@ from jaxlc.core.files import read_json_lines
 from jaxlc.core.text import aligned
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import row_name
-from jaxlc.simulate.roofline import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
+from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,7 +28,8 @@ from jaxlc.search.compile_order import Layout, Rates, usable_memory
 from jaxlc.search.ranking import Ranking
 from jaxlc.search.runner import IsOver
 from jaxlc.search.space import Settings
-from jaxlc.simulate.roofline import PAIR_SPREAD, Roofline
+from jaxlc.simulate.interval import PAIR_SPREAD
+from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 
 MARK = "Written by `jaxlc recommend`"

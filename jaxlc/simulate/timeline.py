@@ -33,7 +33,7 @@ from jaxlc.core.scopes import CORE_ATTENTION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.hlo.parser import Computation, Instruction, called, innermost_scope, is_data_dependent, is_host_controlled
-from jaxlc.simulate.roofline import Interval, time_interval
+from jaxlc.simulate.interval import Interval, time_interval
 from jaxlc.simulate.time_model import TimeModel, num_sequences
 
 # Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.

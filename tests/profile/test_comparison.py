@@ -14,7 +14,7 @@ from jaxlc.hlo import analyze
 from jaxlc.profile import comparison, trace_events
 from jaxlc.profile.comparison import GAP, Activity, Estimate, TracedRun, predict
 from jaxlc.profile.trace_events import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses, TraceEvent
-from jaxlc.simulate.roofline import two_digits
+from jaxlc.simulate.interval import two_digits
 from jaxlc.train.callbacks import PAIRS
 from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED

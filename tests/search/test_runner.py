@@ -242,11 +242,11 @@ def get_config(variant):
 _COMMAND_TWICE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxlc.search import worker
-from jaxlc.sweep import main
+from jaxlc.cli.sweep import main
+from jaxlc.search import runner
 from tests.search import fakes
 if __name__ == "__main__":
-    worker.local_devices, worker.measure = fakes.four_devices, fakes.hangs_at_context_2
+    runner.local_devices, runner.measure_point = fakes.four_devices, fakes.hangs_at_context_2
     print("status", main(["sweep", *sys.argv[1:]]), flush=True)
     main(["sweep", *sys.argv[1:]])
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlc.simulate.roofline import PUBLISHED, Interval, estimate_text, range_text, seconds_text, two_digits
+from jaxlc.simulate.interval import PUBLISHED, Interval, estimate_text, range_text, seconds_text, two_digits
 
 
 @pytest.mark.parametrize("value, text", [

@@ -16,7 +16,7 @@ from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.plan import program as plan_program
 from jaxlc.plan.figures import timeline_figure
-from jaxlc.simulate import roofline as interval
+from jaxlc.simulate import interval
 from jaxlc.simulate import roofline as roofline_module
 from jaxlc.simulate.packed_work import AttentionWork
 from jaxlc.simulate.roofline import Roofline
