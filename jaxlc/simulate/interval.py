@@ -1,7 +1,7 @@
 """The 80% interval of estimated step times, from published runs of other trainers.
 
 `python -m benchmarks.calibration` computes the three constants (docs/calibration.md); a test compares them with its
-stored results. They are for the published rates of `efficiency`. A file of measured constants can replace them.
+stored results. They are for the published rates of `roofline`. A file of measured constants can replace them.
 """
 
 import math
@@ -39,7 +39,7 @@ def time_interval(scale: float = TIME_SCALE, spread: float = TIME_SPREAD) -> Int
     return Interval(scale * math.exp(-spread), scale * math.exp(spread))
 
 
-PUBLISHED = time_interval()  # for the published rates of `efficiency`
+PUBLISHED = time_interval()  # for the published rates of `roofline`
 
 
 def is_distinguishable(one_seconds: float, other_seconds: float, spread: float = PAIR_SPREAD) -> bool:
