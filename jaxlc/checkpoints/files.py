@@ -297,8 +297,6 @@ def read_valid_meta(directory: Path) -> dict:
         raise ValueError("meta is no JSON object")
     if meta.pop(DIGEST, None) != digest_of(meta):
         raise ValueError("meta has the wrong checksum")
-    if "data" in meta.get("config", {}):
-        meta["config"]["data"].setdefault("start_token", "")  # earlier versions had none
     return meta
 
 

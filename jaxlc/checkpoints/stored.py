@@ -57,11 +57,6 @@ def read_evaluations(directory: Path) -> dict[int, dict[str, Any]]:
     return {int(step): values for step, values in stored.items()}
 
 
-def stored_evaluation(meta: dict) -> dict[str, Any]:
-    """The evaluation in the meta of a checkpoint; only earlier versions wrote it there."""
-    return {name: meta[name] for name in (EVAL_LOSS, SCORES) if name in meta}
-
-
 class Evaluations:
     """What is known of the parameters of each checkpoint; equal on all processes, and process 0 writes the file.
 
@@ -103,8 +98,6 @@ class Evaluations:
         """Adds a checkpoint that was saved with this meta."""
         self._stages[step] = meta.get("stage", {}).get("name", "")
         self._expected[step] = set(meta.get(EVALUATED, ()))
-        if stored := stored_evaluation(meta):
-            self._values.setdefault(step, stored)
 
     def add(self, step: int, **values: Any) -> None:
         """Adds values of a checkpoint and replaces the file.
@@ -179,14 +172,16 @@ def _stored(path: Path, step: int, evaluations: dict[int, dict[str, Any]]) -> St
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
     meta: dict[str, Any] = {}
     try:
-        meta, problem = read_valid_meta(path), ""
+        meta = read_valid_meta(path)
+        problem = ""
         read_checksums_and_shapes(path)
     except MemoryError:
         raise
     except Exception as error:  # as in `_problem_of`
         problem = first_words(error)
-    stage, evaluation = meta.get("stage", {}).get("name", ""), stored_evaluation(meta) | evaluations.get(step, {})
-    return StoredCheckpoint(step, stage, num_bytes, written, evaluation.get(EVAL_LOSS), problem)
+    stage = meta.get("stage", {}).get("name", "")
+    eval_loss = evaluations.get(step, {}).get(EVAL_LOSS)
+    return StoredCheckpoint(step, stage, num_bytes, written, eval_loss, problem)
 
 
 def leftovers(directory: Path) -> list[Path]:

@@ -229,11 +229,8 @@ def test_save_keeps_every_nth_and_the_best_of_each_stage(tmp_path):
         checkpoints = Checkpoints(tmp_path, keep=1, keep_every=3, keep_best=1, warn=pytest.fail)
         for step in steps:
             meta = meta_of(step) | dict(stage=dict(name="long" if step > 4 else ""))
-            if step == 2:  # as versions before evaluations.json did
-                meta["eval_loss"] = losses[step]
             checkpoints.save(step, dict(x=jnp.ones(8)), meta)
-            if step != 2:
-                checkpoints.add_evaluation(step, eval_loss=losses[step])
+            checkpoints.add_evaluation(step, eval_loss=losses[step])
         checkpoints.close()
     assert checkpoints.steps() == [2, 3, 5, 6, 8]
 

@@ -164,8 +164,7 @@ def test_start_report_names_it(tokenizer_directory):
     assert start_token_lines(load_tokenizer("bytes")) == []
 
 
-def test_run_of_an_earlier_version_resumes_without_it(tmp_path):
-    """Its checkpoints have no such setting."""
+def test_run_whose_texts_have_no_start_token_resumes_without_it(tmp_path):
     run = write_untrained_run(tmp_path / "run")
     stages = load_stages(ConfigDict(dict(model=dict(preset="tiny"))))
     assert with_stored_start(stages, run)[0].config.data.start_token == AUTO
@@ -173,7 +172,7 @@ def test_run_of_an_earlier_version_resumes_without_it(tmp_path):
     path = run / "checkpoints" / "1" / "meta" / "metadata"
     meta = json.loads(path.read_text())
     meta.pop("sha256")
-    del meta["config"]["data"]["start_token"]
+    meta["config"]["data"]["start_token"] = ""
     path.write_text(json.dumps(meta | dict(sha256=digest_of(meta))))
     assert read_meta(run / "checkpoints", 1)["config"]["data"]["start_token"] == ""
     assert with_stored_start(stages, run)[0].config.data.start_token == ""
