@@ -11,7 +11,7 @@ Shape letters, used as suffixes of names: `q_BTNH` has shape [batch, query posit
 
     In jaxlc/attention: M layer tiles, P query sub-chunks of a tile, I query blocks, J KV blocks,
     R rows of a query block (G x T)
-    In jaxlc/attention/delta_rule: G key heads, H value heads, K key dim, V value dim, L consecutive tokens, C tokens of
+    In linear attention: G key heads, H value heads, K key dim, V value dim, L consecutive tokens, C tokens of
     a chunk, N chunks, W channels, P taps
 
 Inside `shard_map` the letter of a dimension that is split over devices is lower case: `k_bskH` is the local shard of

@@ -29,10 +29,10 @@ MORE_DOCUMENTS = "more_documents"  # loop over calls of packed attention; runs i
 REORDER = "zigzag_reorder"  # exchanges chunks: natural to zigzag order, and back
 
 # Linear attention.
-DELTA_RULE = "delta_rule"  # the gated delta rule, exchanges included
-DELTA_STATES = "delta_states"  # inside DELTA_RULE: exchange of the maps of states between ranks
+LINEAR_ATTENTION = "linear_attention"  # recurrence over the sequence, exchanges included
+DELTA_STATES = "delta_states"  # inside LINEAR_ATTENTION: exchange of the maps of states between ranks
 CONVOLUTION = "short_convolution"  # causal convolution over the sequence, exchange included
-RECURRENCE = (DELTA_RULE, DELTA_STATES, CONVOLUTION)
+RECURRENCE = (LINEAR_ATTENTION, DELTA_STATES, CONVOLUTION)
 
 # Calls of tokamax's kernels, whose custom calls have no name.
 MOSAIC_FORWARD = "mosaic_forward"

@@ -328,7 +328,7 @@ def _time(predicted: Prediction) -> Iterator[str]:
         yield _text_row("host copies", f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies")
     if predicted.recurrence_seconds:
         share = two_digits(100 * predicted.recurrence_seconds / predicted.step_seconds)
-        yield _text_row("recurrence", f"{share}%, kernels of gated_delta_net layers between their projections")
+        yield _text_row("recurrence", f"{share}%, kernels of recurrent layers between their projections")
     if predicted.experts_overhead_seconds:
         share = two_digits(100 * predicted.experts_overhead_seconds / predicted.step_seconds)
         yield _text_row("experts", f"{share}%, routing, sorting, copies of weights, padding; beyond the routed rows")

@@ -178,7 +178,7 @@ class Prediction:
     # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
     # innermost scope, such as "mlp kernels". Largest first.
     overhead_seconds: dict[str, float]
-    # Kernels of gated_delta_net layers between their projections, products included; a part of overhead_seconds.
+    # Kernels of recurrent layers between their projections, products included; a part of overhead_seconds.
     recurrence_seconds: float = 0.0
     # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting, copies of weights
     # for each block, and products of padding; a part of overhead_seconds. Waiting for gathers of weights is not in it.

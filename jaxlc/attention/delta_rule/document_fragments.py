@@ -40,7 +40,7 @@ def group_tokens(rank_tokens: int, num_fragments: int, most: int) -> int:
     return size
 
 
-@jax.named_scope(scopes.DELTA_RULE)
+@jax.named_scope(scopes.LINEAR_ATTENTION)
 def group_table(
     fragments_bt: jax.Array, segments_bt: jax.Array, *, ranks: Ranks, num_chains: int, num_before: int, most_tokens: int
 ) -> GroupTable:

@@ -142,7 +142,7 @@ def _mixed_by_document(
     q, k, v = filtered_operands(arrays, before, filters)
     num_places, num_fragments = table.token_of_place_bGg.shape[-1], table.last_tokens_bFP.shape[1]
     segments_bGg, segment_before_bG = table.segments_bGL[..., -num_places:], table.segments_bGL[..., -num_places - 1]
-    with jax.named_scope(scopes.DELTA_RULE):
+    with jax.named_scope(scopes.LINEAR_ATTENTION):
         g, beta = (in_groups(x, table) for x in (g_btH, beta_btH))
         tokens = Tokens(q, k, v, g, beta, segments_bGg, segment_before_bG)
         groups, fragment_GB = jax.tree.map(lambda x: x.swapaxes(0, 1), (tokens, table.fragment_bG))

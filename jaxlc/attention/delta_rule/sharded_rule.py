@@ -40,7 +40,7 @@ GROUP_TOKENS = 1024
 _GROUPS_AT_ONCE = 4  # of one sequence: 2.2 GiB of temporaries with 32 heads of dimension 128
 
 
-@jax.named_scope(scopes.DELTA_RULE)
+@jax.named_scope(scopes.LINEAR_ATTENTION)
 def delta_rule(
     q_btGK: jax.Array,
     k_btGK: jax.Array,
@@ -74,7 +74,7 @@ def delta_rule(
     return _in_order(out, q_btGK.shape[1], num_fragments)
 
 
-@jax.named_scope(scopes.DELTA_RULE)
+@jax.named_scope(scopes.LINEAR_ATTENTION)
 def delta_rule_in_groups(
     groups: Tokens, fragment_GB: jax.Array, *, ranks: Ranks, num_fragments: int, scale: float
 ) -> jax.Array:
@@ -90,7 +90,7 @@ def delta_rule_in_groups(
     return in_groups(lambda pair: read(*pair), (reads, states))
 
 
-@jax.named_scope(scopes.DELTA_RULE)
+@jax.named_scope(scopes.LINEAR_ATTENTION)
 def continued_delta_rule(
     q_btGK: jax.Array,
     k_btGK: jax.Array,

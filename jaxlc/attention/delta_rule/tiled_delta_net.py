@@ -133,7 +133,7 @@ def _maps(k, v, g_btH, beta_btH, filter_k, filter_v, k_before, v_before, segment
     k, v = _filtered((k, v), (filter_k, filter_v), (k_before, v_before), segments)
     groups = _groups((k, k, v, *map(_pieces, (g_btH, beta_btH))), segments)  # the map does not depend on q
     of_group = jax.checkpoint(functools.partial(affine_map, scale=1.0))
-    with jax.named_scope(scopes.DELTA_RULE):
+    with jax.named_scope(scopes.LINEAR_ATTENTION):
         maps = total(lax.map(of_group, groups))
     return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), maps)
 
@@ -146,7 +146,7 @@ def _outputs(
     num_tokens, scale = q.shape[1], q.shape[-1] ** -0.5
     groups = _groups((q, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
     of_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, scale)[::-1])
-    with jax.named_scope(scopes.DELTA_RULE):
+    with jax.named_scope(scopes.LINEAR_ATTENTION):
         _, out = lax.scan(of_group, states.reshape(-1, *states.shape[2:]), groups)
     out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :num_tokens]
     return jnp.concatenate(jnp.split(out, 2), axis=1)
