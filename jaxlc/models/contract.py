@@ -2,8 +2,8 @@
 
 A kind mixes the tokens of a residual branch. It is a subclass of `Mixer`, which `jaxlc.models.kinds` registers, and
 has a description without JAX with its settings, weights and costs. What a kind does not have is an interface of its
-own: `Rotary`, `OnTiles`, `ChoosesKernel`, `PassesStates` and `ReadsBefore` for mixers, `Routed` for
-feed-forward blocks.
+own: `Rotary`, `OnTiles`, `OnTrees`, `ChoosesKernel`, `PassesStates` and `ReadsBefore` for mixers, `Routed`
+for feed-forward blocks.
 """
 
 import dataclasses
@@ -136,6 +136,10 @@ class OnTiles:
     def on_tiles(cls, on: KindOnMesh) -> Tiles:
         """As `Mixer.on_sequences`, in `on.num_tiles` tiles."""
         raise NotImplementedError
+
+
+class OnTrees:
+    """A mixer whose segments may continue another one: it reads `BatchTokens.prefixes_BT`."""
 
 
 class ChoosesKernel:

@@ -388,5 +388,5 @@ def _bound(on: KindOnMesh) -> Sequences | Tiles:
     mixer = mixer_of(on.model)
     if not on.num_tiles:
         return mixer.on_sequences(on)
-    assert issubclass(mixer, OnTiles), mixer  # the checks of the config
+    assert issubclass(mixer, OnTiles), mixer  # see `kinds_on_mesh`
     return mixer.on_tiles(on)

@@ -25,7 +25,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.models.contract import KindOnMesh, Mixer, ReadsBefore, Rotary
+from jaxlc.core.errors import Unsupported
+from jaxlc.models.contract import KindOnMesh, Mixer, OnTiles, OnTrees, ReadsBefore, Rotary
 from jaxlc.models.kinds.attention import Attention
 from jaxlc.models.kinds.delta_net import GatedDeltaNet
 from jaxlc.models.kinds.dense import MLP
@@ -47,8 +48,23 @@ def mixer_of(model: ModelConfig) -> type[Mixer]:
 
 
 def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict[str, KindOnMesh]:
-    """The kinds of layers of a config on a mesh, by name; `settings` are further fields of `KindOnMesh`."""
+    """The kinds of layers of a config on a mesh, by name; `settings` are further fields of `KindOnMesh`.
+
+    Raises:
+      Unsupported: a kind does not support tiles or trees, and the config has them.
+    """
     model, shared = config.model, dict(config=config, mesh=mesh, compute_dtype=compute_dtype, **settings)
+    needs = {
+        OnTiles: ("memory.tile_tokens", config.memory.tile_tokens),
+        OnTrees: ("attention.shared_prefixes", config.attention.shared_prefixes),
+    }
+    for interface, (setting, value) in needs.items():
+        lacking = {*model.used_kinds} - {*kinds_with(interface, model)}
+        if value and lacking:
+            off = type(value)(0)
+            raise Unsupported(
+                f"unsupported: config.{setting}={value} with {min(lacking)} layers; use --config.{setting}={off}"
+            )
     return {
         kind: KindOnMesh(model=model.of_kind(kind), window=model.window_of(kind), **shared) for kind in model.used_kinds
     }

@@ -42,6 +42,7 @@ from jaxlc.models.contract import (
     LayerOutput,
     Mixer,
     OnTiles,
+    OnTrees,
     Rotary,
     Rotation,
     Sequences,
@@ -54,7 +55,7 @@ from jaxlc.models.rope import apply_rope
 from jaxlc.sharding.rules import Sharder
 
 
-class Attention(Mixer, Rotary, OnTiles, ChoosesKernel):
+class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
     """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):

@@ -38,6 +38,7 @@ from jaxlc.models.contract import (
     KindOnMesh,
     Mixer,
     OnTiles,
+    OnTrees,
     PerDocumentOrder,
     ReadsBefore,
     Sequences,
@@ -52,7 +53,7 @@ from jaxlc.sharding.rules import Sharder
 _DECAYS, _STEP_SIZES = (1.0, 16.0), (1e-3, 0.1)
 
 
-class GatedDeltaNet(Mixer, OnTiles, PerDocumentOrder, ReadsBefore):
+class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     """See the top of the file. Gates and states are float32."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
