@@ -117,7 +117,7 @@ class CallResults(NamedTuple):
     """The results of a kernel's calls, and what is left to do: elementwise, so that a caller's sums fuse with it."""
 
     results: Any  # a tree of arrays
-    joined: Callable[[Any], tuple[jax.Array, ...]]  # of `results` -> those of the kernel's forward or backward
+    joined: Callable[[Any], tuple[jax.Array, ...]]  # `results` -> the results of the kernel's forward or backward
 
     def values(self) -> tuple[jax.Array, ...]:
         """The results of the kernel's forward or backward."""
@@ -143,7 +143,7 @@ class AttentionProblem:
     value_dim: int
     window: int | None
     implicit_positions: bool  # no ranges are passed; see KeyRanges
-    document_ranges: bool = False  # the ranges are those of packed documents over a rank's own tokens or a ring step
+    document_ranges: bool = False  # the ranges are of packed documents over a rank's own tokens or a ring step
     num_elements: int = 0  # elements of the larger of q and k per kernel call; 0 if unknown
     cudnn_version: tuple[int, ...] | None = None  # installed; (): not found. None: the GPU is absent, any is assumed
 

@@ -81,7 +81,7 @@ def seen_by(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
 
 
 def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
-    """bool, the shape of the keys: whether a query whose document continues that of the key has it in its window."""
+    """bool, the shape of the keys: whether a query whose document continues the key's has it in its window."""
 
     def of_sequence(k_positions_S, k_segments_S, positions_T, prefixes_T):
         by_prefix_T = jnp.lexsort((positions_T, prefixes_T))  # the nearest query of each prefix comes first

@@ -78,7 +78,7 @@ class GroupState(NamedTuple):
         return self.num_tile_subchunks * self.num_tiles
 
     def index_in_block(self, subchunk):
-        """The index in the block of a sub-chunk of the tile: those of chunk hi mirror those of chunk lo."""
+        """The index in the block of a sub-chunk of the tile: chunk hi mirrors chunk lo."""
         index = subchunk // 2 * self.num_tiles + self.tile
         return jnp.where(subchunk % 2 == 0, index, self.num_block_subchunks - 1 - index)
 
@@ -379,7 +379,7 @@ class SlidingSteps(NamedTuple):
 
 
 def _first_key(ranges: KeyRanges, num_keys: int, num_extended: int) -> jax.Array:
-    """The first of `num_keys` keys that have those of all queries; any if the queries have none."""
+    """The first of `num_keys` keys that contain the keys of all queries; any if the queries have none."""
     is_empty = ranges.start_BT >= ranges.end_BT
     first = jnp.where(is_empty, num_extended, ranges.start_BT).min()
     return jnp.minimum(first, num_extended - num_keys)

@@ -98,7 +98,7 @@ def make_tiled(
       kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
         TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
-      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: in that of mirrored
+      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: with mirrored
         pieces, a query would not reach all blocks of its prefix.
     Raises:
       Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.

@@ -9,7 +9,7 @@ fragments are in the order of the ranks, and the second ones in reverse order.
     tile_states        the same, of layers that run in tiles
     states_of_groups   the same, of the chains of per-document sharding
     continued_states   the same, and the last state, of a sequence that starts with a state: generation
-    predecessors       the last tokens of the fragments before those of a rank
+    predecessors       the last tokens of the fragments before a rank's fragments
 """
 
 import functools
@@ -81,7 +81,7 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Arra
     """An einsum that accumulates in float32 or wider, and returns that.
 
     Args:
-      dtype: of the factors. None, float32, float64: exact products; bfloat16: those of tensor cores.
+      dtype: of the factors. None, float32, float64: exact products; bfloat16: products of tensor cores.
     """
     result = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
     if dtype is not None and jnp.finfo(dtype).bits < 32:
@@ -126,7 +126,7 @@ def _entering_forward(maps, ranks, direction):
 
 
 def _entering_backward(ranks, direction, residuals, gradients):
-    """S' = M S + U backwards: the gradient of S is M^T dS' plus that of its uses, an affine map as well."""
+    """S' = M S + U backwards: the gradient of S is M^T dS' plus the gradient of its uses, an affine map as well."""
     maps, fragment_states = residuals
     # Backwards, the second fragments of zigzag order are the first, again in the order of the ranks.
     transposed = [Affine(fragment.M.mT[::-1], dS[::-1]) for fragment, dS in zip(maps, gradients)]
@@ -175,7 +175,7 @@ def _chain_states(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragme
 
 
 def _totals(maps: Affine, fragment_GB: jax.Array, num_fragments: int) -> Affine:
-    """The map of all groups of each fragment, arrays [F, B, ...]; that of no tokens for fragments without groups."""
+    """The map of all groups of each fragment, arrays [F, B, ...]; without groups, the map of no tokens."""
     empty = _empty(jax.tree.map(lambda x: x[0], maps))
 
     def step(before, group):

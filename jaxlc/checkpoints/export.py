@@ -93,7 +93,7 @@ def _copy(config: Config, source: Pretrained | None, target: Path) -> None:
 
 
 def _tokenizer_directory(config: Config, base: Path | None) -> Path | None:
-    """The directory of the run's tokenizer: `base`, a copy that is always there, or that of another tokenizer."""
+    """The directory of the run's tokenizer: `base`, a copy that is always there, or of another tokenizer."""
     if config.data.tokenizer == "bytes":
         return base
     own = tokenizer_file(config.data.tokenizer)

@@ -59,7 +59,7 @@ class Storage:
     def __init__(self, directory: Path, policy: Any, *, is_local: bool, finite_params: bool):
         """
         Args:
-          directory: the shared one, or that of this process.
+          directory: the shared one, or the local one of this process.
           policy: which checkpoints are kept, a preservation policy of Orbax.
           is_local: each process has a directory of its own.
           finite_params: see `jaxlc.checkpoints.save.Checkpoints`.

@@ -68,7 +68,7 @@ class Evaluations:
         """
         Args:
           directory: of the checkpoints.
-          num_best: of each stage; losses of different stages are those of different sequences.
+          num_best: in each stage; losses of different stages are of different sequences.
           warn: called with one line if the file is damaged.
         """
         self._directory, self._num_best = directory, num_best

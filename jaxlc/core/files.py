@@ -181,7 +181,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file next to `path` that replaces it at the end; it is deleted on failure.
 
-    The file has the permissions of the process's umask, unlike those of `tempfile`, which only their owner can read.
+    The file has the permissions of the process's umask, unlike files of `tempfile`, which only their owner can read.
 
     Raises:
       OSError: the file cannot be written; `filename` is set.

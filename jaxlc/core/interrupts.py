@@ -158,7 +158,7 @@ def _handlers() -> Iterator[None]:
 
 def _watch(reader: int, done: threading.Event) -> None:
     """Ends the process a while after a signal: the first one that `_handle` gets, or a second one of another handler,
-    such as that of `jaxlc.train.callbacks`."""
+    such as the handler of `jaxlc.train.callbacks`."""
     first_seconds = None
     while data := os.read(reader, 1):
         if (number := data[0]) not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

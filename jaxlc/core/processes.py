@@ -47,7 +47,7 @@ def run(
 
     Args:
       function: a function of a module that returns an iterable; it, the calls and the values are pickled.
-      environment: variables of the processes, besides those of this one.
+      environment: variables of the processes, besides the variables of this one.
       is_over: called about twice a second; when it is true, the processes are killed.
     Yields:
       None if there was no value for half a second.

@@ -12,7 +12,7 @@ MLP = "mlp"  # MLP block of a layer: norms and the gated feed-forward layer
 ROUTER = "router"  # inside MLP: logits of the experts and the choice of some
 EXPERTS = "experts"  # inside MLP: rows sorted by expert, and the products of experts
 MIXTURE = (ROUTER, EXPERTS)
-LORA = "lora"  # inside ATTENTION and MLP: an adapter, with the sum of its output and that of the frozen projection
+LORA = "lora"  # inside ATTENTION and MLP: an adapter, with the sum of its output and the frozen projection's
 GATHER_WEIGHTS = "gather_weights"  # cast of a stored weight, and its all-gather over the axes that shard it
 
 # Exchanges over the context axis, inside CORE_ATTENTION.

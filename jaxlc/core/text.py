@@ -171,7 +171,7 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 class _Outlasting:
-    """A stream that discards its text after an error, such as that of a closed terminal."""
+    """A stream that discards its text after an error, such as a closed terminal."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

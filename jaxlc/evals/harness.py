@@ -65,8 +65,8 @@ class HarnessModel(TemplateLM):
           max_length: tokens of a request, of which longer ones lose the first; the window of rolling log-likelihoods.
             0: max_position_embeddings of a Hugging Face directory, data.seq_len of a run.
           device: of PyTorch, which lm_eval always passes; it has no effect.
-          chat_template: chatml, llama3 or a Jinja file, used with --apply_chat_template. "": that of the run or of the
-            tokenizer.
+          chat_template: chatml, llama3 or a Jinja file, used with --apply_chat_template. "": the template of the run
+            or of the tokenizer.
           seed: of sampling; each request has its own random numbers, in batches of any size. --gen_kwargs seed=N goes
             first. None: the third number of --seed, as for the model `hf`.
           mesh: sizes of mesh axes, such as context=4. None: the mesh of the run.

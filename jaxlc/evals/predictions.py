@@ -106,7 +106,7 @@ def step_directories(out: Path) -> list[Path]:
 
 
 def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
-    """Adds scores to those in `directory`; scores of the same subject, and those of other models, are removed."""
+    """Adds scores to those in `directory`; scores of the same subject, and of other models, are removed."""
     models = {row.model for row in rows}
     kept = [row for row in read_scores(directory) if row.model in models or not models]
     by_subject = {row.subject: row for row in [*kept, *rows]}

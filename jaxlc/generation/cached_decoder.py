@@ -52,7 +52,7 @@ class CachedDecoder:
           params: the tree of `decoder.init`, in the compute dtype or float32.
           cache: see `CachedStep.abstract_cache`. Donate it, so that it is updated in place.
           tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
-          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all have those of config.data.seq_len.
+          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for config.data.seq_len.
         Returns:
           Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
           the cache with the new tokens.
@@ -93,8 +93,8 @@ class CachedDecoder:
         caches: tuple[Any, ...],
         run_kind: dict[str, Callable],
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Runs stacked layers, those of `kinds` in each iteration. The caches are in the carry of the loop, where XLA
-        updates them in place."""
+        """Runs stacked layers, one of each of `kinds` in each iteration. The caches are in the carry of the loop, where
+        XLA updates them in place."""
         stacks = Stacks.split(layers)
         places = stacks.places(kinds)
 

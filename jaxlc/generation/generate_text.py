@@ -56,7 +56,7 @@ class PromptEncoder:
 
     @property
     def overhead_tokens(self) -> int:
-        """At least the number of tokens that a prompt has in addition to those of its text."""
+        """At least the number of tokens that a prompt has in addition to its text."""
         extra = len(self("a", "a")) - len(self.tokenizer.encode(b"aa"))
         return extra if self.template is None else extra + _MARGIN_TOKENS
 
@@ -70,7 +70,7 @@ def template_of(result: TrainedModel, setting: str = "", *, flag: str = "--chat_
     """The chat template of the prompts of generate, eval and lm-evaluation-harness.
 
     Args:
-      setting: as data.chat_template; empty: that of the run, or of the tokenizer.
+      setting: as data.chat_template; empty: the template of the run, or of the tokenizer.
       flag: that sets a template, for errors.
     Raises:
       UserError: there is no chat template, or it does not fit the tokenizer.

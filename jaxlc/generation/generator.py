@@ -45,7 +45,7 @@ class Generator:
         Args:
           step: the training step of the model, for its config and mesh.
           params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
-          is_pretrained: see `Result.is_pretrained`; the RoPE of a continuation is that of its prompt.
+          is_pretrained: see `Result.is_pretrained`; a continuation has the RoPE of its prompt.
         """
         self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
         self._rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
@@ -82,7 +82,7 @@ class Generator:
           max_tokens: the largest number of new tokens of each prompt.
           stop: strings that end a continuation.
           stop_ids: token ids that end a continuation.
-          indices: of the prompts among those of all calls; each has its own random numbers. None: 0, 1, ...
+          indices: of the prompts among the prompts of all calls; each has its own random numbers. None: 0, 1, ...
           chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
           stream: called with new text as soon as it is known.
           shows_progress: print lines on stderr while long prompts are computed.

@@ -18,7 +18,7 @@ _CHARACTER_BYTES = 4  # at most, in UTF-8
 class TextStream:
     """Decodes tokens as they come and finds stop strings, also in the text of special tokens.
 
-    The text is that of the prompt and the new tokens, without that of the prompt: a token may be a part of a character
+    It decodes the prompt and the new tokens, and omits the text of the prompt: a token may be a part of a character
     or of a word that the tokenizer decodes differently at the start of a text. So only the last tokens are decoded,
     together with a few before them.
     """
@@ -112,7 +112,7 @@ class Sampling:
     temperature: float = 0.0  # logits are divided by it; up to 1e-5: the token with the largest logit (greedy)
     top_p: float = 1.0  # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
     seed: int = 0
-    # Log-probabilities are those of the logits divided by the temperature; False: of the logits.
+    # Log-probabilities are of the logits divided by the temperature; False: of the logits.
     scales_log_probs: bool = False
 
     @property
@@ -144,7 +144,7 @@ def choose_tokens(
     greedy: bool,
     scales_log_probs: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or that of sampling).
+    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as sampled).
 
     The random numbers depend on the seed, the index of the sequence and the position only, so that a sequence gets the
     same tokens in any batch and on any mesh.

@@ -169,7 +169,7 @@ def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall 
 
 
 def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | None:
-    """The backward over pairs of blocks as one call, which is masked; its queries are those of all pairs."""
+    """The backward over pairs of blocks as one call, which is masked; its queries are the queries of all pairs."""
     calls = [
         (times, call)
         for times, computation, instruction in _inside(program, loop)
@@ -188,7 +188,7 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
     flops, opcodes = 0.0, set()
     for times, computation, instruction in _inside(program, loop):
         if _is_mosaic(instruction):
-            return None  # a loop over calls of a kernel; its products are those of out . dout
+            return None  # a loop over calls of a kernel; its products are out . dout
         opcodes.add(instruction.opcode.removesuffix("-start"))
         if instruction.opcode == "dot":
             product = matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])

@@ -103,7 +103,7 @@ def is_kernel(kind: str) -> bool:
 
 
 def count_launches(program: Program, command: Command) -> Launches:
-    """The launches of one run of `command` and those below it; of a conditional, those of its longest branch.
+    """The launches of one run of `command` and of the commands below it; of a conditional, of its longest branch.
 
     XLA runs a loop whose trip count it knows without the condition. For every other loop the host copies the result of
     the condition from the GPU before each round, and for a conditional its predicate: openxla/xla, `while_thunk.cc` and

@@ -83,8 +83,8 @@ def components(op_name: str) -> tuple[str, ...]:
 def is_in_attention(op_name: str) -> bool:
     """Whether an instruction belongs to attention's kernels and exchanges (scope `core_attention`).
 
-    A merged instruction belongs to them if all its parts do: XLA merges the all-gather of segment ids with those of
-    weights.
+    A merged instruction belongs to them if all its parts do: XLA merges the all-gather of segment ids with all-gathers
+    of weights.
     """
     return all(CORE_ATTENTION in components(path) for path in _paths(op_name))
 
@@ -111,7 +111,7 @@ def is_over_prefix(op_name: str) -> bool:
 
 
 def innermost_scope(op_name: str) -> str:
-    """The last scope of an instruction, "" if it has none; a merged instruction has that of its first path."""
+    """The last scope of an instruction, "" if it has none; a merged instruction has the scope of its first path."""
     scopes = [part for part in components(_paths(op_name)[0]) if part in SCOPES]
     return scopes[-1] if scopes else ""
 
@@ -369,7 +369,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
-    """Transfers of a computation, ordered by their done; without those of the computations it calls.
+    """Transfers of a computation, ordered by their done; without the transfers of the computations it calls.
 
     Raises:
       ValueError: the program is not scheduled, so the order of its instructions has no meaning.

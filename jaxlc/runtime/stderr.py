@@ -1,4 +1,4 @@
-"""Removes lines that C++ libraries write to stderr, and imports JAX without those of its CUDA plugin.
+"""Removes lines that C++ libraries write to stderr, and imports JAX without the lines of its CUDA plugin.
 
 A package whose `__init__` imports JAX, and a command, import this module first.
 """
@@ -19,8 +19,9 @@ _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is
 def without_lines(notes: Sequence[str]) -> Iterator[None]:
     """Removes lines that contain one of `notes` from stderr. A thread passes on all others as they are written.
 
-    Python's own messages take no detour, so those of a process that ends in the meantime are printed. Lines of C++ code
-    that ends the process at once, without giving the thread time, are lost: enter this only around calls that do not.
+    Python's own messages take no detour, so the messages of a process that ends in the meantime are printed. Lines
+    of C++ code that ends the process at once, without giving the thread time, are lost: enter this only around calls
+    that do not.
     """
     sys.stderr.flush()
     users, stderr_copy = sys.stderr, os.dup(2)

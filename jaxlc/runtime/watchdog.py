@@ -462,7 +462,7 @@ def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
 
 
 def text_of_process_0(name: str, text: str) -> str:
-    """`text` of process 0, on every process; that of other processes is not used."""
+    """`text` of process 0, on every process; the text of other processes is not used."""
     if (client := coordination_client()) is None:
         return text
     key = f"jaxlc/{name} {next(_num_names)}"

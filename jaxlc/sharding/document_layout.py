@@ -330,7 +330,7 @@ def zigzag_chain(num_tokens: int, context: int) -> ChainedOrder:
 
 
 def _documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens with those of documents first, and the lengths of the documents. Padding may be anywhere."""
+    """The tokens, first the tokens of documents, and the lengths of the documents. Padding may be anywhere."""
     documents_first = np.argsort(segment_ids_T == 0, kind="stable")
     ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
     return documents_first, np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))

@@ -148,7 +148,7 @@ def nodes_of(mesh: Mesh, node_devices: int) -> Nodes | None:
 
 
 def storage_order(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """Axes that shard a dimension, as axes of `mesh`, which may be that of `Nodes`.
+    """Axes that shard a dimension, as axes of `mesh`, which may be `Nodes.mesh`.
 
     There, the ranks of a node vary slowest, so that the shards that one rank of each node stores are consecutive: the
     gather across nodes joins them, and that within a node joins the results.

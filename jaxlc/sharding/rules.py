@@ -42,7 +42,7 @@ class ShardingRules:
     sharded_rank: Axes = WEIGHT_AXES  # R of the other matrix
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
-    bias: Axes = ()  # H or D of a bias, E of that of a router
+    bias: Axes = ()  # H or D of a bias, E of a router's
     ffn_bias: Axes = (TENSOR,)  # F of the biases of experts
     sinks: Axes = (TENSOR,)  # N of the attention sinks, one logit per head
     taps: Axes = ()  # P of the short convolutions of Gated DeltaNet, whose channels are heads
@@ -74,13 +74,13 @@ def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
 def storage_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
     """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads", "head_dim").
 
-    `mesh` may be that of `Nodes`.
+    `mesh` may be `Nodes.mesh`.
     """
     return _fit([storage_order(storage_axes(name, rules), mesh) for name in dims], shape, mesh)
 
 
 def copy_spec(dims: Axes, shape: tuple[int, ...], nodes: Nodes, rules: ShardingRules = RULES) -> PartitionSpec:
-    """The sharding of a parameter in the copy of one node: that of storage without the axes over nodes."""
+    """The sharding of a parameter in the copy of one node: as stored, without the axes over nodes."""
     stored = storage_spec(dims, shape, nodes.mesh, rules)
     return PartitionSpec(*(tuple(a for a in axes_of(entry) if a not in nodes.outer) or None for entry in stored))
 

@@ -139,7 +139,7 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
 
 
 def _may_skip_ring_steps(config: Config, context: int) -> bool:
-    """Whether the ring steps of a microbatch are those of one sequence, whose documents have no other keys."""
+    """Whether the ring steps of a microbatch are of one sequence, whose documents have no other keys."""
     train, mesh, attention = config.train, config.mesh, config.attention
     has_ring = attention.strategy in ("ring", "hybrid") and context // _group_size(config) > NUM_FIRST_RING_STEPS
     is_one_sequence = train.global_batch_size == train.gradient_accumulation_steps and mesh.data * mesh.fsdp == 1
@@ -202,7 +202,7 @@ def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
 def num_invalid_indices(batch: Batch, vocab_size: int) -> jax.Array:
     """Tokens, weighted targets and positions out of range, which JAX would clamp without an error; float32.
 
-    Batches of a run are checked on the host (`data.sequences.user_batches`), those of other loops only here.
+    Batches of a run are checked on the host (`data.sequences.user_batches`), batches of other loops only here.
     """
     targets = jnp.where(batch.loss_weights > 0, batch.targets, 0)
     ends = ((batch.tokens, vocab_size), (targets, vocab_size), (batch.positions, batch.positions.shape[-1]))

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class StateBytes(NamedTuple):
     """Bytes of the training state per device."""
 
-    trained: int  # float32 weights that are trained, those of adapters included; gradients take as many
+    trained: int  # float32 weights that are trained, adapters included; gradients take as many
     frozen: int  # weights that are not trained
     optimizer: int
     reference: int  # weights of the reference model, in host memory

@@ -116,7 +116,7 @@ class NodeCopies:
 
     @jax.named_scope(scopes.SUM_OVER_NODES)
     def summed(self, gradients: dict, dims: dict) -> dict:
-        """Gradients of the parameters, float32 and sharded as these, from those of the copies."""
+        """Gradients of the parameters, float32 and sharded as these, from the gradients of the copies."""
 
         def add(path, gradient: jax.Array, dims: tuple[str, ...]) -> jax.Array:
             if not is_copied(dims):
@@ -158,7 +158,7 @@ class NodeCopies:
 
 
 def _nodes_dim(dims: tuple[str, ...]) -> int:
-    """The dimension of nodes in the copy of a parameter: after that of layers, which scans remove."""
+    """The dimension of nodes in the copy of a parameter: after the dimension of layers, which scans remove."""
     return int(dims[0] == "layers")
 
 
@@ -244,7 +244,7 @@ class Objective:
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
     def _policy_weights(self, hidden_and_head, targets: jax.Array, part: Batch) -> tuple[jax.Array, PolicySums]:
-        """The weights of cross entropy whose gradient is that of posttrain.loss, and the sums of the loss."""
+        """The weights of cross entropy whose gradient is the gradient of posttrain.loss, and the sums of the loss."""
         losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec)
 
         def loss(log_probs_BT):

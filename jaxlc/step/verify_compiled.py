@@ -48,7 +48,7 @@ def _kinds(spaces) -> list[str | None]:
 
 
 def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: Sequence[str | None]) -> None:
-    """Writes memory kinds into a lowered program, before `.compile()`, because JAX drops those of absent GPUs.
+    """Writes memory kinds into a lowered program, before `.compile()`, because JAX drops the kinds of absent GPUs.
 
     Absent devices list no memories, so a sharding with memory_kind="pinned_host" has no effect, and the bytes would
     count as device memory. Donation of an argument to a result in another memory is removed. The function must not
@@ -136,8 +136,8 @@ def mismatch(
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
-    """Returns lines that describe the compiled `step`; on CPU only that of the copies of nodes, and none for a custom
-    model.
+    """Returns lines that describe the compiled `step`; on CPU only the line of the copies of nodes, and none for a
+    custom model.
 
     Raises:
       UserError: as `check`, `check_memory` and `check_node_copies`.

@@ -164,7 +164,7 @@ def _recurrence_forward(first, decay, correction, added, dtype):
 
 
 def _recurrence_backward(dtype, residuals, gradients):
-    """The gradients of states by a recurrence of the same form, and those of its factors for all chunks at once."""
+    """The gradients of states by a recurrence of the same form, and of its factors for all chunks at once."""
     decay, correction, added, entering = residuals
     dlast, dentering = gradients
     dfirst, dleaving = _scan_chunks(dlast, decay.mT, correction, dentering, dtype, backwards=True)

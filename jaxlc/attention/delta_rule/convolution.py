@@ -4,8 +4,8 @@ What convolutions read of prefixes: the last tokens of a prefix are before the f
 
 A prefix is followed by its branches, so it ends at the last token before a branch that is in no branch. Each fragment
 is cut into chunks. Of the tokens before a chunk, it needs the last ones that end in this way: a scan over the chunks of
-a fragment finds them, and ranks exchange those of their fragments. Within a chunk, matrices of 0 and 1 select tokens,
-so that no gradient is a scatter.
+a fragment finds them, and ranks exchange the last tokens of their fragments. Within a chunk, matrices of 0 and 1 select
+tokens, so that no gradient is a scatter.
 """
 
 from typing import NamedTuple

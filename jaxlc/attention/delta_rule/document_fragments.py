@@ -5,7 +5,7 @@ A rank has two fragments of each of several chains, of any lengths (`sharding/do
 groups of equal numbers of tokens, none of which has tokens of two fragments. So the tokens are gathered into groups,
 and the last group of a fragment ends with empty places. The numbers of groups and of places are static.
 
-Chains are independent of each other. So the exchange between ranks is that of zigzag order, which is one chain, with
+Chains are independent of each other. So the exchange between ranks is as in zigzag order, which is one chain, with
 one more dimension.
 """
 
@@ -47,7 +47,7 @@ def group_table(
     """The table of a rank's tokens.
 
     Args:
-      fragments_bt: 2 x chain, and 1 more in the second fragment of a chain; those of a fragment are contiguous.
+      fragments_bt: 2 x chain, and 1 more in the second fragment of a chain; the tokens of a fragment are contiguous.
       num_before: tokens before each group that the convolutions read, at least 1. A fragment that is neither the first
         nor the last with tokens of a document has at least as many.
       most_tokens: of a group.

@@ -88,7 +88,7 @@ class TiledDeltaNet(NamedTuple):
         """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...].
 
         Args:
-          operands: from tokens of the residual stream to those of `ShardedDeltaNet.__call__`.
+          operands: from tokens of the residual stream to the operands of `ShardedDeltaNet.__call__`.
         """
         return tuple(map(self.before_tiles, operands(self.tokens_before(x_nBtD))[:3]))
 
@@ -96,7 +96,7 @@ class TiledDeltaNet(NamedTuple):
         """The maps of the states over the pieces of a tile, arrays [2 x ranks, B, H, K, K or V].
 
         Args:
-          operands: those of `ShardedDeltaNet.__call__`, of the tokens of a tile.
+          operands: as of `ShardedDeltaNet.__call__`, for the tokens of a tile.
           before: of this tile.
         """
         _, k, v, g, beta, _, filter_k, filter_v = operands
@@ -112,7 +112,7 @@ class TiledDeltaNet(NamedTuple):
         return self._split(local, (Affine(pieces, pieces),), pieces)(maps)
 
     def outputs(self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments) -> jax.Array:
-        """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as those of `maps`."""
+        """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as of `maps`."""
         in_specs = (*[HEADS] * 5, *[FILTERS] * 3, *[HEADS] * 3, _PIECES, TileSegments(_TOKENS, _TOKENS))
         return self._split(_outputs, in_specs, HEADS)(*operands, *before, states, segments)
 

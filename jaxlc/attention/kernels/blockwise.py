@@ -10,7 +10,7 @@ stored transposed, BSR and BHR. On CPU, a matrix product with transposed scores 
 as long, and the backward would have one. XLA also computes the maximum over the rows of a block five times as fast as
 the maximum of each row.
 
-Shape letters, besides those of core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block: the G query
+Shape letters, besides core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block: the G query
 heads of one key/value head, one after the other.
 """
 
@@ -40,7 +40,7 @@ class Keys(NamedTuple):
 
 
 class BlockRanges(NamedTuple):
-    """The key ranges of all rows R, and their bounds in each query block; inside a scan, those of one block."""
+    """The key ranges of all rows R, and their bounds in each query block; inside a scan, of one block."""
 
     start_IB1R: jax.Array | None  # None: 0
     end_IB1R: jax.Array

@@ -44,7 +44,7 @@ _FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL = (9, 18, 0)
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
-    """See `contract.Kernel.unsupported`. The limits are those of cuDNN 9.8, the oldest that JAX 0.10 accepts."""
+    """See `contract.Kernel.unsupported`. The limits are of cuDNN 9.8, the oldest that JAX 0.10 accepts."""
     if problem.platform != "gpu":
         return f"platform {problem.platform} (supported: gpu)"
     if (changed := changed_cudnn_attention()) is not None:
@@ -130,7 +130,7 @@ def forward(
     """See `contract.Kernel.forward`.
 
     Args:
-      ranges: those of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
+      ranges: of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
         first is the index of its document's first query; otherwise all queries of a document have the same range.
     Raises:
       Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.

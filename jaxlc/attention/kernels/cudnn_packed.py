@@ -26,7 +26,7 @@ are powers of 4 of r. Documents are sorted by bucket, and a call takes as many a
 typical sequence, and a loop of calls any number of documents.
 
 With the order of per-document sharding, which limits the documents that two ranks share, two calls take all documents
-of a ring step, and those of a typical own block (`calls_for`).
+of a ring step, and of a typical own block (`calls_for`).
 """
 
 import functools
@@ -101,7 +101,7 @@ class Calls(NamedTuple):
 def calls_for(batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool) -> Calls:
     """The calls for a spec and arrays [batch, num_queries, ...] and [batch, num_keys, ...].
 
-    With few documents, two calls take all documents of a ring step, and those of a typical own block. At most three
+    With few documents, two calls take all documents of a ring step, and of a typical own block. At most three
     documents of a sequence have more than a quarter of the tokens, and 15 more than a sixteenth.
     """
     sizes = buckets(batch, num_queries, num_keys)
@@ -112,7 +112,7 @@ def calls_for(batch: int, num_queries: int, num_keys: int, *, causal: bool, few_
 
 
 class DocumentRows(NamedTuple):
-    """The rows of R x M documents of a call; int32. Rows are those of the arrays [batch x tokens, ...].
+    """The rows of R x M documents of a call; int32. Rows are indices of arrays [batch x tokens, ...].
 
     Unused documents have length 0 and start at the end.
     """
@@ -214,7 +214,7 @@ def packed_operands(rows: DocumentRows, q_shape: tuple[int, ...], k_shape: tuple
     """The operands of the call for these documents.
 
     Args:
-      q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k, and out, dout and dq that of q.
+      q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k; out, dout and dq have the shape of q.
     """
     return PackedOperands(
         rows.q_length,
@@ -383,7 +383,7 @@ class _Block(NamedTuple):
         return CallResults(results, joined)
 
     def _repeat(self, call: Callable, unpack: Callable, documents: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]):
-        """`rows` with those of the documents after the calls outside of the loop."""
+        """`rows` with the rows of the documents after the calls outside of the loop."""
         sizes, repeated = self.calls.sizes, self.calls.repeated
 
         def call_bucket(bucket: Bucket, first):

@@ -53,7 +53,7 @@ _BACKWARD_PARAMETERS = {
 
 
 class KernelMask(NamedTuple):
-    """Which keys a query attends to: those of its range, and with `is_causal` no later ones than itself."""
+    """Which keys a query attends to: the keys of its range, and with `is_causal` no later ones than itself."""
 
     start_BT: jax.Array | None  # int32; with end_BT. A fully masked row has start >= end. None: all keys
     end_BT: jax.Array | None

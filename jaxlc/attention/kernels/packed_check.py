@@ -24,7 +24,7 @@ from jaxlc.attention.kernels import cudnn, reference
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import UserError, reason_of
 
-MAX_ERROR = 1e-2  # norm of the error relative to that of the result; bfloat16 rounds to 2^-9
+MAX_ERROR = 1e-2  # norm of the error relative to the norm of the result; bfloat16 rounds to 2^-9
 # Tokens of the documents, negative for gaps. The first call takes the longest one and then the one before it, so its
 # offsets descend; the second call takes the others, with gaps. The last one ends with the arrays.
 _DOCUMENT_TOKENS = (200, -5, 460, -3, 1, 3, 120, -20, 130, -12, 70)

@@ -1,6 +1,6 @@
 """The 13 tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654) as prompts of an exact length.
 
-The tasks, their settings and templates are those of https://github.com/NVIDIA/RULER (ruler_templates.json and NOTICE).
+The tasks, their settings and templates are from https://github.com/NVIDIA/RULER (ruler_templates.json and NOTICE).
 Two differences: sentences are split by a rule instead of NLTK's model, and for lists longer than the words of
 `wonderwords`, common-words extraction uses its pairs ADJECTIVE-NOUN. An example depends only on its task, length, seed,
 index and tokenizer.
