@@ -82,7 +82,7 @@ def _needed(stats: Any, memory: str) -> int:
 
 
 def split_text(text: str) -> tuple[str, dict[str, Any]]:
-    """The settings and the manifest of a resolved_config.py; an empty one for files of earlier versions."""
+    """The settings and the manifest of a resolved_config.py; an empty one if it cannot be read."""
     settings, _, manifest = text.partition(_MARKER)
     try:
         return settings, ast.literal_eval(manifest.strip()) if manifest else {}
@@ -155,7 +155,7 @@ def keep_plan(workdir: Path, stage: str, plan: dict[str, Any]) -> None:
 
 
 def read_manifest(workdir: Path) -> dict[str, Any]:
-    """The manifest of the last start; empty for runs of earlier versions."""
+    """The manifest of the last start; empty if there is none."""
     path = workdir / CONFIG_COPY
     return split_text(path.read_text(errors="replace"))[1] if path.exists() else {}
 
@@ -171,7 +171,7 @@ def stored_settings(workdir: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The settings of a config file by their paths; none if it cannot be read, such as one of another version."""
+    """The settings of a config file by their paths; none if it cannot be read."""
     try:
         return flattened(converted("", read_config(str(path)).to_dict()))
     except UserError:

@@ -59,10 +59,8 @@ def reward_figure(rows: Sequence[Row]) -> Figure:
     figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
     steps, rewards = history.column("rollouts/reward")
     deviations = history.column("rollouts/reward_deviation")[1]
-    lowest = history.column("rollouts/reward_min")[1].min(initial=np.inf)
-    highest = history.column("rollouts/reward_max")[1].max(initial=-np.inf)
-    if lowest > highest:  # runs of older versions
-        lowest, highest = -np.inf, np.inf
+    lowest = history.column("rollouts/reward_min")[1].min()
+    highest = history.column("rollouts/reward_max")[1].max()
     low, high = np.maximum(rewards - deviations, lowest), np.minimum(rewards + deviations, highest)
     panels[0].fill_between(steps, low, high, color=FAINT, label="mean and standard deviation")
     figure.legend(loc="outside lower right", frameon=False)
