@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.schema import SourceConfig
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.data.sequences.loader import batches
 from jaxlc.data.sequences.mixture import MixedSequences

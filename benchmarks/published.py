@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxlc.config import Config, defaults, load
-from jaxlc.core.flops import full_pairs
+from jaxlc.config.flops import full_pairs
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.plan.program import compile_step
 from jaxlc.simulate.timeline import Prediction

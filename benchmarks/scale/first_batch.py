@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from benchmarks.data_path import SOURCES, memory_gib, write_store
 from jaxlc.config import Config, load, read_config
-from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.schema import SourceConfig
 from jaxlc.data.sequences.loader import local_part, spans_of
 from jaxlc.data.sequences.mixture import BalancedSequences, MixedSequences
 from jaxlc.data.sequences.packing import packed_source

@@ -6,7 +6,6 @@ frozen = load(config)
 """
 
 from jaxlc.config.checks.mesh_checks import check_evaluation, check_num_devices
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
 from jaxlc.config.frozen import Config, to_dict
 from jaxlc.config.loading import from_dict, load, with_settings
@@ -14,6 +13,7 @@ from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
     AttentionConfig,
+    DataConfig,
     EvalsConfig,
     LoraConfig,
     MemoryConfig,

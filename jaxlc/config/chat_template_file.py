@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from jaxlc.config.data_schema import CHAT_TEMPLATES
+from jaxlc.config.schema import CHAT_TEMPLATES
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import local_path
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core import html
 

@@ -1,57 +1,25 @@
 """The frozen config of a run, its default values, and its representations. Imports no jax."""
 
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jaxlc.config import differences
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.differences import NAMED_PARTS
+from jaxlc.config.flops import StepFlops, document_pairs, step_flops
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.config.posttrain_schema import PosttrainConfig, RolloutsConfig
-from jaxlc.config.schema import (
-    AttentionConfig,
-    EvalsConfig,
-    LoraConfig,
-    MemoryConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ProfileConfig,
-    RuntimeConfig,
-    TrainConfig,
-)
-from jaxlc.config.step_flops import StepFlops, step_flops
+from jaxlc.config.schema import RunConfig
 from jaxlc.config.values import defaults_of
-from jaxlc.core.flops import document_pairs
 
 DEFAULT_PRESET = "tiny"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Config:
+class Config(RunConfig):
     """All settings of a run. `print` and notebooks show the differences from the defaults."""
 
     model: ModelConfig
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    evals: EvalsConfig = field(default_factory=EvalsConfig)
-    posttrain: PosttrainConfig = field(default_factory=PosttrainConfig)
-    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all devices, padding included."""
-        return self.train.global_batch_size * self.data.seq_len
 
     @property
     def flops_per_step(self) -> float:
@@ -74,7 +42,7 @@ class Config:
         return differences.as_html("Config", to_dict(self), default_values(self.model.preset))
 
 
-SECTIONS: dict[str, type] = typing.get_type_hints(Config)
+SECTIONS: dict[str, type] = {"model": ModelConfig, **typing.get_type_hints(RunConfig)}
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -2,14 +2,23 @@
 
 The comments above or behind a field are its documentation, which `--help` prints. A number is at least 0 unless
 its type names another range. `jaxlc.config.load` is the only way to make a Config: it checks types, ranges and
-contradictions before JAX starts. Functions take the section they need. The two largest sections have modules of their
-own, `model_schema` and `data_schema`.
+contradictions before JAX starts. Functions take the section they need. The section `model` is in `model_schema`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxlc.config.ranges import Above0, Above0UpTo1, Above1, From0Below1, From0UpTo1, From1, FromMinus1, ZeroOrAbove1
+from jaxlc.config.ranges import (
+    Above0,
+    Above0UpTo1,
+    Above1,
+    Between0And1,
+    From0Below1,
+    From0UpTo1,
+    From1,
+    FromMinus1,
+    ZeroOrAbove1,
+)
 from jaxlc.config.values import Tokens
 
 
@@ -79,13 +88,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # gradients are scaled down to this global L2 norm; 0: no clipping
 
 
-# Matrix products of a layer that precision.fp8_matmuls may name.
+# Matrix products of layers with attention and a dense feed-forward block.
 MATMUL_NAMES = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
-# Projections that lora.projections may name as well, of gated_delta_net layers: those that compute the gate of the
-# output, the step size and the decay.
-DELTA_PROJECTIONS = ("delta_gate", "delta_step", "delta_decay")
-# And of layers of experts: those of every expert.
-EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,21 +141,6 @@ class LoraConfig:
     def scale(self) -> float:
         """The factor of the output of an adapter."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-
-# Tensors of a layer that memory.save and memory.offload may name, in the order in which they are computed.
-TENSOR_NAMES = (
-    "residual",  # the input of the layer
-    "query",
-    "key",
-    "value",
-    "delta_states",  # gated_delta_net layers: the state that enters each part of a sequence
-    "attention_out",
-    "attention_lse",
-    "attention_projected",
-    "mlp_gate",
-    "mlp_up",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,3 +344,193 @@ class EvalsConfig(EvalSettings):
 
     # steps between evaluations, which start before the first step; 0: only at the end of the run or stage.
     every_steps: int = 0
+
+
+CHAT_TEMPLATES = ("chatml", "llama3")  # names that data.chat_template knows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of data.mixture."""
+
+    name: str  # NAME in config.data.mixture.NAME
+    # files, directories or glob patterns, as data.sources.
+    paths: tuple[str, ...] = ()
+    # share of the tokens of a run, padding not counted. Shares are divided by their sum.
+    share: float = 1.0
+    # packed: documents and remainders of long ones are packed into sequences. full_length: only documents of at least
+    # data.seq_len tokens, cut into sequences of one document each; remainders are not used.
+    pool: Literal["packed", "full_length"] = "packed"
+    # pool packed: documents are cut into chunks of at most this number of tokens before they are packed, such as 65536
+    # in sequences of 524288. 0: data.seq_len.
+    chunk_tokens: int = 0
+    min_tokens: int = 0  # shorter documents are not used; lengths include the end-of-document token
+    max_tokens: int = 0  # longer documents are not used; 0: no limit
+    # limits in tokens between length classes, increasing, for length_weights.
+    length_limits: tuple[int, ...] = ()
+    # weight of the documents of each length class, one more than length_limits: 1,2.5 with length_limits=8192 repeats
+    # documents of at least 8192 tokens 2.5 times per epoch. 0: not used. Empty: 1.
+    length_weights: tuple[float, ...] = ()
+    # documents longer than a sequence. cut: into several chunks. truncate: only the first data.seq_len tokens are used.
+    # drop: not used. auto: cut, and drop for chats.
+    overlong: Literal["auto", "cut", "truncate", "drop"] = "auto"
+    # field of records that holds the document; dots name fields of fields, such as data.text.
+    text_field: str = "text"
+    # field of records that holds token IDs, such as input_ids, instead of text; "tokens" in .idx files of Megatron-LM.
+    token_field: str = ""
+    # field of records that holds a chat, rendered with the chat template. Only the answers of the assistant are trained
+    # on. Empty: that of chat_format, or no chats without chat_format.
+    chat_field: str = ""
+    # messages: a list of messages with role and content, in the field messages. sharegpt: a list of turns with from and
+    # value, in the field conversations. alpaca: the fields instruction, input and output. completion: the fields prompt
+    # and completion, texts or lists of messages. Empty: messages.
+    chat_format: Literal["", "messages", "sharegpt", "alpaca", "completion"] = ""
+    # chats: weight of a token of an answer. token: 1. answer: the same sum for each answer, 1 on average.
+    answer_weights: Literal["token", "answer"] = "token"
+    # suffixes of more files that are one document each, such as .tex; "code" adds those of programs.
+    text_suffixes: tuple[str, ...] = ()
+
+    @property
+    def has_chats(self) -> bool:
+        return bool(self.chat_field or self.chat_format)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text sources, tokenizer and packing into sequences."""
+
+    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz, .jsonl.zst,
+    # .parquet and .arrow files; "python-stdlib", the sources of Python's standard library; or "phone-book", documents
+    # of data.seq_len words that repeat numbers.
+    sources: tuple[str, ...] = ("python-stdlib",)
+    # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
+    # config.data.mixture.NAME.FIELD; a new NAME adds a source.
+    mixture: tuple[SourceConfig, ...] = ()
+    # files, directories or glob patterns of traces, instead of data.sources: prompts with their answers, for supervised
+    # fine-tuning of several answers and for config.posttrain; docs/post_training.md.
+    traces: tuple[str, ...] = ()
+    overlong_traces: Literal["error", "drop", "truncate"] = "error"  # what happens to traces longer than a sequence
+    # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
+    # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
+    tokenizer: str = "bytes"
+    # text of the token that ends each document, such as <|im_end|>. Empty: chosen from the special tokens of the
+    # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
+    end_token: str = ""
+    # True: the text of a special token, such as <|im_end|>, in documents, prompts and answers is encoded as this token.
+    # False: it is text; a warning has the number of such texts. In a rendered chat it is always the token.
+    parse_special_tokens: bool = False
+    # text of the token that each document and each prompt of plain text starts with. auto: the tokens that transformers
+    # puts there, such as <|begin_of_text|> of Llama 3 and <bos> of Gemma; of a run in model.init_from, its setting.
+    # "bytes" has none. Empty: none. Chats start as their template says. A run that resumes keeps its first setting.
+    start_token: str = "auto"
+    # sequence length in tokens, over all context ranks, such as 131072 or 128K; documents are packed into sequences.
+    seq_len: Tokens = Tokens(4096)
+    # field of records that holds the document; dots name fields of fields, such as data.text.
+    text_field: str = "text"
+    # number of records of a source, without a document that can be used, that are skipped with a warning.
+    max_bad_records: int = 0
+    # template of chats: "chatml", "llama3", a Jinja file, or its text. Empty: that of the run in model.init_from, or of
+    # the tokenizer.
+    chat_template: str = ""
+    # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
+    # fraction of the longest one, at its end.
+    eval_fraction: Between0And1[float] = 0.05
+    # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has no effect. Empty:
+    # eval_fraction of data.sources.
+    eval_sources: tuple[str, ...] = ()
+    seed: int = 0  # random seed of the order of sequences
+    cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
+    # number of processes that tokenize a corpus of more than 64 MB; 0: one per CPU core.
+    tokenizing_processes: int = 0
+    prefetch_steps: int = 2  # number of batches prepared in advance; 0: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosttrainConfig:
+    """Preference and policy losses on traces: prompts with several answers; docs/post_training.md."""
+
+    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. grpo: the clipped
+    # policy gradient; the mean over answers of the mean over their tokens. dapo: the mean over all tokens of the step.
+    # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers.
+    loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo"] = ""
+    clip_low: From0Below1[float] = 0.2  # policy losses: ratios of probabilities are clipped at 1 - clip_low
+    clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
+    # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
+    ratio: Literal["token", "sequence"] = "token"
+    kl: float = 0.0  # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
+    # the reference model of dpo and kl. record: its log-probabilities are in the field reference_log_probs of the
+    # records. base: the model without the adapters of LoRA, which takes one more forward pass, but no other weights.
+    # model: that of reference_model, whose weights are in pinned host memory; one more forward pass.
+    reference: Literal["record", "base", "model"] = "record"
+    # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
+    # settings. Empty: model.init_from.
+    reference_model: str = ""
+    # policy losses: the old log-probabilities. policy: from the training forward, so that all ratios are 1. record:
+    # from the field old_log_probs of the records.
+    old_log_probs: Literal["policy", "record"] = "policy"
+    # policy losses: advantages of rewards are divided by their standard deviation in the group; False: only centered.
+    scale_advantages: bool = True
+    mask_truncated: bool = False  # policy losses: answers with truncated=true have no loss
+    max_answer_tokens: int = 0  # dr_grpo: the constant length
+    beta: Above0[float] = 0.1  # dpo: inverse temperature of the implicit reward
+    label_smoothing: From0Below1[float] = 0.0  # dpo: probability that a pair is labeled the wrong way round
+    temperature: Above0[float] = 1.0  # logits are divided by it before log-probabilities are computed, as in sampling
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the loss needs the log-probabilities of a reference model."""
+        return self.loss == "dpo" or bool(self.loss and self.kl)
+
+    @property
+    def uses_reference_model(self) -> bool:
+        """Whether the loss needs the weights of a reference model of its own."""
+        return self.uses_reference and self.reference == "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsConfig:
+    """Traces that are made while training: a file for each step; docs/post_training.md."""
+
+    # model: the policy answers prompts before each step, on the mesh of the run. files: another program writes files in
+    # the format of data.traces, for which training waits. Empty: no rollouts.
+    source: Literal["", "model", "files"] = ""
+    directory: str = ""  # of the files STEP.jsonl, the first of which is 1.jsonl. Empty: WORKDIR/rollouts
+    wait_seconds: float = 0.0  # files: the run ends if a file does not appear in this time; 0: no limit
+    # model: files with the field prompt (text, a list of messages, or token ids), and others for the reward.
+    prompts: tuple[str, ...] = ()
+    prompts_per_step: From1[int] = 8  # model: each step uses other prompts, in an order that depends on data.seed
+    answers_per_prompt: From1[int] = 8  # model: sampled at posttrain.temperature
+    max_tokens: From1[int] = 256  # model: longer answers are truncated
+    top_p: Above0UpTo1[float] = 1.0  # model: sample from the smallest set of tokens with at least this probability
+    # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with two texts and the
+    # record of the prompt; it returns a number.
+    reward: str = ""
+    reward_seconds: float = 60.0  # model: the run ends if a call of the reward takes longer; 0: no limit
+    # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the
+    # program that makes the rollouts; a multiple of train.checkpoint_every_steps. 0: none.
+    export_every_steps: int = 0
+    export_command: str = ""  # called with the directory after each export; its failure ends the run
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RunConfig:
+    """The sections of a config except the model."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    evals: EvalsConfig = field(default_factory=EvalsConfig)
+    posttrain: PosttrainConfig = field(default_factory=PosttrainConfig)
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all devices, padding included."""
+        return self.train.global_batch_size * self.data.seq_len

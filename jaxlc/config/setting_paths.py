@@ -14,11 +14,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxlc.config.data_schema import SourceConfig
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.other_names import meaning_of
+from jaxlc.config.schema import SourceConfig
 from jaxlc.config.stage_schema import StageConfig, refusal
 from jaxlc.config.values import SettingError, invalid_value, typed
 from jaxlc.core.text import nearest_name

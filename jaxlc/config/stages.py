@@ -13,10 +13,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxlc.config.checks.stage_checks import SCHEDULE, check_used, contradictions, run_problems
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.loading import from_dict, load
-from jaxlc.config.schema import TrainConfig
+from jaxlc.config.schema import DataConfig, TrainConfig
 from jaxlc.config.setting_paths import converted
 from jaxlc.config.stage_schema import Stage, StageConfig, merged_settings
 from jaxlc.core.errors import UserError, raise_first

@@ -3,35 +3,11 @@
 import fnmatch
 from collections import Counter
 
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.kinds import layer_matrices, param_names, projection_paths
+from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
-from jaxlc.core.mixers import layer_matrices, param_names
 
-# Paths within a layer of the matrices whose products config.schema.MATMUL_NAMES, DELTA_PROJECTIONS and
-# EXPERT_PROJECTIONS name. A layer has those of its mixer and of its feed-forward block; those of a shared expert are in
-# `projection_params`.
-PROJECTION_PARAMS = dict(
-    query="attention/wq",
-    key="attention/wk",
-    value="attention/wv",
-    attention_projected="attention/wo",
-    mlp_gate="mlp/w_gate",
-    mlp_up="mlp/w_up",
-    mlp_down="mlp/w_down",
-    delta_gate="attention/wz",
-    delta_step="attention/wb",
-    delta_decay="attention/wa",
-    expert_gate="mlp/expert_gate",
-    expert_up="mlp/expert_up",
-    expert_down="mlp/expert_down",
-)
 FROZEN_BYTES = {"bf16": 2, "fp32": 4}  # per entry, by precision.frozen
-
-
-def projection_params(name: str) -> tuple[str, ...]:
-    """The paths within a layer of the matrices of a projection. A shared expert has those of a dense block."""
-    path = PROJECTION_PARAMS[name]
-    return (path, path.replace("mlp/", "mlp/shared/")) if name.startswith("mlp_") else (path,)
 
 
 def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:
@@ -62,10 +38,11 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig, *, active: bool = F
     )
 
 
-def _adapter_size(model: ModelConfig, lora: LoraConfig, active: bool) -> int:
+def _adapter_size(layer: LayerConfig, lora: LoraConfig, active: bool) -> int:
     """Inputs and outputs of the adapters of a layer."""
-    matrices = layer_matrices(model)
-    params = {path for name in lora.projections for path in projection_params(name)} & matrices.keys()
+    matrices = layer_matrices(layer)
+    paths = projection_paths()
+    params = {path for name in lora.projections for path in paths[name]} & matrices.keys()
     return sum(matrices[param].low_rank_size(active=active) for param in params)
 
 

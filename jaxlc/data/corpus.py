@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import no_progress

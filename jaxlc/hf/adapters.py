@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config
+from jaxlc.config.kinds import projection_paths
+from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.families import Family
-from jaxlc.config.schema import EXPERT_PROJECTIONS
-from jaxlc.config.trained_params import PROJECTION_PARAMS, projection_params
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.files import TensorWriter
 from jaxlc.hf.load import Layout, layouts_of, paths_of
@@ -59,7 +59,7 @@ class StackedAdapter:
 
 def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | None:
     """The adapters of the weight with this path; None if it has none."""
-    projection = next((name for name in PROJECTION_PARAMS if path.endswith(_endings([name]))), None)
+    projection = next((name for name in projection_paths() if path.endswith(_endings([name]))), None)
     adapter = f"{path.rpartition('/')[0]}/{LORA}/{projection}"
     if f"{adapter}/a" not in params.abstract:
         return None
@@ -227,7 +227,8 @@ def _expert_tensors(
 
 def _endings(projections: Iterable[str]) -> tuple[str, ...]:
     """The ends of the paths of the weights of these projections."""
-    return tuple(f"/{path}" for name in projections for path in projection_params(name))
+    paths = projection_paths()
+    return tuple(f"/{path}" for name in projections for path in paths[name])
 
 
 def _layers_of(parts: dict[str, Layout]) -> Sequence[int]:

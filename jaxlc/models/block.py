@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.core.mixers.layer_shape import Matrix
+from jaxlc.config.kinds.contract import Matrix
 from jaxlc.models.lora import make_adapters
 from jaxlc.models.matmuls import Fp8, Matmuls, in_use
 from jaxlc.sharding.rules import Sharder
@@ -115,7 +115,7 @@ def matrix(keys: InitKeys, *, fan_in: int, depth_scale: float = 1.0, **dims: int
 
 
 def weight(keys: InitKeys, shape: Matrix, depth_scale: float = 1.0) -> nnx.Param:
-    """Declares a weight of `core/mixers` by `matrix`."""
+    """Declares a weight of `config.kinds` by `matrix`."""
     return matrix(keys, fan_in=shape.num_inputs, depth_scale=depth_scale, **shape.inputs, **shape.outputs)
 
 

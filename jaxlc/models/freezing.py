@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from jaxlc.config import Config, to_dict
-from jaxlc.config.trained_params import is_trained, projection_params
+from jaxlc.config.kinds import projection_paths
+from jaxlc.config.trained_params import is_trained
 from jaxlc.config.values import invalid_value
 from jaxlc.core.axes import LAYER_STACKS, LAYERS
 from jaxlc.core.errors import UserError
@@ -34,7 +35,7 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     if not (trainable or lora.rank):
         raise UserError("config.train.frozen selects all parameters: at least one must be trained")
     for projection in lora.projections if lora.rank else ():
-        endings = tuple(f"/{path}" for path in projection_params(projection))
+        endings = tuple(f"/{path}" for path in projection_paths()[projection])
         name = next((name for name in sorted(trainable) if name.endswith(endings)), None)
         if name is not None:
             raise UserError(

@@ -26,11 +26,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.schema import EXPERT_PROJECTIONS
-from jaxlc.config.trained_params import PROJECTION_PARAMS
+from jaxlc.config.kinds import layer_matrices, projection_paths
+from jaxlc.config.kinds.contract import Matrix
+from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.core import scopes
-from jaxlc.core.mixers import layer_matrices
-from jaxlc.core.mixers.layer_shape import Matrix
 from jaxlc.models.matmuls import in_use, product
 from jaxlc.sharding.rules import Sharder
 
@@ -78,9 +77,10 @@ class Adapters(nnx.Module):
     """The adapters of a block, by the names of the projections."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], next_key: Callable[[], jax.Array]):
-        self.names, self.scale, matrices = tuple(names), lora.scale, layer_matrices(model)
+        self.names, self.scale = tuple(names), lora.scale
+        matrices, paths = layer_matrices(model), projection_paths()
         for name in names:
-            projection, of_experts = matrices[PROJECTION_PARAMS[name]], name in EXPERT_PROJECTIONS
+            projection, of_experts = matrices[paths[name][0]], name in EXPERT_PROJECTIONS
             setattr(self, name, Adapter(lora, projection, next_key, of_experts=of_experts))
 
     def of(self, name: str) -> Adapter:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config
+from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.plan.program import StepProgram
 from jaxlc.simulate.packed_work import (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import Batch
 

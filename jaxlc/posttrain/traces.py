@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxlc.config import Config, DataConfig
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.data.sequences.source import MANY, DataSource, Inputs, ShownTokens, SourceShare, SourceView

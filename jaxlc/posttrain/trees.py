@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.packing import best_fit, epoch_order
 from jaxlc.posttrain.records import Trace

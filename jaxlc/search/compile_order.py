@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.config.checks.mesh_checks import num_head_ranks
-from jaxlc.config.schema import TENSOR_NAMES, MemoryConfig
-from jaxlc.config.step_flops import product_entries
+from jaxlc.config.flops import causal_pairs, product_entries
+from jaxlc.config.kinds import active_ffn_dim, tensor_names
+from jaxlc.config.kinds.attention import num_head_ranks
+from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.trained_params import FROZEN_BYTES
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import causal_pairs
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product
 from jaxlc.plan.memory import USABLE_HOST_SHARE, USABLE_SHARE, host_pools_per_node_bytes
@@ -116,7 +116,7 @@ class Layout:
         self.query_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor)
         self.projected_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor)
         self.key_dim = _mean_over_layers(model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim)
-        self.ffn_dim = _mean_over_layers(model, lambda shape: shape.used_ffn_dim / mesh.tensor)
+        self.ffn_dim = _mean_over_layers(model, active_ffn_dim) / mesh.tensor
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
         self.collectives = self._collectives()
         self.attention_seconds = functools.cache(self._attention_seconds)  # by memory.tile_tokens
@@ -159,7 +159,7 @@ class Layout:
         memory, mesh = config.memory, config.mesh
         share = min(memory.tile_tokens / self.tokens, 1) if memory.tile_tokens else 1
         whole = ("residual", "key", "value")  # saved for all tokens, also with tiles
-        tiled = [name for name in TENSOR_NAMES if name not in whole]
+        tiled = [name for name in tensor_names() if name not in whole]
         layer = 2 * activation_bytes(config, whole, 1) + 2 * share * activation_bytes(config, tiled, 1)
         layer += _GATHERED * share * 2 * self.tokens * (1 - 1 / mesh.tensor) * config.model.model_dim
         chunk = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS
@@ -307,6 +307,6 @@ def _groups(sizes: tuple[int, ...], axes: tuple[int, ...], is_permute: bool) -> 
 def _saved(memory: MemoryConfig) -> set[str]:
     """Names of the activations of each layer that are not recomputed."""
     if memory.remat in ("none", "matmuls"):
-        return {*TENSOR_NAMES}
+        return {*tensor_names()}
     kept = {"residual", *memory.save, *memory.offload}
     return kept | ({"attention_out", "attention_lse"} if saves_attention(memory) else set())

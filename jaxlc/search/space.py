@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxlc.config import Config, with_settings
-from jaxlc.config.checks.layer_checks import shapes
+from jaxlc.config.checks.layer_checks import unsupported_problems
 from jaxlc.config.checks.mesh_checks import meshes_of
 from jaxlc.config.checks.tile_checks import tile_problems
 from jaxlc.config.schema import MemoryConfig
@@ -127,7 +127,7 @@ def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
     """
     heads = [
         (shape.num_heads // mesh[TENSOR], max(1, shape.num_kv_heads // mesh[TENSOR]))
-        for shape in shapes(config.model).values()
+        for shape in map(config.model.of_kind, config.model.used_kinds)
     ]
     degrees = [
         degree
@@ -176,9 +176,10 @@ def memory_settings(config: Config) -> Iterator[Settings]:
             "memory.optimizer": optimizer,
             "memory.parameters": parameters,
         }
-        has_delta_net = "gated_delta_net" in config.model.attentions
-        is_invalid = parameters == "host" and (activations.remat == "none" or has_delta_net)
-        if is_invalid or num_layers % group or any(tile_problems(unchecked(config, settings))):
+        if num_layers % group or (parameters == "host" and activations.remat == "none"):
+            continue
+        candidate = unchecked(config, settings)
+        if any(tile_problems(candidate)) or any(unsupported_problems(candidate)):
             continue
         yield settings
 

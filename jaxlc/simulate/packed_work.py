@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxlc.attention.kernels.cudnn_packed import calls_for
 from jaxlc.config import Config
-from jaxlc.config.checks.mesh_checks import num_head_ranks
-from jaxlc.core.flops import causal_pairs, document_pairs
+from jaxlc.config.flops import causal_pairs, document_pairs
+from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.data.sequences.loader import OrderOf
 from jaxlc.data.sequences.mixture import balanced_order
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, by_ring_step, ring_cost

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.config.checks.mesh_checks import num_head_ranks
+from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.hlo.attention_kernels import AttentionCollective, AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost

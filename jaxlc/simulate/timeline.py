@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxlc.config import Config
-from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
+from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core.scopes import CORE_ATTENTION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig
+from jaxlc.config.flops import num_layers_by_kind
+from jaxlc.config.kinds.delta_net import NUM_CHAINS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
-from jaxlc.core.flops import num_layers_by_kind
-from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
 from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
 from jaxlc.models.contract import PassesStates, PerDocumentOrder
 from jaxlc.models.kinds import kinds_with, reach

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
 from jaxlc.config.models.pretrained import CONFIG_FILE
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.data.sequences.user_batches import check_range, complete_batch

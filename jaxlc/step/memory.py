@@ -11,9 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from jaxlc.config import Config, ModelConfig
-from jaxlc.config.schema import TENSOR_NAMES
-from jaxlc.core.mixers.delta_net_mixer import NUM_CHAINS
+from jaxlc.config import Config
+from jaxlc.config.kinds import blocks_of
 from jaxlc.models import freezing
 from jaxlc.runtime import memory as memory_pools
 from jaxlc.sharding.mesh import abstract_mesh
@@ -106,42 +105,16 @@ def _offloaded_bytes(config: Config) -> int:
 
 
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
-    """Bytes of named activations (`config.schema.TENSOR_NAMES`) of `num_layers` average layers, for one microbatch on
+    """Bytes of named activations (`config.kinds.tensor_names`) of `num_layers` average layers, for one microbatch on
     one GPU."""
     model, names = config.model, list(names)
     num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
-    values = sum(
-        model.num_layers_of(kind) * values_per_token[name]
-        for kind in model.used_kinds
-        for values_per_token in [_values_per_token(config, model.of_kind(kind))]
-        for name in names
-    )
-    return num_tokens * values * num_layers / model.num_layers * _itemsize(config) / config.mesh.num_devices
-
-
-def _itemsize(config: Config) -> int:
-    return 4 if config.precision.compute == "fp32" else 2
-
-
-def _values_per_token(config: Config, model: ModelConfig) -> dict[str, float]:
-    """Values of each named activation of a layer with the sizes of `model`."""
-    both = dict(residual=model.model_dim, attention_projected=model.model_dim)
-    if model.feed_forward == "dense":
-        both |= dict(mlp_gate=model.ffn_dim, mlp_up=model.ffn_dim)
-    if model.mixer == "gated_delta_net":
-        keys, values = model.delta_key_heads * model.delta_key_dim, model.delta_value_heads * model.delta_value_dim
-        may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
-        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context  # see step/batch.py
-        states = fragments * values * model.delta_key_dim * 4 // _itemsize(config)  # float32
-        delta_states = states / config.data.seq_len
-        own = dict(query=keys + values, key=keys, value=values, attention_out=values, delta_states=delta_states)
-        return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
-    num_key_heads = max(model.num_kv_heads, config.mesh.tensor)  # fewer heads than ranks are repeated
-    own = dict(
-        query=model.num_heads * model.query_dim,
-        key=num_key_heads * model.head_dim,
-        value=num_key_heads * model.head_dim,
-        attention_out=model.num_heads * model.head_dim,
-        attention_lse=model.num_heads * 4 // _itemsize(config),  # float32
-    )
-    return dict.fromkeys(TENSOR_NAMES, 0.0) | both | own
+    itemsize = 4 if config.precision.compute == "fp32" else 2
+    bytes_per_token = 0.0
+    for kind in model.used_kinds:
+        layer = model.of_kind(kind)
+        named = {"residual": float(itemsize * model.model_dim)}
+        for block in blocks_of(layer):
+            named |= block.saved_bytes(layer, config, itemsize)
+        bytes_per_token += model.num_layers_of(kind) * sum(named.get(name, 0.0) for name in names)
+    return num_tokens * bytes_per_token * num_layers / model.num_layers / config.mesh.num_devices

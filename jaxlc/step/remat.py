@@ -1,6 +1,6 @@
 """Rematerialization: which activations are saved, offloaded to host memory, or recomputed (`jax.checkpoint`).
 
-Activations (`config.schema.TENSOR_NAMES`) are named where they are computed: `attention_out` and `attention_lse` in
+Activations (`config.kinds.tensor_names`) are named where they are computed: `attention_out` and `attention_lse` in
 attention/strategies/, `delta_states` in attention/state_passing.py, the rest in models/. The experts of each token, a
 few bytes, are always saved: in a recomputation, a rounded logit could choose others.
 """

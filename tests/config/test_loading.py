@@ -173,13 +173,14 @@ def test_load_kinds_round_trips_and_suggests_fields():
     kinds = dict(layer_kinds="sliding,wide", window=4)
     config = changed("model", **kinds, kinds=dict(wide=dict(head_dim=16, ffn_dim=96)))
     model = load(config).model
-    assert (model.of_kind("wide").head_dim, model.of_kind("sliding"), model.window_of("wide")) == (16, model, None)
+    assert (model.of_kind("wide").head_dim, model.of_kind("sliding").head_dim) == (16, model.head_dim)
+    assert model.window_of("wide") is None
     assert model.layer_stacks == {("layers", "sliding"): [0, 2], ("layers", "wide"): [1, 3]}
     assert from_dict(json.loads(json.dumps(to_dict(load(config))))) == load(config)
     unknown = changed("model", **kinds, kinds=dict(wide=dict(head_dims=16)))
     assert "did you mean config.model.kinds.wide.head_dim?" in rejected(unknown)
-    advised = changed("model", layer_kinds="full,wide", kinds=dict(wide=dict(attention="full")))
-    assert load(advised).model.of_kind("wide") == load(advised).model
+    settings = changed("model", layer_kinds="full,wide", kinds=dict(wide=dict(attention="full")))
+    assert load(settings).model.of_kind("wide") == load(settings).model.of_kind("full")
 
 
 def test_load_chat_template_is_the_text_of_its_file(tmp_path):

@@ -3,10 +3,9 @@ import dataclasses
 import pytest
 
 from jaxlc.config import PRESETS, LoraConfig
+from jaxlc.config.flops import document_pairs, full_pairs, num_matmul_params, num_params, step_flops
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.schema import TrainConfig
-from jaxlc.config.step_flops import step_flops
-from jaxlc.core.flops import document_pairs, full_pairs, num_matmul_params, num_params
 
 # The counts that Hugging Face reports for the published weights (`safetensors.total` of the model API).
 PUBLISHED = {

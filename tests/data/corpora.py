@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.schema import DataConfig
 
 S = 24  # sequence length
 

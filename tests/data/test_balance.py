@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxlc.core.flops import document_pairs
+from jaxlc.config.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.data.sequences.mixture import balanced_order, replica_cost
 from jaxlc.plan.packing_estimates import mix_of_lengths

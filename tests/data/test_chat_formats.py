@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import normalizers
 
-from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.texts.documents import CHAT_FIELDS, Chat, Fields, Notes, read_chat, read_documents

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.texts.documents import Fields, Notes, read_documents

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from jaxlc.checkpoints.files import digest_of, read_meta
 from jaxlc.config import load, load_stages
-from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.texts.records import Record

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import locked
 from jaxlc.core.text import no_progress

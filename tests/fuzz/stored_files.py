@@ -11,8 +11,8 @@ import numpy as np
 from jaxlc.checkpoints.files import DIGEST, digest_of
 from jaxlc.checkpoints.stored import problem_of
 from jaxlc.config import defaults, from_dict, load, to_dict
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.models.pretrained import read_json
+from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import Fields
 from jaxlc.data.texts.sources import list_files

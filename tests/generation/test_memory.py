@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxlc.config.posttrain_schema import RolloutsConfig
+from jaxlc.config.schema import RolloutsConfig
 from jaxlc.generation.memory import rollout_memory
 from tests.step.synthetic import small_config, small_step
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from jaxlc.config.data_schema import DataConfig, SourceConfig
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data import open_corpus
 from jaxlc.data.texts.documents import Chat

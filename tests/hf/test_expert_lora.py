@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 
 from jaxlc.checkpoints.export import _write_weights
 from jaxlc.config import load
+from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.pretrained import read_json
-from jaxlc.config.schema import EXPERT_PROJECTIONS
 from jaxlc.core.errors import Unsupported
 from jaxlc.hf.adapters import write_adapters
 from jaxlc.hf.load import paths_of

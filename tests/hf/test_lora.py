@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
-from jaxlc.config.schema import DELTA_PROJECTIONS, MATMUL_NAMES
-from jaxlc.config.trained_params import PROJECTION_PARAMS
+from jaxlc.config.kinds import projection_paths
+from jaxlc.config.schema import MATMUL_NAMES
 from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
@@ -30,6 +30,8 @@ MODULES = {
     "attention_projected": "self_attn.o_proj",
     **{f"mlp_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+
+_DELTA_NAMES = (*MATMUL_NAMES, "delta_gate", "delta_step", "delta_decay")
 
 
 def lora_config(model: Path, **settings):
@@ -64,7 +66,7 @@ def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
     assert_same(result.params, undisturbed.params)
     checkpoint = workdir / "checkpoints" / str(STEPS)
     stored = json.loads((checkpoint / "checksums" / "metadata").read_text())
-    blocks = {name: PROJECTION_PARAMS[name].split("/")[0] for name in MATMUL_NAMES}
+    blocks = {name: projection_paths()[name][0].split("/")[0] for name in MATMUL_NAMES}
     adapters = {f"layers/{block}/lora/{name}/{x}" for name, block in blocks.items() for x in "ab"}
     assert {name for name in stored if name.startswith("params/")} == {f"params/{x}" for x in adapters | {*TRAINED}}
     assert_same(jaxlc.load(workdir, mesh=dict(context=2)).params, _without_padding(result.params))
@@ -133,7 +135,7 @@ def test_export_merges_adapters_into_weights(run, model, tmp_path):
     exported, base = tensors_in(jaxlc.export(workdir, tmp_path / "out", dtype="fp32")), tensors_in(model)
     assert exported.keys() == base.keys()
     for projection, module in MODULES.items():
-        block = result.params["layers"][PROJECTION_PARAMS[projection].split("/")[0]]["lora"][projection]
+        block = result.params["layers"][projection_paths()[projection][0].split("/")[0]]["lora"][projection]
         for layer, (a, b) in enumerate(zip(*(np.asarray(block[x]) for x in "ab"))):
             name = f"model.layers.{layer}.{module}.weight"
             expected = base[name] + SCALE * (a.reshape(-1, RANK) @ b.reshape(RANK, -1)).T
@@ -174,7 +176,7 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     assert relative_error(logits, expected["merged"]["logits"]) <= 1e-5
     ours = {}
     for projection, module in MODULES.items():
-        block = gradients["layers"][PROJECTION_PARAMS[projection].split("/")[0]]["lora"][projection]
+        block = gradients["layers"][projection_paths()[projection][0].split("/")[0]]["lora"][projection]
         for layer, (a, b) in enumerate(zip(block["a"], block["b"])):
             prefix = f"model.layers.{layer}.{module}.lora"
             ours |= {f"{prefix}_A.default": a.reshape(-1, RANK).T, f"{prefix}_B.default": b.reshape(RANK, -1).T}
@@ -190,9 +192,9 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
 @pytest.mark.parametrize(
     ("case", "projections", "module"),
     [
-        ("qwen3_5_hybrid", (*MATMUL_NAMES, *DELTA_PROJECTIONS), "in_proj_qkv"),  # the adapters of three projections
+        ("qwen3_5_hybrid", _DELTA_NAMES, "in_proj_qkv"),  # the adapters of three projections
         ("qwen3_5_hybrid", ("query", "value", "delta_gate"), "in_proj_z"),
-        ("olmo_hybrid", (*MATMUL_NAMES, *DELTA_PROJECTIONS), "a_proj"),
+        ("olmo_hybrid", _DELTA_NAMES, "a_proj"),
     ],
 )
 def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(case, projections, module, tmp_path):

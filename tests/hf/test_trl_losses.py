@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.schema import PosttrainConfig
 from jaxlc.posttrain.losses import denominator, policy_sums
 from jaxlc.step.batch import Batch
 from tests.hf.comparison import PYTHON, needs_transformers

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxlc.config.flops import num_params
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.core.flops import num_params
 from jaxlc.models import decoder
 from jaxlc.sharding.rules import is_vector, storage_spec
 from tests.core.test_flops import PUBLISHED

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec, SingleDeviceSharding
 
 from jaxlc.config import MeshConfig
+from jaxlc.config.kinds.experts import block_rows
 from jaxlc.core.axes import CONTEXT
-from jaxlc.core.mixers.expert_feed_forward import block_rows
 from jaxlc.models.kinds import experts as expert_blocks
 from jaxlc.models.kinds.dense import gated
 from jaxlc.models.kinds.experts import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product

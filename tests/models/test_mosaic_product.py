@@ -11,9 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import SingleDeviceSharding
 
 from jaxlc import _jax_internals
+from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.models.kinds import experts as mosaic_product

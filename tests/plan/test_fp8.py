@@ -3,8 +3,8 @@
 import pytest
 
 from jaxlc.config import load
+from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core import hardware
-from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.plan.program import compile_step, kernels

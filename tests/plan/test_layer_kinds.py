@@ -6,7 +6,7 @@ import pytest
 
 from jaxlc import plan
 from jaxlc.config import load
-from jaxlc.core.flops import num_params
+from jaxlc.config.flops import num_params
 from jaxlc.hlo import analyze
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
 from jaxlc.step.step import TrainStep, build_step

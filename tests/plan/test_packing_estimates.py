@@ -8,8 +8,8 @@ import pytest
 
 from jaxlc import plan
 from jaxlc.config import load
+from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.plan import Plan
 from jaxlc.plan.packing_estimates import mix_of_lengths, read_documents

@@ -8,8 +8,8 @@ from jax.profiler import ProfileData
 
 from jaxlc.cli.profile import main
 from jaxlc.config import defaults, load, to_dict
+from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs
 from jaxlc.hlo import analyze
 from jaxlc.profile import comparison, trace_events
 from jaxlc.profile.comparison import GAP, Activity, Estimate, TracedRun, predict

@@ -8,7 +8,7 @@ from jaxlc.attention.kernels.cudnn_packed import calls_for, document_table
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.config import defaults, load
-from jaxlc.core.flops import causal_pairs
+from jaxlc.config.flops import causal_pairs
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes
 from jaxlc.sharding.document_layout import document_layout, zigzag_order
 from jaxlc.simulate.packed_work import AttentionWork, mean_of_microbatches, one_document, sequence_work

@@ -7,10 +7,9 @@ import pytest
 
 from benchmarks.attention_overlap import compile_step, two_layers
 from jaxlc.config import Config, defaults, load
-from jaxlc.config.step_flops import StepFlops
+from jaxlc.config.flops import StepFlops, num_matmul_params
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import num_matmul_params
 from jaxlc.core.hardware import Efficiency
 from jaxlc.hlo import analyze
 from jaxlc.hlo.attention_kernels import AttentionKernelCall, Sizes

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jaxlc.config import PRESETS
-from jaxlc.core.flops import document_pairs
+from jaxlc.config.flops import document_pairs
 from jaxlc.step.batch import Batch, attention_pairs
 from tests.step.synthetic import TOKENS, make_batch, natural_rows, small_config, small_step
 

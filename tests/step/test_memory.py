@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxlc.config import defaults, load, read_config
-from jaxlc.core.flops import num_params
+from jaxlc.config.flops import num_params
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.memory import pinned_bytes, state_bytes

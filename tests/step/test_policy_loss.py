@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.config.posttrain_schema import PosttrainConfig
+from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core import scopes
-from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.hlo.parser import components

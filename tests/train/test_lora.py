@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.config.trained_params import PROJECTION_PARAMS
+from jaxlc.config.kinds import projection_paths
 from jaxlc.core.errors import UserError
 from tests.step.synthetic import (
     gradients_and_loss,
@@ -57,7 +57,7 @@ def adapters_of(leaves: dict[str, np.ndarray]):
     for name in leaves:
         if "/lora/" in name and name.endswith("/a"):
             adapter = name.removesuffix("/a")
-            param, block = PROJECTION_PARAMS[adapter.rpartition("/")[2]], adapter.partition("/lora/")[0]
+            param, block = projection_paths()[adapter.rpartition("/")[2]][0], adapter.partition("/lora/")[0]
             yield f"{block}/{param.partition('/')[2]}", adapter
 
 

@@ -10,8 +10,8 @@ import pytest
 import jaxlc
 from jaxlc.cli.profile import main as profile_main
 from jaxlc.config import load, read_config
+from jaxlc.config.flops import document_pairs
 from jaxlc.core.errors import UserError
-from jaxlc.core.flops import document_pairs
 from jaxlc.data import open_corpus
 from jaxlc.step.language_model import padded_length
 from jaxlc.step.step import TrainStep

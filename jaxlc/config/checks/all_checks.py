@@ -5,8 +5,13 @@ from collections.abc import Iterator
 
 from jaxlc.config.checks.checkpoint_checks import checkpoint_problems
 from jaxlc.config.checks.eval_checks import training_problems
-from jaxlc.config.checks.expert_checks import expert_problems
-from jaxlc.config.checks.layer_checks import delta_net_problems, layer_problems, shapes
+from jaxlc.config.checks.layer_checks import (
+    layer_problems,
+    layers_by_path,
+    size_problems,
+    unsupported_problems,
+    unused_problems,
+)
 from jaxlc.config.checks.lora_checks import lora_problems
 from jaxlc.config.checks.mesh_checks import (
     check_num_devices,
@@ -21,11 +26,11 @@ from jaxlc.config.checks.mixture_checks import mixture_problems
 from jaxlc.config.checks.posttrain_checks import posttrain_problems
 from jaxlc.config.checks.precision_checks import precision_problems
 from jaxlc.config.checks.tile_checks import tile_problems
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import SECTIONS, Config
+from jaxlc.config.kinds import tensor_names
 from jaxlc.config.models.rope_settings import rope_problems
 from jaxlc.config.ranges import range_problems
-from jaxlc.config.schema import TENSOR_NAMES
+from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError, raise_all, raise_first
 
 
@@ -38,7 +43,7 @@ def check(config: Config, *, on_devices: bool = True) -> None:
       UserError: all values that are out of range; or all that contradict others.
     """
     raise_all(problem for section in SECTIONS for problem in range_problems(section, getattr(config, section)))
-    for problems in (layer_problems, delta_net_problems, expert_problems, _model_problems):
+    for problems in (layer_problems, unused_problems, size_problems, unsupported_problems, _rope_problems):
         raise_first(problems(config))  # later ones rely on the sizes
     checks = (*_CHECKS, _mesh_problems) if on_devices else _CHECKS
     raise_all(problem for problems in checks for problem in problems(config))
@@ -61,16 +66,9 @@ def _mesh_problems(config: Config) -> Iterator[str]:
     yield from [*length_problems(config), *node_problems(config)] or tile_problems(config)
 
 
-def _model_problems(config: Config) -> Iterator[str]:
-    for path, model in shapes(config.model).items():
-        if model.num_heads % model.num_kv_heads:
-            yield (
-                f"config.{path}.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads};"
-                " every key/value head serves the same number of query heads"
-            )
-        if model.head_dim % 2:
-            yield f"config.{path}.head_dim={model.head_dim} is odd, and RoPE rotates pairs; use {model.head_dim + 1}"
-        yield from rope_problems(model)
+def _rope_problems(config: Config) -> Iterator[str]:
+    for layers in layers_by_path(config.model).values():
+        yield from rope_problems(layers[0])
 
 
 def _attention_problems(config: Config) -> Iterator[str]:
@@ -129,8 +127,8 @@ def _memory_problems(config: Config) -> Iterator[str]:
     memory = config.memory
     for setting, names in (("save", memory.save), ("offload", memory.offload)):
         for name in names:
-            if name not in TENSOR_NAMES:
-                yield f"config.memory.{setting} names {name!r}, which is not one of {', '.join(TENSOR_NAMES)}"
+            if name not in tensor_names():
+                yield f"config.memory.{setting} names {name!r}, which is not one of {', '.join(tensor_names())}"
     twice = sorted(set(memory.save) & set(memory.offload))
     if twice:
         yield f"config.memory.save and config.memory.offload both name {twice[0]!r}; remove it from one of them"

@@ -1,17 +1,18 @@
 """Checks of the kinds of layers of a model. Imports no jax."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jaxlc.config.frozen import Config
-from jaxlc.config.models.model_schema import DELTA_SETTINGS, LAYER_KINDS, KindConfig, ModelConfig
+from jaxlc.config.frozen import SECTIONS, Config
+from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, blocks, blocks_of, mixer_by_layer_kind
+from jaxlc.config.models.model_schema import KindConfig, LayerConfig, ModelConfig
 from jaxlc.config.ranges import range_problems
-from jaxlc.config.values import invalid_value
+from jaxlc.config.values import defaults_of, invalid_value
 
 
 def layer_problems(config: Config) -> Iterator[str]:
     """Problems of model.layer_kinds and model.kinds, and contradictions with the settings that depend on it."""
     model = config.model
-    names = list(dict.fromkeys((*LAYER_KINDS, *(kind.name for kind in model.kinds))))
+    names = list(dict.fromkeys((*mixer_by_layer_kind(), *(kind.name for kind in model.kinds))))
     unknown = [kind for kind in model.used_kinds if kind not in names]
     if unknown or not model.layer_kinds:
         name = unknown[0] if unknown else ""
@@ -41,58 +42,84 @@ def layer_problems(config: Config) -> Iterator[str]:
     yield from _group_problems(config)
 
 
-def shapes(model: ModelConfig) -> dict[str, ModelConfig]:
-    """The sizes of each kind of layers, by the path of their settings: model, or model.kinds.NAME."""
+def layers_by_path(model: ModelConfig) -> dict[str, list[LayerConfig]]:
+    """The layers of different sizes, by the path of their settings: model, or model.kinds.NAME."""
     own = {kind.name for kind in model.kinds}
-    # Layers with attention first: those without have other heads.
-    kinds = sorted(model.used_kinds, key=lambda kind: model.of_kind(kind).mixer != "attention")
-    by_path: dict[str, ModelConfig] = {}
-    for kind in kinds:
-        by_path.setdefault(f"model.kinds.{kind}" if kind in own else "model", model.of_kind(kind))
-    return by_path
+    layers: dict[str, list[LayerConfig]] = {}
+    for kind in model.used_kinds:
+        path, layer = f"model.kinds.{kind}" if kind in own else "model", model.of_kind(kind)
+        if layer not in layers.setdefault(path, []):
+            layers[path].append(layer)
+    return layers
 
 
-# Those of Qwen3.5-9B.
-_QWEN3_5_SIZES = dict(zip(DELTA_SETTINGS, (16, 32, 128, 128, 4), strict=True))
+def size_problems(config: Config) -> Iterator[str]:
+    """Settings of kinds of blocks that are missing, or contradict each other."""
+    for path, layers in layers_by_path(config.model).items():
+        for layer in layers:
+            for block in blocks_of(layer):
+                yield from block.size_problems(layer, path)
 
 
-def delta_net_problems(config: Config) -> Iterator[str]:
-    """Problems of gated_delta_net layers; none if the model has no such layers."""
-    model, mesh = config.model, config.mesh
-    if "gated_delta_net" not in model.attentions:
-        return
-    missing = [f"--config.model.{name}={size}" for name, size in _QWEN3_5_SIZES.items() if getattr(model, name) < 1]
-    if missing:
+def unused_problems(config: Config) -> Iterator[str]:
+    """Settings of kinds of blocks that no layer has."""
+    model = config.model
+    layers = [model.of_kind(kind) for kind in model.used_kinds]
+    default = FEED_FORWARDS[model.default_feed_forward]
+    if all(layer.feed_forward != default.name for layer in layers):
         yield (
-            "config.model.layer_kinds has gated_delta_net layers, whose sizes are not set; use a model.preset or"
-            f" model.init_from that has such layers, or the sizes of Qwen 3.5: {' '.join(missing)}"
+            f"the settings of {default.layers} have no effect, since the layers of all kinds have another"
+            " feed_forward (config.model.kinds); remove them"
         )
-    key_heads, value_heads = model.delta_key_heads, model.delta_value_heads
-    if value_heads % key_heads:
-        yield (
-            f"config.model.delta_value_heads={value_heads} is not a multiple of delta_key_heads={key_heads}: every key"
-            " head serves the same number of value heads; use"
-            f" --config.model.delta_value_heads={-(-value_heads // key_heads) * key_heads}"
-        )
-    if config.attention.shared_prefixes and config.memory.tile_tokens:
-        yield (
-            "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers and"
-            f" config.memory.tile_tokens={config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or"
-            " --config.attention.shared_prefixes=False, which repeats the prefixes"
-        )
-    if config.memory.parameters == "host":
-        yield (
-            "unsupported: config.memory.parameters='host' with gated_delta_net layers, since kernels would read their"
-            " weights in host memory; use --config.memory.parameters=device"
-        )
-    fragment_tokens = config.data.seq_len // (2 * mesh.context)
-    if fragment_tokens < model.delta_conv_taps - 1:
-        yield (
-            f"the convolutions of gated_delta_net layers read config.model.delta_conv_taps={model.delta_conv_taps}"
-            f" tokens, and the parts of a sequence have {fragment_tokens} (data.seq_len / (2 x mesh.context)); use"
-            f" --config.data.seq_len={2 * mesh.context * mesh.tensor * (model.delta_conv_taps - 1)} or more, or fewer"
-            " context ranks"
-        )
+    for block in blocks():
+        if block is default or any(block in blocks_of(layer) for layer in layers):
+            continue
+        for setting in block.only_with:
+            section, name = setting.split(".")
+            values = vars(getattr(config, section))
+            if values[name] != defaults_of(SECTIONS[section])[name]:
+                reason = f"has no effect, since the model has no {block.layers}"
+                yield f"config.{setting}={values[name]!r} {reason}; remove it"
+
+
+def unsupported_problems(config: Config) -> Iterator[str]:
+    """Settings of other sections that the layers do not support, and names of activations that they do not have."""
+    layers = [layer for layers in layers_by_path(config.model).values() for layer in layers]
+    for block in blocks():
+        first = next((layer for layer in layers if block in blocks_of(layer)), None)
+        if first is not None:
+            yield from block.unsupported(first, config)
+    bytes_by_name = [FEED_FORWARDS[layer.feed_forward].saved_bytes(layer, config, 2) for layer in layers]
+    for name in (*config.memory.save, *config.memory.offload):
+        is_known = any(name in kind.saved for kind in FEED_FORWARDS.values())
+        if is_known and all(name not in named for named in bytes_by_name):
+            yield f"config.memory names {name!r}, which no layer has; remove it"
+
+
+def projection_problems(config: Config, setting: str, names: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+    """Names of projections that do not exist, or that no layer has.
+
+    Args:
+      known: the names that the setting may have.
+    """
+    layers = [model_layer for kinds in layers_by_path(config.model).values() for model_layer in kinds]
+    found = [
+        name
+        for layer in layers
+        for block in blocks_of(layer)
+        for name, path in block.projections.items()
+        if path in block.matrices(layer)
+    ]
+    present = [name for name in known if name in found]
+    for name in names:
+        if name not in known:
+            yield invalid_value(setting, name, f"one or more of {', '.join(known)}, separated by commas", known)
+        elif name not in found:
+            kinds = " and ".join(block.layers for block in blocks() if name in block.projections)
+            yield (
+                f"config.{setting} names {name!r}, which only {kinds} have, and the model has none; remove it, as in"
+                f" --config.{setting}={','.join(name for name in names if name in present) or ','.join(present)}"
+            )
 
 
 def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
@@ -103,14 +130,25 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
         )
     yield from range_problems(path, kind)
-    sizes = [name for name in ("num_heads", "num_kv_heads", "head_dim") if getattr(kind, name)]
-    if sizes and model.attention_of(kind.name) == "gated_delta_net":
-        yield (
-            f"config.{path}.{sizes[0]} has no effect in gated_delta_net layers, whose heads are in"
-            " config.model.delta_key_heads and the settings next to it; remove it"
-        )
-    if kind.attention and kind.name in LAYER_KINDS and kind.attention != kind.name:
+    names = mixer_by_layer_kind()
+    for setting, known in (("attention", names), ("feed_forward", FEED_FORWARDS)):
+        value = getattr(kind, setting)
+        if value and value not in known:
+            yield invalid_value(f"{path}.{setting}", value, f"one of {', '.join(known)}", known)
+            return
+    layer = model.of_kind(kind.name)
+    mixer, feed_forward = MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]
+    for name in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
+        if getattr(kind, name) and name not in (*mixer.sizes, *feed_forward.sizes):
+            block = feed_forward if name == "ffn_dim" else mixer
+            yield f"config.{path}.{name}={getattr(kind, name)} has no effect in {block.layers}; remove it"
+    if kind.attention and kind.name in names and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
+    if kind.feed_forward and kind.feed_forward == model.default_feed_forward:
+        yield (
+            f"config.{path}.feed_forward={kind.feed_forward!r} has no effect, since it is that of the other layers;"
+            " remove it"
+        )
 
 
 def _group_problems(config: Config) -> Iterator[str]:

@@ -2,32 +2,20 @@
 
 from collections.abc import Iterator
 
+from jaxlc.config.checks.layer_checks import projection_problems
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import DELTA_PROJECTIONS, EXPERT_PROJECTIONS, MATMUL_NAMES, LoraConfig
-from jaxlc.config.values import invalid_value
-
-_NAMES = (*MATMUL_NAMES, *DELTA_PROJECTIONS, *EXPERT_PROJECTIONS)
+from jaxlc.config.kinds import projection_paths
+from jaxlc.config.schema import LoraConfig
 
 
 def lora_problems(config: Config) -> Iterator[str]:
     """Problems of the section lora, and settings of frozen parameters where no parameter is frozen."""
     lora, train = config.lora, config.train
-    for name in lora.projections:
-        if name not in _NAMES:
-            expected = f"one or more of {', '.join(_NAMES)}, separated by commas"
-            yield invalid_value("lora.projections", name, expected, _NAMES)
-        elif name in DELTA_PROJECTIONS and "gated_delta_net" not in config.model.attentions:
-            yield (
-                f"config.lora.projections names {name!r}, which only gated_delta_net layers have, and"
-                " config.model.layer_kinds has none; remove it"
-            )
-        elif name in EXPERT_PROJECTIONS and not config.model.num_experts:
-            yield (
-                f"config.lora.projections names {name!r}, which only layers of experts have, and"
-                " config.model.num_experts is 0; remove it"
-            )
+    names = [*projection_paths()]
+    if lora.rank or lora.projections != LoraConfig().projections:
+        yield from projection_problems(config, "lora.projections", lora.projections, names)
     if not lora.projections:
-        yield f"config.lora.projections is empty: name one or more of {', '.join(_NAMES)}"
+        yield f"config.lora.projections is empty: name one or more of {', '.join(names)}"
     if not lora.rank:
         for name, default in vars(LoraConfig()).items():
             if getattr(lora, name) != default:

@@ -5,9 +5,10 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from jaxlc.config.checks.layer_checks import shapes
+from jaxlc.config.checks.layer_checks import layers_by_path
 from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
+from jaxlc.config.kinds import blocks_of
 from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError, raise_first
@@ -82,54 +83,16 @@ def meshes_of(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def split_problems(config: Config) -> Iterator[str]:
-    """Dimensions of the model that the mesh does not divide."""
-    yield from _tensor_problems(config)
-    yield from _strategy_problems(config)
-
-
-def _tensor_problems(config: Config) -> Iterator[str]:
-    """Heads and features that the mesh does not divide."""
-    tensor, key_heads = config.mesh.tensor, config.model.delta_key_heads
-    if "gated_delta_net" in config.model.attentions and key_heads % tensor:
-        yield f"config.model.delta_key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
-    for path, model in shapes(config.model).items():
-        if model.num_heads % tensor:
-            yield f"config.{path}.num_heads={model.num_heads} is not divisible by config.mesh.tensor={tensor}"
-        if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
-            yield (
-                f"config.{path}.num_kv_heads={model.num_kv_heads} is neither a multiple nor a divisor of"
-                f" config.mesh.tensor={tensor}"
-            )
-        widths = dict(expert_ffn_dim=model.expert_ffn_dim, shared_ffn_dim=model.shared_ffn_dim)
-        for name, width in (widths if model.num_experts else dict(ffn_dim=model.ffn_dim)).items():
-            if width % tensor:
-                yield f"config.{path}.{name}={width} is not divisible by config.mesh.tensor={tensor}"
-
-
-def _strategy_problems(config: Config) -> Iterator[str]:
-    """A context axis that the strategy does not divide, and heads that do not split over its ranks."""
+    """Dimensions of the model that the mesh does not divide, and a context axis that the strategy does not divide."""
+    layers_of = layers_by_path(config.model).items()
+    blocks = [(block, layer, path) for path, layers in layers_of for layer in layers for block in blocks_of(layer)]
+    yield from dict.fromkeys(x for block, layer, path in blocks for x in block.mesh_problems(layer, config, path))
     attention, mesh = config.attention, config.mesh
     if attention.strategy == "hybrid" and mesh.context % attention.ulysses_degree:
         yield (
             f"config.mesh.context={mesh.context} is not divisible by config.attention.ulysses_degree="
             f"{attention.ulysses_degree}, as strategy 'hybrid' requires"
         )
-    ranks = num_head_ranks(config)
-    for path, model in shapes(config.model).items():
-        heads, kv_heads = model.num_heads // mesh.tensor, max(1, model.num_kv_heads // mesh.tensor)
-        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
-            yield (
-                f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
-                f" rank has {heads} query and {kv_heads} key/value heads of config.{path}, which must split or repeat"
-                " evenly; 'ring' has no such limit"
-            )
-
-
-def num_head_ranks(config: Config) -> int:
-    """Context ranks over which Ulysses splits the heads; 1 for strategies that split only the sequence."""
-    degrees = {"ulysses": config.mesh.context, "hybrid": config.attention.ulysses_degree}
-    return degrees.get(config.attention.strategy, 1)
 
 
 def node_problems(config: Config) -> Iterator[str]:

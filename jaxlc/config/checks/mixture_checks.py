@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxlc.config.data_schema import DataConfig, SourceConfig
 from jaxlc.config.ranges import range_problems
+from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.core.text import nearest_name
 
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.frozen import Config
-from jaxlc.config.posttrain_schema import PosttrainConfig, RolloutsConfig
+from jaxlc.config.schema import DataConfig, PosttrainConfig, RolloutsConfig
 
 _OF_DPO = ("beta", "label_smoothing")
 _OF_POLICY_LOSSES = (
@@ -133,9 +132,4 @@ def _reference_problems(config: Config) -> Iterator[str]:
         yield (
             "config.posttrain.reference='model' needs weights: set config.posttrain.reference_model or"
             " config.model.init_from"
-        )
-    if "gated_delta_net" in model.attentions:
-        yield (
-            "unsupported: config.posttrain.reference='model' with gated_delta_net layers, since kernels would read"
-            " their weights in host memory; use --config.posttrain.reference=record"
         )

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from jaxlc.config.checks.layer_checks import projection_problems
 from jaxlc.config.frozen import Config
-from jaxlc.config.schema import EXPERT_PROJECTIONS, MATMUL_NAMES, PrecisionConfig
+from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
+from jaxlc.config.schema import MATMUL_NAMES, PrecisionConfig
 
 _COMPUTE_OF = {  # setting -> the only value of compute for which it has an effect
     **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_amax_history_len"), "fp8"),
@@ -17,14 +19,8 @@ _NAMES = (*MATMUL_NAMES, *EXPERT_PROJECTIONS)
 def precision_problems(config: Config) -> Iterator[str]:
     """Reasons why the precision of `config` is invalid."""
     precision, defaults = config.precision, PrecisionConfig()
-    for name in precision.fp8_matmuls:
-        if name not in _NAMES:
-            yield f"config.precision.fp8_matmuls names {name!r}, which is not one of {', '.join(_NAMES)}"
-        elif name in EXPERT_PROJECTIONS and not config.model.num_experts:
-            yield (
-                f"config.precision.fp8_matmuls names {name!r}, which only layers of experts have, and"
-                " config.model.num_experts is 0; remove it"
-            )
+    if precision.compute == "fp8" or precision.fp8_matmuls != defaults.fp8_matmuls:
+        yield from projection_problems(config, "precision.fp8_matmuls", precision.fp8_matmuls, _NAMES)
     yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
     for name, compute in _COMPUTE_OF.items():
         value = getattr(precision, name)

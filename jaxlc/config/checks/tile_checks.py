@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from jaxlc.config.checks.layer_checks import shapes
-from jaxlc.config.checks.mesh_checks import num_head_ranks
+from jaxlc.config.checks.layer_checks import layers_by_path
 from jaxlc.config.frozen import Config
+from jaxlc.config.kinds import MIXERS
 
 # With tiles, only these tensors of a layer exist for the whole sequence at once.
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
@@ -39,21 +39,9 @@ def tile_problems(config: Config) -> Iterator[str]:
             f"{setting} does not divide the {per_device} tokens of a device (data.seq_len / mesh.context), or"
             f" is not a multiple of 2 x mesh.tensor = {pieces}; use {_nearest_divisor(per_device, tile_tokens, pieces)}"
         )
-    shortest = 2 * (config.model.delta_conv_taps - 1)
-    if "gated_delta_net" in config.model.attentions and tile_tokens < shortest:
-        sizes = (size for size in range(pieces, per_device, pieces) if size >= shortest and per_device % size == 0)
-        yield (
-            f"{setting} is shorter than {shortest}, which the convolutions of gated_delta_net layers need to reach only"
-            f" the neighboring parts of tiles; use --config.memory.tile_tokens={next(sizes, 0)}"
-        )
-    ranks = num_head_ranks(config)
-    for path, model in shapes(config.model).items():
-        kv_heads = max(1, model.num_kv_heads // mesh.tensor)
-        if kv_heads % ranks:
-            yield (
-                f"{setting} needs the {kv_heads} key/value heads of config.{path} per tensor rank to split over {ranks}"
-                " Ulysses ranks; use strategy ring, or hybrid with a config.attention.ulysses_degree that divides them"
-            )
+    for path, layers in layers_by_path(config.model).items():
+        for layer in layers:
+            yield from MIXERS[layer.mixer].tile_problems(layer, config, path)
 
 
 def _nearest_divisor(tokens: int, target: int, pieces: int) -> int:

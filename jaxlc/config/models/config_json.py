@@ -4,13 +4,14 @@ A field that changes the computation and is not known is an error. `rope_json` r
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, Family
+from jaxlc.config.kinds import MIXERS
+from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
 from jaxlc.config.models.json_types import typed_fields
 from jaxlc.config.models.layer_groups import first_and_group
-from jaxlc.config.models.model_schema import DELTA_SETTINGS, ModelConfig
+from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.own_format import (
     MODEL_TYPE,
     family_of_own_format,
@@ -109,8 +110,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         settings["attention_out_bias"] = settings["qkv_bias"]
     first, group = _layer_kinds(config, family, where)
     kinds = {*first, *group}
-    if "gated_delta_net" not in kinds:
-        settings |= dict.fromkeys(DELTA_SETTINGS, 0)
+    settings |= dict.fromkeys(_unused_sizes(family, kinds), 0)
     window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
     if window is None:
         raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
@@ -251,8 +251,7 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple
     supported = frozenset().union(*family.layer_kinds)
     unsupported = [kind for kind in kinds if kind not in supported]
     if unsupported:
-        layer_types = {"sliding": "sliding_attention", "nope": "NoPE", "gated_delta_net": "linear_attention"}
-        layer_type = layer_types.get(unsupported[0], unsupported[0])
+        layer_type = LAYER_TYPES.get(unsupported[0], "NoPE" if unsupported[0] == "nope" else unsupported[0])
         raise Unsupported(
             f"unsupported: {where} has layers of type {layer_type}; in models of type {family.model_type} only"
             f" {' and '.join(sorted(supported))} layers are supported"
@@ -269,9 +268,15 @@ def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The fields of config.json that give the sizes of `model`."""
     values = vars(model) | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
     fields = {name: values[setting] for name, setting in _settings_of_fields(family).items()}
-    has_delta_net = "gated_delta_net" in model.attentions
-    fields = {name: x for name, x in fields.items() if has_delta_net or family.fields.get(name) not in DELTA_SETTINGS}
+    unused = _unused_sizes(family, model.attentions)
+    fields = {name: value for name, value in fields.items() if family.fields.get(name) not in unused}
     return fields | family.write_settings(model)
+
+
+def _unused_sizes(family: Family, kinds: Collection[str]) -> list[str]:
+    """Sizes in the fields of a family of mixers that no layer has."""
+    unused = (mixer for mixer in MIXERS.values() if not {*mixer.layer_kinds} & {*kinds})
+    return [name for mixer in unused for name in mixer.sizes if name in family.fields.values()]
 
 
 def _settings_of_fields(family: Family) -> dict[str, str]:

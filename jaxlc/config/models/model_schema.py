@@ -1,25 +1,19 @@
 """The section `model` of the settings; see `jaxlc.config.schema`. Imports no jax."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind
+from jaxlc.config.kinds.attention import AttentionSettings
+from jaxlc.config.kinds.delta_net import DeltaNetSettings
+from jaxlc.config.kinds.experts import ExpertSettings
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
-# Kinds of layers that model.layer_kinds may name, besides those of model.kinds.
-LAYER_KINDS = ("full", "sliding", "nope", "gated_delta_net")
-# The sizes of gated_delta_net layers.
-DELTA_SETTINGS = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv_taps")
-# How they differ between families.
-DELTA_VARIATIONS = ("delta_norm_placement", "delta_norm_epsilon", "delta_negative_eigenvalues")
-# The settings of layers with experts.
-EXPERT_SETTINGS = ("num_experts", "experts_per_token", "expert_ffn_dim", "router", "renormalize_router", "expert_bias")
-EXPERT_SETTINGS += ("shared_ffn_dim", "shared_expert_gate", "router_choice_bias", "router_groups")
-EXPERT_SETTINGS += ("router_groups_per_token", "router_scale")
+SectionT = TypeVar("SectionT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +22,18 @@ class KindConfig:
 
     name: str  # an entry of model.layer_kinds: full, sliding, nope, gated_delta_net, or another name
     # attention of the layers, as in model.layer_kinds. Empty: that of the name; full if it names none.
-    attention: Literal["", "full", "sliding", "nope", "gated_delta_net"] = ""
+    attention: str = ""
     num_heads: int = 0  # number of query heads; 0: model.num_heads
     num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
     # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. Empty: the experts of
     # the model, or dense if model.num_experts is 0.
-    feed_forward: Literal["", "dense"] = ""
+    feed_forward: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(AttentionSettings, ExpertSettings, DeltaNetSettings):
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
 
     preset: str  # name of a published model in jaxlc/config/models/presets.py, such as llama3.1-8b or qwen3-8b
@@ -49,66 +43,20 @@ class ModelConfig:
     vocab_size: From1[int]  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
     num_layers: From1[int]  # number of decoder layers (attention and feed-forward)
     model_dim: From1[int]  # width of the residual stream; "hidden_size" in Hugging Face configs
-    num_heads: From1[int]  # number of query heads
-    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
-    # multi-query attention.
-    num_kv_heads: From1[int]
-    head_dim: From1[int]  # width of each attention head; even, because RoPE rotates pairs of dimensions
     ffn_dim: From1[int]  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
     tie_embeddings: bool  # use the transposed token embedding as the output head
-    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
-    # together, as in Olmo 3.
-    qk_norm: Literal["none", "head", "projection"] = "none"
     # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their output before it is
     # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
     norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: Above0[float]  # added to the mean square in RMSNorm
-    qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
-    attention_out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
-    # a trained logit per query head that joins the denominator of the attention softmax, as in gpt-oss.
-    attention_sinks: bool = False
-    # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
-    # computes the gate as well, as in Qwen 3.5.
-    attention_gate: bool = False
     # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of gpt-oss, which also
     # bounds gate and up projection.
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    # mixture of experts: number of experts in the feed-forward block of each layer; docs/experts.md. 0: dense layers,
-    # without experts. model.kinds.NAME.feed_forward=dense makes the layers of a kind dense.
-    num_experts: int = 0
-    experts_per_token: int = 0  # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
-    expert_ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
-    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
-    # softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid: the sigmoid of each logit, as in
-    # DeepSeek V3 and GLM 4.5.
-    router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
-    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
-    # Hugging Face configs.
-    renormalize_router: bool = False
-    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
-    # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
-    router_choice_bias: bool = False
-    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
-    # with the largest sums of two scores. "n_group" in Hugging Face configs.
-    router_groups: From1[int] = 1
-    router_groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
-    # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
-    router_scale: Above0[float] = 1.0
-    expert_bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
-    # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
-    # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
-    shared_ffn_dim: int = 0
-    # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in Qwen 3.5.
-    shared_expert_gate: bool = False
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
-    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
-    # 0: head_dim.
-    query_scale_dim: int = 0
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
-    # layer_kinds[i % length]. full: attention to all
-    # earlier tokens. sliding: attention to the last `window` tokens. nope: as full, without position embedding.
-    # gated_delta_net: linear attention with a state, as in Qwen 3.5.
+    # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.
+    # nope: as full, without position embedding. gated_delta_net: linear attention with a state, as in Qwen 3.5.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -116,22 +64,6 @@ class ModelConfig:
     # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
     # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
-    delta_key_heads: int = 0  # gated_delta_net layers: number of key heads, which queries have too
-    delta_value_heads: int = 0  # gated_delta_net layers: number of value heads, a multiple of delta_key_heads
-    delta_key_dim: int = 0  # gated_delta_net layers: width of a key head
-    delta_value_dim: int = 0  # gated_delta_net layers: width of a value head
-    delta_conv_taps: int = 0  # gated_delta_net layers: tokens that the convolution of queries, keys and values reads
-    # gated_delta_net layers: their norm_placement, where it differs from that of the other layers, as in Olmo Hybrid.
-    # Empty: norm_placement.
-    delta_norm_placement: Literal["", "pre", "post", "pre_and_post"] = ""
-    # gated_delta_net layers: added to the mean square in the norm of their output. 0: norm_epsilon.
-    delta_norm_epsilon: float = 0.0
-    # gated_delta_net layers: the step size of the correction of the state is from 0 to 2 instead of 0 to 1, so that
-    # the state may change its sign, as in Olmo Hybrid.
-    delta_negative_eigenvalues: bool = False
-    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
-    # model has no sliding layers.
-    window: int = 0
     sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
     sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
     rope_theta: Above0[float]  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
@@ -175,33 +107,10 @@ class ModelConfig:
         """The kinds that some layers have, each once."""
         return tuple(dict.fromkeys((*self.first_layer_kinds, *self.layer_kinds)))
 
-    @property
-    def query_dim(self) -> int:
-        """The width of a head in the query projection: head_dim, and as much for the gate."""
-        return 2 * self.head_dim if self.attention_gate else self.head_dim
-
-    @property
-    def mixer(self) -> str:
-        """What mixes the tokens of a layer with these sizes, the result of `of_kind`: a key of `core.mixers.MIXERS`."""
-        return "gated_delta_net" if self.delta_value_heads else "attention"
-
-    @property
-    def feed_forward(self) -> str:
-        """The feed-forward block of a layer with these sizes, the result of `of_kind`: a key of
-        `core.mixers.FEED_FORWARDS`."""
-        return "experts" if self.num_experts else "dense"
-
-    @property
-    def used_ffn_dim(self) -> int:
-        """The width of the feed-forward block of a token: of the experts that it is routed to, and the shared one."""
-        if not self.num_experts:
-            return self.ffn_dim
-        return self.experts_per_token * self.expert_ffn_dim + self.shared_ffn_dim
-
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether some layers have no experts."""
-        return any(self.of_kind(kind).feed_forward == "dense" for kind in self.used_kinds)
+    def section(self, part: type[SectionT]) -> SectionT:
+        """The settings of a kind of blocks."""
+        assert isinstance(self, part)
+        return self
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
@@ -219,31 +128,36 @@ class ModelConfig:
         return self.kinds_of_layers.count(kind)
 
     def attention_of(self, kind: str) -> str:
-        """The attention of layers of this kind: an entry of LAYER_KINDS."""
+        """The attention of layers of this kind: a name of `kinds.mixer_by_layer_kind`."""
         own = next((settings.attention for settings in self.kinds if settings.name == kind), "")
-        return own or (kind if kind in LAYER_KINDS else "full")
+        return own or (kind if kind in mixer_by_layer_kind() else "full")
 
     @property
     def attentions(self) -> frozenset[str]:
-        """The attention of all layers: some of LAYER_KINDS."""
+        """The attention of all layers."""
         return frozenset(map(self.attention_of, self.used_kinds))
 
     def window_of(self, kind: str) -> int | None:
         """The window in tokens of layers of this kind; None: attention to all earlier tokens."""
         return self.window if self.attention_of(kind) == "sliding" else None
 
-    def of_kind(self, kind: str) -> "ModelConfig":
-        """The settings of the layers of this kind: those of the model with the sizes of the kind. Layers that are not
-        gated_delta_net have 0 for the sizes of these, and dense layers have no experts."""
+    def of_kind(self, kind: str) -> "LayerConfig":
+        """The settings of the layers of this kind: those of the model with the sizes of the kind."""
         own = next((vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]())
         sizes = {name: size for name, size in own.items() if name not in ("name", "attention", "feed_forward") and size}
-        if own.get("feed_forward") == "dense":
-            sizes |= {name: DEFAULTS[name] for name in EXPERT_SETTINGS}
-        if self.delta_value_heads and self.attention_of(kind) != "gated_delta_net":
-            sizes |= dict.fromkeys(DELTA_SETTINGS, 0)
-        elif self.delta_norm_placement:
-            sizes |= dict(norm_placement=self.delta_norm_placement)
-        return dataclasses.replace(self, **sizes) if sizes else self
+        settings: dict[str, Any] = {**vars(self), **sizes, "feed_forward": ""}
+        mixer = mixer_by_layer_kind()[self.attention_of(kind)]
+        settings["norm_placement"] = settings[mixer.norm_setting] or self.norm_placement
+        settings["mixer"] = mixer.name
+        settings["feed_forward"] = own.get("feed_forward") or self.default_feed_forward
+        return LayerConfig(**settings)
+
+    @property
+    def default_feed_forward(self) -> str:
+        """The feed-forward block of layers whose kind names none: a key of `kinds.FEED_FORWARDS`."""
+        settings: dict[str, Any] = {**vars(self), "mixer": "", "feed_forward": ""}
+        layer = LayerConfig(**settings)
+        return next(kind.name for kind in reversed(FEED_FORWARDS.values()) if kind.is_chosen(layer))
 
     @property
     def layer_stacks(self) -> dict[tuple[str, ...], list[int]]:
@@ -262,7 +176,12 @@ class ModelConfig:
         return stacks
 
 
-DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(ModelConfig):
+    """The settings of the layers of one kind; `ModelConfig.of_kind` returns them."""
+
+    mixer: str  # a key of `kinds.MIXERS`
+    feed_forward: str  # a key of `kinds.FEED_FORWARDS`
 
 
 def model_name(model: Mapping[str, Any]) -> str:

@@ -9,11 +9,11 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from jaxlc.config.kinds import experts
 from jaxlc.config.models.families import COMMON_SETTINGS, Family
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.values import typed
 from jaxlc.core.errors import UserError
-from jaxlc.core.mixers import expert_feed_forward
 
 MODEL_TYPE, _ARCHITECTURE = "jaxlc", "JaxlcForCausalLM"
 _SETTINGS = "model"  # the field of config.json with the settings of ModelConfig
@@ -27,13 +27,13 @@ def is_own_format(config: Mapping[str, Any]) -> bool:
 
 def family_of_own_format(model: ModelConfig) -> Family:
     """The names of the tensors of `model` in this format."""
-    experts = expert_feed_forward.STACKED_TENSORS if model.expert_bias else expert_feed_forward.TENSORS
-    experts = (*experts, *expert_feed_forward.shared_tensors("shared_expert"), expert_feed_forward.CHOICE_BIAS)
+    tensors = experts.STACKED_TENSORS if model.expert_bias else experts.TENSORS
+    tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
     return Family(
         model_type=MODEL_TYPE,
         architecture=_ARCHITECTURE,
         settings={name: getattr(model, name) for name in COMMON_SETTINGS},
-        expert_tensors=experts if model.num_experts else (),
+        feed_forward_tensors=dict(experts=tensors) if model.num_experts else {},
     )
 
 

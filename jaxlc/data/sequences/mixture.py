@@ -28,7 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core.flops import document_pairs
+from jaxlc.config.flops import document_pairs
 from jaxlc.data.sequences.packing import PackedSequences
 
 PERIOD = 10_000  # sequences after which the schedule repeats; shares are rounded to multiples of 1 / PERIOD

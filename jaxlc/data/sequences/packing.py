@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.config.data_schema import SourceConfig
+from jaxlc.config.schema import SourceConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.store import TokenStore
 

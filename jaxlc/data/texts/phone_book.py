@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.schema import DataConfig
 from jaxlc.core.files import local_path, replacing, write_errors_explained
 
 PHONE_BOOK = "phone-book"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path, locked, write_errors_explained
 from jaxlc.core.text import Update, no_progress

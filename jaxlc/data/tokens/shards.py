@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlc.config.data_schema import DataConfig
+from jaxlc.config.schema import DataConfig
 from jaxlc.core import processes
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress

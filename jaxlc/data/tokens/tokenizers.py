@@ -32,9 +32,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxlc.config.data_schema import DataConfig
 from jaxlc.config.models import hub
 from jaxlc.config.models.pretrained import TOKENIZER_FILE
+from jaxlc.config.schema import DataConfig
 from jaxlc.config.values import invalid_value
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of

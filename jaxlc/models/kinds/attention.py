@@ -28,10 +28,10 @@ from jaxlc.attention.query_tiles import TiledAttention, make_tiled
 from jaxlc.attention.strategies import sharded_attention
 from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.config import AttentionConfig, LoraConfig, ModelConfig
+from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported
-from jaxlc.core.mixers import mixer_matrices
 from jaxlc.models.block import InitKeys, RMSNorm, add_bias, bias_vector, residual_depth_scale, weight
 from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
 from jaxlc.models.contract import (

@@ -27,10 +27,9 @@ from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, Sharded
 from jaxlc.attention.delta_rule.sharded_rule import continued_delta_rule
 from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.schema import DELTA_PROJECTIONS
+from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.core.mixers import mixer_matrices
 from jaxlc.models.block import InitKeys, RMSNorm, matrix, residual_depth_scale, rms_norm, weight
 from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
 from jaxlc.models.contract import (
@@ -57,8 +56,7 @@ class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
     """See the top of the file. Gates and states are float32."""
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
-        names = ("query", "key", "value", "attention_projected", *DELTA_PROJECTIONS)
-        super().__init__(model, keys, fp8, lora, names)
+        super().__init__(model, keys, fp8, lora, tuple(MIXERS["gated_delta_net"].projections))
         weights, num_taps, num_heads = mixer_matrices(model), model.delta_conv_taps, model.delta_value_heads
         self.wq, self.wk, self.wv = (weight(keys, weights[name]) for name in ("wq", "wk", "wv"))
         self.wz, self.wb, self.wa = (weight(keys, weights[name]) for name in ("wz", "wb", "wa"))

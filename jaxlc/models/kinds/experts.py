@@ -35,12 +35,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc import _jax_internals
 from jaxlc.attention.kernels.packed_check import check_error, results_among_nan
-from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.schema import EXPERT_PROJECTIONS
+from jaxlc.config import LoraConfig
+from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS, block_rows, num_blocks
+from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import MESH_AXES, TENSOR
 from jaxlc.core.errors import Unsupported
-from jaxlc.core.mixers.expert_feed_forward import block_rows, num_blocks
 from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale
 from jaxlc.models.contract import CHOICE, Routed, RoutedOutput
 from jaxlc.models.kinds.dense import MLP, gated
@@ -122,7 +122,7 @@ def _group_sizes(expert_n: jax.Array, num_experts: int, block_rows: int) -> jax.
 
 
 def _tile(dim: int) -> int:
-    """The size of tiles of a dimension, which is a multiple of 64 (`config.checks.expert_checks`)."""
+    """The size of tiles of a dimension, which is a multiple of 64 (`config.kinds.experts`)."""
     return 128 if dim % 128 == 0 else 64
 
 
@@ -344,7 +344,7 @@ def expert_outputs(
       weights_Tk: float32.
       activation: of the products with gate and up.
       adapter_scale: factor of the outputs of adapters.
-      fp8_names: the products in FP8, of config.schema.EXPERT_PROJECTIONS.
+      fp8_names: the products in FP8, of `EXPERT_PROJECTIONS`.
       kernel: config.runtime.expert_kernel, of the other products.
     """
     assignments = assign(chosen_Tk, len(experts.gate_EDF), kernel)
@@ -385,9 +385,9 @@ class Routing(NamedTuple):
 
 
 class Experts(nnx.Module, Routed):
-    """The router [D, E] and the weights of E experts; see `core/mixers/expert_feed_forward.py`."""
+    """The router [D, E] and the weights of E experts; see `config/kinds/experts.py`."""
 
-    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+    def __init__(self, model: LayerConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         D, E, F = model.model_dim, model.num_experts, model.expert_ffn_dim
         depth_scale = residual_depth_scale(model)
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
@@ -402,7 +402,7 @@ class Experts(nnx.Module, Routed):
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
         self.lora = make_adapters(model, lora, EXPERT_PROJECTIONS, keys.lora)
         self.fp8_names = () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
-        shared = dataclasses.replace(model, ffn_dim=model.shared_ffn_dim, num_experts=0)
+        shared = dataclasses.replace(model, ffn_dim=model.shared_ffn_dim, feed_forward="dense")
         self.shared = MLP(shared, keys, fp8, lora) if model.shared_ffn_dim else None
         self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.shared_expert_gate else None
         self.num_chosen = model.experts_per_token

@@ -3,7 +3,7 @@
 One module per family. To add one, write its module, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
 """
 
-from jaxlc.config.models.families.family import COMMON_SETTINGS, Family, Tensor
+from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family, Tensor
 from jaxlc.config.models.families.gemma3 import GEMMA3_TEXT
 from jaxlc.config.models.families.glm4_moe import GLM4_MOE
 from jaxlc.config.models.families.gpt_oss import GPT_OSS
@@ -25,4 +25,4 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-__all__ = ["COMMON_SETTINGS", "FAMILIES", "Family", "Tensor"]
+__all__ = ["COMMON_SETTINGS", "FAMILIES", "LAYER_TYPES", "Family", "Tensor"]

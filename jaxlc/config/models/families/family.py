@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlc.config.models.model_schema import DELTA_VARIATIONS, KindConfig, ModelConfig
-from jaxlc.core.mixers import FEED_FORWARDS, MIXERS
-from jaxlc.core.mixers.layer_shape import MixerTensor
+from jaxlc.config.kinds import FEED_FORWARDS, MIXERS
+from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 
 Fields = Mapping[str, Any]  # the content of config.json
 
@@ -19,7 +19,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
     or field.name in ("router", "expert_bias", "shared_expert_gate", "router_choice_bias")
     or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
-    or field.name in DELTA_VARIATIONS
+    or field.name in ("delta_norm_placement", "delta_norm_epsilon", "delta_negative_eigenvalues")
 }
 
 
@@ -48,21 +48,20 @@ class Tensor:
     alias: "Tensor | None" = None  # the tensor that files of other programs may have in place of this one
 
 
-# Entry of "layer_types" -> kind.
-_TYPES = {"full_attention": "full", "sliding_attention": "sliding", "linear_attention": "gated_delta_net"}
-_TYPE_OF = {kind: name for name, kind in _TYPES.items()}
+LAYER_TYPES = {name: mixer.layer_types[name] for mixer in MIXERS.values() for name in mixer.layer_types}
+_KINDS = {layer_type: name for name, layer_type in LAYER_TYPES.items()}
 
 
 def read_layer_types(config: Fields, default: Sequence[str] = ("full",)) -> list[str]:
     """The kinds of all layers by the field layer_types; if it is absent, the group `default`, repeated."""
     if config.get("layer_types"):
-        return [_TYPES.get(name, name) for name in config["layer_types"]]
+        return [_KINDS.get(name, name) for name in config["layer_types"]]
     return [default[i % len(default)] for i in range(config["num_hidden_layers"])]
 
 
 def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     """The fields layer_types and sliding_window."""
-    return dict(layer_types=[_TYPE_OF[kind] for kind in model.kinds_of_layers], sliding_window=model.window or None)
+    return dict(layer_types=[LAYER_TYPES[kind] for kind in model.kinds_of_layers], sliding_window=model.window or None)
 
 
 def no_fields(model: ModelConfig) -> dict[str, Any]:
@@ -110,30 +109,30 @@ class Family:
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
-    # Parameters of gated_delta_net layers whose tensors have other names than in `core.mixers` -> ends of these names.
-    delta_tensors: Mapping[str, str] = field(default_factory=dict)
+    # Mixer -> its parameters whose tensors have other names than in `config.kinds` -> ends of these names.
+    tensor_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config,
     # and conversion_mapping.py): another name of a field -> its name; other tensors of parameters; and the end of the
     # name of a tensor -> those of the tensors that have its rows, one after the other.
     field_aliases: Mapping[str, str] = field(default_factory=dict)
-    tensor_aliases: tuple[MixerTensor, ...] = ()
+    tensor_aliases: tuple[LayerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
     quantization: str = ""  # quant_method of the quantized weights that models may have; "": none
-    expert_tensors: tuple[MixerTensor, ...] = ()  # of `expert_feed_forward`; empty: the family has no experts
+    # Feed-forward blocks of the layers besides dense -> their tensors.
+    feed_forward_tensors: Mapping[str, tuple[LayerTensor, ...]] = field(default_factory=dict)
     # More kinds of layers that models may have, and their settings: entries of model.kinds.
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def tensors_of(self, mixer: str, feed_forward: str = "dense") -> tuple[Tensor, ...]:
-        """The tensors that checkpoints may have, with the layers of one of `core.mixers.MIXERS` and FEED_FORWARDS, in
-        the order of the computation of a layer."""
-        settings = {**COMMON_SETTINGS, **self.settings}
-        norm_placement, tensors = settings["norm_placement"], MIXERS[mixer].TENSORS
-        if mixer == "gated_delta_net":
-            norm_placement = settings["delta_norm_placement"] or norm_placement
-            names = {tensor.param: self.delta_tensors.get(tensor.param, tensor.tensor) for tensor in tensors}
-            tensors = tuple(tensor._replace(tensor=names[tensor.param]) for tensor in tensors)
-        mlp = self.expert_tensors if feed_forward == "experts" else FEED_FORWARDS[feed_forward].TENSORS
+        """The tensors that checkpoints may have, with the layers of an entry of `config.kinds.MIXERS` and one of
+        FEED_FORWARDS, in the order of the computation of a layer."""
+        settings, kind = {**COMMON_SETTINGS, **self.settings}, MIXERS[mixer]
+        names = self.tensor_names.get(mixer, {})
+        tensors = tuple(tensor._replace(tensor=names.get(tensor.param, tensor.tensor)) for tensor in kind.tensors)
+        is_own = feed_forward in self.feed_forward_tensors
+        mlp = self.feed_forward_tensors[feed_forward] if is_own else FEED_FORWARDS[feed_forward].tensors
+        norm_placement = settings[kind.norm_setting] or settings["norm_placement"]
         return _tensors(norm_placement, tensors, mlp, self.tensor_aliases)
 
     def prefixes_left_out(self, model: ModelConfig) -> tuple[str, ...]:
@@ -147,8 +146,8 @@ class Family:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether models may have layers without experts."""
-        return not self.expert_tensors or any(kind.get("feed_forward") == "dense" for kind in self.kinds.values())
+        """Whether models may have dense layers."""
+        return not self.feed_forward_tensors or any(kind.get("feed_forward") == "dense" for kind in self.kinds.values())
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
@@ -158,7 +157,8 @@ class Family:
         elif "attention_bias" in self.fields and not self.has_one_attention_bias:
             settings |= dict(qkv_bias=model.qkv_bias)
         settings |= {name: vars(model)[name] for name in self.varying}
-        settings |= {name: vars(model)[name] for name in {*self.fields.values()} & {*DELTA_VARIATIONS}}
+        given = {*self.fields.values()} & COMMON_SETTINGS.keys() - {"qkv_bias"}
+        settings |= {name: vars(model)[name] for name in given}
         has_settings = all(vars(model)[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
         has_shared = not model.shared_ffn_dim or "shared_ffn_dim" in {*self.fields.values(), *self.varying}
@@ -168,31 +168,31 @@ class Family:
         if has_kinds and self.kinds:  # some fields can only have these layers in some places
             written = self.read_kinds(dict(num_hidden_layers=model.num_layers, **self.write_kinds(model)))
             has_kinds = [*written] == [*model.kinds_of_layers]
-        has_experts = bool(model.num_experts) == bool(self.expert_tensors) and has_shared
-        return has_settings and has_scale and has_kinds and has_experts
+        has_blocks = [model.default_feed_forward] == [*(self.feed_forward_tensors or ("dense",))]
+        return has_settings and has_scale and has_kinds and has_blocks and has_shared
 
 
 @functools.cache
 def _tensors(
     norm_placement: str,
-    mixer: tuple[MixerTensor, ...],
-    feed_forward: tuple[MixerTensor, ...],
-    aliases: tuple[MixerTensor, ...],
+    mixer: tuple[LayerTensor, ...],
+    feed_forward: tuple[LayerTensor, ...],
+    aliases: tuple[LayerTensor, ...],
 ) -> tuple[Tensor, ...]:
     """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
     parameters."""
     alias_of = {alias.param: alias for alias in aliases}
 
-    def tensor(block: str, x: MixerTensor, alias: MixerTensor | None) -> Tensor:
+    def tensor(block: str, x: LayerTensor, alias: LayerTensor | None) -> Tensor:
         fields = x._asdict()
         name, param = f"model.layers.{{layer}}.{fields.pop('tensor')}", f"layers/{block}{fields.pop('param')}"
         return Tensor(name=name, param=param, alias=None if alias is None else tensor(block, alias, None), **fields)
 
-    def layer(block: str, tensors: Iterable[MixerTensor]) -> Iterator[Tensor]:
+    def layer(block: str, tensors: Iterable[LayerTensor]) -> Iterator[Tensor]:
         return (tensor(block, x, alias_of.get(x.param)) for x in tensors)
 
     before_attention, after_attention, before_mlp, after_mlp = (
-        [MixerTensor(f"{param}/scale", f"{name}.weight") for name in names]
+        [LayerTensor(f"{param}/scale", f"{name}.weight") for name in names]
         for param, names in zip(_NORM_PARAMS, _NORM_NAMES[norm_placement])
     )
     return (

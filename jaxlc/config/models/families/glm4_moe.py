@@ -5,9 +5,9 @@ Transformers: models/glm4_moe. Layers of multi-token prediction are left out.
 
 from typing import Any
 
+from jaxlc.config.kinds import experts
 from jaxlc.config.models.families.family import Family, Fields
 from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.core.mixers import expert_feed_forward
 
 
 def _read_kinds(config: Fields) -> list[str]:
@@ -76,11 +76,13 @@ GLM4_MOE = Family(
             *("num_nextn_predict_layers", "num_mtp_layers", "router_aux_loss_coef", "output_router_logits"),
         }
     ),
-    expert_tensors=(
-        *expert_feed_forward.TENSORS,
-        expert_feed_forward.CHOICE_BIAS,
-        *expert_feed_forward.shared_tensors("shared_experts"),
+    feed_forward_tensors=dict(
+        experts=(
+            *experts.TENSORS,
+            experts.CHOICE_BIAS,
+            *experts.shared_tensors("shared_experts"),
+        )
     ),
-    tensor_aliases=expert_feed_forward.STACKED_LINEAR_TENSORS,
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),
 )

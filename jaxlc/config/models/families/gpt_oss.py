@@ -3,8 +3,8 @@
 Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all weights in one data type.
 """
 
+from jaxlc.config.kinds import experts
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
-from jaxlc.core.mixers import expert_feed_forward
 
 
 def _read_kinds(config: Fields) -> list[str]:
@@ -42,5 +42,5 @@ GPT_OSS = Family(
         }
     ),
     quantization="mxfp4",
-    expert_tensors=expert_feed_forward.STACKED_TENSORS,
+    feed_forward_tensors=dict(experts=experts.STACKED_TENSORS),
 )

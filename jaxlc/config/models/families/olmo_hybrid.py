@@ -57,11 +57,13 @@ OLMO_HYBRID = Family(
         linear_conv_kernel_dim=4,
         linear_allow_neg_eigval=True,
     ),
-    delta_tensors={
-        **{f"w{x}": f"linear_attn.{x}_proj.weight" for x in "qkvba"},
-        "wz": "linear_attn.g_proj.weight",
-        "out_norm/scale": "linear_attn.o_norm.weight",
-        "wo": "linear_attn.o_proj.weight",
+    tensor_names={
+        _LINEAR: {
+            **{f"w{x}": f"linear_attn.{x}_proj.weight" for x in "qkvba"},
+            "wz": "linear_attn.g_proj.weight",
+            "out_norm/scale": "linear_attn.o_norm.weight",
+            "wo": "linear_attn.o_proj.weight",
+        }
     },
     joined_tensors={  # save_pretrained writes three equal parts of the convolution, whatever the sizes of q, k and v
         "input_layernorm.weight": ("attention_layer_norm.weight",),

@@ -5,8 +5,8 @@ Transformers: models/qwen3_5 and models/qwen3_5_moe. Of models with images, the 
 
 import dataclasses
 
+from jaxlc.config.kinds import experts
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
-from jaxlc.core.mixers import expert_feed_forward
 
 _KINDS = frozenset({"gated_delta_net", "full"})
 
@@ -79,6 +79,6 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     multimodal_type="qwen3_5_moe",
     # train.balance_loss has its own value
     irrelevant=QWEN3_5_TEXT.irrelevant | {"router_aux_loss_coef", "output_router_logits"},
-    expert_tensors=(*expert_feed_forward.STACKED_LINEAR_TENSORS, *expert_feed_forward.shared_tensors("shared_expert")),
-    tensor_aliases=expert_feed_forward.TENSORS,
+    feed_forward_tensors=dict(experts=(*experts.STACKED_LINEAR_TENSORS, *experts.shared_tensors("shared_expert"))),
+    tensor_aliases=experts.TENSORS,
 )

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from jaxlc.config.kinds import experts
 from jaxlc.config.models.families.family import Family, Fields
 from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.core.mixers import expert_feed_forward
 
 
 def _read_kinds(config: Fields) -> list[str]:
@@ -50,7 +50,7 @@ QWEN3_MOE = Family(
             *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
         }
     ),
-    expert_tensors=expert_feed_forward.TENSORS,
-    tensor_aliases=expert_feed_forward.STACKED_LINEAR_TENSORS,
+    feed_forward_tensors=dict(experts=experts.TENSORS),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),
 )

@@ -1,0 +1,163 @@
+"""Model FLOPs of a training step, pairs of queries and keys, and parameter counts. All printed rates, utilizations and
+estimates use them.
+
+Model FLOPs are those of the model's matrix products, independent of how the program computes them. They exclude
+recomputation (hardware FLOPs include it), the forward pass of a reference model, norms, RoPE, softmax and the
+optimizer.
+
+Products with weights: a matrix with P entries costs 2 P FLOPs per token in the forward pass (a multiplication and an
+addition), 2 P for the gradient of its input, and 2 P for its own gradient, which a frozen matrix does not have. The
+gradient of the input is not needed below the lowest trained parameter: with a trained output head alone, the layers
+have a forward pass only. The matrices of adapters (LoRA) count like others. Of experts and their adapters, P counts
+those that a token is routed to. The embedding is a lookup and costs nothing. The output head is a product, also where
+it is the transposed embedding.
+
+Attention: a pair of a query and a key costs 2 H FLOPs for q . k and 2 H for the value in each of N
+heads, 4 N H in the forward and 8 N H in the backward.
+
+The kinds of layers give the FLOPs of a pair and of a token (`config.kinds.contract.MixingFlops`), in the backward twice
+those in the forward.
+
+The number of pairs in a sequence of T tokens:
+
+    full     T^2            the convention of Megatron-LM and PaLM (2204.02311, appendix B): 12 L N H T per token
+    causal   T (T + 1) / 2  the pairs that a causal mask leaves: half
+
+In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2. A pair in a layer whose kind has
+other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`).
+
+A packed sequence has fewer pairs: the sum of the causal counts of its documents (`document_pairs`). So the causal FLOPs
+of packed sequences, and the utilization that is computed from them, are overestimates. State "causal", "full" or
+"documents" with every figure.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jaxlc.config.kinds import MIXERS, blocks_of, layer_matrices
+from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
+from jaxlc.config.schema import LoraConfig, TrainConfig
+from jaxlc.config.trained_params import is_trained, matrix_sizes, num_adapter_params, trains_layers
+
+
+class StepFlops(NamedTuple):
+    """Model FLOPs of one optimizer step, over all devices."""
+
+    products: float  # with weight matrices, those of adapters included
+    mixing: float  # attention between pairs of tokens, and recurrences
+
+    @property
+    def total(self) -> float:
+        return self.products + self.mixing
+
+
+class ProductEntries(NamedTuple):
+    """Entries of the matrices that a token is multiplied by, in each of the three products."""
+
+    forward: int
+    input_gradients: int
+    weight_gradients: int
+
+
+def step_flops(
+    model: ModelConfig, lora: LoraConfig, train: TrainConfig, *, num_tokens: int, num_pairs: float
+) -> StepFlops:
+    """Model FLOPs of forward and backward.
+
+    Args:
+      num_tokens: of the step, padding included.
+      num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
+    """
+    mixing = float(_flops_per_pair(model)) * num_pairs + num_tokens * sum_over_layers(model, _flops_per_token)
+    num_passes = 3 if trains_layers(model, lora, train) else 1
+    return StepFlops(2.0 * num_tokens * sum(product_entries(model, lora, train)), num_passes * mixing)
+
+
+def product_entries(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> ProductEntries:
+    """The entries that determine the FLOPs of products with weights."""
+    sizes = matrix_sizes(model, active=True)
+    if not model.tie_embeddings:
+        del sizes["embedding"]
+    num_adapters = num_adapter_params(model, lora, active=True)
+    forward = sum(sizes.values()) + num_adapters
+    weight_gradients = sum(size for name, size in sizes.items() if is_trained(name, lora, train)) + num_adapters
+    if trains_layers(model, lora, train):
+        input_gradients = forward
+    else:
+        head = model.model_dim * model.vocab_size
+        input_gradients = head if is_trained("final_norm/scale", lora, train) else 0
+    return ProductEntries(forward, input_gradients, weight_gradients)
+
+
+def document_pairs(model: ModelConfig, lengths: Sequence[int], prefix_lengths: Sequence[int] = ()) -> float:
+    """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers.
+
+    Args:
+      prefix_lengths: tokens of the shared prefix that each document continues. Empty: none.
+    """
+    earlier = prefix_lengths if len(prefix_lengths) else [0] * len(lengths)
+    return sum(
+        layers * (causal_pairs(int(before + length), window) - causal_pairs(int(before), window))
+        for window, layers in ((model.window_of(kind), layers) for kind, layers in num_layers_by_kind(model).items())
+        for before, length in zip(earlier, lengths, strict=True)
+    )
+
+
+def num_layers_by_kind(model: ModelConfig) -> dict[str, float]:
+    """Layers of each kind with pairs, as the number of layers with the heads of the model whose pairs have as many
+    FLOPs."""
+    weights: dict[str, float] = {}
+    for kind in model.used_kinds:
+        layer = model.of_kind(kind)
+        per_pair = MIXERS[layer.mixer].mixing_flops(layer).per_pair
+        if per_pair:
+            weights[kind] = model.num_layers_of(kind) * per_pair / _flops_per_pair(model)
+    return weights
+
+
+def _flops_per_pair(model: ModelConfig) -> int:
+    """Of a layer with the heads of the model: 2 H for q . k and 2 H for the value, in each of N heads."""
+    return 4 * model.num_heads * model.head_dim
+
+
+def causal_pairs(seq_len: int, window: int | None = None) -> int:
+    """Pairs of a query and a key that a causal mask, or a window in tokens, leaves in one sequence."""
+    reach = min(window or seq_len, seq_len)
+    return seq_len * reach - reach * (reach - 1) // 2
+
+
+def full_pairs(model: ModelConfig, seq_len: int) -> float:
+    """Pairs of one sequence without a causal mask, but with windows, summed over the layers."""
+    layers = num_layers_by_kind(model).items()
+    return seq_len * sum(number * min(model.window_of(kind) or seq_len, seq_len) for kind, number in layers)
+
+
+def num_matmul_params(model: ModelConfig) -> int:
+    """The number of entries of all weight matrices in matrix products: the layers and the output head."""
+    return sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
+
+
+def num_params(model: ModelConfig) -> int:
+    """The number of parameters, without the padding of the vocabulary."""
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
+    vectors = sum_over_layers(model, _num_vector_entries) + model.model_dim
+    return num_matmul_params(model) + embedding + vectors
+
+
+def sum_over_layers(model: ModelConfig, count: Callable[[LayerConfig], int]) -> int:
+    """The sum of `count` of all layers."""
+    return sum(model.num_layers_of(kind) * count(model.of_kind(kind)) for kind in model.used_kinds)
+
+
+def _num_vector_entries(layer: LayerConfig) -> int:
+    """Entries of all parameters of a layer that are not in `layer_matrices`."""
+    num_norms = 4 if layer.norm_placement == "pre_and_post" else 2
+    return num_norms * layer.model_dim + sum(block.num_vector_entries(layer) for block in blocks_of(layer))
+
+
+def _flops_per_token(layer: LayerConfig) -> int:
+    return MIXERS[layer.mixer].mixing_flops(layer).per_token
+
+
+def _layer_matmul_params(layer: LayerConfig) -> int:
+    return sum(matrix.size for matrix in layer_matrices(layer).values())

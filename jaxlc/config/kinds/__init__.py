@@ -1,0 +1,82 @@
+"""The kinds of blocks of a layer, described without JAX: a module for each with its settings, checks, weights with
+their Hugging Face names, FLOPs, and bytes of what can be saved.
+
+`register` adds a kind from outside the package; `jaxlc.models.kinds.register` adds its computation.
+"""
+
+from jaxlc.config.kinds.attention import AttentionKind
+from jaxlc.config.kinds.contract import Block, FeedForward, Layer, Matrix, Mixer
+from jaxlc.config.kinds.delta_net import DeltaNetKind
+from jaxlc.config.kinds.dense import DenseKind
+from jaxlc.config.kinds.experts import ExpertsKind
+
+MIXERS: dict[str, Mixer] = {}
+FEED_FORWARDS: dict[str, FeedForward] = {}
+_PARTS = ("attention", "mlp")  # names of the mixer and of the feed-forward block in the parameter tree
+
+
+def register(kind: Block) -> None:
+    """Adds a kind under its name."""
+    if isinstance(kind, Mixer):
+        MIXERS[kind.name] = kind
+    elif isinstance(kind, FeedForward):
+        FEED_FORWARDS[kind.name] = kind
+    else:
+        raise TypeError(f"{kind!r} is neither a Mixer nor a FeedForward")
+
+
+for _kind in (AttentionKind(), DeltaNetKind(), DenseKind(), ExpertsKind()):
+    register(_kind)
+
+
+def blocks() -> tuple[Block, ...]:
+    """All kinds."""
+    return (*MIXERS.values(), *FEED_FORWARDS.values())
+
+
+def mixer_by_layer_kind() -> dict[str, Mixer]:
+    """The mixer of each name that model.layer_kinds may have without an entry in model.kinds."""
+    return {name: mixer for mixer in MIXERS.values() for name in mixer.layer_kinds}
+
+
+def tensor_names() -> tuple[str, ...]:
+    """Tensors of a layer that memory.save and memory.offload may name: its input, and those of its blocks."""
+    return tuple(dict.fromkeys(("residual", *(name for block in blocks() for name in block.saved))))
+
+
+def blocks_of(layer: Layer) -> tuple[Block, Block]:
+    """The mixer and the feed-forward block of a layer."""
+    return MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]
+
+
+def mixer_matrices(layer: Layer) -> dict[str, Matrix]:
+    """The weight matrices of the mixer of a layer, by name."""
+    return MIXERS[layer.mixer].matrices(layer)
+
+
+def layer_matrices(layer: Layer) -> dict[str, Matrix]:
+    """All weight matrices of a layer, by their paths within the layer."""
+    parts = zip(_PARTS, blocks_of(layer))
+    return {f"{part}/{name}": matrix for part, block in parts for name, matrix in block.matrices(layer).items()}
+
+
+def param_names(layer: Layer) -> set[str]:
+    """The names of all parameters that a layer may have, without adapters."""
+    norms = {f"{part}{place}_norm/scale" for part in _PARTS for place in ("", "_post")}
+    tensors = (tensor for block in blocks_of(layer) for tensor in block.tensors)
+    return norms | {f"attention/{tensor.param}" for tensor in tensors} | layer_matrices(layer).keys()
+
+
+def projection_paths() -> dict[str, tuple[str, ...]]:
+    """Names in lora.projections -> the paths within a layer of the matrices that they stand for."""
+    paths: dict[str, tuple[str, ...]] = {}
+    for part, kinds in zip(_PARTS, (MIXERS.values(), FEED_FORWARDS.values())):
+        for kind in kinds:
+            for name, matrix in kind.projections.items():
+                paths[name] = tuple(dict.fromkeys((*paths.get(name, ()), f"{part}/{matrix}")))
+    return paths
+
+
+def active_ffn_dim(layer: Layer) -> int:
+    """The width of the feed-forward block of a token."""
+    return FEED_FORWARDS[layer.feed_forward].active_ffn_dim(layer)

@@ -1,0 +1,57 @@
+"""The gated feed-forward block of all tokens. `jaxlc.models.kinds.dense` has the computation."""
+
+from collections.abc import Iterator
+
+from jaxlc.config.kinds.contract import FeedForward, Layer, LayerTensor, Matrix
+from jaxlc.config.schema import RunConfig
+
+
+class DenseKind(FeedForward):
+    name = "dense"
+    layers = "dense layers"
+    sizes = ("ffn_dim",)
+    only_with = ()
+    tensors = (
+        LayerTensor("w_gate", "mlp.gate_proj.weight", 1),
+        LayerTensor("w_up", "mlp.up_proj.weight", 1),
+        LayerTensor("w_down", "mlp.down_proj.weight", 1),
+    )
+    projections = dict(mlp_gate="w_gate", mlp_up="w_up", mlp_down="w_down")
+    saved = ("mlp_gate", "mlp_up")
+
+    def matrices(self, layer: Layer) -> dict[str, Matrix]:
+        """w_gate and w_up [D, F], w_down [F, D]."""
+        return gated_matrices(layer.model_dim, layer.ffn_dim)
+
+    def num_vector_entries(self, layer: Layer) -> int:
+        """None: the block has no biases."""
+        return 0
+
+    def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
+        return dict.fromkeys(self.saved, float(itemsize * layer.ffn_dim))
+
+    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        if layer.activation == "clamped_swiglu":
+            yield (
+                "unsupported: config.model.activation='clamped_swiglu' in dense layers; use --config.model.activation="
+                "silu, or experts in all layers"
+            )
+
+    def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
+        yield from ()
+
+    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        if layer.ffn_dim % config.mesh.tensor:
+            yield f"config.{path}.ffn_dim={layer.ffn_dim} is not divisible by config.mesh.tensor={config.mesh.tensor}"
+
+    def is_chosen(self, layer: Layer) -> bool:
+        return True
+
+    def active_ffn_dim(self, layer: Layer) -> int:
+        return layer.ffn_dim
+
+
+def gated_matrices(model_dim: int, ffn_dim: int) -> dict[str, Matrix]:
+    """The matrices of a gated block of this width."""
+    model, ffn = dict(model=model_dim), dict(ffn=ffn_dim)
+    return dict(w_gate=Matrix(model, ffn), w_up=Matrix(model, ffn), w_down=Matrix(ffn, model))

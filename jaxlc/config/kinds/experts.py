@@ -1,0 +1,255 @@
+"""A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a shared expert computes
+all tokens. `jaxlc.models.kinds.experts` has the computation.
+
+Families store experts in three ways, which are tables of names: a tensor for each expert; one for all, whose gate and
+up are rows; or where they are columns in turn.
+
+The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m rows are needed,
+whatever the routing.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxlc.config.kinds.contract import FeedForward, Layer, LayerTensor, Matrix
+from jaxlc.config.kinds.dense import gated_matrices
+from jaxlc.config.ranges import Above0, From1
+from jaxlc.config.schema import PrecisionConfig, RunConfig
+
+EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")  # an adapter or scale for each expert
+
+# A tensor for each expert: transformers, models/qwen3_moe.
+TENSORS = (
+    LayerTensor("router", "mlp.gate.weight", 1),
+    LayerTensor("expert_gate", "mlp.experts.{expert}.gate_proj.weight", 1),
+    LayerTensor("expert_up", "mlp.experts.{expert}.up_proj.weight", 1),
+    LayerTensor("expert_down", "mlp.experts.{expert}.down_proj.weight", 1),
+)
+# A tensor for all experts, an nn.Linear of each; its first rows are gate: transformers, models/qwen3_5_moe.
+STACKED_LINEAR_TENSORS = (
+    LayerTensor("router", "mlp.gate.weight", 1),
+    LayerTensor("expert_gate", "mlp.experts.gate_up_proj", 1, is_stacked=True),
+    LayerTensor("expert_up", "mlp.experts.gate_up_proj", 1, is_stacked=True),
+    LayerTensor("expert_down", "mlp.experts.down_proj", 1, is_stacked=True),
+)
+# The bias of the choice, which files have in float32: transformers, models/glm4_moe.
+CHOICE_BIAS = LayerTensor("choice_bias", "mlp.gate.e_score_correction_bias", is_float32=True)
+
+
+def shared_tensors(module: str) -> tuple[LayerTensor, ...]:
+    """The shared expert of this name and its gate: transformers, models/qwen3_5_moe and glm4_moe."""
+    parts = (LayerTensor(f"shared/w_{x}", f"mlp.{module}.{x}_proj.weight", 1) for x in ("gate", "up", "down"))
+    return (*parts, LayerTensor("shared_gate", f"mlp.{module}_gate.weight", 1))
+
+
+# A tensor for all experts, whose columns are those of gate and up in turn: transformers, models/gpt_oss.
+STACKED_TENSORS = (
+    LayerTensor("router", "mlp.router.weight", 1),
+    LayerTensor("router_bias", "mlp.router.bias"),
+    LayerTensor("expert_gate", "mlp.experts.gate_up_proj", None, interleaved=0),
+    LayerTensor("expert_up", "mlp.experts.gate_up_proj", None, interleaved=1),
+    LayerTensor("gate_bias", "mlp.experts.gate_up_proj_bias", None, interleaved=0),
+    LayerTensor("up_bias", "mlp.experts.gate_up_proj_bias", None, interleaved=1),
+    LayerTensor("expert_down", "mlp.experts.down_proj", None),
+    LayerTensor("down_bias", "mlp.experts.down_proj_bias", None),
+)
+
+_MAX_BLOCK_ROWS = dict(blocks=512, mosaic=64)  # by runtime.expert_kernel; mosaic copies no weights for a block
+_MOSAIC_DIM_MULTIPLE = 64  # tiles of the kernels of models/kinds/experts.py
+_ATTENTION_NAMES = "query,key,value,attention_projected"
+
+
+def block_rows(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
+    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads.
+
+    Args:
+      kernel: config.runtime.expert_kernel.
+    """
+    mean = num_rows / num_experts
+    return min(_MAX_BLOCK_ROWS[kernel], 2 ** max(0, int(math.log2(max(1.0, mean / 4)))))
+
+
+def num_blocks(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
+    """Blocks that are enough for every routing of `num_rows` rows."""
+    rows = block_rows(num_rows, num_experts, kernel)
+    return (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """Settings of layers of experts."""
+
+    # mixture of experts: number of experts in the feed-forward block of each layer; docs/experts.md. 0: dense layers,
+    # without experts. model.kinds.NAME.feed_forward=dense makes the layers of a kind dense.
+    num_experts: int = 0
+    experts_per_token: int = 0  # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
+    expert_ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
+    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
+    # softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid: the sigmoid of each logit, as in
+    # DeepSeek V3 and GLM 4.5.
+    router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
+    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
+    # Hugging Face configs.
+    renormalize_router: bool = False
+    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
+    # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
+    router_choice_bias: bool = False
+    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
+    # with the largest sums of two scores. "n_group" in Hugging Face configs.
+    router_groups: From1[int] = 1
+    router_groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
+    # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
+    router_scale: Above0[float] = 1.0
+    expert_bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
+    # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
+    # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
+    shared_ffn_dim: int = 0
+    # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in Qwen 3.5.
+    shared_expert_gate: bool = False
+
+
+class ExpertsKind(FeedForward):
+    name = "experts"
+    layers = "layers of experts"
+    sizes = ()
+    only_with = (
+        *(f"model.{name}" for name in vars(ExpertSettings())),
+        *("train.balance_loss", "train.balance_loss_over", "train.balance_bias_rate", "train.router_z_loss"),
+        "runtime.expert_kernel",
+    )
+    tensors = TENSORS
+    projections = {
+        **{name: name for name in EXPERT_PROJECTIONS},
+        "mlp_gate": "shared/w_gate",
+        "mlp_up": "shared/w_up",
+        "mlp_down": "shared/w_down",
+    }
+    saved = ("mlp_gate", "mlp_up")
+
+    def matrices(self, layer: Layer) -> dict[str, Matrix]:
+        """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]; the shared expert, and
+        its gate [D, 1]."""
+        sizes = layer.section(ExpertSettings)
+        model, counts = dict(model=layer.model_dim), (sizes.num_experts, sizes.experts_per_token)
+        expert, shared = (gated_matrices(layer.model_dim, dim) for dim in (sizes.expert_ffn_dim, sizes.shared_ffn_dim))
+        matrices = dict(router=Matrix(model, dict(experts=sizes.num_experts)))
+        for name, matrix in zip(EXPERT_PROJECTIONS, expert.values()):
+            matrices[name] = Matrix(matrix.inputs, matrix.outputs, *counts)
+        if sizes.shared_ffn_dim:
+            matrices |= {f"shared/{name}": matrix for name, matrix in shared.items()}
+        return matrices | (dict(shared_gate=Matrix(model, dict(experts=1))) if sizes.shared_expert_gate else {})
+
+    def num_vector_entries(self, layer: Layer) -> int:
+        """Biases of the router, of its choice and of the experts."""
+        sizes = layer.section(ExpertSettings)
+        entries = 1 + 2 * sizes.expert_ffn_dim + layer.model_dim
+        return sizes.num_experts * (sizes.router_choice_bias + sizes.expert_bias * entries)
+
+    def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
+        """None: experts name no activations, and those of the shared expert are not counted."""
+        return {}
+
+    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        sizes = layer.section(ExpertSettings)
+        if not 1 <= sizes.experts_per_token <= sizes.num_experts:
+            yield (
+                f"config.model.experts_per_token={sizes.experts_per_token} is not between 1 and"
+                f" config.model.num_experts={sizes.num_experts}: the number of experts that each token is routed to"
+            )
+        if sizes.expert_ffn_dim < 1:
+            yield "config.model.num_experts needs --config.model.expert_ffn_dim=F, the width of each expert"
+        if sizes.shared_expert_gate and not sizes.shared_ffn_dim:
+            yield (
+                "config.model.shared_expert_gate=True has no effect without a shared expert; set"
+                " config.model.shared_ffn_dim, or remove it"
+            )
+        yield from _router_problems(sizes)
+
+    def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
+        sizes, precision = layer.section(ExpertSettings), config.precision
+        if config.train.balance_bias_rate and not sizes.router_choice_bias:
+            yield (
+                f"config.train.balance_bias_rate={config.train.balance_bias_rate} has no effect without biases; set"
+                " config.model.router_choice_bias, or remove it"
+            )
+        if config.memory.parameters == "host":
+            yield (
+                "unsupported: config.memory.parameters='host' with experts, of which each layer copies all to the GPU;"
+                " use --config.memory.parameters=device"
+            )
+        if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:
+            for name, value in (("fp8_scaling", precision.fp8_scaling), ("bf16_layers", precision.bf16_layers)):
+                if value != vars(PrecisionConfig())[name]:
+                    yield (
+                        f"unsupported: FP8 products of experts with config.precision.{name}={value!r}; remove it, or"
+                        f" use --config.precision.fp8_matmuls={_ATTENTION_NAMES}"
+                    )
+        if config.runtime.expert_kernel == "mosaic":
+            yield from _mosaic_problems(layer, config)
+
+    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        sizes, tensor = layer.section(ExpertSettings), config.mesh.tensor
+        for name in ("expert_ffn_dim", "shared_ffn_dim"):
+            if vars(sizes)[name] % tensor:
+                yield f"config.{path}.{name}={vars(sizes)[name]} is not divisible by config.mesh.tensor={tensor}"
+
+    def is_chosen(self, layer: Layer) -> bool:
+        return layer.section(ExpertSettings).num_experts > 0
+
+    def active_ffn_dim(self, layer: Layer) -> int:
+        """That of the experts that a token is routed to, and of the shared one."""
+        sizes = layer.section(ExpertSettings)
+        return sizes.experts_per_token * sizes.expert_ffn_dim + sizes.shared_ffn_dim
+
+
+def _router_problems(sizes: ExpertSettings) -> Iterator[str]:
+    """Contradictions among the settings of the router."""
+    if sizes.renormalize_router and sizes.router == "topk_softmax":
+        yield (
+            f"config.model.renormalize_router=True has no effect with config.model.router={sizes.router!r}, whose"
+            " weights have the sum 1; remove it"
+        )
+    for name in ("router_choice_bias", "router_groups"):
+        if sizes.router != "sigmoid" and vars(sizes)[name] != vars(ExpertSettings())[name]:
+            yield (
+                f"config.model.{name}={vars(sizes)[name]} has no effect with config.model.router={sizes.router!r};"
+                " remove it, or use --config.model.router=sigmoid"
+            )
+    groups, chosen = sizes.router_groups, sizes.router_groups_per_token
+    if sizes.num_experts % groups or (groups > 1 and sizes.num_experts < 2 * groups):
+        yield (
+            f"config.model.router_groups={groups} does not divide config.model.num_experts={sizes.num_experts} into"
+            " groups of at least 2"
+        )
+    elif not chosen <= groups or sizes.experts_per_token > chosen * (sizes.num_experts // groups):
+        yield (
+            f"config.model.router_groups_per_token={chosen} is more than config.model.router_groups={groups}, or these"
+            f" groups have fewer than config.model.experts_per_token={sizes.experts_per_token} experts"
+        )
+
+
+def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
+    """What the Mosaic kernels do not support. `models.kinds.experts.check_devices` checks the GPUs."""
+    sizes, precision, mosaic = layer.section(ExpertSettings), config.precision, "config.runtime.expert_kernel='mosaic'"
+    if precision.compute in ("fp32", "fp16"):
+        yield f"unsupported: {mosaic} with config.precision.compute={precision.compute!r}; use compute=bf16"
+    if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:
+        yield (
+            f"unsupported: {mosaic} with FP8 products of experts; use --config.precision.fp8_matmuls="
+            f"{_ATTENTION_NAMES}, or --config.runtime.expert_kernel=blocks"
+        )
+    if precision.reduce == "fp32":
+        yield (
+            f"unsupported: {mosaic}, whose gradients of weights are bf16, with config.precision.reduce='fp32'; use"
+            " --config.precision.reduce=compute, or --config.runtime.expert_kernel=blocks"
+        )
+    tensor = config.mesh.tensor
+    for name, dim, factor in (("model_dim", layer.model_dim, 1), ("expert_ffn_dim", sizes.expert_ffn_dim, tensor)):
+        if dim % (_MOSAIC_DIM_MULTIPLE * factor):
+            split = f" x config.mesh.tensor={tensor}" if factor > 1 else ""
+            yield (
+                f"unsupported: {mosaic} with config.model.{name}={dim} (supported: multiples of"
+                f" {_MOSAIC_DIM_MULTIPLE}{split}); use --config.runtime.expert_kernel=blocks"
+            )
