@@ -1,9 +1,8 @@
 """The cases of an evaluation that are scored by generated text: needle, passkey and RULER.
 
-A number at a chosen depth of a text of an exact length.
-
-Needle in a haystack hides it in prose (Kamradt 2023). The passkey task hides it in a text without meaning, a group of
-sentences that is repeated (Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording is ours.
+Needle and passkey are a number at a chosen depth of a text of an exact length. Needle in a haystack hides it in prose
+(Kamradt 2023). The passkey task hides it in a text without meaning, a group of sentences that is repeated (Mohtashami
+and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording is ours.
 """
 
 import bisect

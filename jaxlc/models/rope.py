@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
-Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`. Those of kind `sliding` use
-`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Those of kind `nope` have no position
+Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`, layers of kind `sliding`
+`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Layers of kind `nope` have no position
 embedding.
 
 In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the

@@ -1,4 +1,4 @@
-"""Works below Python: a timer of the operating system that ends this process, and lines of C++ libraries on stderr.
+"""The operating system's timer, which ends this process if its Python code cannot.
 
 A thread that holds the interpreter lock stops all Python code. The timer's signal SIGALRM has its default action, which
 needs no Python code, so the exit status is 142.

@@ -21,11 +21,9 @@ one product:
 Consecutive tokens map the state that enters them affinely: S' = M S + U. Documents are masks: a token reads only tokens
 and states of its own segment. Gates of -inf instead would make differences of G undefined.
 
-Segments (branches) may continue another one, their prefix. Then a second state is passed on, that after the last token
-that is in no branch: a prefix is followed by its branches, so where a branch starts this is the state after its prefix.
-Both are one state [2 K, V]: q, k and w have 2 K columns, and the decay is a matrix [2, 2] of scalars.
-
-The inverse of unit lower triangular matrices.
+Segments (branches) may continue another one, their prefix. Then a second state is passed on, the state after the last
+token that is in no branch: a prefix is followed by its branches, so where a branch starts this is the state after its
+prefix. Both are one state [2 K, V]: q, k and w have 2 K columns, and the decay is a matrix [2, 2] of scalars.
 """
 
 import functools

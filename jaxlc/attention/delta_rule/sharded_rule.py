@@ -1,11 +1,10 @@
-"""The gated delta rule over a rank's tokens; for code inside `shard_map`.
+"""The gated delta rule over a rank's tokens, inside `shard_map`; and the public functions of linear attention, which
+check their arguments and split arrays over the mesh.
 
 The fragments of a rank are cut into groups of chunks. Several groups are computed at once: the affine map of each
 group, and its outputs as functions of the state that enters it. Then follow a scan over the maps of a fragment, one
-exchange between ranks, and one product for the outputs. So the number of sequential steps is that of the chunks of a
-group and of the groups, not that of all chunks. Groups are recomputed in the backward pass.
-
-The public functions of linear attention; they check their arguments and split arrays over the mesh.
+exchange between ranks, and one product for the outputs. So there are as many sequential steps as chunks in a
+group, and as groups, not as many as chunks. Groups are recomputed in the backward pass.
 """
 
 import functools
