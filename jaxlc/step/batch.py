@@ -223,7 +223,7 @@ def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> B
     )
     batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC), has_fragments)
     if config.posttrain.uses_reference_model:
-        batch = batch._replace(reference_log_probs=batch.loss_weights)  # added to the data by `train.reference_model`
+        batch = batch._replace(reference_log_probs=batch.loss_weights)  # added by `train.data.Reference`
     return batch
 
 

@@ -119,7 +119,7 @@ def run(
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
         check_same_state(stages, steps)
         check_weights(steps[0], path)
-        lines = [[*step_lines(stage.config, step), *reference_lines(step)] for stage, step in zip(stages, steps)]
+        lines = [[*step_lines(step), *reference_lines(step)] for step in steps]
 
         # Data. Errors in it come before anything is printed.
         prepared = []

@@ -26,7 +26,7 @@ def resume(step: int, *, old_steps: int, corpus: str = "a1b2", traced: str = "",
 
 def test_step_lines_name_mesh_kernel_and_batch():
     config = small_config(train=dict(gradient_accumulation_steps=2), mesh=dict(context=2))
-    text = "\n".join(step_lines(config, small_step(config)))
+    text = "\n".join(step_lines(small_step(config)))
     assert "data=1 x fsdp=1 x context=2 x tensor=1: 2 x cpu, 1 process\n" in text
     assert "global batch size 4 x 96 tokens in 2 gradient accumulation steps" in text
     assert "kernel blockwise" in text
@@ -40,7 +40,7 @@ def test_step_lines_name_model_rope_optimizer_and_precision():
         precision=dict(compute="bf16"),
         lora=dict(rank=2),
     )
-    model, rope, optimizer, precision, *_, saves = step_lines(config, small_step(config))
+    model, rope, optimizer, precision, *_, saves = step_lines(small_step(config))
     counts = r"\d,\d{3} of \d{2},\d{3} parameters trained, adapters of rank 2 included"
     assert re.fullmatch(f"model      tiny with random weights, {counts}", model)
     assert rope == "rope       yarn, factor 4 from 24 tokens; theta 10,000"
@@ -57,15 +57,16 @@ def test_step_lines_name_model_rope_optimizer_and_precision():
 @pytest.mark.parametrize(("warmup_steps", "last_rate"), [(99, None), (100, "0.0001"), (200, "5e-05")])
 def test_step_lines_warn_of_a_schedule_that_ends_in_its_warmup(warmup_steps, last_rate):
     config = small_config(optimizer=dict(warmup_steps=warmup_steps, learning_rate=1e-4))
-    line = next(line for line in step_lines(config, small_step(config)) if line.startswith("optimizer"))
+    line = next(line for line in step_lines(small_step(config)) if line.startswith("optimizer"))
     warning = f"(warning: the schedule ends in it, at a learning rate of {last_rate})"
     assert warning in line if last_rate else "warning" not in line
 
 
 def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
-    assert "cudnn" not in "\n".join(step_lines(small_config(), small_step(small_config())))
+    assert "cudnn" not in "\n".join(step_lines(small_step(small_config())))
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
     step = SimpleNamespace(
+        config=small_config(),
         mesh=SimpleNamespace(devices=np.array([gpu]), shape=dict(context=1), size=1),
         compute_dtype="bfloat16",
         abstract_state=SimpleNamespace(params={}),
@@ -76,7 +77,7 @@ def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     for version, line in (((9, 18, 1), "cudnn      9.18.1"), ((), "cudnn      not found")):
         monkeypatch.setattr(cudnn, "cudnn_version", lambda version=version: version)
-        assert line in step_lines(small_config(), step)
+        assert line in step_lines(step)
 
 
 @pytest.mark.parametrize("steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")])

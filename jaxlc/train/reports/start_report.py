@@ -22,18 +22,19 @@ from jaxlc.step.step import TrainStep
 from jaxlc.step.update import learning_rate_schedule
 
 
-def step_lines(config: Config, step: TrainStep) -> list[str]:
+def step_lines(step: TrainStep) -> list[str]:
     """The model, the optimizer, the mesh, the attention kernel, the transport, host memory and the global batch.
 
     Raises:
       UserError: no attention kernel supports the config on these devices.
     """
+    config = step.config
     device = step.mesh.devices.flat[0]
     batch = f"global batch size {config.train.global_batch_size:,} x {config.data.seq_len:,} tokens"
     if config.train.gradient_accumulation_steps > 1:
         batch += f" in {config.train.gradient_accumulation_steps} gradient accumulation steps"
     devices = f"{step.mesh.size} x {device.device_kind}, {count_text(jax.process_count(), 'process', 'es')}"
-    model = [*_model_lines(config, step), _optimizer_line(config, step), _precision_line(config, step)]
+    model = [*_model_lines(step), _optimizer_line(step), _precision_line(step)]
     mesh = [f"mesh       {mesh_text(step.mesh.shape)}: {devices}", *_cudnn_lines(device)]
     if step.model is not None:
         return [*model, *mesh, f"step       {batch}", _checkpoints_line(config.train)]
@@ -41,7 +42,7 @@ def step_lines(config: Config, step: TrainStep) -> list[str]:
         *model,
         *mesh,
         f"attention  {config.attention.strategy}, {step.sequence_order.description}; kernel {step.kernel_choice}",
-        *_transport_lines(config, step),
+        *_transport_lines(step),
         *memory_lines(config.memory, step.mesh),
         f"step       {batch}, {config.flops_per_step / 1e12:.3g} TFLOP (model FLOPs, causal attention, all devices)",
         _checkpoints_line(config.train),
@@ -54,9 +55,9 @@ def _cudnn_lines(device: jax.Device) -> list[str]:
     return [f"cudnn      {cudnn.version_text(cudnn.version_for(device) or ()) or 'not found'}"]
 
 
-def _model_lines(config: Config, step: TrainStep) -> list[str]:
+def _model_lines(step: TrainStep) -> list[str]:
     """The name of the model, its parameters and its RoPE."""
-    params = step.abstract_state.params
+    config, params = step.config, step.abstract_state.params
     num_trained, num_params = (
         sum(x.size for x in jax.tree.leaves(tree)) for tree in (freezing.split(params, step.frozen)[0], params)
     )
@@ -83,15 +84,15 @@ def _rope_text(model: ModelConfig) -> str:
     return f"{scaling}; theta {model.rope_theta:,.0f}{sliding}{base}"
 
 
-def _optimizer_line(config: Config, step: TrainStep) -> str:
+def _optimizer_line(step: TrainStep) -> str:
     if step.custom_optimizer is not None:
         return "optimizer  custom"
-    optimizer = config.optimizer
-    schedule = f"{optimizer.schedule} over {count_text(optimizer.schedule_steps or config.train.steps, 'step')}"
+    optimizer, num_steps = step.config.optimizer, step.config.train.steps
+    schedule = f"{optimizer.schedule} over {count_text(optimizer.schedule_steps or num_steps, 'step')}"
     if optimizer.schedule == "wsd":
         schedule += f", the last {optimizer.decay_steps:,} of decay"
     warmup = f", {optimizer.warmup_steps:,} of warm-up" if optimizer.warmup_steps else ""
-    if optimizer.warmup_steps >= (steps := optimizer.schedule_steps or config.train.steps):
+    if optimizer.warmup_steps >= (steps := optimizer.schedule_steps or num_steps):
         rate = float(learning_rate_schedule(optimizer, steps)(optimizer.schedule_start + steps - 1))
         warmup += f" (warning: the schedule ends in it, at a learning rate of {rate:g})"
     clipping = f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
@@ -101,8 +102,8 @@ def _optimizer_line(config: Config, step: TrainStep) -> str:
     )
 
 
-def _precision_line(config: Config, step: TrainStep) -> str:
-    precision = config.precision
+def _precision_line(step: TrainStep) -> str:
+    config, precision = step.config, step.config.precision
     products = "fp8 matrix products, otherwise " if precision.compute == "fp8" else ""
     frozen = ""
     if config.lora.rank or config.train.trainable or config.train.frozen:
@@ -124,11 +125,11 @@ def _checkpoints_line(train: TrainConfig) -> str:
     return f"saves      {period}at the end; keeps {latest}{every}{best}{local}"
 
 
-def _transport_lines(config: Config, step: TrainStep) -> list[str]:
+def _transport_lines(step: TrainStep) -> list[str]:
     if step.transport is not None:
         return [f"transport  {step.transport.name} ({step.transport.reason})"]
-    if config.runtime.transport != "auto":
-        return [f"transport  {config.runtime.transport} has no effect on simulated devices"]
+    if (name := step.config.runtime.transport) != "auto":
+        return [f"transport  {name} has no effect on simulated devices"]
     return []
 
 
@@ -141,13 +142,13 @@ def data_lines(config: Config, source: DataSource, num_steps: int) -> list[str]:
         return [f"data       {source.description}", *start]
     shares = source.shares(num_steps * config.train.global_batch_size)
     return [
-        *_corpus_lines(config, source, num_steps),
+        *corpus_lines(config, source, num_steps),
         *start,
         *(f"source     {share}" for share in shares if share.name),
     ]
 
 
-def _corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
+def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
     """The size of the corpus, of an epoch, and the number of epochs in `num_steps` steps."""
     train, heldout, batch_size = corpus.train, corpus.heldout, config.train.global_batch_size
     steps_per_epoch = train.num_sequences / batch_size
