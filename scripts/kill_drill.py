@@ -125,7 +125,7 @@ def drill(
 
 def differences(expected: Path, actual: Path, step: int) -> list[str]:
     """The differences of two work directories: metrics without timings, and arrays of the checkpoint of `step`."""
-    from jaxlc.checkpoints.stored import arrays_of
+    from jaxlc.checkpoints.stored_checkpoints import arrays_of
 
     problems = []
     rows, other_rows = _rows(expected), _rows(actual)

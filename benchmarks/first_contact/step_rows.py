@@ -34,7 +34,7 @@ from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import predict
 from jaxlc.simulate.topology import has_gpu_compiler, topology
 from jaxlc.step.step import build_step
-from jaxlc.train.callbacks import PROFILE_DIRECTORY, StepProfiler
+from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
 
 _ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)  # the kernel is chosen by "auto"
 _NUM_TRACED, _NUM_WARM_UP = 3, 2

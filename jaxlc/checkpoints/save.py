@@ -38,7 +38,7 @@ from jaxlc.checkpoints.files import (
     words_as_keys,
 )
 from jaxlc.checkpoints.restore import RestoreTarget, read_arrays, read_description
-from jaxlc.checkpoints.stored import EVALUATIONS_FILE, Evaluations, policy_of, remove
+from jaxlc.checkpoints.stored_checkpoints import EVALUATIONS_FILE, Evaluations, policy_of, remove
 from jaxlc.core.errors import UserError, WriteError
 from jaxlc.core.files import full_disk_explained, full_disk_reason, write_errors_explained
 from jaxlc.core.interrupts import call_within

@@ -39,7 +39,7 @@ from jaxlc.simulate.roofline import from_file
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction
 from jaxlc.simulate.topology import Topology, topology
-from jaxlc.train.callbacks import PAIRS, PROGRAM_FILE, RUN_FILE
+from jaxlc.train.step_profiler import PAIRS, PROGRAM_FILE, RUN_FILE
 
 _MAX_PROGRAM_BYTES = 1 << 30  # uncompressed
 _PARENTS = 4  # the trace is in plugins/profile/DATE/ of the directory with the program

@@ -30,7 +30,7 @@ from jaxlc.step.loss import TokenLoss
 from jaxlc.step.memory import pinned_bytes
 from jaxlc.step.step import TrainStep, build_step, check_kernels
 from jaxlc.step.verify_compiled import verify_compiled_step
-from jaxlc.train.callbacks import Callback, Callbacks, Position, PreemptionGuard, RunInfo, StepProfiler, Stop, run_due
+from jaxlc.train.callbacks import Callback, Callbacks, Position, PreemptionGuard, RunInfo, Stop, run_due
 from jaxlc.train.data import Reference, RunData, reference_lines
 from jaxlc.train.host_memory import allocate_host_memory
 from jaxlc.train.reports.manifest import (
@@ -60,6 +60,7 @@ from jaxlc.train.stage_setup import (
     start_lines,
     with_stored_start,
 )
+from jaxlc.train.step_profiler import StepProfiler
 from jaxlc.train.stragglers import Stragglers
 
 

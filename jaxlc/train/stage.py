@@ -14,7 +14,7 @@ import jax
 
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_saves
 from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
-from jaxlc.checkpoints.stored import EVAL_LOSS, EVALUATED, LOCK_FILE, SCORES
+from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, EVALUATED, LOCK_FILE, SCORES
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import LockHeld, full_disk_explained, local_path, locked, make_writable, write_errors_explained

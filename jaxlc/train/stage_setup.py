@@ -21,7 +21,7 @@ from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps
 from jaxlc.checkpoints.pretrained import check_pretrained, load_pretrained, with_base, without_frozen
 from jaxlc.checkpoints.restore import RestoreTarget, check_latest
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.checkpoints.stored import EVAL_LOSS, SCORES
+from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, SCORES
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.eval_checks import parse_min_scores
 from jaxlc.config.models.context_length import context_warning

@@ -15,7 +15,7 @@ from jaxlc.profile import comparison, trace_events
 from jaxlc.profile.comparison import GAP, Activity, Estimate, TracedRun, predict
 from jaxlc.profile.trace_events import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses, TraceEvent
 from jaxlc.simulate.interval import two_digits
-from jaxlc.train.callbacks import PAIRS
+from jaxlc.train.step_profiler import PAIRS
 from tests.hlo.snippets import RING, program
 from tests.plan.sample_plan import PREDICTED
 from tests.profile.xspace import Event, profile_data

@@ -6,7 +6,7 @@ import pytest
 
 import jaxlc
 from jaxlc.checkpoints.files import committed_steps
-from jaxlc.checkpoints.stored import Evaluations, read_evaluations
+from jaxlc.checkpoints.stored_checkpoints import Evaluations, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.evaluate_run import NamedScore

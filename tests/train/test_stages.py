@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlc.checkpoints.files import committed_steps
-from jaxlc.checkpoints.stored import arrays_of, read_evaluations
+from jaxlc.checkpoints.stored_checkpoints import arrays_of, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.train import loop

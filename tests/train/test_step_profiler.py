@@ -5,8 +5,8 @@ import pytest
 
 from jaxlc.config import defaults, load
 from jaxlc.core.errors import UserError
-from jaxlc.train import callbacks
-from jaxlc.train.callbacks import StepProfiler
+from jaxlc.train import step_profiler
+from jaxlc.train.step_profiler import StepProfiler
 
 
 def profile_config(**settings):
@@ -35,7 +35,7 @@ class _Runtime:
 )
 def test_nsys_captures_only_the_traced_steps(monkeypatch, tmp_path, first_run_step, last_run_step, expected):
     runtime = _Runtime()
-    monkeypatch.setattr(callbacks, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(step_profiler, "_cuda_runtime", lambda: runtime)
 
     def run_step(state, batch):
         runtime.calls.append(batch)
@@ -51,7 +51,7 @@ def test_nsys_captures_only_the_traced_steps(monkeypatch, tmp_path, first_run_st
 
 
 def test_nsys_without_cuda_runtime_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(callbacks, "_CUDA_RUNTIMES", ("libcudart.so.none",))
+    monkeypatch.setattr(step_profiler, "_CUDA_RUNTIMES", ("libcudart.so.none",))
     profiled_step = StepProfiler(profile_config(steps="1:2", tool="nsys"), tmp_path, lambda *_: (0, 0), print)
     with pytest.raises(UserError, match="needs the CUDA runtime"):
         profiled_step.start(1, 0)

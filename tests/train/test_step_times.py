@@ -12,8 +12,7 @@ from jaxlc.config import defaults, load
 from jaxlc.runtime import watchdog
 from jaxlc.step.batch import Batch
 from jaxlc.step.step import StepMetrics
-from jaxlc.train import callbacks as step_profiler
-from jaxlc.train import loop
+from jaxlc.train import loop, step_profiler
 from jaxlc.train.callbacks import Action, Callback, Callbacks, Position
 from jaxlc.train.reports import metrics as pending_metrics
 from jaxlc.train.stage_setup import num_tokens_until
