@@ -50,9 +50,12 @@ class Plan(PlanRecord):
     """
 
     @classmethod
-    def of(cls, program: StepProgram) -> Self:
-        """The plan of a compiled step. Evaluation, packed sequences, hints and advice are added by `plan_step`
-        and `jaxlc.plan.plan`."""
+    def of(cls, program: StepProgram, **others: Any) -> Self:
+        """The plan of a compiled step.
+
+        Args:
+          others: the fields that do not follow from the program alone.
+        """
         step, gpus, shape = program.step, program.model.gpus, dict(program.step.mesh.shape)
         choice = f"{step.transport.name} ({step.transport.reason})"
         return cls(
@@ -72,6 +75,7 @@ class Plan(PlanRecord):
             transport_choice="; ".join([choice, *program.warnings]),
             config={name: values for name, values in to_dict(step.config).items() if name in _RECORDED_SECTIONS},
             layer_timeline=layer_timeline(program.program, program.model),
+            **others,
         )
 
     def __str__(self) -> str:
@@ -181,17 +185,15 @@ def plan_step(
     _ = step.kernel_choice, step.transport  # unsupported ones are reported before the compiler starts
     starting()
     program = StepProgram.compile(step, TimeModel(gpus, config, roofline))
-    warning = context_warning(config.model, config.data.seq_len) or ""
-    plan = dataclasses.replace(Plan.of(program), hints=hints(step), context_warning=warning)
-    if evaluation:
-        plan = dataclasses.replace(plan, evaluation_peak_bytes=program.evaluation_peak_bytes)
-    if (rollouts := rollout_memory(step, documents.longest_trace if documents else 0)) is not None:
-        plan = dataclasses.replace(plan, rollouts=rollouts)
-    if step.reference is not None:
-        plan = dataclasses.replace(plan, reference=_reference_pass(program))
-    if documents:
-        plan = dataclasses.replace(plan, packing=estimate_packing(documents, program))
-    return plan
+    return Plan.of(
+        program,
+        hints=hints(step),
+        context_warning=context_warning(config.model, config.data.seq_len) or "",
+        evaluation_peak_bytes=program.evaluation_peak_bytes if evaluation else None,
+        rollouts=rollout_memory(step, documents.longest_trace if documents else 0),
+        reference=None if step.reference is None else _reference_pass(program),
+        packing=estimate_packing(documents, program) if documents else None,
+    )
 
 
 def _reference_pass(program: StepProgram) -> ReferencePass:

@@ -1,6 +1,6 @@
 """The search for the best configuration: compiles the candidate that would be chosen, until the choice is compiled.
 
-Candidates that were not compiled have estimates (`compile_order`), corrected by what was compiled of the same mesh and
+Candidates that were not compiled have estimates (`analytic_cost`), corrected by what was compiled of the same mesh and
 strategy, or else of the same mesh, or of any. All are ranked together by `ranking`. So the search ends when no other
 candidate can change the choice: not by 2% within a mesh, nor by 5% across meshes.
 
@@ -21,7 +21,7 @@ from jaxlc.plan.report import Change
 from jaxlc.plan.result import Plan, on_gpus, plan_step
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import ranking, space
-from jaxlc.search.compile_order import Estimate, Layout, Rates, usable_memory
+from jaxlc.search.analytic_cost import Estimate, Layout, Rates, usable_memory
 from jaxlc.search.ranking import NUM_MESHES, Entry
 from jaxlc.search.runner import STOPPED, IsOver, row_of
 from jaxlc.search.space import Point

@@ -23,8 +23,8 @@ from jaxlc.core.files import local_path
 from jaxlc.core.text import duration_text, gib, progress_lines
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
+from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
 from jaxlc.search.best_first import Candidate, Compile, Search
-from jaxlc.search.compile_order import Layout, Rates, usable_memory
 from jaxlc.search.ranking import Ranking
 from jaxlc.search.runner import IsOver
 from jaxlc.search.space import Settings

@@ -454,7 +454,7 @@ _JOINED_RUNS = 10  # runs of a loop, if it is not recorded run by run
 _ROUNDING_SECONDS = 1e-15  # rounding error of the remaining time of a transfer that has ended
 
 
-_LAYER_TIMELINE_MAX_EVENTS = 1000  # per pass; in longer timelines, short kernels are joined
+_MAX_LAYER_EVENTS = 1000  # per pass; in longer timelines, short kernels are joined
 LAYER_PASSES = ("forward", "backward")  # the backward of a layer includes its recomputation
 
 
@@ -514,46 +514,37 @@ def _merged(timeline: list[Event]) -> list[Event]:
     In a long timeline, adjacent kernels of any kind are joined until they take a thousandth of its duration. Kinds are
     assigned so that the total of each kind is preserved up to that resolution.
     """
-    merged = _join_kinds(timeline)
-    if len(merged) <= _LAYER_TIMELINE_MAX_EVENTS:
-        return merged
-    return _join_kinds(_coarsen(merged, max(event.end_seconds for event in merged) / 1000))
+    transfers = [event for event in timeline if event.lane != KERNELS]
+    kernels = _joined([event for event in timeline if event.lane == KERNELS])
+    if len(kernels) + len(transfers) > _MAX_LAYER_EVENTS:
+        kernels = _joined(_coarse(kernels, max(event.end_seconds for event in timeline) / 1000))
+    return sorted([*kernels, *transfers], key=lambda event: event.end_seconds)
 
 
-def _join_kinds(timeline: list[Event]) -> list[Event]:
+def _joined(kernels: list[Event]) -> list[Event]:
     joined: list[Event] = []
-    for event in timeline:
-        last = _last_kernel(joined, event)
-        if last is not None and joined[last].kind == event.kind:
-            joined[last] = joined[last]._replace(end_seconds=event.end_seconds)
-        else:
-            joined.append(event)
+    for event in kernels:
+        if joined and _follows(joined[-1], event) and joined[-1].kind == event.kind:
+            event = joined.pop()._replace(end_seconds=event.end_seconds)
+        joined.append(event)
     return joined
 
 
-def _coarsen(timeline: list[Event], resolution_seconds: float) -> list[Event]:
+def _coarse(kernels: list[Event], resolution_seconds: float) -> list[Event]:
     coarse: list[Event] = []
     missing_seconds: Counter[str] = Counter()  # by kind: time of kernels minus time that was assigned to the kind
-    for event in timeline:
-        if event.lane == KERNELS:
-            missing_seconds[event.kind] += event.end_seconds - event.start_seconds
-            last = _last_kernel(coarse, event)
-            if last is not None and coarse[last].end_seconds - coarse[last].start_seconds < resolution_seconds:
-                previous = coarse[last]
-                missing_seconds[previous.kind] += previous.end_seconds - previous.start_seconds
-                event = previous._replace(end_seconds=event.end_seconds)
-                del coarse[last]
-            (kind, _), *_ = missing_seconds.most_common(1)
-            missing_seconds[kind] -= event.end_seconds - event.start_seconds
-            event = event._replace(kind=kind)
-        coarse.append(event)
+    for event in kernels:
+        missing_seconds[event.kind] += event.end_seconds - event.start_seconds
+        if coarse and _follows(coarse[-1], event):
+            previous_seconds = coarse[-1].end_seconds - coarse[-1].start_seconds
+            if previous_seconds < resolution_seconds:
+                event = coarse.pop()._replace(end_seconds=event.end_seconds)
+                missing_seconds[event.kind] += previous_seconds
+        (kind, _), *_ = missing_seconds.most_common(1)
+        missing_seconds[kind] -= event.end_seconds - event.start_seconds
+        coarse.append(event._replace(kind=kind))
     return coarse
 
 
-def _last_kernel(timeline: list[Event], event: Event) -> int | None:
-    """The index of the last kernel of `timeline`, if `event` is a kernel that starts at its end."""
-    if event.lane == KERNELS:
-        for index in range(len(timeline) - 1, -1, -1):
-            if timeline[index].lane == KERNELS:
-                return index if timeline[index].end_seconds == event.start_seconds else None
-    return None
+def _follows(before: Event, event: Event) -> bool:
+    return before.end_seconds == event.start_seconds

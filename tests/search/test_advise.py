@@ -7,7 +7,7 @@ import pytest
 from jaxlc import plan
 from jaxlc.config import Config, defaults, load, with_settings
 from jaxlc.search import best_first, space
-from jaxlc.search.compile_order import Layout, Rates
+from jaxlc.search.analytic_cost import Layout, Rates
 from jaxlc.simulate.roofline import Roofline
 from tests.plan.gpus import small_config
 from tests.plan.sample_plan import MEMORY, PREDICTED, plan_of

@@ -22,8 +22,8 @@ from jaxlc.plan import result as plan_result
 from jaxlc.plan.memory import host_pools_per_node_bytes
 from jaxlc.runtime.memory import STAGING_BYTES, host_pool_bytes
 from jaxlc.search import ranking, recommendation, runner, space
+from jaxlc.search.analytic_cost import Estimate, Layout, Rates
 from jaxlc.search.best_first import Candidate, Search, eligible
-from jaxlc.search.compile_order import Estimate, Layout, Rates
 from jaxlc.search.ranking import Entry
 from jaxlc.search.recommendation import (
     LORA,
