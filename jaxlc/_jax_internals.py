@@ -1,8 +1,7 @@
 """The only module that uses private JAX APIs.
 
 Each function names the private API and the JAX versions on which it was checked; tests/test_jax_internals.py has one
-canary test per function, which fails when a new JAX version changes that API. JAX is imported inside the functions, so
-importing this module neither imports nor starts JAX.
+canary test per function, which fails when a new JAX version changes that API.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import jax
-    import jax.stages
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch, distributed, xla_bridge
 
 # Operands of cuDNN's attention, and the arguments that only JAX 0.12 has.
 _CUDNN_OPERANDS = (
@@ -31,8 +30,6 @@ def backends_are_initialized() -> bool:
     Does not initialize them itself; every public function that would answer this does.
     Private: `jax._src.xla_bridge.backends_are_initialized`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    from jax._src import xla_bridge
-
     return xla_bridge.backends_are_initialized()
 
 
@@ -41,8 +38,6 @@ def register_plugins() -> None:
 
     Private: `jax._src.xla_bridge._discover_and_register_pjrt_plugins`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    from jax._src import xla_bridge
-
     xla_bridge._discover_and_register_pjrt_plugins()
 
 
@@ -51,8 +46,6 @@ def coordination_client() -> Any:
 
     Private: `jax._src.distributed.global_state`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    from jax._src import distributed
-
     return distributed.global_state.client
 
 
@@ -208,8 +201,6 @@ def changed_cudnn_attention() -> str | None:
 
     Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    import jax
-
     prefix = f"JAX {jax.__version__} has changed its private cuDNN attention"
     extra = {"fwd": {"is_training"}, "bwd": {"activation", "fwd_output", "grad_output"}}
     try:
@@ -262,8 +253,6 @@ class _JaxOnHopper:
     core_count = 132
 
     def __getattr__(self, name: str) -> Any:
-        import jax
-
         return getattr(jax, name)
 
     def devices(self) -> list[_JaxOnHopper]:
@@ -279,7 +268,6 @@ def _cudnn_fused_attention():
 
     Private: `jax._src.dispatch.prim_requires_devices_during_lowering`. Checked: JAX 0.10.1, 0.12.0.1.
     """
-    from jax._src import dispatch
     from jax._src.cudnn import fused_attention_stablehlo as fmha
 
     dispatch.prim_requires_devices_during_lowering.difference_update(
@@ -319,8 +307,6 @@ def _packed_cudnn_settings(scale: float, causal: bool) -> dict[str, Any]:
 
 def _unused_cudnn_operands(q_BTNH: jax.Array) -> tuple[jax.Array, ...]:
     """Required operands that these calls do not read: bias, lengths, offsets and page tables of k and v."""
-    import jax.numpy as jnp
-
     return (jnp.zeros(0, q_BTNH.dtype),) * 7
 
 

@@ -19,7 +19,7 @@ from jaxlc.preflight.facts import Facts, read_facts, with_visible_gpus
 from jaxlc.preflight.findings import findings, needs_of, table_lines
 from jaxlc.preflight.shared_directory import check_directory
 from jaxlc.runtime.start import start_training
-from jaxlc.runtime.watchdog import wait_for_processes
+from jaxlc.runtime.watchdog import text_of_process_0, wait_for_processes
 from jaxlc.step.memory import pinned_bytes
 from jaxlc.train import stragglers
 
@@ -38,7 +38,7 @@ def check(command: ParsedCommand[ConfigFlags]) -> int:
     facts = with_visible_gpus(dataclasses.replace(found, process_id=jax.process_index()), os.environ)
     everyone = _gathered(_measured(facts, local_path(command.workdir).absolute()))
     failures = _judged(command, everyone) if jax.process_index() == 0 else []
-    if _from_process_0("number of failures", str(len(failures))) == "0":
+    if text_of_process_0("preflight failures", str(len(failures)), _SECONDS) == "0":
         return 0
     lines = failures[:_MAX_LINES] or ["the output of process 0 has the reasons"]
     if len(failures) > len(lines):
@@ -57,7 +57,7 @@ def _measured(facts: Facts, workdir: Path) -> Facts:
     for reading in range(_CLOCK_READINGS):
         wait(f"preflight clock {reading}")
         clock.append(time.time())
-    token = _from_process_0("token", uuid.uuid4().hex[:12])
+    token = text_of_process_0("preflight token", uuid.uuid4().hex[:12], _SECONDS)
     problems, free_bytes = check_directory(workdir, token, facts.process_id, jax.process_count(), wait)
     device = jax.local_devices()[0]
     return dataclasses.replace(
@@ -103,14 +103,3 @@ def _gathered(facts: Facts) -> list[Facts]:
         return []
     values = client.key_value_dir_get(f"{_PREFIX}facts/")
     return sorted((Facts.from_json(value) for _, value in values), key=lambda own: own.process_id)
-
-
-def _from_process_0(name: str, value: str) -> str:
-    """The value of process 0, on every process."""
-    client, key = coordination_client(), f"{_PREFIX}{name}"
-    if client is None:
-        return value
-    if jax.process_index() == 0:
-        client.key_value_set(key, value)
-        return value
-    return client.blocking_key_value_get(key, 1000 * _SECONDS)

@@ -23,8 +23,8 @@ from jaxlc.core.files import local_path
 from jaxlc.runtime import stderr
 from jaxlc.runtime.xla_flags import xla_version
 
-# Of the default directory. JAX can bound the size itself, but that needs the package filelock, and JAX 0.10 fails to
-# evict entries that were written without a bound.
+# Size limit of the default directory. JAX can bound the size itself, but that needs the package filelock, and JAX 0.10
+# fails to evict entries that were written without a bound.
 MAX_BYTES = 8 * 2**30
 _ENTRY_PATTERNS = ("*-cache", "*-atime")  # the files that JAX writes
 _REQUESTS = "/jax/compilation_cache/compile_requests_use_cache"

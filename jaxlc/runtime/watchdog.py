@@ -361,7 +361,7 @@ def _place(frame: FrameType | None) -> str:
 
 _watchdog: Watchdog | None = None
 _phase_seconds: defaultdict[str, float] = defaultdict(float)
-_nested_seconds: list[float] = []  # of the phases that are entered, the seconds in phases inside of each
+_nested_seconds: list[float] = []  # for each open phase, the seconds in nested phases
 
 
 @contextlib.contextmanager
@@ -461,7 +461,7 @@ def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
         client.wait_at_barrier(f"jaxlc/{name} {next(_num_names)}", 1000 * timeout_seconds)
 
 
-def text_of_process_0(name: str, text: str) -> str:
+def text_of_process_0(name: str, text: str, timeout_seconds: int = _DAY_SECONDS) -> str:
     """`text` of process 0, on every process; the text of other processes is not used."""
     if (client := coordination_client()) is None:
         return text
@@ -470,7 +470,7 @@ def text_of_process_0(name: str, text: str) -> str:
         client.key_value_set(key, text)
         return text
     with phase("waiting for processes", repeats=False):
-        return client.blocking_key_value_get(key, 1000 * _DAY_SECONDS)
+        return client.blocking_key_value_get(key, 1000 * timeout_seconds)
 
 
 def problem_of_any_process(name: str, problem: str) -> str:
