@@ -1,5 +1,6 @@
 """Copies of the weights that each node gathers once per step: equal to gathers from all ranks in each layer."""
 
+import functools
 import math
 
 import jax
@@ -81,18 +82,26 @@ def test_loss_and_gradients_equal_one_device(node_devices, axes, memory, section
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
-def _trained(step, state, num_steps):
+@functools.cache
+def _compiled(node_devices):
+    """(step, executable) of NODES."""
+    step = _step(node_devices, **NODES)
+    return step, step.compile()
+
+
+def _trained(step, run, state, num_steps):
     batch, losses = make_batch(step, natural_rows()), []
     for _ in range(num_steps):
-        state, metrics = step.jitted(state, batch)
+        state, metrics = run(state, batch)
         losses.append(float(metrics.loss))
     return state, losses
 
 
 def test_three_steps_equal_gathers_in_each_layer_and_resume_from_them(tmp_path):
     """The first step gathers in each layer, and the others continue from its checkpoint; two microbatches each."""
-    per_layer, per_node = _step(**NODES), _step(4, **NODES)
-    state, losses = _trained(per_layer, per_layer.init(), 1)
+    per_layer, run_per_layer = _compiled(0)
+    per_node, run_per_node = _compiled(4)
+    state, _ = _trained(per_layer, run_per_layer, per_layer.init(), 1)
     settings = dict(vocab_size=61, model_dim=32)
     checkpoints = Checkpoints(tmp_path, keep=1, warn=print)
     checkpoints.save(1, state, dict(step=1, next_row=4, corpus="a1b2", config=dict(model=settings)))
@@ -102,8 +111,8 @@ def test_three_steps_equal_gathers_in_each_layer_and_resume_from_them(tmp_path):
     embedding = restored.params["embedding"]
     assert embedding.sharding == per_node.abstract_state.params["embedding"].sharding
     assert embedding.addressable_shards[0].data.size * 8 == embedding.size  # over all ranks, as without copies
-    state, more = _trained(per_layer, state, 2)
-    got, got_more = _trained(per_node, restored, 2)
+    state, more = _trained(per_layer, run_per_layer, state, 2)
+    got, got_more = _trained(per_node, run_per_node, restored, 2)
     np.testing.assert_allclose(got_more, more, rtol=1e-6)
     errors = jax.tree.map(max_relative_error, jax.device_get(got.params), jax.device_get(state.params))
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
@@ -112,8 +121,7 @@ def test_three_steps_equal_gathers_in_each_layer_and_resume_from_them(tmp_path):
 def test_weights_and_gradients_cross_nodes_once_per_step(monkeypatch):
     """Read from replica groups and trip counts of the compiled step: two layers and two microbatches."""
     monkeypatch.setattr(verify_compiled, "_SCALARS_BYTES", 2**9)
-    step, per_layer = _step(4, **NODES), _step(**NODES)
-    compiled, without = step.compile(), per_layer.compile()
+    (step, compiled), (_, without) = _compiled(4), _compiled(0)
     (line,) = verify_compiled.verify_compiled_step(step, compiled)
     assert line.startswith("weights of nodes of 4 devices: each device sends ")
     with pytest.raises(UserError, match=r"node_copy_devices=4, but the compiled step sends .* bytes between nodes"):

@@ -129,14 +129,14 @@ def magnitude(config, loss):
     "loss, kinds, mesh, attention",
     [
         ("grpo", "", dict(context=8), {}),
-        ("grpo", "tiles", dict(context=2), {}),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
-        ("grpo", "recurrent", dict(context=4), {}),
-        # The heavy float64_parity.py has tensor ranks and sliding tiles.
+        # The heavy float64_parity.py has recurrent layers, tensor ranks and sliding tiles, and another test here tiles.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 ("grpo", "", dict(context=1), {}),
+                ("grpo", "tiles", dict(context=2), {}),
+                ("grpo", "recurrent", dict(context=4), {}),
                 ("", "", dict(context=4, tensor=2), {}),
                 ("dapo", "lora", dict(context=4), dict(strategy="all_gather")),
                 ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
