@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import num_layers_by_kind
-from jaxlc.config.kinds.delta_net import NUM_CHAINS
+from jaxlc.config.kinds.contract import NUM_CHAINS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
 from jaxlc.models.contract import PassesStates, PerDocumentOrder

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, Mixer, MixingFlops
+from jaxlc.config.kinds.contract import NUM_CHAINS, Layer, LayerTensor, Matrix, Mixer, MixingFlops
 from jaxlc.config.schema import RunConfig
-
-# Number of chains of a sequence in the order of per-document sharding (`sharding.document_assignment`): a rank has two
-# fragments of each. A chain adds two maps of states to what a rank sends, and groups of tokens that are partly empty.
-# With 6 chains, 5 documents are on all ranks, and the ring cost is 1.09; with 4 chains it is 1.18, with 8 1.05, and in
-# zigzag order 2.7 (mean of 60 sequences of 64K to 512K tokens, as in benchmarks/document_balance.py).
-NUM_CHAINS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
