@@ -181,7 +181,9 @@ def is_in_package(parts: list[str]) -> bool:
 @pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
 def test_named_code_exists(page):
     """Dated pages of benchmarks and the changelog may name modules of their time."""
-    assert missing_code(page.read_text()) == []
+    text = page.read_text()
+    assert missing_code(text) == []
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), "a merge left conflict markers"
 
 
 def test_missing_code_is_reported():
