@@ -6,7 +6,6 @@ A process neither is a fork, because JAX has threads, nor imports the main modul
 
 import contextlib
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ def run(
     calls: Sequence[tuple[Any, ...]],
     num_processes: int,
     *,
+    is_reused: bool = False,
     environment: Mapping[str, str] | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any] | None]:
@@ -47,6 +47,7 @@ def run(
 
     Args:
       function: a function of a module that returns an iterable; it, the calls and the values are pickled.
+      is_reused: a process runs further calls after the first one.
       environment: variables of the processes, besides the variables of this one.
       is_over: called about twice a second; when it is true, the processes are killed.
     Yields:
@@ -57,20 +58,22 @@ def run(
     try:
         while (waiting or running) and not is_over():
             while waiting and len(running) < num_processes:
-                number, call = waiting.popleft()
-                process = _Process(number, function, call, environment or {})
+                process = _Process(environment or {})
                 running[process.connection] = process
+                process.begin(function, *waiting.popleft())
             ready = wait(list(running), _POLL_SECONDS)
             if not ready:
                 yield None
             for connection in ready:
                 process = running[connection]
-                value, is_last = process.receive()
-                if is_last:
+                number, (value, is_last) = process.number, process.receive()
+                if is_last and value is None and is_reused and waiting:
+                    process.begin(function, *waiting.popleft())
+                elif is_last:
                     process.end()
                     del running[connection]
                 if value is not None:
-                    yield process.number, value
+                    yield number, value
     finally:
         for process in running.values():
             process.kill()
@@ -80,17 +83,15 @@ def run(
 class _Process:
     """One process; its standard output and errors go to a file, because they would corrupt the display of progress."""
 
-    def __init__(
-        self, number: int, function: Callable[..., Any], call: tuple[Any, ...], environment: Mapping[str, str]
-    ):
-        self.number = number
-        request = pickle.dumps((function, call))
+    number = 0  # of its call
+
+    def __init__(self, environment: Mapping[str, str]):
         self.connection, other_end = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 closed by `end`
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN.format(descriptor=other_end.fileno())],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # closed when this process dies
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, **environment},
@@ -98,8 +99,11 @@ class _Process:
             process_group=0,  # the terminal sends Ctrl-C to the group of a command; only its first process must react
         )
         other_end.close()  # otherwise the end of the process would not close the connection
+
+    def begin(self, function: Callable[..., Any], number: int, call: tuple[Any, ...]) -> None:
+        self.number = number
         with contextlib.suppress(BrokenPipeError):  # `receive` has the reason
-            self.connection.send_bytes(request)
+            self.connection.send((function, call))
 
     def receive(self) -> tuple[Any, bool]:
         """A value, or None, and whether the call has ended."""
@@ -114,25 +118,30 @@ class _Process:
         self._process.kill()
 
     def end(self) -> None:
-        self._process.wait()
-        self._output.close()
         self.connection.close()
+        self._process.wait()
+        self._process.communicate()  # closes standard input
+        self._output.close()
 
 
 def main(descriptor: int) -> None:
     """The main function of a process."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    function, call = connection.recv()
-    threading.Thread(target=_exit_with_the_parent, args=(connection,), daemon=True).start()
-    try:
-        for value in function(*call):
-            connection.send((value, False))
-        connection.send((None, True))
-    except UserError as error:
-        connection.send((error, True))
+    threading.Thread(target=_exit_with_the_parent, daemon=True).start()
+    while True:
+        try:
+            function, call = connection.recv()
+        except (EOFError, ConnectionResetError):  # the parent has no more calls
+            return
+        try:
+            for value in function(*call):
+                connection.send((value, False))
+            connection.send((None, True))
+        except UserError as error:
+            connection.send((error, True))
 
 
-def _exit_with_the_parent(connection: Connection) -> None:
-    connection.poll(None)  # the parent sends nothing more, so the connection is ready when it is closed
+def _exit_with_the_parent() -> None:
+    os.read(0, 1)  # returns when standard input is closed: nothing is written to it
     os._exit(1)

@@ -45,6 +45,17 @@ def test_values_come_in_the_order_of_each_call():
     assert values_of([(0,), (3,), (1,)], count) == [[], ["x0", "x1", "x2"], ["x0"]]
 
 
+def own_pid(_: int):
+    yield os.getpid()
+
+
+def test_processes_are_reused_if_asked():
+    def pids(**options):
+        return {pid for _, pid in filter(None, processes.run(own_pid, [(i,) for i in range(4)], 1, **options))}
+
+    assert len(pids(is_reused=True)) == 1 and len(pids()) == 4
+
+
 def test_the_last_value_says_how_a_call_ended():
     endings = [values[-1] for values in values_of([("refuses",), ("killed",), ("exits",), ("raises",)], ends)]
     assert isinstance(endings[0], UserError) and str(endings[0]) == "no such file"

@@ -120,6 +120,7 @@ def sharded_pieces(
         tokenize_shard,
         [(shards[number], paths[number], fields, config) for number in waiting],
         config.tokenizing_processes or os.cpu_count() or 1,
+        is_reused=True,
         environment={"RAYON_NUM_THREADS": "1"},  # threads of the package tokenizers
     )
     with contextlib.closing(results):
