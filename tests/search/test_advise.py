@@ -44,7 +44,7 @@ def compiled(monkeypatch) -> list[Config]:
         memory = dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes)
         return dataclasses.replace(plan_of(memory), predicted=predicted)
 
-    monkeypatch.setattr("jaxlc.plan.result.plan_step", plan_step)
+    monkeypatch.setattr(plan, "plan_step", plan_step)
     monkeypatch.setattr(best_first, "plan_step", plan_step)
     return configs
 
