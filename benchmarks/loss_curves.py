@@ -79,10 +79,10 @@ def precision_settings(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 def expert_settings(config: Config) -> dict[str, dict[str, Any]]:
     """The settings of the dense model and of experts with as many active parameters, besides the router."""
     experts = {
-        "model.num_experts": _EXPERTS,
-        "model.experts_per_token": _EXPERTS_PER_TOKEN,
-        "model.expert_ffn_dim": config.model.ffn_dim // _EXPERTS_PER_TOKEN,
-        "model.renormalize_router": True,
+        "model.experts.num_experts": _EXPERTS,
+        "model.experts.experts_per_token": _EXPERTS_PER_TOKEN,
+        "model.experts.ffn_dim": config.model.ffn_dim // _EXPERTS_PER_TOKEN,
+        "model.experts.renormalize": True,
     }
     return {"dense": {}, "experts": experts | {"train.balance_loss": _BALANCE_LOSS}, "experts-unbalanced": experts}
 

@@ -34,6 +34,6 @@ def get_config(variant: str = "") -> ConfigDict:
 
     if variant == "mini":
         shrink_for_cpu(config)
-        config.model.update(num_experts=8, experts_per_token=2, expert_ffn_dim=64, renormalize_router=True)
+        config.model.experts.update(num_experts=8, experts_per_token=2, ffn_dim=64, renormalize=True)
         config.train.update(steps=6, eval_every_steps=0, checkpoint_every_steps=3)
     return config

@@ -23,8 +23,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.memory.update(remat="attention", offload=("residual", "attention_out"), optimizer="host")
     config.train.balance_loss = 1e-3
     if variant == "mini":
-        config.model.update(num_kv_heads=8, num_experts=8, experts_per_token=2, expert_ffn_dim=64)
-        config.model.update(router="topk_softmax", expert_bias=True, activation="clamped_swiglu", attention_sinks=True)
+        config.model.update(num_kv_heads=8, activation="clamped_swiglu", attention_sinks=True)
+        config.model.experts.update(num_experts=8, experts_per_token=2, ffn_dim=64, router="topk_softmax", bias=True)
         config.model.update(layer_kinds=("sliding", "full"), window=128, sliding_rope_scaling=True)
         config.model.update(rope_scaling="yarn", rope_scaling_factor=32.0, rope_scaling_original_tokens=32)
     else:

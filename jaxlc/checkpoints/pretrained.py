@@ -92,7 +92,7 @@ def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
     pretrained = locate(config.model.init_from, with_weights=True)
     kinds = dict.fromkeys(pretrained.model_settings().get("kinds", {}), defaults_of(KindConfig))
     kinds |= to_dict(config)["model"]["kinds"]
-    with_overrides(pretrained, vars(config.model) | {"kinds": kinds})  # a config that was loaded before may differ
+    with_overrides(pretrained, config.model.by_path | {"kinds": kinds})  # a config that was loaded before may differ
     adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
     abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
     dims, _ = freezing.split(step.dims, adapter_names)

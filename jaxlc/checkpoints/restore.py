@@ -27,6 +27,7 @@ from jaxlc.checkpoints.files import (
     unreadable,
 )
 from jaxlc.config import Config
+from jaxlc.config.old_names import renamed
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
@@ -62,9 +63,11 @@ def read_description(directory: Path, target: RestoreTarget):
     meta, problem = on_every_process(lambda: read_valid_meta(directory))
     if problem:
         return None, problem
-    shape = {f"model.{name}": value for name, value in model.items() if name not in ("preset", "init_from")}
-    kinds = {"model.kinds": meta["config"]["model"].get("kinds", {})}  # not flattened
-    _check_same_settings(directory, flattened(meta["config"]) | kinds, shape | target.trained)
+    stored = meta["config"] | {"model": renamed("model", meta["config"]["model"])}
+    shape = _by_path(model)
+    names = ("model.preset", "model.init_from")
+    required = {path: value for path, value in shape.items() if path not in names} | target.trained
+    _check_same_settings(directory, flattened(stored) | _by_path(stored["model"]), required)
     if BASE in meta:
         abstract_state = target.without_frozen
     described, problem = on_every_process(lambda: read_checksums_and_shapes(directory))
@@ -73,6 +76,14 @@ def read_description(directory: Path, target: RestoreTarget):
     checksums, stored_shapes = described
     padded = check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
     return Description(meta, abstract_state, checksums, padded), None
+
+
+def _by_path(model: dict) -> dict:
+    """The stored settings of a model by their paths; those of kinds in one dictionary."""
+    kinds = {"kinds": model.get("kinds", {})}
+    return flattened({"model": {name: value for name, value in model.items() if name != "kinds"}}) | {
+        f"model.{name}": value for name, value in kinds.items()
+    }
 
 
 def check_latest(directory: Path, target_of: Callable[[int], RestoreTarget]) -> dict | None:

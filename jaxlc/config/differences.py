@@ -29,6 +29,11 @@ def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
             if not isinstance(value, Mapping):
                 yield section, name, value, default
                 continue
+            if (section, name) not in NAMED_PARTS:
+                for field, field_default in default.items():
+                    own = value.get(field)
+                    yield section, f"{name}.{field}", field_default if own is None else own, field_default
+                continue
             for part, set_fields in value.items():
                 for field, field_default in defaults_of(NAMED_PARTS[section, name]).items():
                     yield section, f"{name}.{part}.{field}", set_fields.get(field, field_default), field_default

@@ -10,7 +10,7 @@ from jaxlc.config.flops import StepFlops, document_pairs, step_flops
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import RunConfig
-from jaxlc.config.values import defaults_of
+from jaxlc.config.values import defaults_of, plain
 
 DEFAULT_PRESET = "tiny"
 
@@ -55,13 +55,15 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 def _plain(part: Any) -> dict[str, Any]:
     """The values of a section, source or kind of layers, with lists for tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(part).items()}
+    values = {name: plain(value) for name, value in vars(part).items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def default_values(preset: str) -> dict[str, dict[str, Any]]:
     """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
     sections = {section: defaults_of(cls) for section, cls in SECTIONS.items()}
-    sections["model"] = {**vars(PRESETS[preset]), "preset": DEFAULT_PRESET}
+    sections["model"] = {name: plain(value) for name, value in vars(PRESETS[preset]).items()}
+    sections["model"]["preset"] = DEFAULT_PRESET
     for section, name in NAMED_PARTS:
         sections[section][name] = dict[str, Any]()
     return sections

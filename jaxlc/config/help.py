@@ -45,13 +45,15 @@ def settings_of(section: str) -> Iterator[Setting]:
     path = "stages.NAME" if section == "stages" else section
     part = hint_at(path)
     comments, defaults = field_comments(part), defaults_of(part)
-    if section == "model":
+    if section.partition(".")[0] == "model" and "NAME" not in section:
         defaults = dict.fromkeys(comments, "from the preset") | {"preset": DEFAULT_PRESET, "init_from": ""}
     for name, hint in fields_of(part).items():
         key, meaning = joined(path, name), comments.get(name, "").rstrip(".")
         if item_of(hint):
             yield Setting(key, "", meaning)
             yield from settings_of(f"{key}.NAME")
+        elif is_part(hint) and path == "model":
+            yield from settings_of(key)
         elif not is_part(hint):
             choices = f"; {describe_type(hint)}" if typing.get_origin(hint) is Literal else ""
             yield Setting(key, as_argument(defaults[name]), meaning + choices)

@@ -9,10 +9,12 @@ from jaxlc.config.chat_template_file import read_template, template_path
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.differences import NAMED_PARTS
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, to_dict
+from jaxlc.config.models.model_schema import model_from
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
 from jaxlc.config.models.rope_settings import with_scaling
 from jaxlc.config.setting_paths import converted, set_at
+from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError, checked
 
 
@@ -47,7 +49,9 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
         section: {name: value for name, value in parts.get(section, {}).items() if value is not None}
         for section in SECTIONS
     }
-    sections["model"] = _with_shape(sections["model"])
+    kinds = sections["model"].pop("kinds", {})
+    model = {path: value for path, value in flattened(sections["model"]).items() if value is not None}
+    sections["model"] = _with_shape(model | {"kinds": kinds})
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
     template = template_path(sections["data"].get("chat_template", ""))
@@ -57,7 +61,8 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
     for (section, setting), part in NAMED_PARTS.items():
         fields_by_name = sorted(sections[section].get(setting, {}).items())  # the order in a config has no effect
         sections[section][setting] = tuple(part(name=name, **fields) for name, fields in fields_by_name)
-    loaded = Config(**{name: cls(**sections[name]) for name, cls in SECTIONS.items()})
+    parts = {name: part(**sections[name]) for name, part in SECTIONS.items() if name != "model"}
+    loaded = Config(model=model_from(sections["model"]), **parts)
     check(loaded, on_devices=on_devices)
     return loaded
 
@@ -80,7 +85,7 @@ def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
 
     A config that was loaded before has all of them, and init_from is not read again: the model may be gone.
     """
-    shape = {**vars(PRESETS[model.get("preset", DEFAULT_PRESET)]), "kinds": dict[str, Any]()}
+    shape = {**PRESETS[model.get("preset", DEFAULT_PRESET)].by_path, "kinds": dict[str, Any]()}
     if shape.keys() <= model.keys():
         return model
     if not model.get("init_from"):

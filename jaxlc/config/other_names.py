@@ -97,10 +97,12 @@ use config.model.rope_scaling_factor, with config.model.rope_scaling <- rope_fac
     rope_type yarn_factor
 use config.model.window <- sliding_window window_size sliding_window_size sliding_window_pattern window_pattern
 use config.model.vocab_size <- padded_vocab_size n_vocab make_vocab_size_divisible_by
-use config.model.experts_per_token <- num_experts_per_tok moe_router_topk top_k_experts num_active_experts moe_top_k
-use config.model.num_experts <- num_local_experts n_routed_experts moe_num_experts
-use config.model.expert_ffn_dim <- moe_intermediate_size moe_ffn_hidden_size base_moe_mlp_dim
-use config.model.shared_ffn_dim <- shared_expert_intermediate_size moe_shared_expert_intermediate_size n_shared_experts
+use config.model.experts.experts_per_token <- num_experts_per_tok moe_router_topk top_k_experts num_active_experts
+    moe_top_k
+use config.model.experts.num_experts <- num_local_experts n_routed_experts moe_num_experts
+use config.model.experts.ffn_dim <- moe_intermediate_size moe_ffn_hidden_size base_moe_mlp_dim
+use config.model.experts.shared_ffn_dim <- shared_expert_intermediate_size moe_shared_expert_intermediate_size
+    n_shared_experts
 use config.model.first_layer_kinds <- first_k_dense_replace moe_layer_freq first_num_dense_layers
 use config.lora.rank <- lora lora_r lora_rank r adapter use_lora use_peft peft_config
 use config.lora.alpha <- lora_alpha

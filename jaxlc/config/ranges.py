@@ -1,5 +1,6 @@
 """The range of a number in settings and flags, declared with its type: `steps: From1[int]`. Imports no jax."""
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterator
@@ -51,3 +52,6 @@ def range_problems(section: str, values: Any) -> Iterator[str]:
       values: the section, such as a `TrainConfig` for "train".
     """
     yield from (invalid_value(f"{section}.{name}", *problem) for name, *problem in out_of_range(values))
+    for name, value in vars(values).items():
+        if dataclasses.is_dataclass(value):
+            yield from range_problems(f"{section}.{name}", value)

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.models.presets import PRESETS
+from jaxlc.config.old_names import new_path, renamed
 from jaxlc.config.other_names import meaning_of
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.stage_schema import StageConfig, refusal
@@ -54,7 +55,7 @@ def hint_at(path: str) -> Any:
     Raises:
       SettingError: there is no such setting, and the message names the nearest one; or a stage cannot change it.
     """
-    names = path.split(".") if path else []
+    names = new_path(path).split(".") if path else []
     hint: Any = Config
     part, prefix = Config, 0  # the innermost config, source or stage, and the number of names before its own
     for index, name in enumerate(names):
@@ -115,8 +116,16 @@ def _keys(part: type) -> list[str]:
     """The paths of all settings in `part` that can be set there."""
     keys: list[str] = []
     for name, hint in fields_of(part).items():
-        keys += [f"{name}.{field}" for field in fields_of(hint)] if dataclasses.is_dataclass(hint) else [name]
+        keys += [f"{name}.{key}" for key in _all_keys(hint)] if dataclasses.is_dataclass(hint) else [name]
     return [key for key in keys if part is not StageConfig or not refusal("", key)]
+
+
+def _all_keys(part: type) -> list[str]:
+    """The paths of the settings in a section, and in the sections within it."""
+    keys: list[str] = []
+    for name, hint in fields_of(part).items():
+        keys += [f"{name}.{key}" for key in _all_keys(hint)] if dataclasses.is_dataclass(hint) else [name]
+    return keys
 
 
 def items_of(path: str, value: Any) -> dict[str, Any]:
@@ -156,7 +165,7 @@ def is_part(hint: Any) -> bool:
 def is_placeholder(path: str) -> bool:
     """Whether the setting is None until it is set: its default comes from the preset or from model.init_from."""
     return path in ("data.tokenizer", "data.start_token") or (
-        path.rpartition(".")[0] == "model" and not is_part(hint_at(path))
+        path.startswith("model.") and not path.startswith("model.kinds") and not is_part(hint_at(path))
     )
 
 
@@ -168,7 +177,9 @@ def converted(path: str, value: Any) -> Any:
     """
     hint = hint_at(path)
     if is_part(hint):
-        return {name: converted(joined(path, name), item) for name, item in items_of(path, value).items()}
+        return {
+            name: converted(joined(path, name), item) for name, item in renamed(path, items_of(path, value)).items()
+        }
     if value is None and is_placeholder(path):
         return None
     value = typed(path, value, hint)
@@ -186,7 +197,7 @@ def set_at(tree: Any, path: str, value: Any) -> None:
     if not path:
         raise SettingError(_unknown(Config, "", path))
     hint_at(path)
-    *parts, name = path.split(".")
+    *parts, name = new_path(path).split(".")
     for part in parts:
         if isinstance(tree, (dict, ConfigDict)) and part not in tree:
             tree[part] = {}

@@ -7,6 +7,8 @@ from ml_collections import ConfigDict, FieldReference, config_dict
 
 from jaxlc.config import differences
 from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
+from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL
+from jaxlc.config.old_names import check_same, new_path, renamed
 from jaxlc.config.setting_paths import (
     NAMED,
     converted,
@@ -48,12 +50,16 @@ class Settings(ConfigDict):
           SettingError: an unknown setting, or an invalid value.
         """
         path = joined(self._path, key)
+        if new_path(path) != path:
+            section, name = new_path(path).removeprefix(f"{self._path}.").split(".")
+            getattr(self, section)[name] = value
+            return
         hint = hint_at(path)
         if item_of(hint) is StageConfig:
             value = Stages(Settings(f"{path}.{name}", fields) for name, fields in items_of(path, value).items())
         elif is_part(hint):
             is_same = isinstance(value, Settings) and value._path == path
-            value = value if is_same else Settings(path, items_of(path, value))
+            value = value if is_same else Settings(path, renamed(path, items_of(path, value)))
         elif not isinstance(value, FieldReference):
             value = converted(path, value)
         super().__setitem__(key, value)
@@ -67,6 +73,9 @@ class Settings(ConfigDict):
         if attribute in self.keys() or attribute.startswith("_"):
             return super().__getattr__(attribute)
         part, path = hint_at(self._path), joined(self._path, attribute)
+        if new_path(path) != path:
+            section, name = new_path(path).removeprefix(f"{self._path}.").split(".")
+            return getattr(getattr(self, section), name)
         if item := item_of(part):
             question = did_you_mean(attribute, list(self.keys()) or ["(none)"])
             advice = f"add it with config.{path} = dict({next(iter(fields_of(item)))}=...)"
@@ -87,8 +96,10 @@ class Settings(ConfigDict):
           SettingError: an unknown setting, or an invalid value.
         """
         for key, value in flattened_dict.items():
+            new = new_path(key)
+            check_same(key, value if new != key else None, new, flattened_dict.get(new))
             if key.startswith(strip_prefix):
-                set_at(self, key.removeprefix(strip_prefix), value)
+                set_at(self, new.removeprefix(strip_prefix), value)
 
     def changed(self, **values: Any) -> "Settings":
         """A copy with other values; a dictionary changes the values of a section that it has.
@@ -178,6 +189,13 @@ def _initial_values(path: str) -> dict[str, Any]:
     """The values of a new part: all sections, or the defaults of one."""
     if not path:
         return {section: {} for section in SECTIONS}
-    values = default_values(DEFAULT_PRESET).get(path, {})
+    section, *inner = path.split(".")
+    values = default_values(DEFAULT_PRESET).get(section, {})
+    if len(inner) == 1 and inner[0] in SECTIONS_OF_MODEL and section == "model":
+        values = values[inner[0]]
+    elif inner:
+        values = dict[str, Any]()  # a source, a kind or a stage has only what is set
+    empty: dict[str, Any] = {}
+    values = {name: empty if is_part(hint_at(f"{path}.{name}")) else value for name, value in values.items()}
     unset = [name for name in values if is_placeholder(f"{path}.{name}") and name not in ("preset", "init_from")]
     return values | {name: config_dict.placeholder(object) for name in unset}

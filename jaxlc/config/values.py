@@ -74,7 +74,13 @@ def describe_type(hint: Any) -> str:
 
 def defaults_of(part: type) -> dict[str, Any]:
     """The default of each setting of a section, a source or a stage."""
-    return {field.name: field.default for field in dataclasses.fields(part) if field.default is not dataclasses.MISSING}
+    defaults = {field.name: field.default for field in dataclasses.fields(part)}
+    return {name: plain(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
+
+
+def plain(value: Any) -> Any:
+    """A section within a section as a dictionary; other values as they are."""
+    return dict(vars(value)) if dataclasses.is_dataclass(value) else value
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -94,7 +94,7 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path,
         )
     modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
     # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of experts.
-    dense = [paths for paths in modules if model.num_experts and "/mlp/" in paths[0]]
+    dense = [paths for paths in modules if model.experts.num_experts and "/mlp/" in paths[0]]
     tensors = dict(_tensors(config, params, modules, trained)) | dict(_expert_tensors(config, params, experts))
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())

@@ -263,7 +263,7 @@ def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
     if not product_seconds[EXPERTS]:
         return 0.0
     num_rows = _num_routed_rows(model.config)
-    sizes = num_rows, model.config.model.num_experts, model.config.runtime.expert_kernel
+    sizes = num_rows, model.config.model.experts.num_experts, model.config.runtime.expert_kernel
     used = num_rows / (num_blocks(*sizes) * block_rows(*sizes))
     all_seconds = sum(product_seconds[scope] + other_seconds[scope] for scope in MIXTURE)
     return all_seconds - used * product_seconds[EXPERTS]
@@ -272,7 +272,7 @@ def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
 def _num_routed_rows(config: Config) -> int:
     """Rows that one call of the experts of a rank routes."""
     num_tokens = config.memory.tile_tokens or num_sequences(config) * config.data.seq_len / config.mesh.context
-    return round(num_tokens) * config.model.experts_per_token
+    return round(num_tokens) * config.model.experts.experts_per_token
 
 
 def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:

@@ -223,7 +223,7 @@ class Objective:
                 weights, policy = self._policy_weights(hidden_and_head, targets, part)
             sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
             total, experts = sums.objective, None
-            if self.config.model.num_experts:
+            if self.config.model.experts.num_experts:
                 experts = expert_sums(layer_sums, part.segment_ids, self.config.train)
                 total += per_microbatch * weighted_loss(experts, self.config.train)
             return total, (sums.cross_entropy if policy is None else policy, experts)
@@ -309,7 +309,7 @@ class Objective:
         else:  # a sequence is one document: its mask is implicit
             positions = sequence_positions(batch.positions.shape, self.mesh)
             tokens = BatchTokens(positions, None)
-        if self.config.model.num_experts:
+        if self.config.model.experts.num_experts:
             positions = jnp.where(batch.segment_ids > 0, positions, -1)  # see `DecoderLayer.__call__`
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)

@@ -73,7 +73,7 @@ class StepMetrics(NamedTuple):
     skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
     attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
     policy: PolicySums | None  # with posttrain.loss only: the means of the step
-    experts: ExpertMetrics | None  # with model.num_experts only; arrays [layers with experts] among them
+    experts: ExpertMetrics | None  # with model.experts.num_experts only; arrays [layers with experts] among them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,8 +504,8 @@ def check_kernels(step: TrainStep) -> list[str]:
     lines = _check_cudnn(step, device)
     if config.runtime.expert_kernel == "mosaic":
         model = config.model
-        ffn_dim = model.expert_ffn_dim // config.mesh.tensor
-        sizes = dict(num_experts=model.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim)
+        ffn_dim = model.experts.ffn_dim // config.mesh.tensor
+        sizes = dict(num_experts=model.experts.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim)
         lines.append(check_mosaic_product(device, **sizes))
     return lines
 

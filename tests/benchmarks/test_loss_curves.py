@@ -47,7 +47,7 @@ def test_unknown_precision_raises_user_error():
 def test_experts_have_as_many_active_parameters_as_the_dense_model():
     config = load(read_config("quickstart"))
     dense, *experts = (with_settings(config, settings) for settings in expert_settings(config).values())
-    routers = 2 * dense.model.num_layers * dense.model.model_dim * experts[0].model.num_experts
+    routers = 2 * dense.model.num_layers * dense.model.model_dim * experts[0].model.experts.num_experts
     for config in experts:
         num_router_flops = 3 * routers * config.tokens_per_step
         assert config.step_flops(0).products == dense.step_flops(0).products + num_router_flops

@@ -150,14 +150,14 @@ DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
         (dict(train=dict(checkpoint_frozen=False)), "since no parameter is frozen"),
         (dict(precision=dict(frozen="fp32")), "since no parameter is frozen"),
         (dict(attention=dict(ulysses_degree=2)), "is for strategy 'hybrid'"),
-        (dict(model=dict(layer_kinds=("gated_delta_net",))), "--config.model.delta_key_heads=16"),
-        (dict(model=DELTA_NET | dict(delta_value_heads=3)), "is not a multiple of delta_key_heads=2"),
+        (dict(model=dict(layer_kinds=("gated_delta_net",))), "--config.model.delta_net.key_heads=16"),
+        (dict(model=DELTA_NET | dict(delta_value_heads=3)), "is not a multiple of key_heads=2"),
         (dict(model=DELTA_NET | dict(delta_conv_taps=4000)), "the parts of a sequence have 2048"),
         (
             dict(model=DELTA_NET | dict(kinds=dict(gated_delta_net=dict(num_heads=2)))),
             "has no effect in gated_delta_net",
         ),
-        (dict(model=DELTA_NET, mesh=dict(tensor=4)), "delta_key_heads=2 is not divisible by config.mesh.tensor=4"),
+        (dict(model=DELTA_NET, mesh=dict(tensor=4)), "delta_net.key_heads=2 is not divisible by config.mesh.tensor=4"),
         (dict(model=DELTA_NET | dict(delta_conv_taps=300), memory=TILES), "is shorter than 598, which the convo"),
         (dict(model=DELTA_NET, memory=dict(parameters="host")), "memory.parameters='host' with gated_delta_net"),
         (

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import subprocess
 import sys
@@ -308,7 +309,12 @@ def test_run_main_help_fits_a_screen_and_names_every_section(flag, capsys):
 def test_settings_help_has_every_key_default_and_text():
     lines = settings_help().splitlines()
     for section in SECTIONS:
-        for name in fields_of(SECTIONS[section]):
+        for name, hint in fields_of(SECTIONS[section]).items():
+            if dataclasses.is_dataclass(hint):
+                assert all(
+                    any(f"config.{section}.{name}.{field}=" in line for line in lines) for field in fields_of(hint)
+                )
+                continue
             assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, name
     text = "\n".join(lines)
     assert re.search(r"--config\.data\.seq_len=4096 +sequence length in tokens, over all context ranks", text)

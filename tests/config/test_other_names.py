@@ -68,7 +68,7 @@ model.intermediate_size model.ffn_dim
 model.tie_word_embeddings model.tie_embeddings
 model.rope_factor model.rope_scaling_factor
 model.sliding_window model.window
-model.num_experts_per_tok model.experts_per_token
+model.num_experts_per_tok model.experts.experts_per_token
 router_aux_loss_coef train.balance_loss
 lora.r lora.rank
 lora_alpha lora.alpha

@@ -121,7 +121,7 @@ def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
     assert config["rank_pattern"] == {r"mlp\.experts\.gate_up_proj": 2 * RANK}
     shapes = {name: x.shape for name, x in load_file(tmp_path / "adapter_model.safetensors").items()}
     model, experts = run.config.model, "base_model.model.model.layers.1.mlp.experts"
-    D, E, F = model.model_dim, model.num_experts, model.expert_ffn_dim
+    D, E, F = model.model_dim, model.experts.num_experts, model.experts.ffn_dim
     assert shapes[f"{experts}.base_layer.lora_A.weight"] == (E * 2 * RANK, D)
     assert shapes[f"{experts}.base_layer.lora_B.weight"] == (2 * F, 2 * RANK * E)
     assert shapes[f"{experts}.lora_A.weight"] == (E * RANK, F)

@@ -20,6 +20,7 @@ from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.cli.export import main
 from jaxlc.config import PRESETS, load
 from jaxlc.config.models.config_json import config_json_of, settings_of
+from jaxlc.config.models.model_schema import model_from
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
@@ -110,7 +111,7 @@ def test_config_json_of_an_export_has_one_dtype_and_its_rope():
     scaling = dict(rope_type="linear", factor=2.0, rope_theta=70_000.0)
     changes = dict(dtype="bfloat16", torch_dtype="bfloat16", rope_scaling=scaling)
     base = {name: value for name, value in CASES["llama"].config.items() if name != "rope_theta"} | changes
-    model = dataclasses.replace(PRESETS["tiny"], **settings_of(base, "config.json"))
+    model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
     written = config_json_of(model, base, seq_len=16, dtype="float32")
     assert written == base | dict(dtype="float32", torch_dtype="float32")
     longer = dataclasses.replace(model, rope_scaling_factor=8.0)

@@ -26,7 +26,7 @@ from jaxlc.config import PRESETS, load, with_settings
 from jaxlc.config.command_line import parse
 from jaxlc.config.models.config_json import config_json_of, settings_of
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.models.model_schema import KindConfig, model_from
 from jaxlc.config.models.pretrained import locate
 from jaxlc.core import errors
 from jaxlc.core.errors import Unsupported, UserError
@@ -472,7 +472,7 @@ ABSENT = (None, False, 0, [], {})
     [
         ("olmo_hybrid", ("rope_theta", "rope_parameters"), "layer_kinds", ("gated_delta_net", "nope")),
         ("olmo_hybrid", ("rope_parameters.rope_theta",), "layer_kinds", ("gated_delta_net", "nope")),
-        ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "num_experts", 8),
+        ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "experts.num_experts", 8),
         ("qwen3_moe", ("mlp_only_layers", "num_local_experts"), "layer_kinds", ("full",)),
         ("llama", ("quantization_config", "attention_bias", "pruned_heads"), "qkv_bias", False),
         ("llama", ("rope_scaling",), "rope_scaling", "none"),
@@ -481,7 +481,7 @@ ABSENT = (None, False, 0, [], {})
         ("llama", ("num_key_value_heads",), "num_kv_heads", 4),
         ("llama_tied", ("tie_word_embeddings",), "tie_embeddings", False),
         ("gemma3", ("layer_types",), "layer_kinds", ("sliding",)),
-        ("glm4_moe", ("n_shared_experts", "first_k_dense_replace"), "shared_ffn_dim", 0),
+        ("glm4_moe", ("n_shared_experts", "first_k_dense_replace"), "experts.shared_ffn_dim", 0),
     ],
 )
 @pytest.mark.parametrize("value", ABSENT)
@@ -496,7 +496,7 @@ def test_config_json_part_that_is_absent_may_have_any_empty_value(case, names, s
 def test_config_json_field_may_have_its_name_in_transformers(changes):
     config = {name: value for name, value in CASES["qwen3_moe"].config.items() if name != "num_experts"}
     settings = settings_of(config | dict(num_local_experts=4) | changes, "config.json")
-    assert settings["num_experts"] == 4
+    assert settings["experts.num_experts"] == 4
 
 
 @pytest.mark.parametrize(
@@ -596,9 +596,8 @@ def test_config_json_of_glm_has_first_dense_layers(num_dense):
     )
     settings = settings_of({**fields, **sizes}, "config.json")
     assert settings["first_layer_kinds"] == ("dense",) * num_dense and settings["layer_kinds"] == ("full",)
-    model = dataclasses.replace(
-        PRESETS["tiny"], **settings | dict(kinds=(KindConfig(name="dense", feed_forward="dense"),))
-    )
+    kinds = (KindConfig(name="dense", feed_forward="dense"),)
+    model = model_from(PRESETS["tiny"].by_path | settings | dict(kinds=kinds))
     assert FAMILIES["glm4_moe"].fits(model)
     assert config_json_of(model, None, seq_len=16, dtype="float32")["first_k_dense_replace"] == num_dense
     alternating = dataclasses.replace(model, first_layer_kinds=(), layer_kinds=("dense", "full"))

@@ -21,6 +21,7 @@ from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.cli import logprobs
 from jaxlc.config import load, to_dict
+from jaxlc.config.models.model_schema import model_from
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.language_model import LanguageModel
@@ -219,15 +220,15 @@ PARTS = {
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
     "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),
     "linear attention": ("qwen3_5_hybrid", dict(), _long_memory),
-    "negative eigenvalues": ("olmo_hybrid", dict(delta_negative_eigenvalues=False), lambda params: params),
+    "negative eigenvalues": ("olmo_hybrid", {"delta_net.negative_eigenvalues": False}, lambda params: params),
     "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
     "output bias": ("llama_tied", dict(attention_out_bias=False), lambda params: _without(("bo",), params)),
     "bias of the choice": (
         "glm4_moe",
-        dict(router_choice_bias=False),
+        {"experts.choice_bias": False},
         lambda params: _without(("choice_bias",), params),
     ),
-    "groups of experts": ("glm4_moe", dict(router_groups_per_token=4), lambda params: params),
+    "groups of experts": ("glm4_moe", {"experts.groups_per_token": 4}, lambda params: params),
     "gate of the shared expert": (
         "qwen3_5_moe",
         dict(shared_expert_gate=False),
@@ -245,7 +246,7 @@ def test_each_part_of_a_model_moves_its_logits(part, models, references):
     num_tokens, _ = SPANS["long"]
     step = step_of(models[case], num_tokens, {})
     params = change(load_pretrained(step)[0])
-    model = dataclasses.replace(step.config.model, **settings)
+    model = model_from(step.config.model.by_path | settings)
     step = build_step(dataclasses.replace(step.config, model=model), step.mesh)
     logits = LanguageModel(step, params, None).logits(tokens_of(num_tokens))
     assert np.abs(logits - references[case, "long"]["logits"]).max() >= 0.1

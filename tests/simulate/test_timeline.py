@@ -145,7 +145,7 @@ def test_overhead_of_experts_excludes_products_of_routed_rows():
         *(of_scope(copy(scope), scope) for scope in (scopes.EXPERTS, scopes.ROUTER)),
         of_scope(dot("r"), scopes.ROUTER),
     )
-    experts = {"model.num_experts": 8, "model.experts_per_token": 2, "model.expert_ffn_dim": 64}
+    experts = {"model.experts.num_experts": 8, "model.experts.experts_per_token": 2, "model.experts.ffn_dim": 64}
     estimate = predicted(*lines, dot(), copy(), **experts)
     assert estimate.experts_overhead_seconds == approx(2 * COPY + DOT + 7 / 39 * 3 * DOT)
     assert predicted(dot(), copy()).experts_overhead_seconds == 0

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from jaxlc.config.frozen import SECTIONS, Config
+from jaxlc.config.frozen import SECTIONS, Config, to_dict
 from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, blocks, blocks_of, mixer_by_layer_kind
 from jaxlc.config.models.model_schema import KindConfig, LayerConfig, ModelConfig
 from jaxlc.config.ranges import range_problems
-from jaxlc.config.values import defaults_of, invalid_value
+from jaxlc.config.values import defaults_of, flattened, invalid_value
 
 
 def layer_problems(config: Config) -> Iterator[str]:
@@ -65,21 +65,22 @@ def unused_problems(config: Config) -> Iterator[str]:
     """Settings of kinds of blocks that no layer has."""
     model = config.model
     layers = [model.of_kind(kind) for kind in model.used_kinds]
-    default = FEED_FORWARDS[model.default_feed_forward]
-    if all(layer.feed_forward != default.name for layer in layers):
+    default_block = FEED_FORWARDS[model.default_feed_forward]
+    if all(layer.feed_forward != default_block.name for layer in layers):
         yield (
-            f"the settings of {default.layers} have no effect, since the layers of all kinds have another"
+            f"the settings of {default_block.layers} have no effect, since the layers of all kinds have another"
             " feed_forward (config.model.kinds); remove them"
         )
+    values = flattened(to_dict(config))
+    defaults = flattened({section: defaults_of(part) for section, part in SECTIONS.items()})
     for block in blocks():
-        if block is default or any(block in blocks_of(layer) for layer in layers):
+        if block is default_block or any(block in blocks_of(layer) for layer in layers):
             continue
         for setting in block.only_with:
-            section, name = setting.split(".")
-            values = vars(getattr(config, section))
-            if values[name] != defaults_of(SECTIONS[section])[name]:
+            value, default = values[setting], defaults[setting]
+            if value != default:
                 reason = f"has no effect, since the model has no {block.layers}"
-                yield f"config.{setting}={values[name]!r} {reason}; remove it"
+                yield f"config.{setting}={value!r} {reason}; remove it"
 
 
 def unsupported_problems(config: Config) -> Iterator[str]:

@@ -12,28 +12,26 @@ from jaxlc.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetSettings:
-    """Settings of gated_delta_net layers."""
+class DeltaNetConfig:
+    """Gated DeltaNet, linear attention with a state: the settings of gated_delta_net layers."""
 
-    delta_key_heads: int = 0  # gated_delta_net layers: number of key heads, which queries have too
-    delta_value_heads: int = 0  # gated_delta_net layers: number of value heads, a multiple of delta_key_heads
-    delta_key_dim: int = 0  # gated_delta_net layers: width of a key head
-    delta_value_dim: int = 0  # gated_delta_net layers: width of a value head
-    delta_conv_taps: int = 0  # gated_delta_net layers: tokens that the convolution of queries, keys and values reads
-    # gated_delta_net layers: their norm_placement, where it differs from that of the other layers, as in Olmo Hybrid.
+    key_heads: int = 0  # number of key heads, which queries have too
+    value_heads: int = 0  # number of value heads, a multiple of key_heads
+    key_dim: int = 0  # width of a key head
+    value_dim: int = 0  # width of a value head
+    conv_taps: int = 0  # tokens that the convolution of queries, keys and values reads
+    # their norm_placement, where it differs from that of the other layers, as in Olmo Hybrid.
     # Empty: norm_placement.
-    delta_norm_placement: Literal["", "pre", "post", "pre_and_post"] = ""
-    # gated_delta_net layers: added to the mean square in the norm of their output. 0: norm_epsilon.
-    delta_norm_epsilon: float = 0.0
-    # gated_delta_net layers: the step size of the correction of the state is from 0 to 2 instead of 0 to 1, so that
+    norm_placement: Literal["", "pre", "post", "pre_and_post"] = ""
+    # added to the mean square in the norm of their output. 0: norm_epsilon.
+    norm_epsilon: float = 0.0
+    # the step size of the correction of the state is from 0 to 2 instead of 0 to 1, so that
     # the state may change its sign, as in Olmo Hybrid.
-    delta_negative_eigenvalues: bool = False
+    negative_eigenvalues: bool = False
 
 
-_QWEN3_5_9B = DeltaNetSettings(
-    delta_key_heads=16, delta_value_heads=32, delta_key_dim=128, delta_value_dim=128, delta_conv_taps=4
-)
-_SIZES = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv_taps")
+_QWEN3_5_9B = DeltaNetConfig(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_taps=4)
+_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_taps")
 
 
 class DeltaNetKind(Mixer):
@@ -41,8 +39,8 @@ class DeltaNetKind(Mixer):
     layers = "gated_delta_net layers"
     layer_types = {"gated_delta_net": "linear_attention"}
     layer_kinds = ("gated_delta_net",)
-    norm_setting = "delta_norm_placement"
-    sizes = _SIZES
+    norm_setting = "delta_net.norm_placement"
+    sizes = tuple(f"delta_net.{name}" for name in _SIZES)
     only_with = ()
     tensors = (
         *(LayerTensor(f"w{x}", "linear_attn.in_proj_qkv.weight", 1) for x in "qkv"),
@@ -62,58 +60,58 @@ class DeltaNetKind(Mixer):
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
         """wq and wk [D, G, K], wv and wz [D, H, V], wb and wa [D, H], wo [H, V, D]."""
-        sizes, model = layer.section(DeltaNetSettings), dict(model=layer.model_dim)
-        key = dict(heads=sizes.delta_key_heads, head_dim=sizes.delta_key_dim)
-        heads = dict(heads=sizes.delta_value_heads)
-        value = heads | dict(head_dim=sizes.delta_value_dim)
+        sizes, model = layer.section(DeltaNetConfig), dict(model=layer.model_dim)
+        key = dict(heads=sizes.key_heads, head_dim=sizes.key_dim)
+        heads = dict(heads=sizes.value_heads)
+        value = heads | dict(head_dim=sizes.value_dim)
         outputs = dict(wq=key, wk=key, wv=value, wz=value, wb=heads, wa=heads)
         return {name: Matrix(model, dims) for name, dims in outputs.items()} | dict(wo=Matrix(value, model))
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, two gates of each value head, and the norm of the output."""
-        sizes = layer.section(DeltaNetSettings)
+        sizes = layer.section(DeltaNetConfig)
         keys, values = _widths(sizes)
-        return sizes.delta_conv_taps * (2 * keys + values) + 2 * sizes.delta_value_heads + sizes.delta_value_dim
+        return sizes.conv_taps * (2 * keys + values) + 2 * sizes.value_heads + sizes.value_dim
 
     def mixing_flops(self, layer: Layer) -> MixingFlops:
         """Three products of each value head with its state [K, V], which the delta rule reads and corrects, and the
         query reads. The chunked form computes more.
         """
-        sizes = layer.section(DeltaNetSettings)
-        return MixingFlops(per_token=6 * sizes.delta_value_heads * sizes.delta_key_dim * sizes.delta_value_dim)
+        sizes = layer.section(DeltaNetConfig)
+        return MixingFlops(per_token=6 * sizes.value_heads * sizes.key_dim * sizes.value_dim)
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
-        sizes = layer.section(DeltaNetSettings)
+        sizes = layer.section(DeltaNetConfig)
         keys, values = _widths(sizes)
         widths = dict(
             query=keys + values, key=keys, value=values, attention_out=values, attention_projected=layer.model_dim
         )
         may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
         fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context  # see step/batch.py
-        states = 4 * fragments * values * sizes.delta_key_dim  # float32
+        states = 4 * fragments * values * sizes.key_dim  # float32
         named = {name: float(itemsize * width) for name, width in widths.items()}
         return named | dict(delta_states=states / config.data.seq_len)
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        sizes = layer.section(DeltaNetSettings)
+        sizes = layer.section(DeltaNetConfig)
         published = vars(_QWEN3_5_9B)
-        missing = [f"--config.model.{name}={published[name]}" for name in _SIZES if vars(sizes)[name] < 1]
+        missing = [f"--config.model.delta_net.{name}={published[name]}" for name in _SIZES if vars(sizes)[name] < 1]
         if missing:
             yield (
                 "config.model.layer_kinds has gated_delta_net layers, whose sizes are not set; use a model.preset or"
                 f" model.init_from that has such layers, or the sizes of Qwen 3.5: {' '.join(missing)}"
             )
             return
-        key_heads, value_heads = sizes.delta_key_heads, sizes.delta_value_heads
+        key_heads, value_heads = sizes.key_heads, sizes.value_heads
         if value_heads % key_heads:
             yield (
-                f"config.model.delta_value_heads={value_heads} is not a multiple of delta_key_heads={key_heads}: every"
+                f"config.model.delta_net.value_heads={value_heads} is not a multiple of key_heads={key_heads}: every"
                 " key head serves the same number of value heads; use"
-                f" --config.model.delta_value_heads={-(-value_heads // key_heads) * key_heads}"
+                f" --config.model.delta_net.value_heads={-(-value_heads // key_heads) * key_heads}"
             )
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        mesh, taps = config.mesh, layer.section(DeltaNetSettings).delta_conv_taps
+        mesh, taps = config.mesh, layer.section(DeltaNetConfig).conv_taps
         if config.attention.shared_prefixes and config.memory.tile_tokens:
             yield (
                 "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers and"
@@ -133,19 +131,19 @@ class DeltaNetKind(Mixer):
         fragment_tokens = config.data.seq_len // (2 * mesh.context)
         if fragment_tokens < taps - 1:
             yield (
-                f"the convolutions of gated_delta_net layers read config.model.delta_conv_taps={taps} tokens, and the"
-                f" parts of a sequence have {fragment_tokens} (data.seq_len / (2 x mesh.context)); use"
+                f"the convolutions of gated_delta_net layers read config.model.delta_net.conv_taps={taps} tokens, and"
+                f" the parts of a sequence have {fragment_tokens} (data.seq_len / (2 x mesh.context)); use"
                 f" --config.data.seq_len={2 * mesh.context * mesh.tensor * (taps - 1)} or more, or fewer context ranks"
             )
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        key_heads, tensor = layer.section(DeltaNetSettings).delta_key_heads, config.mesh.tensor
+        key_heads, tensor = layer.section(DeltaNetConfig).key_heads, config.mesh.tensor
         if key_heads % tensor:
-            yield f"config.model.delta_key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
+            yield f"config.model.delta_net.key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
 
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         mesh, tile_tokens = config.mesh, config.memory.tile_tokens
-        shortest = 2 * (layer.section(DeltaNetSettings).delta_conv_taps - 1)
+        shortest = 2 * (layer.section(DeltaNetConfig).conv_taps - 1)
         if tile_tokens < shortest:
             per_device, pieces = config.data.seq_len // mesh.context, 2 * mesh.tensor
             lengths = range(pieces, per_device, pieces)
@@ -157,6 +155,6 @@ class DeltaNetKind(Mixer):
             )
 
 
-def _widths(sizes: DeltaNetSettings) -> tuple[int, int]:
+def _widths(sizes: DeltaNetConfig) -> tuple[int, int]:
     """The widths of all keys and of all values."""
-    return sizes.delta_key_heads * sizes.delta_key_dim, sizes.delta_value_heads * sizes.delta_value_dim
+    return sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim

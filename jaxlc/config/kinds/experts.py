@@ -78,36 +78,36 @@ def num_blocks(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertSettings:
-    """Settings of layers of experts."""
+class ExpertsConfig:
+    """A mixture of experts in the feed-forward blocks; docs/experts.md."""
 
-    # mixture of experts: number of experts in the feed-forward block of each layer; docs/experts.md. 0: dense layers,
-    # without experts. model.kinds.NAME.feed_forward=dense makes the layers of a kind dense.
+    # number of experts in the feed-forward block of each layer. 0: dense layers, without experts.
+    # model.kinds.NAME.feed_forward=dense makes the layers of a kind dense.
     num_experts: int = 0
     experts_per_token: int = 0  # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
-    expert_ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
+    ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
     # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
     # softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid: the sigmoid of each logit, as in
     # DeepSeek V3 and GLM 4.5.
     router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
     # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
     # Hugging Face configs.
-    renormalize_router: bool = False
+    renormalize: bool = False
     # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
     # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
-    router_choice_bias: bool = False
+    choice_bias: bool = False
     # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
     # with the largest sums of two scores. "n_group" in Hugging Face configs.
-    router_groups: From1[int] = 1
-    router_groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
+    groups: From1[int] = 1
+    groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
     # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
-    router_scale: Above0[float] = 1.0
-    expert_bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
+    scale: Above0[float] = 1.0
+    bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
     # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
     # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
     shared_ffn_dim: int = 0
     # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in Qwen 3.5.
-    shared_expert_gate: bool = False
+    shared_gate: bool = False
 
 
 class ExpertsKind(FeedForward):
@@ -115,7 +115,7 @@ class ExpertsKind(FeedForward):
     layers = "layers of experts"
     sizes = ()
     only_with = (
-        *(f"model.{name}" for name in vars(ExpertSettings())),
+        *(f"model.experts.{name}" for name in vars(ExpertsConfig())),
         *("train.balance_loss", "train.balance_loss_over", "train.balance_bias_rate", "train.router_z_loss"),
         "runtime.expert_kernel",
     )
@@ -131,48 +131,49 @@ class ExpertsKind(FeedForward):
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
         """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]; the shared expert, and
         its gate [D, 1]."""
-        sizes = layer.section(ExpertSettings)
+        sizes = layer.section(ExpertsConfig)
         model, counts = dict(model=layer.model_dim), (sizes.num_experts, sizes.experts_per_token)
-        expert, shared = (gated_matrices(layer.model_dim, dim) for dim in (sizes.expert_ffn_dim, sizes.shared_ffn_dim))
+        expert, shared = (gated_matrices(layer.model_dim, dim) for dim in (sizes.ffn_dim, sizes.shared_ffn_dim))
         matrices = dict(router=Matrix(model, dict(experts=sizes.num_experts)))
         for name, matrix in zip(EXPERT_PROJECTIONS, expert.values()):
             matrices[name] = Matrix(matrix.inputs, matrix.outputs, *counts)
         if sizes.shared_ffn_dim:
             matrices |= {f"shared/{name}": matrix for name, matrix in shared.items()}
-        return matrices | (dict(shared_gate=Matrix(model, dict(experts=1))) if sizes.shared_expert_gate else {})
+        return matrices | (dict(shared_gate=Matrix(model, dict(experts=1))) if sizes.shared_gate else {})
 
     def num_vector_entries(self, layer: Layer) -> int:
         """Biases of the router, of its choice and of the experts."""
-        sizes = layer.section(ExpertSettings)
-        entries = 1 + 2 * sizes.expert_ffn_dim + layer.model_dim
-        return sizes.num_experts * (sizes.router_choice_bias + sizes.expert_bias * entries)
+        sizes = layer.section(ExpertsConfig)
+        entries = 1 + 2 * sizes.ffn_dim + layer.model_dim
+        return sizes.num_experts * (sizes.choice_bias + sizes.bias * entries)
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
         """None: experts name no activations, and those of the shared expert are not counted."""
         return {}
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        sizes = layer.section(ExpertSettings)
+        sizes = layer.section(ExpertsConfig)
         if not 1 <= sizes.experts_per_token <= sizes.num_experts:
             yield (
-                f"config.model.experts_per_token={sizes.experts_per_token} is not between 1 and"
-                f" config.model.num_experts={sizes.num_experts}: the number of experts that each token is routed to"
+                f"config.model.experts.experts_per_token={sizes.experts_per_token} is not between 1 and"
+                f" config.model.experts.num_experts={sizes.num_experts}: the number of experts of each"
+                " token"
             )
-        if sizes.expert_ffn_dim < 1:
-            yield "config.model.num_experts needs --config.model.expert_ffn_dim=F, the width of each expert"
-        if sizes.shared_expert_gate and not sizes.shared_ffn_dim:
+        if sizes.ffn_dim < 1:
+            yield "config.model.experts.num_experts needs --config.model.experts.ffn_dim=F, the width of each expert"
+        if sizes.shared_gate and not sizes.shared_ffn_dim:
             yield (
-                "config.model.shared_expert_gate=True has no effect without a shared expert; set"
-                " config.model.shared_ffn_dim, or remove it"
+                "config.model.experts.shared_gate=True has no effect without a shared expert; set"
+                " config.model.experts.shared_ffn_dim, or remove it"
             )
         yield from _router_problems(sizes)
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        sizes, precision = layer.section(ExpertSettings), config.precision
-        if config.train.balance_bias_rate and not sizes.router_choice_bias:
+        sizes, precision = layer.section(ExpertsConfig), config.precision
+        if config.train.balance_bias_rate and not sizes.choice_bias:
             yield (
                 f"config.train.balance_bias_rate={config.train.balance_bias_rate} has no effect without biases; set"
-                " config.model.router_choice_bias, or remove it"
+                " config.model.experts.choice_bias, or remove it"
             )
         if config.memory.parameters == "host":
             yield (
@@ -190,49 +191,49 @@ class ExpertsKind(FeedForward):
             yield from _mosaic_problems(layer, config)
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        sizes, tensor = layer.section(ExpertSettings), config.mesh.tensor
-        for name in ("expert_ffn_dim", "shared_ffn_dim"):
+        sizes, tensor = layer.section(ExpertsConfig), config.mesh.tensor
+        for name in ("ffn_dim", "shared_ffn_dim"):
             if vars(sizes)[name] % tensor:
-                yield f"config.{path}.{name}={vars(sizes)[name]} is not divisible by config.mesh.tensor={tensor}"
+                yield f"config.model.experts.{name}={vars(sizes)[name]} is not divisible by config.mesh.tensor={tensor}"
 
     def is_chosen(self, layer: Layer) -> bool:
-        return layer.section(ExpertSettings).num_experts > 0
+        return layer.section(ExpertsConfig).num_experts > 0
 
     def active_ffn_dim(self, layer: Layer) -> int:
         """That of the experts that a token is routed to, and of the shared one."""
-        sizes = layer.section(ExpertSettings)
-        return sizes.experts_per_token * sizes.expert_ffn_dim + sizes.shared_ffn_dim
+        sizes = layer.section(ExpertsConfig)
+        return sizes.experts_per_token * sizes.ffn_dim + sizes.shared_ffn_dim
 
 
-def _router_problems(sizes: ExpertSettings) -> Iterator[str]:
+def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
     """Contradictions among the settings of the router."""
-    if sizes.renormalize_router and sizes.router == "topk_softmax":
+    if sizes.renormalize and sizes.router == "topk_softmax":
         yield (
-            f"config.model.renormalize_router=True has no effect with config.model.router={sizes.router!r}, whose"
-            " weights have the sum 1; remove it"
+            f"config.model.experts.renormalize=True has no effect with config.model.experts.router={sizes.router!r},"
+            " whose weights have the sum 1; remove it"
         )
-    for name in ("router_choice_bias", "router_groups"):
-        if sizes.router != "sigmoid" and vars(sizes)[name] != vars(ExpertSettings())[name]:
+    for name in ("choice_bias", "groups"):
+        if sizes.router != "sigmoid" and vars(sizes)[name] != vars(ExpertsConfig())[name]:
             yield (
-                f"config.model.{name}={vars(sizes)[name]} has no effect with config.model.router={sizes.router!r};"
-                " remove it, or use --config.model.router=sigmoid"
+                f"config.model.experts.{name}={vars(sizes)[name]} has no effect with config.model.experts.router="
+                f"{sizes.router!r}; remove it, or use --config.model.experts.router=sigmoid"
             )
-    groups, chosen = sizes.router_groups, sizes.router_groups_per_token
+    groups, chosen = sizes.groups, sizes.groups_per_token
     if sizes.num_experts % groups or (groups > 1 and sizes.num_experts < 2 * groups):
         yield (
-            f"config.model.router_groups={groups} does not divide config.model.num_experts={sizes.num_experts} into"
-            " groups of at least 2"
+            f"config.model.experts.groups={groups} does not divide config.model.experts.num_experts={sizes.num_experts}"
+            " into groups of at least 2"
         )
     elif not chosen <= groups or sizes.experts_per_token > chosen * (sizes.num_experts // groups):
         yield (
-            f"config.model.router_groups_per_token={chosen} is more than config.model.router_groups={groups}, or these"
-            f" groups have fewer than config.model.experts_per_token={sizes.experts_per_token} experts"
+            f"config.model.experts.groups_per_token={chosen} is more than config.model.experts.groups={groups}, or"
+            f" these groups have fewer than config.model.experts.experts_per_token={sizes.experts_per_token} experts"
         )
 
 
 def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
     """What the Mosaic kernels do not support. `models.kinds.experts.check_devices` checks the GPUs."""
-    sizes, precision, mosaic = layer.section(ExpertSettings), config.precision, "config.runtime.expert_kernel='mosaic'"
+    sizes, precision, mosaic = layer.section(ExpertsConfig), config.precision, "config.runtime.expert_kernel='mosaic'"
     if precision.compute in ("fp32", "fp16"):
         yield f"unsupported: {mosaic} with config.precision.compute={precision.compute!r}; use compute=bf16"
     if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:
@@ -246,7 +247,7 @@ def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
             " --config.precision.reduce=compute, or --config.runtime.expert_kernel=blocks"
         )
     tensor = config.mesh.tensor
-    for name, dim, factor in (("model_dim", layer.model_dim, 1), ("expert_ffn_dim", sizes.expert_ffn_dim, tensor)):
+    for name, dim, factor in (("model_dim", layer.model_dim, 1), ("experts.ffn_dim", sizes.ffn_dim, tensor)):
         if dim % (_MOSAIC_DIM_MULTIPLE * factor):
             split = f" x config.mesh.tensor={tensor}" if factor > 1 else ""
             yield (

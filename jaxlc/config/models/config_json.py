@@ -11,7 +11,7 @@ from jaxlc.config.kinds import MIXERS
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
 from jaxlc.config.models.json_types import typed_fields
 from jaxlc.config.models.layer_groups import first_and_group
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.model_schema import ModelConfig, model_from
 from jaxlc.config.models.own_format import (
     MODEL_TYPE,
     family_of_own_format,
@@ -45,8 +45,8 @@ _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields
         ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), lambda x: x["num_heads"]
     ),
     "head_dim": lambda x: x["model_dim"] // x["num_heads"],
-    "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_key_heads"]),
-    "linear_value_head_dim": lambda x: 2 * x["delta_key_dim"],
+    "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_net.key_heads"]),
+    "linear_value_head_dim": lambda x: 2 * x["delta_net.key_dim"],
 }
 _DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # transformers has them in all families
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
@@ -104,7 +104,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         if value is None:
             raise UserError(f"{where} has no field {name}: it is incomplete; download it again")
         settings[setting] = value
-    settings.setdefault("ffn_dim", settings.get("expert_ffn_dim"))  # without dense layers
+    settings.setdefault("ffn_dim", settings.get("experts.ffn_dim"))  # without dense layers
     settings |= family.read_settings({**defaults, **config})
     if family.has_one_attention_bias:
         settings["attention_out_bias"] = settings["qkv_bias"]
@@ -170,7 +170,7 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     base = {name: value for name, value in base.items() if name not in _QUANTIZATION}  # the weights are not, any more
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
-    for name, value in _fields_of(dataclasses.replace(model, **before), family).items():
+    for name, value in _fields_of(model_from(model.by_path | before), family).items():
         if value != fields[name]:
             raise UserError(
                 f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore that file"
@@ -178,7 +178,7 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     if before["window"] != model.window:
         changed |= family.write_kinds(model)
     after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE
-    if all(after[name] == getattr(model, name) for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS) if name in after):
+    if all(after[name] == model.by_path[name] for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS) if name in after):
         return {**base, **changed}
     kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
     return kept | rope_fields(model, family) | changed
@@ -266,7 +266,7 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple
 
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The fields of config.json that give the sizes of `model`."""
-    values = vars(model) | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
+    values = model.by_path | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
     fields = {name: values[setting] for name, setting in _settings_of_fields(family).items()}
     unused = _unused_sizes(family, model.attentions)
     fields = {name: value for name, value in fields.items() if family.fields.get(name) not in unused}

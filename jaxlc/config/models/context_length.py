@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_name
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from, model_name
 from jaxlc.config.models.pretrained import Pretrained, locate
 from jaxlc.core.errors import UserError
 
@@ -97,4 +97,4 @@ def _context_of_run(source: Pretrained, settings: Mapping[str, Any]) -> int | No
     kinds = tuple(KindConfig(name=name, **fields) for name, fields in settings.get("kinds", {}).items())
     names = {name: stored["model"][name] for name in ("preset", "init_from")}
     fields: dict[str, Any] = {**settings, **names, "kinds": kinds}
-    return context_tokens(ModelConfig(**fields), stored["data"]["seq_len"]) or stored["data"]["seq_len"]
+    return context_tokens(model_from(fields), stored["data"]["seq_len"]) or stored["data"]["seq_len"]

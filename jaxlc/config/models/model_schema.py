@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar
 
 from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind
 from jaxlc.config.kinds.attention import AttentionSettings
-from jaxlc.config.kinds.delta_net import DeltaNetSettings
-from jaxlc.config.kinds.experts import ExpertSettings
+from jaxlc.config.kinds.delta_net import DeltaNetConfig
+from jaxlc.config.kinds.experts import ExpertsConfig
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
@@ -28,12 +28,12 @@ class KindConfig:
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
     # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. Empty: the experts of
-    # the model, or dense if model.num_experts is 0.
+    # the model, or dense if model.experts.num_experts is 0.
     feed_forward: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(AttentionSettings, ExpertSettings, DeltaNetSettings):
+class ModelConfig(AttentionSettings):
     """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
 
     preset: str  # name of a published model in jaxlc/config/models/presets.py, such as llama3.1-8b or qwen3-8b
@@ -64,6 +64,8 @@ class ModelConfig(AttentionSettings, ExpertSettings, DeltaNetSettings):
     # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
     # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
+    delta_net: DeltaNetConfig = DeltaNetConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
     sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
     rope_theta: Above0[float]  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
@@ -109,8 +111,16 @@ class ModelConfig(AttentionSettings, ExpertSettings, DeltaNetSettings):
 
     def section(self, part: type[SectionT]) -> SectionT:
         """The settings of a kind of blocks."""
-        assert isinstance(self, part)
-        return self
+        return next(value for value in (self, *vars(self).values()) if isinstance(value, part))
+
+    @property
+    def by_path(self) -> dict[str, Any]:
+        """The settings by their paths, such as "num_layers" and "delta_net.key_heads"."""
+        settings: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            is_section = name in SECTIONS_OF_MODEL
+            settings |= {f"{name}.{key}": item for key, item in vars(value).items()} if is_section else {name: value}
+        return settings
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
@@ -147,7 +157,7 @@ class ModelConfig(AttentionSettings, ExpertSettings, DeltaNetSettings):
         sizes = {name: size for name, size in own.items() if name not in ("name", "attention", "feed_forward") and size}
         settings: dict[str, Any] = {**vars(self), **sizes, "feed_forward": ""}
         mixer = mixer_by_layer_kind()[self.attention_of(kind)]
-        settings["norm_placement"] = settings[mixer.norm_setting] or self.norm_placement
+        settings["norm_placement"] = self.by_path[mixer.norm_setting] or self.norm_placement
         settings["mixer"] = mixer.name
         settings["feed_forward"] = own.get("feed_forward") or self.default_feed_forward
         return LayerConfig(**settings)
@@ -182,6 +192,18 @@ class LayerConfig(ModelConfig):
 
     mixer: str  # a key of `kinds.MIXERS`
     feed_forward: str  # a key of `kinds.FEED_FORWARDS`
+
+
+SECTIONS_OF_MODEL: Mapping[str, type] = {"delta_net": DeltaNetConfig, "experts": ExpertsConfig}
+
+
+def model_from(settings: Mapping[str, Any]) -> ModelConfig:
+    """The model with these settings, by their paths; the inverse of `ModelConfig.by_path`."""
+    values: dict[str, Any] = {name: value for name, value in settings.items() if "." not in name}
+    for name, part in SECTIONS_OF_MODEL.items():
+        own = {path.partition(".")[2]: value for path, value in settings.items() if path.startswith(f"{name}.")}
+        values[name] = part(**own)
+    return ModelConfig(**values)
 
 
 def model_name(model: Mapping[str, Any]) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from jaxlc.config.kinds import experts
 from jaxlc.config.models.families import COMMON_SETTINGS, Family
-from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.config.values import typed
+from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, ModelConfig
+from jaxlc.config.old_names import renamed
+from jaxlc.config.values import flattened, plain, typed
 from jaxlc.core.errors import UserError
 
 MODEL_TYPE, _ARCHITECTURE = "jaxlc", "JaxlcForCausalLM"
@@ -27,19 +28,19 @@ def is_own_format(config: Mapping[str, Any]) -> bool:
 
 def family_of_own_format(model: ModelConfig) -> Family:
     """The names of the tensors of `model` in this format."""
-    tensors = experts.STACKED_TENSORS if model.expert_bias else experts.TENSORS
+    tensors = experts.STACKED_TENSORS if model.experts.bias else experts.TENSORS
     tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
     return Family(
         model_type=MODEL_TYPE,
         architecture=_ARCHITECTURE,
-        settings={name: getattr(model, name) for name in COMMON_SETTINGS},
-        feed_forward_tensors=dict(experts=tensors) if model.num_experts else {},
+        settings={path: model.by_path[path] for path in COMMON_SETTINGS},
+        feed_forward_tensors=dict(experts=tensors) if model.experts.num_experts else {},
     )
 
 
 def own_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json for `model`, which `stored_settings` reads."""
-    settings = {name: value for name, value in vars(model).items() if name not in _NO_SETTINGS}
+    settings = {name: plain(value) for name, value in vars(model).items() if name not in _NO_SETTINGS}
     settings["kinds"] = {kind.name: {**dataclasses.asdict(kind)} for kind in model.kinds}
     for kind in settings["kinds"].values():
         kind.pop("name")
@@ -59,8 +60,9 @@ def own_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise UserError(f"{where} has no object {_SETTINGS!r}; export the model again")
     known = stored_settings(settings, where)
-    names = [field.name for field in dataclasses.fields(ModelConfig)]
-    missing = [name for name in names if name not in (*known, *_NO_SETTINGS)]
+    sections = {f"{name}.{key}" for name, part in SECTIONS_OF_MODEL.items() for key in vars(part())}
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - SECTIONS_OF_MODEL.keys() | sections
+    missing = [name for name in sorted(names) if name not in (*known, *_NO_SETTINGS)]
     if missing:
         raise UserError(f"{where} has no setting model.{missing[0]}: it is incomplete or of another version of jaxlc")
     return known
@@ -73,11 +75,16 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
       UserError: a setting is unknown or has another type.
     """
     hints = typing.get_type_hints(ModelConfig)
-    unknown = sorted({*stored} - {*hints})
+    for name, part in SECTIONS_OF_MODEL.items():
+        hints |= {f"{name}.{setting}": hint for setting, hint in typing.get_type_hints(part).items()}
+    settings = renamed("model", stored)
+    kinds = {"kinds": settings.pop("kinds")} if "kinds" in settings else {}
+    known = flattened(settings) | kinds
+    unknown = sorted({*known} - {*hints})
     if unknown:
         raise UserError(f"{where} has the unknown setting model.{unknown[0]}: it is of another version of jaxlc")
     return {
-        name: value if isinstance(value, dict) else typed(f"model.{name}", value, hints[name])
-        for name, value in stored.items()
-        if name not in _NO_SETTINGS
+        path: value if isinstance(value, dict) else typed(f"model.{path}", value, hints[path])
+        for path, value in known.items()
+        if path not in _NO_SETTINGS
     }

@@ -7,7 +7,8 @@ of each entry with the published one.
 from typing import Any
 
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.model_schema import ModelConfig, model_from
+from jaxlc.config.values import flattened
 
 _LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
 _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
@@ -19,11 +20,7 @@ _QWEN3_5: dict[str, Any] = dict(
     tie_embeddings=False,
     norm_epsilon=1e-6,
     layer_kinds=(*["gated_delta_net"] * 3, "full"),
-    delta_key_heads=16,
-    delta_value_heads=32,
-    delta_key_dim=128,
-    delta_value_dim=128,
-    delta_conv_taps=4,
+    delta_net=dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_taps=4),
     rope_theta=10_000_000.0,
     rope_fraction=0.25,
 )
@@ -57,8 +54,8 @@ _QWEN2_5: dict[str, Any] = dict(
     **FAMILIES["qwen2"].settings,
 )
 
-_PRESETS = (
-    ModelConfig(
+_PRESETS: tuple[dict[str, Any], ...] = (
+    dict(
         preset="tiny",
         vocab_size=512,
         num_layers=4,
@@ -71,7 +68,7 @@ _PRESETS = (
         norm_epsilon=1e-5,
         rope_theta=10_000.0,
     ),
-    ModelConfig(
+    dict(
         preset="llama3.2-1b",
         num_layers=16,
         model_dim=2048,
@@ -81,7 +78,7 @@ _PRESETS = (
         tie_embeddings=True,
         **_LLAMA_3_2_1B,
     ),
-    ModelConfig(
+    dict(
         preset="llama3.2-3b",
         num_layers=28,
         model_dim=3072,
@@ -91,7 +88,7 @@ _PRESETS = (
         tie_embeddings=True,
         **{**_LLAMA_3, **_LLAMA_3_2},
     ),
-    ModelConfig(
+    dict(
         preset="llama3.1-8b",
         num_layers=32,
         model_dim=4096,
@@ -101,9 +98,9 @@ _PRESETS = (
         tie_embeddings=False,
         **{**_LLAMA_3, **_LLAMA_3_1},
     ),
-    ModelConfig(preset="llama3.1-70b", **_LLAMA_70B),
-    ModelConfig(preset="llama3.3-70b", **_LLAMA_70B),  # meta-llama/Llama-3.3-70B-Instruct
-    ModelConfig(
+    dict(preset="llama3.1-70b", **_LLAMA_70B),
+    dict(preset="llama3.3-70b", **_LLAMA_70B),  # meta-llama/Llama-3.3-70B-Instruct
+    dict(
         preset="qwen2.5-7b",  # Qwen/Qwen2.5-7B
         num_layers=28,
         model_dim=3584,
@@ -113,7 +110,7 @@ _PRESETS = (
         norm_epsilon=1e-6,
         **_QWEN2_5,
     ),
-    ModelConfig(
+    dict(
         preset="qwen2.5-14b",  # Qwen/Qwen2.5-14B
         num_layers=48,
         model_dim=5120,
@@ -123,7 +120,7 @@ _PRESETS = (
         norm_epsilon=1e-5,
         **_QWEN2_5,
     ),
-    ModelConfig(
+    dict(
         preset="qwen2.5-32b",  # Qwen/Qwen2.5-32B
         num_layers=64,
         model_dim=5120,
@@ -133,7 +130,7 @@ _PRESETS = (
         norm_epsilon=1e-5,
         **_QWEN2_5,
     ),
-    ModelConfig(
+    dict(
         preset="qwen2.5-72b",  # Qwen/Qwen2.5-72B
         num_layers=80,
         model_dim=8192,
@@ -143,7 +140,7 @@ _PRESETS = (
         norm_epsilon=1e-5,
         **_QWEN2_5,
     ),
-    ModelConfig(
+    dict(
         preset="qwen3-8b",
         vocab_size=151_936,
         num_layers=36,
@@ -157,7 +154,7 @@ _PRESETS = (
         rope_theta=1_000_000.0,
         **FAMILIES["qwen3"].settings,
     ),
-    ModelConfig(
+    dict(
         # Qwen/Qwen3-30B-A3B; also THUDM/slime, scripts/models/qwen3-30B-A3B.sh.
         preset="qwen3-30b-a3b",
         vocab_size=151_936,
@@ -167,16 +164,13 @@ _PRESETS = (
         num_kv_heads=4,
         head_dim=128,
         ffn_dim=6144,  # of dense layers, which it does not have
-        num_experts=128,
-        experts_per_token=8,
-        expert_ffn_dim=768,
-        renormalize_router=True,
+        experts=dict(num_experts=128, experts_per_token=8, ffn_dim=768, renormalize=True),
         tie_embeddings=False,
         norm_epsilon=1e-6,
         rope_theta=1_000_000.0,
         **FAMILIES["qwen3_moe"].settings,
     ),
-    ModelConfig(
+    dict(
         # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose numbers of
         # layers and experts are those of gpt-oss-120b.
         preset="gpt-oss-20b",
@@ -187,9 +181,7 @@ _PRESETS = (
         num_kv_heads=8,
         head_dim=64,
         ffn_dim=2880,  # of dense layers, which it does not have
-        num_experts=32,
-        experts_per_token=4,
-        expert_ffn_dim=2880,
+        experts=dict(num_experts=32, experts_per_token=4, ffn_dim=2880),
         qkv_bias=True,
         attention_out_bias=True,
         layer_kinds=("sliding", "full"),
@@ -205,7 +197,7 @@ _PRESETS = (
         rope_scaling_truncate=False,
         **FAMILIES["gpt_oss"].settings,
     ),
-    ModelConfig(
+    dict(
         # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
         # that of THUDM/slime, scripts/models.
         preset="qwen3.5-9b",
@@ -218,7 +210,7 @@ _PRESETS = (
         **_QWEN3_5,
         **FAMILIES["qwen3_5_text"].settings,
     ),
-    ModelConfig(
+    dict(
         # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23, whose
         # docstring names this model; the base of RoPE is that of THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh.
         preset="qwen3.5-35b-a3b",
@@ -228,14 +220,11 @@ _PRESETS = (
         num_kv_heads=2,
         head_dim=256,
         ffn_dim=512,  # of dense layers, which it does not have
-        num_experts=256,
-        experts_per_token=8,
-        expert_ffn_dim=512,
-        shared_ffn_dim=512,
+        experts=dict(num_experts=256, experts_per_token=8, ffn_dim=512, shared_ffn_dim=512),
         **_QWEN3_5,
         **FAMILIES["qwen3_5_moe_text"].settings,
     ),
-    ModelConfig(
+    dict(
         # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without RoPE.
         preset="olmo-hybrid-7b",
         vocab_size=100_352,
@@ -248,15 +237,11 @@ _PRESETS = (
         tie_embeddings=False,
         norm_epsilon=1e-6,
         layer_kinds=(*["gated_delta_net"] * 3, "nope"),
-        delta_key_heads=30,
-        delta_value_heads=30,
-        delta_key_dim=96,
-        delta_value_dim=192,
-        delta_conv_taps=4,
+        delta_net=dict(key_heads=30, value_heads=30, key_dim=96, value_dim=192, conv_taps=4),
         rope_theta=10_000.0,
         **FAMILIES["olmo_hybrid"].settings,
     ),
-    ModelConfig(
+    dict(
         preset="mistral-7b",  # v0.3
         vocab_size=32_768,
         num_layers=32,
@@ -269,7 +254,7 @@ _PRESETS = (
         norm_epsilon=1e-5,
         rope_theta=1_000_000.0,
     ),
-    ModelConfig(
+    dict(
         preset="gemma3-12b",  # without the vision encoder
         vocab_size=262_208,
         num_layers=48,
@@ -289,7 +274,7 @@ _PRESETS = (
         rope_scaling_factor=8.0,
         **FAMILIES["gemma3_text"].settings,
     ),
-    ModelConfig(
+    dict(
         preset="olmo3-7b",
         vocab_size=100_278,
         num_layers=32,
@@ -300,7 +285,7 @@ _PRESETS = (
         ffn_dim=11_008,
         **_OLMO3,
     ),
-    ModelConfig(
+    dict(
         preset="olmo3-32b",
         vocab_size=100_278,
         num_layers=64,
@@ -312,4 +297,4 @@ _PRESETS = (
         **_OLMO3,
     ),
 )
-PRESETS: dict[str, ModelConfig] = {preset.preset: preset for preset in _PRESETS}
+PRESETS: dict[str, ModelConfig] = {preset["preset"]: model_from(flattened(preset)) for preset in _PRESETS}

@@ -3,7 +3,7 @@
 G key heads of dimension K serve H value heads of dimension V. Queries, keys and values pass a short causal convolution
 and SiLU, queries and keys are then scaled to length 1. The state decays by exp(-exp(log_decay) softplus(x wa +
 decay_bias)) per token, and sigmoid(x wb) is the step size of its correction; twice that if the state may change its
-sign (`ModelConfig.delta_negative_eigenvalues`; Grazzi et al. 2024, arXiv:2411.12537). The output is normed per head and
+sign (`model.delta_net.negative_eigenvalues`; Grazzi et al. 2024, arXiv:2411.12537). The output is normed per head and
 multiplied by silu(x wz).
 
 What crosses ranks is in `jaxlc.attention.delta_rule`.
@@ -57,7 +57,7 @@ class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
         super().__init__(model, keys, fp8, lora, tuple(MIXERS["gated_delta_net"].projections))
-        weights, num_taps, num_heads = mixer_matrices(model), model.delta_conv_taps, model.delta_value_heads
+        weights, num_taps, num_heads = mixer_matrices(model), model.delta_net.conv_taps, model.delta_net.value_heads
         self.wq, self.wk, self.wv = (weight(keys, weights[name]) for name in ("wq", "wk", "wv"))
         self.wz, self.wb, self.wa = (weight(keys, weights[name]) for name in ("wz", "wb", "wa"))
         self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
@@ -69,8 +69,10 @@ class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         step_size = jnp.exp(jax.random.uniform(keys.params(), (num_heads,), minval=logs[0], maxval=logs[1]))
         self.log_decay = nnx.Param(jnp.log(decay), dims=("decay",))
         self.decay_bias = nnx.Param(jnp.log(jnp.expm1(step_size)), dims=("decay",))  # the inverse of softplus
-        self.out_norm = RMSNorm(epsilon=model.delta_norm_epsilon or model.norm_epsilon, norm=model.delta_value_dim)
-        self.largest_step = 2.0 if model.delta_negative_eigenvalues else 1.0
+        self.out_norm = RMSNorm(
+            epsilon=model.delta_net.norm_epsilon or model.norm_epsilon, norm=model.delta_net.value_dim
+        )
+        self.largest_step = 2.0 if model.delta_net.negative_eigenvalues else 1.0
 
     @jax.named_scope(scopes.ATTENTION)
     def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[tuple, jax.Array]:
@@ -100,7 +102,7 @@ class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     @classmethod
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
-        sharded = ShardedDeltaNet(on.mesh, on.num_chains, on.model.delta_conv_taps)
+        sharded = ShardedDeltaNet(on.mesh, on.num_chains, on.model.delta_net.conv_taps)
 
         def prepare(tokens: BatchTokens):
             return sharded.prepare(tokens.segments_BT, tokens.prefixes_BT, tokens.fragments_BT)
@@ -109,7 +111,7 @@ class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     @classmethod
     def on_tiles(cls, on: KindOnMesh) -> Tiles:
-        tiled = TiledDeltaNet(on.mesh, on.num_tiles, on.model.delta_conv_taps)
+        tiled = TiledDeltaNet(on.mesh, on.num_tiles, on.model.delta_net.conv_taps)
 
         def prepare(tokens: BatchTokens):
             is_one_segment = tokens.segments_BT is None
@@ -119,14 +121,17 @@ class GatedDeltaNet(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     @classmethod
     def reach(cls, model: ModelConfig) -> int:
-        return model.delta_conv_taps - 1
+        return model.delta_net.conv_taps - 1
 
     @classmethod
     def abstract_cache(
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
     ) -> "DeltaStates":
         model = on.model
-        key, value = (model.delta_key_heads, model.delta_key_dim), (model.delta_value_heads, model.delta_value_dim)
+        key, value = (
+            (model.delta_net.key_heads, model.delta_net.key_dim),
+            (model.delta_net.value_heads, model.delta_net.value_dim),
+        )
 
         def array(spec: PartitionSpec, dtype, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((batch_size, num_layers, *shape), dtype, sharding=NamedSharding(on.mesh, spec))

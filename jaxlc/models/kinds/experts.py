@@ -388,26 +388,30 @@ class Experts(nnx.Module, Routed):
     """The router [D, E] and the weights of E experts; see `config/kinds/experts.py`."""
 
     def __init__(self, model: LayerConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
-        D, E, F = model.model_dim, model.num_experts, model.expert_ffn_dim
+        D, E, F = model.model_dim, model.experts.num_experts, model.experts.ffn_dim
         depth_scale = residual_depth_scale(model)
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
         self.expert_gate = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
         self.expert_up = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
         self.expert_down = matrix(keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=D)
-        has_bias = model.expert_bias
-        self.choice_bias = bias_vector(bias=E) if model.router_choice_bias else None
+        has_bias = model.experts.bias
+        self.choice_bias = bias_vector(bias=E) if model.experts.choice_bias else None
         self.router_bias = bias_vector(bias=E) if has_bias else None
         self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
         self.lora = make_adapters(model, lora, EXPERT_PROJECTIONS, keys.lora)
         self.fp8_names = () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
-        shared = dataclasses.replace(model, ffn_dim=model.shared_ffn_dim, feed_forward="dense")
-        self.shared = MLP(shared, keys, fp8, lora) if model.shared_ffn_dim else None
-        self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.shared_expert_gate else None
-        self.num_chosen = model.experts_per_token
-        self.router_kind, self.renormalizes, self.scale = model.router, model.renormalize_router, model.router_scale
-        self.groups = model.router_groups, model.router_groups_per_token
+        shared = dataclasses.replace(model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense")
+        self.shared = MLP(shared, keys, fp8, lora) if model.experts.shared_ffn_dim else None
+        self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.experts.shared_gate else None
+        self.num_chosen = model.experts.experts_per_token
+        self.router_kind, self.renormalizes, self.scale = (
+            model.experts.router,
+            model.experts.renormalize,
+            model.experts.scale,
+        )
+        self.groups = model.experts.groups, model.experts.groups_per_token
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)

@@ -1,6 +1,5 @@
 """The description of a model family. Imports no jax."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +8,18 @@ from typing import Any
 from jaxlc.config.kinds import FEED_FORWARDS, MIXERS
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig
+from jaxlc.config.values import defaults_of, flattened
 
 Fields = Mapping[str, Any]  # the content of config.json
 
 # Settings of ModelConfig that are equal in all models of a family, with the values that most families have.
 COMMON_SETTINGS: dict[str, Any] = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.name in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
-    or field.name in ("router", "expert_bias", "shared_expert_gate", "router_choice_bias")
-    or field.name in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
-    or field.name in ("delta_norm_placement", "delta_norm_epsilon", "delta_negative_eigenvalues")
+    path: value
+    for path, value in flattened(defaults_of(ModelConfig)).items()
+    if path in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
+    or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
+    or path in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
+    or path in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")
 }
 
 
@@ -151,17 +151,20 @@ class Family:
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
-        settings = {**COMMON_SETTINGS, **self.settings}
+        settings, by_path = {**COMMON_SETTINGS, **self.settings}, model.by_path
         if self.has_one_attention_bias and model.qkv_bias == model.attention_out_bias:
             settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
         elif "attention_bias" in self.fields and not self.has_one_attention_bias:
             settings |= dict(qkv_bias=model.qkv_bias)
-        settings |= {name: vars(model)[name] for name in self.varying}
+        settings |= {name: by_path[name] for name in self.varying}
         given = {*self.fields.values()} & COMMON_SETTINGS.keys() - {"qkv_bias"}
-        settings |= {name: vars(model)[name] for name in given}
-        has_settings = all(vars(model)[name] == value for name, value in settings.items())
+        settings |= {name: by_path[name] for name in given}
+        has_settings = all(by_path[name] == value for name, value in settings.items())
         has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
-        has_shared = not model.shared_ffn_dim or "shared_ffn_dim" in {*self.fields.values(), *self.varying}
+        has_shared = not model.experts.shared_ffn_dim or "experts.shared_ffn_dim" in {
+            *self.fields.values(),
+            *self.varying,
+        }
         has_kinds = frozenset(model.used_kinds) in self.layer_kinds and all(
             kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {})) for kind in model.kinds
         )

@@ -20,16 +20,14 @@ def _write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_settings(config: Fields) -> dict[str, Any]:
-    return dict(
-        qk_norm="head" if config["use_qk_norm"] else "none",
-        shared_ffn_dim=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
-    )
+    shared_ffn_dim = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
+    return {"qk_norm": "head" if config["use_qk_norm"] else "none", "experts.shared_ffn_dim": shared_ffn_dim}
 
 
 def _write_settings(model: ModelConfig) -> dict[str, Any]:
     return dict(
         use_qk_norm=model.qk_norm == "head",
-        n_shared_experts=model.shared_ffn_dim // model.expert_ffn_dim,
+        n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
     )
 
 
@@ -39,21 +37,21 @@ GLM4_MOE = Family(
     layer_kinds=(frozenset({"full"}), frozenset({"dense", "full"})),
     read_kinds=_read_kinds,
     write_kinds=_write_kinds,
-    settings=dict(router="sigmoid", router_choice_bias=True, attention_out_bias=False),
+    settings={"experts.router": "sigmoid", "experts.choice_bias": True, "attention_out_bias": False},
     fields={
         "attention_bias": "qkv_bias",
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_ffn_dim",
-        "norm_topk_prob": "renormalize_router",
-        "n_group": "router_groups",
-        "topk_group": "router_groups_per_token",
-        "routed_scaling_factor": "router_scale",
+        "n_routed_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "moe_intermediate_size": "experts.ffn_dim",
+        "norm_topk_prob": "experts.renormalize",
+        "n_group": "experts.groups",
+        "topk_group": "experts.groups_per_token",
+        "routed_scaling_factor": "experts.scale",
     },
     field_aliases={"num_local_experts": "n_routed_experts"},
     read_settings=_read_settings,
     write_settings=_write_settings,
-    varying=frozenset({"qk_norm", "shared_ffn_dim"}),
+    varying=frozenset({"qk_norm", "experts.shared_ffn_dim"}),
     defaults=dict(
         num_key_value_heads=8,
         attention_bias=False,

@@ -17,12 +17,17 @@ GPT_OSS = Family(
     layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"}), frozenset({"sliding"})),
     read_kinds=_read_kinds,
     write_kinds=write_layer_types,
-    settings=dict(attention_sinks=True, activation="clamped_swiglu", router="topk_softmax", expert_bias=True),
+    settings={
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "experts.router": "topk_softmax",
+        "experts.bias": True,
+    },
     fields={
         "attention_bias": "qkv_bias",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "intermediate_size": "expert_ffn_dim",
+        "num_local_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "intermediate_size": "experts.ffn_dim",
     },
     field_aliases={"num_experts": "num_local_experts"},
     defaults=dict(

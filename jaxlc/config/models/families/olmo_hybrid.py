@@ -32,20 +32,20 @@ OLMO_HYBRID = Family(
     layer_kinds=(frozenset({_LINEAR, "nope"}), frozenset({_LINEAR, "full"})),
     read_kinds=_read_kinds,
     write_kinds=_write_kinds,
-    settings=dict(
-        qk_norm="projection",
-        norm_placement="post",
-        delta_norm_placement="pre",
-        delta_norm_epsilon=1e-5,  # a constant of the model, which rms_norm_eps does not change
-        delta_negative_eigenvalues=True,
-    ),
+    settings={
+        "qk_norm": "projection",
+        "norm_placement": "post",
+        "delta_net.norm_placement": "pre",
+        "delta_net.norm_epsilon": 1e-5,  # a constant of the model, which rms_norm_eps does not change
+        "delta_net.negative_eigenvalues": True,
+    },
     fields={
-        "linear_num_key_heads": "delta_key_heads",
-        "linear_num_value_heads": "delta_value_heads",
-        "linear_key_head_dim": "delta_key_dim",
-        "linear_value_head_dim": "delta_value_dim",
-        "linear_conv_kernel_dim": "delta_conv_taps",
-        "linear_allow_neg_eigval": "delta_negative_eigenvalues",
+        "linear_num_key_heads": "delta_net.key_heads",
+        "linear_num_value_heads": "delta_net.value_heads",
+        "linear_key_head_dim": "delta_net.key_dim",
+        "linear_value_head_dim": "delta_net.value_dim",
+        "linear_conv_kernel_dim": "delta_net.conv_taps",
+        "linear_allow_neg_eigval": "delta_net.negative_eigenvalues",
     },
     defaults=dict(
         num_key_value_heads=None,

@@ -28,10 +28,10 @@ QWEN3_MOE = Family(
     settings=dict(qk_norm="head"),
     fields={
         "attention_bias": "qkv_bias",
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_ffn_dim",
-        "norm_topk_prob": "renormalize_router",
+        "num_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "moe_intermediate_size": "experts.ffn_dim",
+        "norm_topk_prob": "experts.renormalize",
     },
     field_aliases={"num_local_experts": "num_experts"},
     defaults=dict(

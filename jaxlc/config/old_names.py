@@ -1,0 +1,73 @@
+"""Old names of settings, which config files, flags and stored configs may have: one table. Imports no jax.
+
+To be removed in 2027-12.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlc.config.values import SettingError
+
+# Name in the section model -> path there.
+_MODEL = {
+    "delta_key_heads": "delta_net.key_heads",
+    "delta_value_heads": "delta_net.value_heads",
+    "delta_key_dim": "delta_net.key_dim",
+    "delta_value_dim": "delta_net.value_dim",
+    "delta_conv_taps": "delta_net.conv_taps",
+    "delta_norm_placement": "delta_net.norm_placement",
+    "delta_norm_epsilon": "delta_net.norm_epsilon",
+    "delta_negative_eigenvalues": "delta_net.negative_eigenvalues",
+    "num_experts": "experts.num_experts",
+    "experts_per_token": "experts.experts_per_token",
+    "expert_ffn_dim": "experts.ffn_dim",
+    "router": "experts.router",
+    "renormalize_router": "experts.renormalize",
+    "router_choice_bias": "experts.choice_bias",
+    "router_groups": "experts.groups",
+    "router_groups_per_token": "experts.groups_per_token",
+    "router_scale": "experts.scale",
+    "expert_bias": "experts.bias",
+    "shared_ffn_dim": "experts.shared_ffn_dim",
+    "shared_expert_gate": "experts.shared_gate",
+}
+_PREFIX = re.compile(r"(stages\.[^.]+\.)?model\.")
+
+
+def new_path(path: str) -> str:
+    """The path of a setting, where `path` has an old name of it; otherwise `path`."""
+    prefix = _PREFIX.match(path)
+    return prefix[0] + _MODEL.get(path[prefix.end() :], path[prefix.end() :]) if prefix else path
+
+
+def renamed(part: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the part at the path `part`, with new names in place of old ones.
+
+    Raises:
+      SettingError: an old and a new name of one setting have different values.
+    """
+    result = dict(values)
+    for name, value in values.items():
+        section, _, setting = new_path(f"{part}.{name}").removeprefix(f"{part}.").rpartition(".")
+        if not section:
+            continue
+        own = dict(result.get(section) or {})
+        if value is not None:
+            check_same(f"{part}.{name}", value, f"{part}.{section}.{setting}", own.get(setting))
+            own[setting] = value
+        del result[name]
+        result[section] = own
+    return result
+
+
+def check_same(old: str, old_value: Any, new: str, new_value: Any) -> None:
+    """Checks the values of an old and a new name of a setting, or None.
+
+    Raises:
+      SettingError: they differ.
+    """
+    if None not in (old_value, new_value) and old_value != new_value:
+        raise SettingError(
+            f"config.{old}={old_value} contradicts config.{new}={new_value}: {old} is the old name of {new}; remove it"
+        )
