@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 from jaxlc.core import html
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.text import Update, count_text, no_progress
-from jaxlc.data.sequences.loader import Sequences, batches
+from jaxlc.data.sequences.loader import batches
+from jaxlc.data.sequences.source import FiniteSequences, Sequences
 from jaxlc.evals.document_sums import (
     MIN_DOCUMENTS,
     DocumentSums,
@@ -174,10 +175,6 @@ class Evaluation:
         if self.context_gain is not None:
             tables.append(_html_table(repr(self.context_gain), self.context_gain.by_position()))
         return "\n".join(tables)
-
-
-class FiniteSequences(Sequences, Protocol):
-    num_sequences: int  # distinct sequences: those with indices from 0
 
 
 class Evaluator:

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import grain
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.source import Sequences
 
 
 class Batch(NamedTuple):
@@ -97,11 +98,6 @@ class WaitingTime:
 
 _ENDLESS = 2**62
 MAX_THREADS = 8  # building a sequence is mostly copying; a few threads saturate the memory bandwidth
-
-
-class Sequences(Protocol):
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several threads."""
 
 
 # The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S], whose index t has

@@ -9,12 +9,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jaxlc.core.text import Update, count_text, no_progress
-from jaxlc.data.sequences.loader import Sequences
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 MANY = 0.1  # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
 
 Batches = Iterable[Mapping]  # each maps "tokens" and optional names to arrays [sequences, tokens]
+
+
+class Sequences(Protocol):
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several threads."""
 
 
 class FiniteSequences(Sequences, Protocol):
