@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from jaxlc.cli.flags import import_jax
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path
@@ -45,6 +46,7 @@ def _run(command: ParsedCommand[Flags]) -> int:
     if flags.action != "rm" and flags.incomplete:
         raise UserError(f"--incomplete has no effect on {flags.action}: remove it, or use rm")
     os.environ["JAX_PLATFORMS"] = "cpu"
+    import_jax()
     from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, existing_step
 
     directory = local_path(flags.workdir).absolute() / CHECKPOINTS_DIRECTORY
