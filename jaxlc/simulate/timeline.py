@@ -160,7 +160,7 @@ class Prediction:
 
     step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
-    mfu_causal: float  # causal model FLOPs (jaxlc.config.step_flops) over the bf16 peak of all devices
+    mfu_causal: float  # causal model FLOPs (jaxlc.config.flops) over the bf16 peak of all devices
     recomputed_share: float  # (FLOPs of the program - model FLOPs) / model FLOPs, attention included
     exposed_communication_seconds: float  # during which kernels wait for collectives
     communication_seconds: float  # sum over all collectives, each alone on its link
