@@ -53,6 +53,26 @@ def _no_cache_for_absent_gpus(request: pytest.FixtureRequest):
         yield
 
 
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Runs of the module compile each program once."""
+    from tests.train import runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        runs.share_programs(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def without_plots():
+    """Runs of the module write no plots."""
+    from tests.train import runs
+
+    with pytest.MonkeyPatch.context() as patch:
+        runs.without_plots(patch)
+        yield
+
+
 _worker_cpu_seconds: list[float] = []
 
 

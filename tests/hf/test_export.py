@@ -34,6 +34,8 @@ from jaxlc.step.step import build_step
 from tests.hf.models import CASES, tensors_of, write_model, write_tensors, write_tokenizer
 from tests.train.runs import save_step_0, write_untrained_run
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
+
 
 def batches(num_steps, vocab_size=60):
     rng = np.random.default_rng(0)

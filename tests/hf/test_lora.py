@@ -22,6 +22,7 @@ from tests.hf.models import write_model
 from tests.hf.test_export import batches, config_of, tensors_in
 from tests.train.runs import save_step_0
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
 STEPS, RANK, ALPHA = 4, 4, 6.0
 SCALE = ALPHA / RANK**0.5
 TRAINED = {"embedding": "model.embed_tokens", "final_norm/scale": "model.norm"}
