@@ -29,9 +29,9 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.models import decoder, freezing, layer_tiles, layers
 from jaxlc.models.block import rms_norm
-from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Sequences, Tiles
+from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
 from jaxlc.models.freezing import frozen_names
-from jaxlc.models.kinds import kinds_on_mesh, mixer_of, tables_of_kinds
+from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixer_of, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, RunLayer
 from jaxlc.models.lora import is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
@@ -223,7 +223,7 @@ class Objective:
                 weights, policy = self._policy_weights(hidden_and_head, targets, part)
             sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
             total, experts = sums.objective, None
-            if self.config.model.experts.num_experts:
+            if kinds_with(Routed, self.config.model):
                 experts = expert_sums(layer_sums, part.segment_ids, self.config.train)
                 total += per_microbatch * weighted_loss(experts, self.config.train)
             return total, (sums.cross_entropy if policy is None else policy, experts)
@@ -309,7 +309,7 @@ class Objective:
         else:  # a sequence is one document: its mask is implicit
             positions = sequence_positions(batch.positions.shape, self.mesh)
             tokens = BatchTokens(positions, None)
-        if self.config.model.experts.num_experts:
+        if kinds_with(Routed, self.config.model):
             positions = jnp.where(batch.segment_ids > 0, positions, -1)  # see `DecoderLayer.__call__`
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)

@@ -20,6 +20,8 @@ from jaxlc.hlo import AnalyzedProgram, Program, analyze
 from jaxlc.hlo.attention_kernels import AttentionCollective
 from jaxlc.hlo.collectives import Collective, device_arrays, has_constant_offset, host_arguments
 from jaxlc.hlo.parser import PASSES, components, is_in_token_mixing
+from jaxlc.models.contract import ChoosesKernel
+from jaxlc.models.kinds import kinds_with
 from jaxlc.runtime.xla_flags import TransportSelection
 from jaxlc.sharding.rules import is_copied, is_vector
 from jaxlc.step.state import HOST, PINNED_HOST
@@ -152,10 +154,11 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
     check_memory(step, program)
     attention_collectives = program.attention_collectives
     model = step.config.model
+    with_attention = kinds_with(ChoosesKernel, model)
     lines = describe(
         attention_collectives,
         strategy=step.config.attention.strategy,
-        num_layers=sum(model.of_kind(kind).mixer == "attention" for kind in model.kinds_of_layers),
+        num_layers=sum(kind in with_attention for kind in model.kinds_of_layers),
         num_sliding=sum(model.window_of(kind) is not None for kind in model.kinds_of_layers),
     )
     return lines + copies + check(step, attention_collectives)

@@ -71,8 +71,10 @@ def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict
 
 
 def kinds_with(interface: type, model: ModelConfig) -> list[str]:
-    """The kinds of layers whose mixer has an interface of `contract`."""
-    return [kind for kind in model.used_kinds if issubclass(mixer_of(model.of_kind(kind)), interface)]
+    """The kinds of layers whose mixer or feed-forward block has an interface of `contract`."""
+    layers = {kind: model.of_kind(kind) for kind in model.used_kinds}
+    parts = {kind: (MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]) for kind, layer in layers.items()}
+    return [kind for kind, classes in parts.items() if any(issubclass(part, interface) for part in classes)]
 
 
 def reach(model: ModelConfig) -> int:
