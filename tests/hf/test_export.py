@@ -321,7 +321,7 @@ def test_layers_of_no_family_are_exported_with_their_settings(changes, tmp_path,
             "unknown setting model.num_layer: it is of",
         ),
         (dict(model_type="jaxlc", model=dict(num_layers="two")), "invalid value 'two' for .*model.num_layers"),
-        (dict(model_type="jaxlc", model=dict(num_layers=2)), "config.json has no setting model.vocab_size"),
+        (dict(model_type="jaxlc", model=dict(num_layers=2)), "config.json has no setting model.activation"),
     ],
 )
 def test_invalid_own_settings_raise(content, message, tmp_path):

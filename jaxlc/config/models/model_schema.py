@@ -1,5 +1,6 @@
 """The section `model` of the settings; see `jaxlc.config.schema`. Imports no jax."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -194,7 +195,11 @@ class LayerConfig(ModelConfig):
     feed_forward: str  # a key of `kinds.FEED_FORWARDS`
 
 
-SECTIONS_OF_MODEL: Mapping[str, type] = {"delta_net": DeltaNetConfig, "experts": ExpertsConfig}
+SECTIONS_OF_MODEL: Mapping[str, type] = {
+    field.name: type(field.default)
+    for field in dataclasses.fields(ModelConfig)
+    if dataclasses.is_dataclass(field.default)
+}
 
 
 def model_from(settings: Mapping[str, Any]) -> ModelConfig:
