@@ -101,6 +101,29 @@ def test_wheel_core_requirements_exclude_optional_packages(wheel):
     assert "License-Expression: Apache-2.0" in metadata
 
 
+_OPTIONAL = ("matplotlib", "jinja2", "tokenizers", "pyarrow", "tensorboardX", "wandb", "huggingface_hub")
+_IMPORT_WITHOUT = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {_OPTIONAL}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+from jaxlc import api
+from jaxlc.evals import evaluate_run
+from jaxlc.plan import plan
+from jaxlc.preflight import check
+from jaxlc.search import recommendation
+from jaxlc.train import loop
+"""
+
+
+def test_verbs_are_imported_without_optional_packages():
+    subprocess.run([sys.executable, "-c", _IMPORT_WITHOUT], cwd=ROOT, check=True)
+
+
 def test_pyproject_lists_every_package_of_the_tree():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     directories = {path.parent.relative_to(ROOT) for path in (ROOT / "jaxlc").rglob("*.py")}

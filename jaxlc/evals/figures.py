@@ -1,14 +1,13 @@
 """Figures of stored scores: against length, maps of depth and length, and loss by position.
 
-Needs matplotlib; import this module only where a figure is drawn.
+Importing this module does not import matplotlib; drawing does.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY
 from jaxlc.core import errors
@@ -17,11 +16,18 @@ from jaxlc.core.plot_style import line_styles, new_figure, style_axes
 from jaxlc.evals.document_loss import DocumentLosses, stored_losses
 from jaxlc.evals.predictions import ScoreRow, read_scores
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _NUM_WIDTHS = 4  # line widths
-_TOKENS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
-def depth_figure(rows: Sequence[ScoreRow], title: str) -> Figure:
+def _token_count(value: float, _: int) -> str:
+    """The label of a tick."""
+    return f"{value:,.0f}"
+
+
+def depth_figure(rows: Sequence[ScoreRow], title: str) -> "Figure":
     """The scores of one task as a map of depth against length."""
     lengths, depths = (sorted({getattr(row, name) for row in rows}) for name in ("length", "depth"))
     scores = np.full((len(depths), len(lengths)), np.nan)
@@ -43,7 +49,7 @@ def depth_figure(rows: Sequence[ScoreRow], title: str) -> Figure:
     return figure
 
 
-def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
+def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> "Figure":
     """Scores against length, the mean over tasks, with standard errors; one line for each checkpoint or model.
 
     Args:
@@ -63,7 +69,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
             linewidth=1.2 + 1.8 * size, markersize=4 + 3 * size, label=label,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(_TOKENS)
+    axes.xaxis.set_major_formatter(_token_count)
     tasks = sorted({row.task for rows in runs.values() for row in rows})
     axes.set(xlabel="length in tokens", ylabel="score, %", ylim=(-3, 103))
     axes.set_title("Score by length, mean of " + (tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks"), loc="left")
@@ -75,7 +81,7 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> Figure:
     return figure
 
 
-def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
+def loss_figure(runs: Mapping[str, DocumentLosses]) -> "Figure":
     """Loss against position, with its 95% interval if there are enough documents; one line per model.
 
     Args:
@@ -90,7 +96,7 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> Figure:
         gains = [f"{losses.gain(limit).mean():+z.3f} nats over {limit:,}" for limit in losses.limited]
         axes.plot(center, columns["loss"], "o", **line, markersize=3, linewidth=1.2, label="; ".join([label, *gains]))
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(_TOKENS)
+    axes.xaxis.set_major_formatter(_token_count)
     axes.set(xlabel="position in the document, in tokens", ylabel="loss, nats per token")
     lengths = sorted({losses.length for losses in runs.values()})
     counts = sorted({losses.by_position.num_documents for losses in runs.values()})
