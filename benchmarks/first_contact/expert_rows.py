@@ -8,7 +8,7 @@ import jax
 from benchmarks.first_contact.attention_inputs import device_or_h100, seconds_per_call
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
-from jaxlc.models.kinds.experts import assign, block_product, check_mosaic_product, mosaic_product
+from jaxlc.models.expert_products import assign, block_product, check_mosaic_product, mosaic_product
 
 _PRODUCTS = dict(mosaic=mosaic_product, blocks=block_product)
 

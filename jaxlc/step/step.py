@@ -24,10 +24,10 @@ from jaxlc.config import Config, LoraConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.models import freezing
+from jaxlc.models import expert_products, freezing
 from jaxlc.models.contract import ChoosesKernel
-from jaxlc.models.kinds import experts, kinds_on_mesh, mixer_of
-from jaxlc.models.kinds.experts import check_mosaic_product
+from jaxlc.models.expert_products import check_mosaic_product
+from jaxlc.models.kinds import kinds_on_mesh, mixer_of
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, denominator, means
 from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
@@ -197,7 +197,7 @@ def build_step(
     """
     precision.check_devices(config.precision, mesh.devices.flat)
     if config.runtime.expert_kernel == "mosaic":
-        experts.check_devices(mesh.devices.flat)
+        expert_products.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
     check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)

@@ -14,9 +14,9 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator, _Batch, _Output
 from jaxlc.generation.sampling import Sampling
+from jaxlc.models import cached_attention
 from jaxlc.models.cache import CacheLayout, layout_for
-from jaxlc.models.kinds import attention as cached_attention
-from jaxlc.models.kinds.attention import attend_one
+from jaxlc.models.cached_attention import attend_one
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.state import bytes_per_device

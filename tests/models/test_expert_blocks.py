@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec, SingleDeviceSharding
 from jaxlc.config import MeshConfig
 from jaxlc.config.kinds.experts import block_rows
 from jaxlc.core.axes import CONTEXT
-from jaxlc.models.kinds import experts as expert_blocks
+from jaxlc.models import expert_products as expert_blocks
+from jaxlc.models.expert_products import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product
 from jaxlc.models.kinds.dense import gated
-from jaxlc.models.kinds.experts import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product
 from jaxlc.models.matmuls import E4M3, E5M2, to_fp8
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.topology import WITHOUT_GPU, topology

@@ -16,9 +16,9 @@ from jaxlc.core import scopes
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hlo import analyze
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.models.kinds import experts as mosaic_product
+from jaxlc.models import expert_products as mosaic_product
+from jaxlc.models.expert_products import ExpertWeights, check_mosaic_product, expert_outputs
 from jaxlc.models.kinds.dense import gated
-from jaxlc.models.kinds.experts import ExpertWeights, check_mosaic_product, expert_outputs
 from jaxlc.plan.program import kernels
 from jaxlc.simulate.topology import WITHOUT_GPU, topology
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

@@ -10,8 +10,8 @@ import pytest
 
 from jaxlc import _jax_internals
 from jaxlc.core.errors import UserError
+from jaxlc.models import expert_products
 from jaxlc.models.contract import CHOICE
-from jaxlc.models.kinds import experts
 from jaxlc.step import step as kernel_checks
 from jaxlc.step.loss import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
@@ -294,7 +294,7 @@ def test_step_with_mosaic_multiplies_all_projections_with_its_kernels(monkeypatc
 
     monkeypatch.setattr(_jax_internals, "mosaic_ragged_dot", dot)
     monkeypatch.setattr(_jax_internals, "mosaic_ragged_gradient", gradient)
-    monkeypatch.setattr(experts, "check_devices", lambda devices: None)
+    monkeypatch.setattr(expert_products, "check_devices", lambda devices: None)
     step = small_step(_mosaic_config(context=2, tensor=2))
     jax.eval_shape(step.objective.loss_and_grads, step.abstract_state.params, step.abstract_batch)
     up, down = (8, 64, 128), (8, 128, 64)

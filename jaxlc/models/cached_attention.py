@@ -1,0 +1,341 @@
+"""Attention of new tokens over the KV cache, whose tokens the context axis shards."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxlc.attention import contract
+from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges, prepared
+from jaxlc.attention.kernels import cudnn
+from jaxlc.attention.kernels.choose import KERNELS, KernelSelection, choose_kernel
+from jaxlc.attention.merge import merge, merge_parts
+from jaxlc.attention.strategies import sharded_attention
+from jaxlc.attention.strategies.strategy import repeat_heads
+from jaxlc.config import AttentionConfig
+from jaxlc.core import scopes
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.core.errors import Unsupported
+from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
+from jaxlc.models.contract import (
+    CachedKernels,
+)
+
+
+def kv_spec(window: int | None) -> PartitionSpec:
+    """The sharding of the arrays of `KV`, for layers with this window."""
+    return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, TENSOR, None)
+
+
+class KV(NamedTuple):
+    """Keys and values of some layers that have the same place in the period of layer kinds.
+
+    [B, layers, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
+    earlier tokens shard the tokens over context.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+
+_MIN_ROWS = 16  # the smallest query block of a kernel
+_NUM_PROGRAMS = 256  # about two per multiprocessor of an H100
+_MIN_PART_KEYS = 512
+_KV_BLOCK = 128  # parts are whole blocks of a kernel
+_BLOCK_KEYS = 1024
+
+
+def attend_one(
+    kernel: Kernel,
+    q_B1NH: jax.Array,
+    k_BLSKH: jax.Array,
+    v_BLSKH: jax.Array,
+    layer: jax.Array,
+    num_keys_B: jax.Array,
+    spec: AttentionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one query per sequence over a layer of the KV cache, which is read in place.
+
+    On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once.
+    The keys are split into parts, which are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao
+    et al. 2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key range. Kernels that
+    cannot read a layer in place get its keys and values in short blocks, one after the other.
+
+    Args:
+      kernel: supports any key ranges.
+      spec: not causal.
+    Returns:
+      (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0 and -inf.
+    """
+    (batch, _, num_heads, width), num_kv_heads = q_B1NH.shape, k_BLSKH.shape[3]
+    q_BGKH = q_B1NH.reshape(batch, num_kv_heads, -1, width).swapaxes(1, 2)
+    # A cache of another dtype is cast block by block.
+    in_place = hasattr(kernel, "forward_in_layer") and k_BLSKH.dtype == q_B1NH.dtype
+    attend = _in_parts if in_place else _in_blocks
+    out_BGKH, lse_BKG = attend(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec)
+    return out_BGKH.swapaxes(1, 2).reshape(batch, 1, num_heads, -1), lse_BKG.reshape(batch, num_heads, 1)
+
+
+def _in_parts(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
+    (batch, groups, num_kv_heads, _), max_keys = q_BGKH.shape, k_BLSKH.shape[2]
+    num_rows = max(_MIN_ROWS, 1 << (groups - 1).bit_length())
+    num_parts = max(1, min(_NUM_PROGRAMS // (batch * num_kv_heads), max_keys // _MIN_PART_KEYS))
+    part_keys = -(-max_keys // (num_parts * _KV_BLOCK)) * _KV_BLOCK
+    first_P = part_keys * jnp.arange(num_parts, dtype=jnp.int32)
+    end_BP = jnp.minimum(first_P + part_keys, num_keys_B[:, None])
+    ranges = KeyRanges(jnp.minimum(first_P, end_BP), end_BP)
+    q_BRKH = jnp.pad(q_BGKH, ((0, 0), (0, num_rows - groups), (0, 0), (0, 0)))
+    spec = dataclasses.replace(spec, query_block_tokens=num_rows)
+    out, lse = kernel.forward_in_layer(jnp.tile(q_BRKH, (1, num_parts, 1, 1)), k_BLSKH, v_BLSKH, layer, ranges, spec)
+    out_BPRKH = out.reshape(batch, num_parts, num_rows, num_kv_heads, -1)
+    lse_BKPR = lse.reshape(batch, num_kv_heads, num_parts, num_rows)
+    return merge_parts(jnp.moveaxis(out_BPRKH, 1, 0)[:, :, :groups], jnp.moveaxis(lse_BKPR, 2, 0)[..., :groups])
+
+
+def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
+    (batch, groups, num_kv_heads, _), max_keys = q_BGKH.shape, k_BLSKH.shape[2]
+    block = min(_BLOCK_KEYS, max_keys)
+    ends_BG = jnp.broadcast_to(num_keys_B[:, None], (batch, groups))
+
+    def add_block(index, out_lse):
+        first = jnp.minimum(index * block, max_keys - block)  # the last block may overlap with the one before it
+        k, v = (
+            lax.dynamic_slice(x, (0, layer, first, 0, 0), (batch, 1, block, *x.shape[3:]))[:, 0].astype(q_BGKH.dtype)
+            for x in (k_BLSKH, v_BLSKH)
+        )
+        ranges = KeyRanges(jnp.full_like(ends_BG, index * block), ends_BG).within(first, block)
+        out, lse = kernel.forward(q_BGKH, k, v, ranges, spec)
+        return merge(*out_lse, out.astype(jnp.float32), lse)
+
+    none = (
+        jnp.zeros((*q_BGKH.shape[:3], v_BLSKH.shape[-1]), jnp.float32),
+        jnp.full((batch, num_kv_heads, groups), -jnp.inf),
+    )
+    return lax.fori_loop(0, (num_keys_B.max() + block - 1) // block, add_block, none)
+
+
+_TOKENS, _BATCH = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None), PartitionSpec(BATCH_AXES)
+_LSE = PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
+_PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))  # arrays that differ between the ranks that share sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedAttention(CachedKernels):
+    """Attention of new tokens over the KV cache, context parallel, and the update of the cache; under `jit`.
+
+    A chunk of a prompt attends in two parts that are merged by their log-sum-exp:
+
+        tokens of the chunk    causal, with the strategy and kernel of training, since padding comes last
+        tokens in the cache    all queries of a sequence attend to all of them. Each rank computes the queries of the
+                               whole chunk against the keys that it stores. Queries and results are exchanged, which
+                               are much smaller than the cache ("pass-Q", Yang et al. 2024, arXiv:2411.01783).
+
+    In sliding layers each rank computes its own queries against the last tokens and those of the chunk, in one call. In
+    a decoding step, each rank computes the one query of each sequence against the keys that it stores.
+    """
+
+    config: AttentionConfig
+    mesh: Mesh
+    layout: CacheLayout
+    window: int | None  # tokens that a query of a sliding layer attends to. None: all earlier tokens
+    q_like: jax.ShapeDtypeStruct  # q_BCNH of all calls
+    num_kv_heads: int
+
+    def bind(self, new: NewTokens) -> Callable:
+        """See `contract.Cached`. All layers share the key ranges over the tokens in the cache."""
+        return functools.partial(self, new=new, ranges=self._ranges(new))
+
+    def _ranges(self, new: NewTokens) -> Any:
+        if self.window or self._is_decoding:
+            return None
+
+        def local(new: NewTokens):
+            num_keys_b = self.layout.num_stored(lax.axis_index(CONTEXT), new.num_past_B)
+            end_bC = jnp.where(new.is_new_BC(self.q_like.shape[1]), num_keys_b[:, None], 0)
+            ranges = KeyRanges(jnp.zeros_like(end_bC), end_bC)
+            return prepared(self._cache_kernel.kernel, ranges, self.layout.tokens_per_rank, self._spec)
+
+        with jax.named_scope(scopes.CORE_ATTENTION):
+            return self._split(local, (NewTokens(_BATCH, _BATCH),), _PER_RANK)(new)
+
+    def __call__(
+        self,
+        q_BCNH: jax.Array,
+        k_BCKH: jax.Array,
+        v_BCKH: jax.Array,
+        sinks_N: jax.Array | None = None,
+        *,
+        cache: KV,
+        layer: jax.Array,
+        new: NewTokens,
+        ranges: Any,
+    ) -> tuple[jax.Array, KV]:
+        """Appends the keys and values of the new tokens to layer `layer` of `cache`, and attends.
+
+        Args:
+          q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
+          sinks_N: float32; see attention/contract.py. None: no sinks.
+          layer: index into the second dimension of `cache`, int32.
+          ranges: of `_ranges`.
+        Returns:
+          out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
+        """
+        k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
+        local = self._decode if self._is_decoding else self._attend_window if self.window else self._attend_past
+        cache_spec = kv_spec(self.window)
+        caches = KV(cache_spec, cache_spec)
+        in_specs = (_TOKENS, _TOKENS, _TOKENS, caches, PartitionSpec(), NewTokens(_BATCH, _BATCH), _PER_RANK)
+        split = self._split(local, in_specs, (_TOKENS, _LSE, caches))
+        window_scope = jax.named_scope(scopes.SLIDING_WINDOW) if self.window else nullcontext()
+        with jax.named_scope(scopes.CORE_ATTENTION), window_scope, jax.named_scope(scopes.KV_CACHE):
+            out_BCNH, lse_BNC, cache = split(q_BCNH, k_BCKH, v_BCKH, cache, layer, new, ranges)
+        if not (self.window or self._is_decoding):
+            out, lse = self._chunk_attention(q_BCNH, k_BCKH, v_BCKH)
+            with jax.named_scope(scopes.CORE_ATTENTION):
+                out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
+        with jax.named_scope(scopes.CORE_ATTENTION):
+            out_BCNH, _ = contract.join(out_BCNH, lse_BNC, sinks_N)  # once: out and lse are over all keys here
+        return out_BCNH.astype(q_BCNH.dtype), cache
+
+    @property
+    def kernels(self) -> dict[str, KernelSelection]:
+        past = {"tokens in the cache": self._cache_kernel}
+        return past if self.window or self._is_decoding else {"tokens of the chunk": self._chunk_kernel} | past
+
+    @property
+    def _is_decoding(self) -> bool:
+        return self.q_like.shape[1] == decode_tokens(self.mesh)
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        return sharded_attention.attention_spec(self.config, causal=False, window=None, scale=None)
+
+    @property
+    def _chunk_config(self) -> AttentionConfig:
+        """The config of a call within a chunk, with kernel auto if the named one does not support this device."""
+        try:
+            self._choose(self.config)
+        except Unsupported:
+            return dataclasses.replace(self.config, kernel="auto")
+        return self.config
+
+    @property
+    def _chunk_kernel(self) -> KernelSelection:
+        return self._choose(self._chunk_config)
+
+    def _choose(self, config: AttentionConfig) -> KernelSelection:
+        head_dim, dtype = self.q_like.shape[-1], self.q_like.dtype
+        return sharded_attention.choose(config, self.mesh, head_dim=head_dim, dtype=dtype, packed=False)
+
+    @property
+    def _chunk_attention(self) -> sharded_attention.ShardedAttention:
+        return sharded_attention.make(self._chunk_config, self.mesh, token_order="natural")
+
+    @property
+    def _cache_kernel(self) -> KernelSelection:
+        """The kernel of calls over the cache; `auto` if the named one does not support their ranges.
+
+        A chunk of full layers has the form of packed documents: all queries of a sequence have the same keys.
+        """
+        device = self.mesh.devices.flat[0]
+        batch, chunk_tokens, num_heads, head_dim = self.q_like.shape
+        num_rows = max(chunk_tokens * num_heads, self.layout.tokens_per_rank * self.num_kv_heads)
+        batch_ranks = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        problem = AttentionProblem(
+            platform=device.platform,
+            compute_capability=getattr(device, "compute_capability", None),
+            dtype=jnp.dtype(self.q_like.dtype).name,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            window=self.window,
+            implicit_positions=False,
+            document_ranges=not (self.window or self._is_decoding),
+            num_elements=num_rows * head_dim * batch // (batch_ranks * self.mesh.shape[TENSOR]),
+            cudnn_version=cudnn.version_for(device),
+        )
+        name = self.config.kernel
+        is_supported = name in KERNELS and KERNELS[name].unsupported(problem) is None
+        return choose_kernel(name if is_supported else "auto", problem)
+
+    def _split(self, local, in_specs: tuple, out_specs):
+        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    # The methods below run inside `shard_map`. They return (out_bcnH float32, lse_bnc, cache).
+
+    def _attend_past(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
+        """Attention of a chunk to the tokens in the cache, without those of the chunk."""
+        q_bCnH, k_bCkH, v_bCkH = map(_gathered, (q_bcnH, k_bckH, v_bckH))
+        cache = self._store(cache, layer, new, k_bCkH, v_bCkH)
+        k_bskH, v_bskH = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False).astype(q_bCnH.dtype) for x in cache)
+        out_bCnH, lse_bnC = self._cache_kernel.kernel.forward(q_bCnH, k_bskH, v_bskH, ranges, self._spec)
+        # [ranks, ...] for the queries of this rank
+        out_bRcnH = out_bCnH.reshape(len(out_bCnH), -1, *q_bcnH.shape[1:])
+        lse_bnRc = lse_bnC.reshape(*lse_bnC.shape[:2], -1, q_bcnH.shape[1])
+        out_RbcnH, lse_Rbnc = lax.all_to_all(out_bRcnH, CONTEXT, 1, 0), lax.all_to_all(lse_bnRc, CONTEXT, 2, 0)
+        return *merge_parts(out_RbcnH.astype(jnp.float32), lse_Rbnc), cache
+
+    def _attend_window(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
+        """Attention of a chunk to the last tokens, whether they are in the cache or in the chunk."""
+        (batch, c), window = q_bcnH.shape[:2], self.window
+        chunk = tuple(map(_gathered, (k_bckH, v_bckH)))
+        # Key s is the token num_past - window + s.
+        slots_bw = (new.num_past_B[:, None] + jnp.arange(window, dtype=jnp.int32)) % window
+        past = [x[jnp.arange(batch)[:, None], layer, slots_bw] for x in cache]
+        past, cache = lax.optimization_barrier((past, cache))  # XLA would copy a cache that is read after the update
+        cache = self._store(cache, layer, new, *chunk)
+        k_bSkH, v_bSkH = (jnp.concatenate([old.astype(x.dtype), x], 1) for old, x in zip(past, chunk, strict=True))
+
+        index_c = lax.axis_index(CONTEXT) * c + jnp.arange(c, dtype=jnp.int32)
+        is_new_bc = index_c < new.num_new_B[:, None]
+        end_bc = jnp.broadcast_to(index_c + window + 1, (batch, c))
+        start_bc = jnp.maximum(end_bc - window, window - new.num_past_B[:, None])
+        ranges = KeyRanges(*(jnp.where(is_new_bc, x, 0) for x in (start_bc, end_bc)))
+        out_bcnH, lse_bnc = self._cache_kernel.kernel.forward(q_bcnH, k_bSkH, v_bSkH, ranges, self._spec)
+        return out_bcnH.astype(jnp.float32), lse_bnc, cache
+
+    def _decode(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
+        """Attention of the first query, which is repeated, to the tokens in the cache and itself."""
+        q_bCnH, k_bCkH, v_bCkH = map(_gathered, (q_bcnH, k_bckH, v_bckH))
+        cache = self._store(cache, layer, new, k_bCkH, v_bCkH)
+        num_tokens_b = new.num_past_B + new.num_new_B
+        if self.window:  # all context ranks have the same tokens, in any order
+            num_keys_b = jnp.minimum(num_tokens_b, self.window)
+        else:
+            num_keys_b = self.layout.num_stored(lax.axis_index(CONTEXT), num_tokens_b)
+        results = attend_one(self._cache_kernel.kernel, q_bCnH[:, :1], *cache, layer, num_keys_b, self._spec)
+        if not self.window:
+            results = merge_parts(*(lax.all_gather(x, CONTEXT) for x in results))
+        out_b1nH, lse_bn1 = results
+        out_bcnH = jnp.broadcast_to(out_b1nH, q_bcnH.shape)
+        return out_bcnH, jnp.broadcast_to(lse_bn1, (*lse_bn1.shape[:2], q_bcnH.shape[1])), cache
+
+    def _store(self, cache: KV, layer: jax.Array, new: NewTokens, k_bCkH: jax.Array, v_bCkH: jax.Array) -> KV:
+        """The cache with the new tokens that this rank stores."""
+        chunk_tokens = k_bCkH.shape[1]
+        positions_bC, is_stored_bC = new.positions_BC(chunk_tokens), new.is_new_BC(chunk_tokens)
+        if self.window:
+            is_stored_bC &= jnp.arange(chunk_tokens) >= new.num_new_B[:, None] - self.window
+            slots_bC = positions_bC % self.window
+        else:
+            rank = lax.axis_index(CONTEXT)
+            is_stored_bC &= self.layout.is_stored_on(rank, positions_bC)
+            slots_bC = self.layout.num_stored(rank, positions_bC)
+        slots_bC = jnp.where(is_stored_bC, slots_bC, cache.k.shape[2])  # others are dropped
+        sequences_b1 = jnp.arange(len(slots_bC))[:, None]
+        return KV(*(
+            stored.at[sequences_b1, layer, slots_bC].set(x.astype(stored.dtype), mode="drop")
+            for stored, x in zip(cache, (k_bCkH, v_bCkH), strict=True)
+        ))  # fmt: skip
+
+
+def _gathered(x_bcnH: jax.Array) -> jax.Array:
+    """The tokens of all context ranks."""
+    return lax.all_gather(x_bcnH, CONTEXT, axis=1, tiled=True)

@@ -1,0 +1,415 @@
+"""Products of tokens with the weights of their experts, on one rank, for any routing.
+
+Each of T tokens has k assignments. The assignments are sorted by expert, and those of each expert are padded to whole
+blocks of m rows; a block is multiplied by the weights of one expert. At most (T k + E (m - 1)) / m blocks are needed,
+whatever the routing: shapes are static, and nothing is recompiled. The idea of MegaBlocks (Gale et al. 2022,
+arXiv:2211.15841) with batched products instead of sparse ones.
+
+    assignment  (token, number of the choice)            [T, k]
+    slot        a row of a block; padding has no token   [n m]
+
+Gradients are gathers, as the forward pass, so they do not depend on the order in which a GPU adds. Only the sum over
+the blocks of an expert in its weight gradient is a scatter, in float32.
+
+config.runtime.expert_kernel=mosaic: JAX's Mosaic kernels for Hopper multiply the rows of each group by the weights of
+that group; a group is all blocks of an expert. They copy no weights for a block, and sum the gradient of the weights of
+an expert over all of its rows in float32 before it is rounded once. The groups contain all rows, so no row of a result
+is left uninitialized. No GPU has measured these kernels: a run compares them with `block_product` first, in free memory
+that is filled with NaN, as cuDNN's calls for packed documents (`attention.kernels.packed_check`).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlc import _jax_internals
+from jaxlc.attention.kernels.packed_check import check_error, results_among_nan
+from jaxlc.config.kinds.experts import block_rows, num_blocks
+from jaxlc.core import scopes
+from jaxlc.core.axes import MESH_AXES
+from jaxlc.core.errors import Unsupported
+from jaxlc.models.matmuls import E4M3, E5M2, scaled_product, to_fp8
+
+COMPUTE_CAPABILITY = "9.0"  # Hopper: the kernels use its warpgroup instructions
+_MAX_ELEMENTS = 2**31 - 1  # of an operand; assumed, since offsets may be int32
+_PIPELINE = dict(max_concurrent_steps=4, grid_block_n=1)
+
+
+@jax.custom_vjp
+def mosaic_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """As `block_product`, of bfloat16 rows. The gradient of w is rounded to bfloat16.
+
+    Raises:
+      Unsupported: an operand has too many elements.
+    """
+    return _product(x_nmD, w_EDF, expert_n)
+
+
+def _product(x_nmK, w_EKN, expert_n, *, transposed: bool = False) -> jax.Array:
+    """x_nmK times w_EKN, or with `transposed` times w_ENK with its last two dimensions transposed."""
+    num_blocks, rows, depth = x_nmK.shape
+    width = w_EKN.shape[1 if transposed else 2]
+    _check_size(num_blocks * rows, max(depth, width))
+    out_SN = _jax_internals.mosaic_ragged_dot(
+        x_nmK.reshape(-1, depth),
+        w_EKN.astype(x_nmK.dtype),
+        _group_sizes(expert_n, len(w_EKN), rows),
+        transpose_rhs=transposed,
+        block_m=128,
+        block_n=_tile(width),
+        block_k=64,
+        **_PIPELINE,
+    )
+    return out_SN.reshape(num_blocks, rows, width)
+
+
+def _forward(x_nmD, w_EDF, expert_n):
+    return mosaic_product(x_nmD, w_EDF, expert_n), (x_nmD, w_EDF, expert_n)
+
+
+def _backward(residuals, dout_nmF):
+    x_nmD, w_EDF, expert_n = residuals
+    num_experts, D, F = w_EDF.shape
+    dx_nmD = _product(dout_nmF, w_EDF, expert_n, transposed=True)
+    dw_EDF = _jax_internals.mosaic_ragged_gradient(
+        x_nmD.reshape(-1, D),
+        dout_nmF.reshape(-1, F),
+        _group_sizes(expert_n, num_experts, x_nmD.shape[1]),
+        block_m=_tile(D),
+        block_n=_tile(F),
+        block_k=64,
+        **_PIPELINE,
+    )
+    return dx_nmD, dw_EDF.astype(w_EDF.dtype), None
+
+
+mosaic_product.defvjp(_forward, _backward)
+
+
+def check_devices(devices: Iterable[jax.Device]) -> None:
+    """Raises Unsupported if a device is not a Hopper GPU."""
+    for device in devices:
+        capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
+        if str(capability) != COMPUTE_CAPABILITY:
+            found = f"{device.device_kind} has {capability}" if capability else f"{device.device_kind} is no GPU"
+            raise Unsupported(
+                f"config.runtime.expert_kernel='mosaic' needs GPUs of compute capability {COMPUTE_CAPABILITY}, and"
+                f" {found}; use --config.runtime.expert_kernel=blocks"
+            )
+
+
+def _group_sizes(expert_n: jax.Array, num_experts: int, block_rows: int) -> jax.Array:
+    """The rows of each expert, padding included: int32 [E]."""
+    return block_rows * jnp.bincount(expert_n, length=num_experts).astype(jnp.int32)
+
+
+def _tile(dim: int) -> int:
+    """The size of tiles of a dimension, which is a multiple of 64 (`config.kinds.experts`)."""
+    return 128 if dim % 128 == 0 else 64
+
+
+def _check_size(num_rows: int, width: int) -> None:
+    if num_rows * width > _MAX_ELEMENTS:
+        raise Unsupported(
+            f"config.runtime.expert_kernel='mosaic' with {num_rows:,} rows of {width:,} elements (supported: fewer than"
+            " 2^31 elements); use a smaller --config.memory.tile_tokens, or --config.runtime.expert_kernel=blocks"
+        )
+
+
+_BLOCKS = (0,), (0,)  # the batch dimensions of products of blocks
+
+
+class Assignments(NamedTuple):
+    """Where the rows of each token are."""
+
+    slot_Tk: jax.Array  # int32: the slot of each assignment
+    token_S: jax.Array  # int32 [slots]: the token of each slot; T, out of range, for padding
+    expert_n: jax.Array  # int32 [blocks]: the expert of each block, ascending
+
+    @property
+    def block_rows(self) -> int:
+        return len(self.token_S) // len(self.expert_n)
+
+
+def assign(chosen_Tk: jax.Array, num_experts: int, kernel: str = "blocks") -> Assignments:
+    """Sorts the assignments by expert.
+
+    Args:
+      chosen_Tk: int32, the experts of each token.
+      kernel: config.runtime.expert_kernel, which determines the size of blocks.
+    """
+    num_tokens, num_chosen = chosen_Tk.shape
+    num_rows = num_tokens * num_chosen
+    rows, blocks = (size(num_rows, num_experts, kernel) for size in (block_rows, num_blocks))
+    flat = chosen_Tk.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    expert = flat[order]
+    sizes_E = jnp.bincount(flat, length=num_experts)
+    blocks_E = -(-sizes_E // rows)
+    first_block_E, first_row_E = jnp.cumsum(blocks_E) - blocks_E, jnp.cumsum(sizes_E) - sizes_E
+    slot = first_block_E[expert] * rows + jnp.arange(num_rows) - first_row_E[expert]
+    unique = dict(unique_indices=True, mode="promise_in_bounds")
+    expert_n = jnp.searchsorted(jnp.cumsum(blocks_E), jnp.arange(blocks), side="right")
+    return Assignments(
+        slot_Tk=jnp.zeros(num_rows, jnp.int32).at[order].set(slot.astype(jnp.int32), **unique).reshape(chosen_Tk.shape),
+        token_S=jnp.full(blocks * rows, num_tokens, jnp.int32)
+        .at[slot]
+        .set((order // num_chosen).astype(jnp.int32), **unique),
+        expert_n=jnp.minimum(expert_n, num_experts - 1).astype(jnp.int32),
+    )
+
+
+@jax.custom_vjp
+def rows_of(x_TD: jax.Array, assignments: Assignments) -> jax.Array:
+    """The tokens of all slots, [blocks, rows, D]; 0 in padding."""
+    rows_SD = jnp.take(x_TD, assignments.token_S, axis=0, mode="fill", fill_value=0)
+    return rows_SD.reshape(-1, assignments.block_rows, x_TD.shape[1])
+
+
+def _rows_backward(assignments: Assignments, drows_nmD: jax.Array):
+    weights_Tk = jnp.ones(assignments.slot_Tk.shape, jnp.float32)
+    return combined(drows_nmD, weights_Tk, assignments), None
+
+
+rows_of.defvjp(lambda x_TD, assignments: (rows_of(x_TD, assignments), assignments), _rows_backward)
+
+
+@jax.custom_vjp
+def combined(y_nmD: jax.Array, weights_Tk: jax.Array, assignments: Assignments) -> jax.Array:
+    """out_TD in the dtype of y: the weighted sum over the assignments of each token, computed in float32."""
+    parts = [w_T[:, None] * y_TD.astype(jnp.float32) for w_T, y_TD in _by_choice(y_nmD, weights_Tk, assignments)]
+    return functools.reduce(jnp.add, parts).astype(y_nmD.dtype)
+
+
+def _by_choice(y_nmD, weights_Tk, assignments: Assignments):
+    """(weight, y) of the tokens, for each number of the choice: no array [T, k, D] is needed."""
+    y_SD = y_nmD.reshape(-1, y_nmD.shape[-1])
+    for number in range(weights_Tk.shape[1]):
+        yield weights_Tk[:, number], jnp.take(y_SD, assignments.slot_Tk[:, number], axis=0, mode="clip")
+
+
+def _combined_forward(y_nmD, weights_Tk, assignments: Assignments):
+    return combined(y_nmD, weights_Tk, assignments), (y_nmD, weights_Tk, assignments)
+
+
+def _combined_backward(residuals, dout_TD: jax.Array):
+    y_nmD, weights_Tk, assignments = residuals
+    weight_S = jnp.zeros(len(assignments.token_S), jnp.float32)
+    weight_S = weight_S.at[assignments.slot_Tk.reshape(-1)].set(weights_Tk.reshape(-1), unique_indices=True)
+    dy_nmD = rows_of(dout_TD, assignments).astype(jnp.float32) * weight_S.reshape(*y_nmD.shape[:2], 1)
+    dweights = [
+        (dout_TD.astype(jnp.float32) * y_TD.astype(jnp.float32)).sum(1)
+        for _, y_TD in _by_choice(y_nmD, weights_Tk, assignments)
+    ]
+    return dy_nmD.astype(y_nmD.dtype), jnp.stack(dweights, 1).astype(weights_Tk.dtype), None
+
+
+combined.defvjp(_combined_forward, _combined_backward)
+
+
+@jax.custom_vjp
+def block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """Each block times the weights of its expert, [n, m, F] in the dtype of x. The gradient of w is summed in
+    float32."""
+    return jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF.astype(x_nmD.dtype)[expert_n])
+
+
+def _block_product_forward(x_nmD, w_EDF, expert_n):
+    return block_product(x_nmD, w_EDF, expert_n), (x_nmD, w_EDF, expert_n)
+
+
+def _block_product_backward(residuals, dout_nmF):
+    x_nmD, w_EDF, expert_n = residuals
+    dx_nmD = jnp.einsum("nmF,nDF->nmD", dout_nmF, w_EDF.astype(x_nmD.dtype)[expert_n])
+    dw_nDF = jnp.einsum("nmD,nmF->nDF", x_nmD, dout_nmF, preferred_element_type=jnp.float32)
+    return dx_nmD, _sum_of_blocks(dw_nDF, expert_n, len(w_EDF)).astype(w_EDF.dtype), None
+
+
+block_product.defvjp(_block_product_forward, _block_product_backward)
+
+
+@jax.custom_vjp
+def fp8_block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """`block_product` in FP8 with current scaling (`models.matmuls`), within `shard_map` over the axes of a mesh. The
+    scale of each of x, w and the gradient of the result is that of all ranks; padding is 0 and does not change it."""
+    return _fp8_forward(x_nmD, w_EDF, expert_n)[0]
+
+
+def _fp8_forward(x_nmD, w_EDF, expert_n):
+    x_8, x_scale, _ = to_fp8(x_nmD, E4M3, axes=MESH_AXES)
+    w_8, w_scale, _ = to_fp8(w_EDF, E4M3, axes=MESH_AXES)
+    out_nmF = scaled_product(x_8, w_8[expert_n], ((2,), (1,)), x_scale * w_scale, x_nmD.dtype, _BLOCKS)
+    return out_nmF, (x_8, w_8, x_scale, w_scale, expert_n, jnp.zeros((), w_EDF.dtype))
+
+
+def _fp8_backward(residuals, dout_nmF):
+    x_8, w_8, x_scale, w_scale, expert_n, w_like = residuals
+    dout_8, dout_scale, _ = to_fp8(dout_nmF, E5M2, axes=MESH_AXES)
+    dx_nmD = scaled_product(dout_8, w_8[expert_n], ((2,), (2,)), dout_scale * w_scale, dout_nmF.dtype, _BLOCKS)
+    dw_nDF = scaled_product(x_8, dout_8, ((1,), (1,)), x_scale * dout_scale, jnp.float32, _BLOCKS)
+    return dx_nmD, _sum_of_blocks(dw_nDF, expert_n, len(w_8)).astype(w_like.dtype), None
+
+
+fp8_block_product.defvjp(_fp8_forward, _fp8_backward)
+
+
+@jax.custom_vjp
+def plus_bias(x_nmF: jax.Array, bias_EF: jax.Array, expert_n: jax.Array) -> jax.Array:
+    """Each block plus the bias of its expert, float32. Padding gets it too, which `combined` does not read."""
+    return x_nmF.astype(jnp.float32) + bias_EF[expert_n][:, None]
+
+
+def _bias_backward(residuals, dout_nmF):
+    x_like, num_experts, expert_n = residuals
+    dbias_EF = _sum_of_blocks(dout_nmF.sum(1), expert_n, num_experts.shape[0])
+    return dout_nmF.astype(x_like.dtype), dbias_EF, None
+
+
+plus_bias.defvjp(
+    lambda x_nmF, bias_EF, expert_n: (
+        plus_bias(x_nmF, bias_EF, expert_n),
+        (jnp.zeros((), x_nmF.dtype), jnp.zeros((len(bias_EF), 0)), expert_n),
+    ),
+    _bias_backward,
+)
+
+
+def _sum_of_blocks(x_n: jax.Array, expert_n: jax.Array, num_experts: int) -> jax.Array:
+    """The sums of x over the blocks of each expert, [E, ..., F].
+
+    The scatter has rows of F entries: XLA's GPU compiler does not finish with matrices (measured on JAX 0.10.1).
+    """
+    *dims, F = x_n.shape[1:]
+    num_rows = math.prod(dims)
+    row_n = (expert_n[:, None] * num_rows + jnp.arange(num_rows)).reshape(-1)
+    sums = jax.ops.segment_sum(x_n.reshape(-1, F), row_n, num_experts * num_rows, mode="promise_in_bounds")
+    return sums.reshape(num_experts, *dims, F)
+
+
+_PRODUCTS = dict(blocks=block_product, mosaic=mosaic_product)  # by config.runtime.expert_kernel
+
+
+class LowRank(NamedTuple):
+    """The adapters of a projection of all experts (`models.lora`), in use by a layer."""
+
+    a_EDR: jax.Array
+    b_ERF: jax.Array
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of all experts, in use by a layer; F may be a part of the width."""
+
+    gate_EDF: jax.Array
+    up_EDF: jax.Array
+    down_EFD: jax.Array
+    gate_bias_EF: jax.Array | None = None  # float32; None: the experts have no biases
+    up_bias_EF: jax.Array | None = None
+    down_bias_ED: jax.Array | None = None
+    gate_adapter: LowRank | None = None  # None: the projection has no adapters
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
+
+
+def expert_outputs(
+    x_TD: jax.Array,
+    chosen_Tk: jax.Array,
+    weights_Tk: jax.Array,
+    experts: ExpertWeights,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    adapter_scale: float = 1.0,
+    fp8_names: Collection[str] = (),
+    kernel: str = "blocks",
+) -> jax.Array:
+    """out_TD in the dtype of x: the sum of the outputs of the chosen experts, times their weights.
+
+    Args:
+      weights_Tk: float32.
+      activation: of the products with gate and up.
+      adapter_scale: factor of the outputs of adapters.
+      fp8_names: the products in FP8, of `EXPERT_PROJECTIONS`.
+      kernel: config.runtime.expert_kernel, of the other products.
+    """
+    assignments = assign(chosen_Tk, len(experts.gate_EDF), kernel)
+    expert_n = assignments.expert_n
+    rows_nmD = rows_of(x_TD, assignments)
+
+    def product(name, x, w, bias, adapter):
+        out = (fp8_block_product if name in fp8_names else _PRODUCTS[kernel])(x, w, expert_n)
+        if adapter is not None:
+            out += _adapter_output(x, adapter, expert_n, adapter_scale)
+        return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
+
+    gate_nmF = product("expert_gate", rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter)
+    up_nmF = product("expert_up", rows_nmD, experts.up_EDF, experts.up_bias_EF, experts.up_adapter)
+    hidden_nmF = activation(gate_nmF, up_nmF)
+    down_nmD = product("expert_down", hidden_nmF, experts.down_EFD, experts.down_bias_ED, experts.down_adapter)
+    return combined(down_nmD, weights_Tk, assignments)
+
+
+@jax.named_scope(scopes.LORA)
+def _adapter_output(x_nmD: jax.Array, adapter: LowRank, expert_n: jax.Array, scale: float) -> jax.Array:
+    """scale (x a) b of each block with the adapter of its expert, in the dtype of x; no product a b is computed."""
+    x_nmR = block_product(x_nmD, adapter.a_EDR, expert_n)
+    x_nmR = (scale * x_nmR.astype(jnp.float32)).astype(x_nmD.dtype)
+    return block_product(x_nmR, adapter.b_ERF, expert_n)
+
+
+_BLOCK_ROWS = 64  # half a tile of the kernels: tiles have rows of several experts
+_ADVICE = "set --config.runtime.expert_kernel=blocks, and report the GPU and the version of JAX"
+
+
+def check_mosaic_product(
+    device: jax.Device, *, num_experts: int, model_dim: int, ffn_dim: int, dtype=jnp.bfloat16
+) -> str:
+    """Compares the products with up, or gate, and with down of some rows.
+
+    Args:
+      ffn_dim: width of an expert on a rank.
+    Returns:
+      A line with the largest error.
+    Raises:
+      UserError: a kernel fails, or a result is wrong.
+    """
+    largest = 0.0
+    with jax.default_device(device):
+        for dims in ((model_dim, ffn_dim), (ffn_dim, model_dim)):
+            inputs = _inputs(num_experts, *dims, dtype)
+            call = functools.partial(_results, mosaic_product, *inputs)
+            results = results_among_nan(call, device, "the Mosaic kernels of experts fail", _ADVICE)
+            errors = jax.device_get(jax.tree.map(_relative_error, results, _results(block_product, *inputs)))
+            largest = max(largest, *(float(error) if np.isfinite(error) else np.inf for error in errors))
+    check_error(largest, device, "the Mosaic kernels of experts are wrong", _ADVICE)
+    return f"kernel     mosaic for experts: relative error {largest:.1e} on {device.device_kind}, measured now"
+
+
+def _inputs(num_experts: int, depth: int, width: int, dtype) -> tuple[jax.Array, ...]:
+    """x, w, the expert of each block, and dout. Experts have 0, 1, 0, 2, 1, 0, 1, .. blocks, and the last one more."""
+    blocks_E = np.arange(num_experts) * 3 % 5 // 2
+    blocks_E[-1] += 1
+    expert_n = jnp.asarray(np.repeat(np.arange(num_experts), blocks_E), jnp.int32)
+    rows = len(expert_n), _BLOCK_ROWS
+    shapes = (*rows, depth), (num_experts, depth, width), (*rows, width)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    x, w, dout = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes))
+    return x, w, expert_n, dout
+
+
+def _results(product: Callable, x, w, expert_n, dout) -> tuple[jax.Array, ...]:
+    """(out, dx, dw)"""
+
+    def results(x, w, expert_n, dout):
+        out, vjp = jax.vjp(lambda x, w: product(x, w, expert_n), x, w)
+        return out, *vjp(dout)
+
+    return jax.jit(results)(x, w, expert_n, dout)
+
+
+@jax.jit
+def _relative_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
+    return jnp.linalg.norm((actual - expected).reshape(-1)) / jnp.linalg.norm(expected.reshape(-1))
