@@ -141,7 +141,7 @@ def tables() -> str:
         "## Layer tiles",
         "",
         "With `memory.tile_tokens`, causal, on 8 context ranks, in `hybrid` with 4 inner ranks. *No* is a config",
-        "error before JAX starts (`jaxlc/config/checks/tile_checks.py`).",
+        "error before JAX starts (`jaxlc/config/checks/mesh_checks.py`).",
         "",
         *_table("", list(STRATEGIES), _joined(_tile_rows())),
         "",

@@ -9,7 +9,7 @@ import jax
 
 from jaxlc.checkpoints import export as to_huggingface
 from jaxlc.config import MeshConfig, RuntimeConfig
-from jaxlc.config.checks.eval_checks import eval_settings
+from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.config.ranges import range_problems
 from jaxlc.core.errors import UserError, checked, raise_first
 from jaxlc.core.files import local_path

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxlc.config import defaults, load_stages
-from jaxlc.config.setting_paths import hint_at, set_at
+from jaxlc.config.settings import hint_at, set_at
 from jaxlc.core.errors import UserError
 
 _VALUE = r"[\w.,:/-]*[\w/-]"

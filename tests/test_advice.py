@@ -16,7 +16,7 @@ import jaxlc
 from jaxlc.cli import VERBS
 from jaxlc.config.command_line import ConfigFlags
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.setting_paths import converted, hint_at
+from jaxlc.config.settings import converted, hint_at
 from jaxlc.core.errors import EXTRAS as extras_of_packages
 from jaxlc.core.errors import UserError
 

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlc.config.help import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
+from jaxlc.config.command_line import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
 from jaxlc.hlo.memory_dump import Launches, LiveTensor
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates

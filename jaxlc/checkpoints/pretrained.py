@@ -24,7 +24,7 @@ from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import displayed
 from jaxlc.hf.load import ROUNDED, load_params, open_files
-from jaxlc.models import freezing
+from jaxlc.models import lora
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
 from jaxlc.step.step import TrainStep
@@ -75,7 +75,7 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
         )
         line = f"weights    {pretrained.directory}, {read}"
     if adapter_names:
-        params = freezing.join(params, step.init_params(adapter_names))
+        params = lora.join(params, step.init_params(adapter_names))
     return params, line
 
 
@@ -93,9 +93,9 @@ def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
     kinds = dict.fromkeys(pretrained.model_settings().get("kinds", {}), defaults_of(KindConfig))
     kinds |= to_dict(config)["model"]["kinds"]
     with_overrides(pretrained, config.model.by_path | {"kinds": kinds})  # a config that was loaded before may differ
-    adapter_names = frozenset(filter(is_adapter, freezing.names_of(step.dims))) if config.lora.rank else frozenset()
-    abstract, _ = freezing.split(step.abstract_state.params, adapter_names)
-    dims, _ = freezing.split(step.dims, adapter_names)
+    adapter_names = frozenset(filter(is_adapter, lora.names_of(step.dims))) if config.lora.rank else frozenset()
+    abstract, _ = lora.split(step.abstract_state.params, adapter_names)
+    dims, _ = lora.split(step.dims, adapter_names)
     return pretrained, adapter_names, abstract, dims
 
 
@@ -129,7 +129,7 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
     for group in groups_of(map(bytes_per_device, stored)):
         tree: dict = {}
         for index in group:
-            freezing.insert(tree, [key.key for key in paths[index]], stored[index])
+            lora.insert(tree, [key.key for key in paths[index]], stored[index])
         params = restore_params(checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True)
         converted += _converted(jax.tree.leaves(params), [targets[index] for index in group])
     return jax.tree.unflatten(jax.tree.structure(abstract), converted)
@@ -145,7 +145,7 @@ def _converted(arrays: list[jax.Array], targets: list[jax.ShapeDtypeStruct]) -> 
 
 def without_frozen(step: TrainStep, state: TrainState) -> TrainState:
     """The part of the state that a checkpoint without frozen parameters contains; of arrays or their shapes."""
-    return state._replace(params=freezing.split(state.params, step.frozen)[0])
+    return state._replace(params=lora.split(state.params, step.frozen)[0])
 
 
 def checkpoint_part(step: TrainStep, state: TrainState) -> TrainState:
@@ -175,7 +175,7 @@ def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path
             f"the frozen parameters of {checkpoint} are not those of {_source(step)}: it was trained on"
             f" {base['init_from'] or 'random weights'}; use that model and the same config.precision.frozen"
         )
-    return freezing.join(trainable, freezing.split(params, step.frozen)[1])
+    return lora.join(trainable, lora.split(params, step.frozen)[1])
 
 
 def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta: dict) -> dict:
@@ -188,14 +188,14 @@ def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta:
     if BASE not in meta:
         is_finite = step.model is None
         return restore_params(directory, step_number, abstract, vocab_size=vocab_size, finite_params=is_finite)
-    abstract_trainable, _ = freezing.split(abstract, step.frozen)
+    abstract_trainable, _ = lora.split(abstract, step.frozen)
     trainable = restore_params(directory, step_number, abstract_trainable, vocab_size=vocab_size)
     return with_base(step, trainable, meta[BASE], directory / str(step_number))
 
 
 def _fingerprint(step: TrainStep, params) -> str:
     """Of the frozen part of `params`; independent of the mesh."""
-    _, frozen = freezing.split(params, step.frozen)
+    _, frozen = lora.split(params, step.frozen)
     return hashlib.sha256(json.dumps(sorted(checksums_of(frozen).items())).encode()).hexdigest()
 
 

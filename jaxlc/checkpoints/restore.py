@@ -31,7 +31,7 @@ from jaxlc.config.old_names import renamed
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.hf.load import paths_of
-from jaxlc.models import decoder, freezing
+from jaxlc.models import decoder, lora
 
 
 class RestoreTarget(NamedTuple):
@@ -219,7 +219,7 @@ class StoredParams:
         for path in paths:
             dtype = self._dtypes[f"params/{path}"]
             shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=on_host)
-            freezing.insert(tree, path.split("/"), shape)
+            lora.insert(tree, path.split("/"), shape)
         vocab_size = self._config.model.vocab_size
         restored = restore_params(self._directory, self._step, tree, vocab_size=vocab_size, only_these=True)
         return {path: np.asarray(param) for path, param in paths_of(restored)}

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import jaxlc
 from jaxlc.cli.flags import ModelFlags, import_jax, mesh_sizes
-from jaxlc.config.checks.eval_checks import NEEDLE, eval_settings
+from jaxlc.config.checks.stage_checks import NEEDLE, eval_settings
 from jaxlc.config.command_line import ParsedCommand, run_main
 from jaxlc.config.schema import EvalSettings
 from jaxlc.config.values import Tokens

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import jaxlc
 from jaxlc.config.command_line import ParsedCommand, VerbFlags, run_main
-from jaxlc.config.models.own_format import is_own_format
+from jaxlc.config.models.config_json import is_own_format
 from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.config.ranges import Above0
 from jaxlc.core.text import progress_lines

@@ -11,7 +11,7 @@ from typing import Any
 from jaxlc.config import Config, RuntimeConfig, with_settings
 from jaxlc.config.command_line import StageFlags, VerbFlags
 from jaxlc.config.ranges import Above0, From1
-from jaxlc.config.setting_paths import hint_at
+from jaxlc.config.settings import hint_at
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
 from jaxlc.core.text import progress_lines

@@ -93,7 +93,7 @@ def _plan(command: ParsedCommand[Flags], command_line: str) -> int:
 
 def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) -> None:
     """The bytes of a prompt and its answer in the KV cache, from the shapes of the arrays."""
-    from jaxlc.generation.memory import generation_memory
+    from jaxlc.generation.generate_text import generation_memory
     from jaxlc.plan.result import on_gpus
     from jaxlc.simulate.topology import make_mesh
     from jaxlc.simulate.topology import topology as parse_topology

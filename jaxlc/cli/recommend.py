@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxlc.cli.flags import NodeFlags, check_output_file, start_on_cpu, target_topology
 from jaxlc.config import load_stages, read_config, with_settings
-from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ParsedCommand, run_main
+from jaxlc.config.files import base_config, set_model
+from jaxlc.config.frozen import Stage
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import defaults
-from jaxlc.config.stage_schema import Stage
 from jaxlc.core.errors import UserError
+from jaxlc.core.processes import Row, default_num_workers
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
-from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import row_text
 from jaxlc.search.runner import IsOver

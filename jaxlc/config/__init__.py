@@ -7,8 +7,8 @@ frozen = load(config)
 
 from jaxlc.config.checks.mesh_checks import check_evaluation, check_num_devices
 from jaxlc.config.files import check_variant, read_config, shipped_configs, shrink_for_cpu
-from jaxlc.config.frozen import Config, to_dict
-from jaxlc.config.loading import from_dict, load, with_settings
+from jaxlc.config.frozen import Config, Stage, to_dict
+from jaxlc.config.loading import from_dict, load, load_stages, with_settings
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.schema import (
@@ -24,8 +24,6 @@ from jaxlc.config.schema import (
     TrainConfig,
 )
 from jaxlc.config.settings import defaults
-from jaxlc.config.stage_schema import Stage
-from jaxlc.config.stages import load_stages
 
 __all__ = [
     "PRESETS",

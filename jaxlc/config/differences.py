@@ -6,7 +6,7 @@ from typing import Any
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import as_argument, defaults_of
-from jaxlc.core import html
+from jaxlc.core import text as html
 
 # (section, setting) -> the class of the parts with names that it contains.
 NAMED_PARTS: dict[tuple[str, str], type] = {("data", "mixture"): SourceConfig, ("model", "kinds"): KindConfig}

@@ -1,19 +1,169 @@
 """Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by the name of a shipped
-one. Imports no jax."""
+one. Imports no jax.
+
+The config that a recommendation starts from: that of --config, or only a model. Imports no jax.
+
+Writes resolved settings as a config file: one setting per line, with its complete path. Imports no jax.
+"""
 
 import inspect
 import runpy
+import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxlc.config.checks.stage_checks import SCHEDULE
+from jaxlc.config.frozen import FROM_LENGTHS, Stage, StageConfig, refusal, to_dict
+from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.config.values import SettingError
+from jaxlc.config.settings import defaults
+from jaxlc.config.values import SettingError, Tokens, as_python, defaults_of, flattened, typed
 from jaxlc.core.errors import UserError, checked
-from jaxlc.core.text import did_you_mean, nearest_name
+from jaxlc.core.files import local_path
+from jaxlc.core.text import did_you_mean, nearest_name, suggestion
+
+TOKENS_PER_STEP = 4_194_304  # at most, without --config: as the shipped configs of 8B models
+_DEFAULT_SEQ_LEN = 131_072
+
+
+def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> ConfigDict | None:
+    """`config` with the model and sequence length of the flags; without it, the defaults with a model.
+
+    Args:
+      config: None: no --config is given.
+      flags: --model and, of a verb that has it, --seq_len; None if not given.
+    Returns:
+      None if there is neither a config nor a model.
+    Raises:
+      UserError: an unknown model, an invalid length, or a length for a config with stages.
+    """
+    model, length = flags["model"], flags.get("seq_len")
+    if model is None and length is None:
+        return config
+    if config is None:
+        if model is None:
+            raise UserError("no model is given: use --model=NAME or --config=NAME with --seq_len")
+        config = defaults()
+        config.data.seq_len = typed("--seq_len", length, Tokens) if length else _DEFAULT_SEQ_LEN
+        num_sequences = max(1, TOKENS_PER_STEP // config.data.seq_len)
+        config.train.global_batch_size = 2 ** (num_sequences.bit_length() - 1)  # rounded down, so that GPUs divide it
+    elif length:
+        if config.stages:
+            raise UserError(
+                "unsupported: --seq_len for a config with stages; use --config.stages.NAME.data.seq_len=TOKENS"
+            )
+        config.data.seq_len = typed("--seq_len", length, Tokens)
+    if model is not None:
+        set_model(config, model)
+    return config
+
+
+def set_model(config: ConfigDict, model: str) -> None:
+    """Sets the model of `config` to a preset, a Hugging Face directory or hub id, or a run.
+
+    Raises:
+      UserError: `model` is none of these.
+    """
+    if model in PRESETS:
+        config.model.preset = model
+        return
+    if not local_path(model).is_dir() and not is_model_id(model):
+        raise UserError(
+            f"unknown --model={model}: expected a Hugging Face directory, a hub id ORGANIZATION/NAME, or one of"
+            f" {', '.join(PRESETS)}{suggestion(model, PRESETS)}"
+        )
+    unset_shape(config)
+    config.model.init_from = model
+
+
+def unset_shape(config: ConfigDict, kept: Container[str] = ()) -> None:
+    """Removes the settings that model.init_from decides from a config that sets them for another model.
+
+    Args:
+      kept: paths that are not removed, such as "model.num_layers".
+    """
+    for name in set(config.model) - {"init_from", *CHANGEABLE_SETTINGS}:
+        if f"model.{name}" not in kept:
+            del config.model[name]
+
+
+_FILE = '''"""{title}"""
+
+from ml_collections import ConfigDict
+
+from jaxlc.config import check_variant, {function}
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    check_variant(variant, ())
+{body}
+    return config
+'''
+
+
+def file_text(title: str, base: str, settings: Mapping[str, Any], lines: Sequence[str] = ()) -> str:
+    """The text of a config file.
+
+    Args:
+      title: its docstring.
+      base: the call that returns the config to change, such as "defaults()".
+      settings: the new values by their paths.
+      lines: statements before these are set.
+    """
+    body = [f"config = {base}", *lines, f"config.update_from_flattened_dict({as_python(settings)})"]
+    return _FILE.format(title=title, function=base.partition("(")[0], body=textwrap.indent("\n".join(body), "    "))
+
+
+def config_text(stages: Sequence[Stage]) -> str:
+    """The text of a config file, from which `read_config` and `load_stages` return `stages` again.
+
+    It does not depend on defaults, presets, or a config.json that may change later. Relative paths stay relative.
+    """
+    first = stages[0]
+    settings = {path: x for path, x in _settings(first).items() if not (first.name and path in FROM_LENGTHS)}
+    for index, stage in enumerate(stages[1:], start=1):
+        settings |= {f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)}
+    heads = [f"    dict({_arguments(stage)})," for stage in stages if stage.name]
+    return file_text(
+        "All settings of a run as `jaxlc train` resolved them; --config=FILE reads them.",
+        "defaults()",
+        settings,
+        ["config.stages = [", *heads, "]"] if heads else [],
+    )
+
+
+def _arguments(stage: Stage) -> str:
+    """The fields of a stage that are not sections, with its length in steps."""
+    values = dict(name=stage.name, steps=stage.num_steps)
+    own = {name: getattr(stage, name) for name in defaults_of(StageConfig) if name not in ("steps", "tokens")}
+    values |= {name: value for name, value in own.items() if value != defaults_of(StageConfig)[name]}
+    return ", ".join(f"{name}={as_python(value)}" for name, value in values.items())
+
+
+def _settings(stage: Stage) -> dict[str, Any]:
+    """The settings by their paths; the sources of a mixture replace data.sources."""
+    settings = flattened(to_dict(stage.config))
+    if stage.config.data.mixture:
+        del settings["data.sources"]
+    return settings
+
+
+def _changes(first: Stage, stage: Stage, index: int) -> Iterator[tuple[str, Any]]:
+    """The settings with which a stage differs from the first one; `index`: its position, from 0."""
+    given = _settings(first) | {"data.seed": first.config.data.seed + index}  # the seed that a stage has by default
+    for path, value in _settings(stage).items():
+        is_derived = path in FROM_LENGTHS or refusal(stage.name, path)
+        if stage.schedule == "continue" and path.removeprefix("optimizer.") in SCHEDULE:
+            is_derived = True
+        is_new_mixture = path.startswith("data.mixture.") and stage.config.data.mixture != first.config.data.mixture
+        if not is_derived and (is_new_mixture or path not in given or value != given[path]):
+            yield path, value
+
 
 _PACKAGE = Path(__file__).parents[1]
 # A wheel has the shipped configs at jaxlc/configs, a source tree at configs/.

@@ -1,8 +1,12 @@
-"""The frozen config of a run, its default values, and its representations. Imports no jax."""
+"""The frozen config of a run, its default values, and its representations. Imports no jax.
+
+Stages of a config: their own settings, and the settings of sections that they change. Imports no jax.
+"""
 
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxlc.config import differences
 from jaxlc.config.differences import NAMED_PARTS
@@ -67,3 +71,91 @@ def default_values(preset: str) -> dict[str, dict[str, Any]]:
     for section, name in NAMED_PARTS:
         sections[section][name] = dict[str, Any]()
     return sections
+
+
+# Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
+_SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
+_MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
+_RUN_SETTINGS = (
+    "data.tokenizer", "data.end_token", "data.start_token",
+    "train.seed", "train.keep_checkpoints", "train.keep_every_steps", "train.keep_best_checkpoints",
+    "train.local_checkpoints", "train.wandb_project",
+)  # fmt: skip
+FROM_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """One stage: its name, length and border, and the settings that it changes, as --config.stages.NAME.SECTION.KEY."""
+
+    name: str  # name of the stage in metrics, plots and messages: letters, digits, "_", "-"
+    steps: int = 0  # optimizer steps of the stage; 0: derived from tokens
+    tokens: int = 0  # tokens of the stage, padding included, rounded up to whole steps; 0: derived from steps
+    # learning-rate schedule. new: that of the stage's optimizer settings, over its own steps, with its own warm-up.
+    # continue: the stage before started a schedule over the steps of both.
+    schedule: Literal["new", "continue"] = "new"
+    # optimizer state at the start of the stage. carry: that of the stage before. reset: moments and update count of 0.
+    optimizer_state: Literal["carry", "reset"] = "carry"
+    # gate: with a held-out loss above this limit at its end, in nats, the run stops before the next stage. 0: none.
+    max_eval_loss: float = 0.0
+    # gate: with a score of config.evals below its limit at its end, the run stops before the next stage; a list of
+    # TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for context_gain_N.
+    min_scores: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage(StageConfig):
+    """A stage that `load_stages` resolved. A config without stages is one stage without a name.
+
+    `steps` and `tokens` are as in the config, 0 where not set; `num_steps` and `num_tokens` are always known.
+    """
+
+    config: Config  # complete; train.steps is the global step at which the stage ends
+    first_step: int = 0  # global: optimizer steps of the stages before
+
+    @property
+    def end_step(self) -> int:
+        """The global step after the last step of this stage."""
+        return self.config.train.steps
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of this stage."""
+        return self.end_step - self.first_step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this stage over all devices, padding included."""
+        return self.num_steps * self.config.tokens_per_step
+
+
+def refusal(stage: str, path: str) -> str:
+    """The reason why a stage cannot change a setting such as "train.seed"; "" if it can.
+
+    Args:
+      stage: its name, for the message.
+    """
+    section, _, name = path.partition(".")
+    if path == "train.steps":
+        return f"config.stages.{stage}.train.steps: set config.stages.{stage}.steps, its own number of steps"
+    is_allowed = name.startswith(_MODEL_PREFIXES) if section == "model" else section in _SECTIONS
+    if not name or (is_allowed and path not in _RUN_SETTINGS):
+        return ""
+    reason = "stages change only RoPE settings of the model" if section == "model" else "all stages share it"
+    return f"unsupported: config.stages.{stage}.{path}; {reason}, so set config.{path}"
+
+
+def merged_settings(values: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a config with the changes of a stage; every section is a new dictionary.
+
+    The mixture of a stage names its sources; their other fields are those of the config's source of the same name.
+    """
+    merged = {section: {**values.get(section, {}), **stage.get(section, {})} for section in SECTIONS}
+    own, data, mixture = stage.get("data", {}), merged["data"], values.get("data", {}).get("mixture", {})
+    if "mixture" in own:
+        data["mixture"] = {name: {**mixture.get(name, {}), **fields} for name, fields in own["mixture"].items()}
+    if "mixture" in own and "sources" not in own:
+        data.pop("sources", None)
+    if "sources" in own and "mixture" not in own:
+        data.pop("mixture", None)
+    return merged

@@ -1,30 +1,213 @@
-"""The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax."""
+"""The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax.
 
+The tree of settings: what is declared at a path "section[.NAME].field", and values with these types. Imports no jax.
+
+A part of the tree is a dataclass: the config, a section, a source of data.mixture, a kind of model.kinds, or a stage.
+The last three have names: sources are declared as tuple[SourceConfig, ...], and are a dictionary NAME -> settings while
+they are edited.
+"""
+
+import dataclasses
+import functools
+import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from jaxlc.config import differences
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, default_values
-from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL
+from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, StageConfig, default_values, refusal
+from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, KindConfig
+from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.old_names import check_same, new_path, renamed
-from jaxlc.config.setting_paths import (
-    NAMED,
-    converted,
-    fields_of,
-    hint_at,
-    is_part,
-    is_placeholder,
-    item_of,
-    items_of,
-    joined,
-    set_at,
-)
-from jaxlc.config.stage_schema import StageConfig
-from jaxlc.config.values import SettingError, defaults_of
-from jaxlc.core import html
-from jaxlc.core.text import did_you_mean
+from jaxlc.config.other_names import meaning_of
+from jaxlc.config.schema import SourceConfig
+from jaxlc.config.values import SettingError, defaults_of, invalid_value, typed
+from jaxlc.core import text as html
+from jaxlc.core.text import did_you_mean, nearest_name
+
+NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
+
+
+def item_of(hint: Any) -> type | None:
+    """The class of the named parts in `hint`, such as SourceConfig for data.mixture; None for other types."""
+    arguments = typing.get_args(hint)
+    return arguments[0] if arguments and arguments[0] in NAMED else None
+
+
+@functools.cache
+def fields_of(part: type) -> dict[str, Any]:
+    """The settings and sections of a part with their declared types, not to be changed: {"data": int, ...}."""
+    hints = typing.get_type_hints(part)
+    if part in NAMED:
+        del hints["name"]
+    own_parts: dict[type, dict[str, Any]] = {Config: {"stages": tuple[StageConfig, ...]}, StageConfig: SECTIONS}
+    return hints | own_parts.get(part, {})
+
+
+def joined(path: str, name: str) -> str:
+    """The path of `name` in the part at `path`; the path of the config is ""."""
+    return f"{path}.{name}" if path else name
+
+
+@functools.lru_cache(maxsize=4096)
+def hint_at(path: str) -> Any:
+    """The declared type at a path: int for "mesh.context", SourceConfig for "data.mixture.books".
+
+    Raises:
+      SettingError: there is no such setting, and the message names the nearest one; or a stage cannot change it.
+    """
+    names = new_path(path).split(".") if path else []
+    hint: Any = Config
+    part, prefix = Config, 0  # the innermost config, source or stage, and the number of names before its own
+    for index, name in enumerate(names):
+        if item := item_of(hint):
+            if not re.fullmatch(r"[\w-]+", name):
+                group = ".".join(names[:index])
+                raise SettingError(
+                    f"invalid name {name!r} of a {NAMED[item]} in config.{group}: use letters, digits, '_' and '-'"
+                )
+            hint, part, prefix = item, item, index + 1
+            continue
+        fields = fields_of(hint) if dataclasses.is_dataclass(hint) else {}
+        if name not in fields:
+            raise SettingError(_unknown(part, ".".join(names[:prefix]), ".".join(names[prefix:])))
+        hint = fields[name]
+    if names[:1] == ["stages"] and (reason := refusal(names[1], ".".join(names[2:])) if names[2:] else ""):
+        raise SettingError(reason)
+    return hint
+
+
+def _unknown(part: type, prefix: str, path: str) -> str:
+    """The error for a path that is not in `part`, which is at `prefix`."""
+    form = f"config.{joined(prefix, '{}')}"
+    section, keys = path.rpartition(".")[0], _keys(part)
+    own = [key for key in keys if section and key.startswith(f"{section}.")]
+    known = own or sorted({key.partition(".")[0] for key in keys})
+    advice = advice_for(path, part, form)
+    if not advice and not section and (nearest := nearest_name(path, known, cutoff=0.8)):
+        advice = f"did you mean {form.format(nearest)}?"
+    advice = advice or f"expected one of {', '.join(map(form.format, sorted(known)))}"
+    return f"unknown setting {form.format(path)}: {advice}"
+
+
+def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
+    """What to set instead of an unknown path in `part`, as the end of a sentence; "" if no setting can be meant.
+
+    It is what another program calls by this name, the setting of this name in another section, or one whose name is
+    spelled alike.
+
+    Args:
+      form: how a path in `part` is written.
+    """
+    keys = _keys(part)
+    section, _, name = path.lower().rpartition(".")
+    if meaning := meaning_of(path if section or part not in NAMED else f"{NAMED[part]}.{path}"):
+        return re.sub(
+            r"config\.([\w.]+)", lambda match: form.format(match[1]) if match[1] in keys else match[0], meaning
+        )
+    names = [key.rpartition(".")[2] for key in keys]
+    nearest = nearest_name(name, names, cutoff=0.8)
+    found = [key for key, known in zip(keys, names) if known == nearest]
+    if nearest_section := nearest_name(section, [key.partition(".")[0] for key in found]):
+        found = [key for key in found if key.startswith(f"{nearest_section}.")]
+    return f"did you mean {' or '.join(map(form.format, found))}?" if found else ""
+
+
+def _keys(part: type) -> list[str]:
+    """The paths of all settings in `part` that can be set there."""
+    keys: list[str] = []
+    for name, hint in fields_of(part).items():
+        keys += [f"{name}.{key}" for key in _all_keys(hint)] if dataclasses.is_dataclass(hint) else [name]
+    return [key for key in keys if part is not StageConfig or not refusal("", key)]
+
+
+def _all_keys(part: type) -> list[str]:
+    """The paths of the settings in a section, and in the sections within it."""
+    keys: list[str] = []
+    for name, hint in fields_of(part).items():
+        keys += [f"{name}.{key}" for key in _all_keys(hint)] if dataclasses.is_dataclass(hint) else [name]
+    return keys
+
+
+def items_of(path: str, value: Any) -> dict[str, Any]:
+    """The items of a value for the part or the named parts at `path`. A list of named parts has their names in it.
+
+    Raises:
+      SettingError: it is no dictionary, or a list without names.
+    """
+    item = item_of(hint_at(path))
+    if isinstance(value, (Mapping, ConfigDict)):
+        return dict(value.items())
+    if item is None:
+        example = next(iter(fields_of(hint_at(path))))
+        advice = meaning_of(path) or f"set one of its settings, such as config.{path}.{example}"
+        raise SettingError(f"config.{path} is a section: {advice}")
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        example = f"--config.{path}.NAME.{next(iter(fields_of(item)))}=VALUE"
+        expected = f"a dictionary of {NAMED[item]}s by name; to set one value, use {example}"
+        raise SettingError(invalid_value(path, value, expected))
+    items: dict[str, Any] = {}
+    for index, fields in enumerate(value):
+        name = fields.get("name") if isinstance(fields, Mapping) else getattr(fields, "name", None)
+        if not isinstance(name, str):
+            raise SettingError(f"invalid {NAMED[item]} {index} of config.{path}: expected a dictionary with a name")
+        if name in items:
+            names = ", ".join((*items, name))
+            raise SettingError(f"config.{path} has two {NAMED[item]}s of the same name: {names}")
+        items[name] = {key: field for key, field in fields.items() if key != "name"}
+    return items
+
+
+def is_part(hint: Any) -> bool:
+    """Whether a declared type has settings in it, as sections, sources and stages, or a group of them, have."""
+    return dataclasses.is_dataclass(hint) or item_of(hint) is not None
+
+
+def is_placeholder(path: str) -> bool:
+    """Whether the setting is None until it is set: its default comes from the preset or from model.init_from."""
+    return path in ("data.tokenizer", "data.start_token") or (
+        path.startswith("model.") and not path.startswith("model.kinds") and not is_part(hint_at(path))
+    )
+
+
+def converted(path: str, value: Any) -> Any:
+    """`value` with the types declared at `path`. A part is a dictionary of what is set in it.
+
+    Raises:
+      SettingError: an unknown setting, or an invalid value.
+    """
+    hint = hint_at(path)
+    if is_part(hint):
+        return {
+            name: converted(joined(path, name), item) for name, item in renamed(path, items_of(path, value)).items()
+        }
+    if value is None and is_placeholder(path):
+        return None
+    value = typed(path, value, hint)
+    if path == "model.preset" and value not in PRESETS:
+        raise SettingError(invalid_value(path, value, f"one of {', '.join(PRESETS)}", PRESETS))
+    return value
+
+
+def set_at(tree: Any, path: str, value: Any) -> None:
+    """Sets the value at a path such as "data.mixture.books.share" in nested dictionaries; a new NAME adds a source.
+
+    Raises:
+      SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as `converted`.
+    """
+    if not path:
+        raise SettingError(_unknown(Config, "", path))
+    hint_at(path)
+    *parts, name = new_path(path).split(".")
+    for part in parts:
+        if isinstance(tree, (dict, ConfigDict)) and part not in tree:
+            tree[part] = {}
+        tree = tree[part]
+    if not isinstance(tree, (dict, ConfigDict)):  # the stages of a config
+        items_of(path, None)
+    tree[name] = value
 
 
 class Settings(ConfigDict):

@@ -22,8 +22,7 @@ from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fi
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.records import RECORD_SUFFIXES
 from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
-from jaxlc.data.tokens.cache import Progress, open_store
-from jaxlc.data.tokens.store import TokenStore
+from jaxlc.data.tokens.store import Progress, TokenStore, open_store
 from jaxlc.data.tokens.tokenize import Log
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 

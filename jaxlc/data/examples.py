@@ -11,11 +11,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxlc.config import Config
-from jaxlc.config.stage_schema import Stage
-from jaxlc.config.stages import load_stages
+from jaxlc.config.frozen import Stage
+from jaxlc.config.loading import load_stages
 from jaxlc.core.errors import checked
-from jaxlc.core.html import paragraph
-from jaxlc.core.text import count_text, progress_lines
+from jaxlc.core.text import count_text, paragraph, progress_lines
 from jaxlc.data import data_sources
 from jaxlc.data.sequences.source import DataSource, ShownTokens, SourceView
 from jaxlc.data.tokens.tokenizers import Tokenizer

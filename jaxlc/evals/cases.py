@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from jaxlc.config import EvalsConfig
-from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY, RULER
+from jaxlc.config.checks.stage_checks import NEEDLE, PASSKEY, RULER
 from jaxlc.core.files import fingerprint_of
+from jaxlc.evals import ruler
 from jaxlc.evals.haystack import CountTokens, Example, Prose, largest_example, prose_of, sentences_of
 from jaxlc.evals.predictions import Case, match_all
-from jaxlc.evals.ruler import ruler
-from jaxlc.evals.ruler.ruler import read_hotpotqa, read_squad
+from jaxlc.evals.ruler import read_hotpotqa, read_squad
 
 NEW_TOKENS = 16
 _NEEDLE = "The secret number of {name} is {value}."

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlc.checkpoints.files import model_fingerprint
 from jaxlc.config import EvalsConfig
-from jaxlc.config.checks.eval_checks import LOSS, lengths_in_training
+from jaxlc.config.checks.stage_checks import LOSS, lengths_in_training
 from jaxlc.config.models.pretrained import locate, original_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import fingerprint_of, local_path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxlc.config.checks.eval_checks import NEEDLE, PASSKEY
+from jaxlc.config.checks.stage_checks import NEEDLE, PASSKEY
 from jaxlc.core import errors
 from jaxlc.core.files import replacing
 from jaxlc.core.plot_style import line_styles, new_figure, style_axes

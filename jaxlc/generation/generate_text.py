@@ -1,6 +1,8 @@
 """Text generation with the model of a run or of a Hugging Face directory: `jaxlc.generate`.
 
 A prompt is plain text, or the message of a user in the chat template of the model.
+
+Device memory of generation: the KV cache, and the copy of the weights in the compute dtype. Nothing is compiled.
 """
 
 import functools
@@ -12,17 +14,65 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxlc.config.models.context_length import context_warning
-from jaxlc.config.models.pretrained import original_of
+from jaxlc.config.models.pretrained import context_warning, original_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import valid_unicode
 from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate, fitting_template
 from jaxlc.data.tokens.encoder import Encoder, Stops, stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.generation.generator import Generation, Generator, Stream
+from jaxlc.generation.generator import CachedStep, Generation, Generator, Stream, abstract_params
 from jaxlc.generation.sampling import Sampling
+from jaxlc.models import decoder
+from jaxlc.models.contract import layout_for
 from jaxlc.step.language_model import LanguageModel, TrainedModel
+from jaxlc.step.state import bytes_per_device
+from jaxlc.step.step import TrainStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationMemory:
+    """Bytes per device; the temporaries of the programs are not counted."""
+
+    num_sequences: int  # generated together
+    num_tokens: int  # per sequence, of the prompt and the answer
+    cache_bytes: int  # keys and values, and states of recurrent layers
+    weights_bytes: int  # the copy of the parameters in the compute dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache_bytes + self.weights_bytes
+
+
+def generation_memory(step: TrainStep, num_sequences: int, num_tokens: int) -> GenerationMemory:
+    """The memory of `num_sequences` sequences of `num_tokens` tokens on the mesh of `step`, with a cache in the compute
+    dtype."""
+    dtype = step.compute_dtype
+    cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype, cache_dtype=dtype)
+    cache = cached.abstract_cache(layout_for(num_tokens, step.mesh), cached.padded_batch_size(num_sequences))
+    dims = decoder.dims_of(step.config.model, step.config.lora)
+    params = abstract_params(step.abstract_state.params, dims, step.mesh, dtype)
+    return GenerationMemory(
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        cache_bytes=bytes_per_device(cache),
+        weights_bytes=bytes_per_device(params),
+    )
+
+
+def rollout_memory(step: TrainStep, num_tokens: int = 0) -> GenerationMemory | None:
+    """The memory of config.rollouts, which exist between two steps, beside the training state; None: the policy makes
+    no rollouts.
+
+    Args:
+      num_tokens: of the longest prompt and its answer. 0: unknown, as many as fit into a sequence.
+    """
+    rollouts = step.config.rollouts
+    if rollouts.source != "model":
+        return None
+    num_sequences = rollouts.prompts_per_step * rollouts.answers_per_prompt
+    return generation_memory(step, num_sequences, num_tokens or step.config.data.seq_len + 1)
+
 
 _MARGIN_TOKENS = 8  # a template splits the text, which may then have a few more tokens
 

@@ -16,8 +16,8 @@ from jaxlc.data.sequences.packing import epoch_order
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.tokens.encoder import stops_of
 from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generation, Generator
-from jaxlc.generation.memory import rollout_memory
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.rewards import load_reward, rewarded
 from jaxlc.posttrain.rollouts import Rollouts, decoded_text, write_rollouts

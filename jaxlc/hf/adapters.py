@@ -21,9 +21,8 @@ from jaxlc.config.models.families import Family
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.hf.files import TensorWriter
 from jaxlc.hf.load import Layout, layouts_of, paths_of
-from jaxlc.models import decoder, freezing
-from jaxlc.models.freezing import frozen_names
-from jaxlc.models.lora import LORA
+from jaxlc.models import decoder, lora
+from jaxlc.models.lora import LORA, frozen_names
 
 # The parameters of the module of experts in transformers 5, in the order in which peft wraps the module, and the
 # projections that are their columns.
@@ -126,7 +125,7 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path,
 def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, Layout]:
     """The layouts of the trained parameters that are not adapters."""
     dims = decoder.dims_of(config.model, config.lora)
-    trainable, _ = freezing.split(dims, frozen_names(config, freezing.names_of(dims)))
+    trainable, _ = lora.split(dims, frozen_names(config, lora.names_of(dims)))
     trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
     experts = next((path for path in trained if path.endswith(_endings(EXPERT_PROJECTIONS))), None)
     if experts is not None:

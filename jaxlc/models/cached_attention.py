@@ -24,10 +24,7 @@ from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported
-from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
-from jaxlc.models.contract import (
-    CachedKernels,
-)
+from jaxlc.models.contract import CachedKernels, CacheLayout, NewTokens, decode_tokens
 
 
 def kv_spec(window: int | None) -> PartitionSpec:

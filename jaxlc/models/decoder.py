@@ -26,9 +26,8 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
 from jaxlc.models.block import InitKeys, RMSNorm, matrix, over_chunks
 from jaxlc.models.contract import LayerOutput
-from jaxlc.models.freezing import join, paths_in_layer
-from jaxlc.models.layer_stack import IsFrozen, LayerContext, run_stack
-from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.layer_stack import DecoderLayer, IsFrozen, LayerContext, run_stack
+from jaxlc.models.lora import join, paths_in_layer
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.sharding.rules import Sharder
 

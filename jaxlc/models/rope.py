@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlc.config import ModelConfig
-from jaxlc.config.models.rope_settings import attention_factor
+from jaxlc.config.models.model_schema import attention_factor
 
 LOW_TOKENS = 4096  # number of positions of the low table
 

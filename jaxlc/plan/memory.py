@@ -148,7 +148,7 @@ class Memory:
 
 
 def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
-    """What the pools of pinned host memory grow to on a node, with those for staging buffers; see memory.py."""
+    """What the pools of pinned host memory grow to on a node, with those for staging buffers; see generate_text.py."""
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     num_processes = gpus_per_node // gpus.devices_per_process
     return memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)

@@ -11,13 +11,13 @@ from types import UnionType
 from typing import Any, Self
 
 from jaxlc.config.models.model_schema import model_name
-from jaxlc.core import html
+from jaxlc.core import text as html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import read_json_file
 from jaxlc.core.plot_style import RED, TEAL
 from jaxlc.core.text import count_text, gib
-from jaxlc.generation.memory import GenerationMemory
+from jaxlc.generation.generate_text import GenerationMemory
 from jaxlc.hlo.memory_dump import Launches
 from jaxlc.hlo.parser import label
 from jaxlc.plan.memory import USABLE_SHARE, Memory

@@ -14,12 +14,12 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import Config, load, to_dict
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
-from jaxlc.config.models.context_length import context_warning
+from jaxlc.config.models.pretrained import context_warning
 from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import aligned, count_text, gib
-from jaxlc.generation.memory import rollout_memory
+from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.plan import report
 from jaxlc.plan.packing_estimates import estimate_packing, read_documents
 from jaxlc.plan.program import StepProgram, collective_stats, compile_log_probs, kernels

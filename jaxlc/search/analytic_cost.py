@@ -15,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlc.config import Config, ModelConfig
-from jaxlc.config.flops import causal_pairs, product_entries
+from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, product_entries
 from jaxlc.config.kinds import active_ffn_dim, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.schema import MemoryConfig
-from jaxlc.config.trained_params import FROZEN_BYTES
 from jaxlc.core.errors import UserError
 from jaxlc.hlo.collectives import Groups
 from jaxlc.hlo.kernel_costs import Product

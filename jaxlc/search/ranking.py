@@ -19,12 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from jaxlc.core import errors, html
+from jaxlc.core import errors
+from jaxlc.core import text as html
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import read_json_lines
+from jaxlc.core.processes import Row
 from jaxlc.core.text import aligned
-from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import row_name
 from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
 

@@ -12,16 +12,16 @@ from typing import Any
 
 from jaxlc.config import PRESETS, Config, Stage, to_dict
 from jaxlc.config.checks.mesh_checks import length_problems, nearest_multiples, split_problems
-from jaxlc.config.config_text import file_text
-from jaxlc.config.models.context_length import context_warning
+from jaxlc.config.files import file_text
+from jaxlc.config.frozen import FROM_LENGTHS, refusal
 from jaxlc.config.models.model_schema import model_name
-from jaxlc.config.stage_schema import FROM_LENGTHS, refusal
+from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import as_python, flattened
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
+from jaxlc.core.processes import Row
 from jaxlc.core.text import duration_text, gib, progress_lines
-from jaxlc.runtime.worker_processes import Row
 from jaxlc.search import space
 from jaxlc.search.analytic_cost import Layout, Rates, usable_memory
 from jaxlc.search.best_first import Candidate, Compile, Search

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxlc.config import Config, with_settings
 from jaxlc.config.checks.layer_checks import unsupported_problems
-from jaxlc.config.checks.mesh_checks import meshes_of
-from jaxlc.config.checks.tile_checks import tile_problems
+from jaxlc.config.checks.mesh_checks import meshes_of, tile_problems
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR, mesh_text

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxlc.core import html
+from jaxlc.core import text
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, WEIGHT_AXES, mesh_text
 from jaxlc.core.text import aligned, count_text
 from jaxlc.sharding.mesh import Nodes, storage_order
@@ -359,7 +359,7 @@ class ShardingTable:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html.preformatted(str(self))
+        return text.preformatted(str(self))
 
 
 def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:

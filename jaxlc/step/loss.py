@@ -33,8 +33,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.config import Config, ModelConfig, TrainConfig
-from jaxlc.config.flops import num_params
-from jaxlc.config.trained_params import FROZEN_BYTES, num_adapter_params, num_frozen_params
+from jaxlc.config.flops import FROZEN_BYTES, num_adapter_params, num_frozen_params, num_params
 from jaxlc.core import hardware, scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
 from jaxlc.core.errors import UserError

@@ -13,7 +13,7 @@ import jax
 
 from jaxlc.config import Config
 from jaxlc.config.kinds import blocks_of
-from jaxlc.models import freezing
+from jaxlc.models import lora
 from jaxlc.runtime import memory as memory_pools
 from jaxlc.sharding.mesh import abstract_mesh
 from jaxlc.step.state import bytes_per_device
@@ -36,7 +36,7 @@ def state_bytes(config: Config) -> StateBytes:
     memory = dataclasses.replace(config.memory, node_copy_devices=0)  # the copies of nodes are not in the state
     step = TrainStep(config=dataclasses.replace(config, memory=memory), mesh=abstract_mesh(config.mesh))
     state = _traced(lambda: step.abstract_state)
-    trained, frozen = freezing.split(state.params, step.frozen)
+    trained, frozen = lora.split(state.params, step.frozen)
     reference = step.reference
     return StateBytes(
         trained=bytes_per_device(trained),

@@ -27,13 +27,12 @@ from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR
-from jaxlc.models import decoder, freezing, layer_tiles, layers
+from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
-from jaxlc.models.freezing import frozen_names
 from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixer_of, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, RunLayer
-from jaxlc.models.lora import is_adapter
+from jaxlc.models.lora import frozen_names, is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, policy_sums
 from jaxlc.sharding.mesh import Nodes, nodes_of
@@ -184,7 +183,7 @@ class Objective:
     @cached_property
     def frozen(self) -> frozenset[str]:
         """The names of the parameters that are not trained."""
-        return frozen_names(self.config, freezing.names_of(self.dims))
+        return frozen_names(self.config, lora.names_of(self.dims))
 
     def init_params(self, key: jax.Array) -> dict:
         """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but frozen matrices have the
@@ -192,11 +191,11 @@ class Objective:
         model = self.config.model
         vocab_size_padded = padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR])
         params = decoder.init(model, vocab_size_padded, key, self.config.lora)
-        trainable, frozen = freezing.split(params, self.frozen)
-        _, frozen_dims = freezing.split(self.dims, self.frozen)
+        trainable, frozen = lora.split(params, self.frozen)
+        _, frozen_dims = lora.split(self.dims, self.frozen)
         dtype = jnp.bfloat16 if self.config.precision.frozen == "bf16" else jnp.float32
         frozen = jax.tree.map(lambda x, dims: x if is_vector(dims) else x.astype(dtype), frozen, frozen_dims)
-        return freezing.join(trainable, frozen) if self.frozen else params
+        return lora.join(trainable, frozen) if self.frozen else params
 
     def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
         """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
@@ -210,8 +209,8 @@ class Objective:
         if self.nodes is not None:
             copies = NodeCopies(self.nodes, self._compute_dtype, self.config.precision.reduce)
             params = copies.gathered(params, self.dims)
-        trainable, frozen = freezing.split(params, self.frozen)
-        trainable_dims, _ = freezing.split(self.dims, self.frozen)
+        trainable, frozen = lora.split(params, self.frozen)
+        trainable_dims, _ = lora.split(self.dims, self.frozen)
         # Sums are divided by this number, and the losses of experts are means over the microbatches.
         per_microbatch = batch.loss_weights.sum() / len(batch.tokens)
 
@@ -219,7 +218,7 @@ class Objective:
             *hidden_and_head, layer_sums = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
             targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
             if self.config.posttrain.loss:
-                part = self._with_reference(freezing.join(trainable, frozen), part)
+                part = self._with_reference(lora.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, part)
             sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
             total, experts = sums.objective, None
@@ -238,8 +237,8 @@ class Objective:
         posttrain = self.config.posttrain
         if not posttrain.uses_reference or posttrain.reference != "base":
             return part
-        adapters = {name for name in freezing.names_of(self.dims) if is_adapter(name)}
-        base_params, _ = freezing.split(lax.stop_gradient(params), adapters)
+        adapters = {name for name in lora.names_of(self.dims) if is_adapter(name)}
+        base_params, _ = lora.split(lax.stop_gradient(params), adapters)
         base = dataclasses.replace(self, config=dataclasses.replace(self.config, lora=LoraConfig()))
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
@@ -315,7 +314,7 @@ class Objective:
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
             run_layer={kind: self._run_layer(bound[kind], tables.get(kind)) for kind in bound},
-            ranges={kind: layers.prepare(tokens) for kind, layers in bound.items()},
+            ranges={kind: layer_stack.prepare(tokens) for kind, layers in bound.items()},
             shard=self._sharder(params.trainable),
             remat=make_remat(
                 self._memory, period=len(self.config.model.layer_kinds + self.config.model.first_layer_kinds)
@@ -373,7 +372,7 @@ class Objective:
     def _run_layer(self, bound: Sequences | Tiles, tables: RopeTables | None) -> RunLayer:
         """A decoder layer with its mixer and RoPE bound."""
         if isinstance(bound, Sequences):
-            return functools.partial(layers.run_layer, attend=bound.attend, tables=tables)
+            return functools.partial(layer_stack.run_layer, attend=bound.attend, tables=tables)
         return functools.partial(
             layer_tiles.run_layer,
             layer_type=bound.layer_type,

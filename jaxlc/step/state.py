@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config, MemoryConfig
-from jaxlc.models import freezing
+from jaxlc.models import lora
 from jaxlc.sharding import rules
 from jaxlc.step.precision import Scaling, first_scaling
 
@@ -41,12 +41,12 @@ def make_state(
     """The state of step 0: a pure function of config.train.seed, equal on every mesh up to vocabulary padding.
 
     Args:
-      frozen: names of the parameters that are not trained; see `models.freezing`.
+      frozen: names of the parameters that are not trained; see `models.lora`.
     """
     init_key, rng = jax.random.split(jax.random.key(config.train.seed))
     params = init_params(init_key)
     scaling = first_scaling(config.precision, config.model)
-    opt_state = optimizer.init(freezing.split(params, frozen)[0])
+    opt_state = optimizer.init(lora.split(params, frozen)[0])
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.random.key_data(rng), scaling)
 
 
@@ -187,7 +187,7 @@ def abstract_state(
     compilation), whose shardings drop it.
     """
     shapes = jax.eval_shape(lambda: make_state(config, init_params, optimizer, frozen))
-    trainable_dims, _ = freezing.split(dims, frozen)
+    trainable_dims, _ = lora.split(dims, frozen)
     replicated_sharding = NamedSharding(mesh, PartitionSpec())
 
     def stored(shape, names):

@@ -24,7 +24,7 @@ from jaxlc.config import Config, LoraConfig
 from jaxlc.core import hardware
 from jaxlc.core.axes import CONTEXT
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.models import expert_products, freezing
+from jaxlc.models import expert_products, lora
 from jaxlc.models.contract import ChoosesKernel
 from jaxlc.models.expert_products import check_mosaic_product
 from jaxlc.models.kinds import kinds_on_mesh, mixer_of
@@ -87,7 +87,7 @@ class StepFunction:
 
     @property
     def _trainable_dims(self):
-        return freezing.split(self.objective.dims, self.objective.frozen)[0]
+        return lora.split(self.objective.dims, self.objective.frozen)[0]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         is_decoder = isinstance(self.objective, Objective)
@@ -113,7 +113,7 @@ class StepFunction:
         grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
         # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        trainable, frozen = freezing.split(state.params, self.objective.frozen)
+        trainable, frozen = lora.split(state.params, self.objective.frozen)
         trainable, opt_state = update.update(
             self.optimizer.of,
             self._trainable_dims,
@@ -140,7 +140,7 @@ class StepFunction:
         )
         scaling = precision.after_step(state.scaling, histories, is_finite, self.config.precision)
         rng = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng))[0])
-        params = freezing.join(trainable, frozen) if self.objective.frozen else trainable
+        params = lora.join(trainable, frozen) if self.objective.frozen else trainable
         return TrainState(state.step + 1, params, opt_state, rng, scaling), metrics
 
 
@@ -238,7 +238,7 @@ class TrainStep:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The names of the parameters that are not trained, as in `models.freezing`."""
+        """The names of the parameters that are not trained, as in `models.lora`."""
         return self.objective.frozen
 
     @cached_property
@@ -426,10 +426,10 @@ class TrainStep:
         )
 
     def init_params(self, names: Set[str]) -> dict:
-        """The parameters of step 0 with these names, as in `models.freezing`; the others are not computed."""
+        """The parameters of step 0 with these names, as in `models.lora`; the others are not computed."""
 
         def select(tree) -> dict:
-            return freezing.split(tree, names)[1]
+            return lora.split(tree, names)[1]
 
         shardings = jax.tree.map(lambda x: x.sharding, select(self.abstract_state.params))
         state = functools.partial(make_state, self.config, self.objective.init_params, self._optimizer, self.frozen)
@@ -477,7 +477,7 @@ class TrainStep:
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
         """The optimizer of all trainable parameters."""
-        return self._step_optimizer.of(freezing.split(self.dims, self.frozen)[0])
+        return self._step_optimizer.of(lora.split(self.dims, self.frozen)[0])
 
 
 def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:

@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxlc.config import OptimizerConfig
 from jaxlc.core import scopes
-from jaxlc.models.freezing import insert
+from jaxlc.models.lora import insert
 from jaxlc.models.offloaded_layers import layer_of
 from jaxlc.sharding.rules import is_vector
 from jaxlc.step.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind

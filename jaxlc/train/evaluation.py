@@ -14,19 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxlc.core import html
+from jaxlc.core import text
 from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.text import Update, count_text, no_progress
 from jaxlc.data.sequences.loader import batches
 from jaxlc.data.sequences.source import FiniteSequences, Sequences
-from jaxlc.evals.document_sums import (
-    MIN_DOCUMENTS,
-    DocumentSums,
-    Estimates,
-    concatenate,
-    position_edges,
-    sum_documents,
-)
+from jaxlc.evals.document_loss import MIN_DOCUMENTS, DocumentSums, Estimates, concatenate, position_edges, sum_documents
 from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.sharding.document_layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
@@ -275,7 +268,7 @@ class _Repeated:
 
 def _html_table(title: str, columns: dict[str, np.ndarray]) -> str:
     rows = zip(*(map(_cell, column) for column in columns.values()))
-    return html.table(list(columns), rows, caption=title, align="r" * len(columns))
+    return text.table(list(columns), rows, caption=title, align="r" * len(columns))
 
 
 def _cell(value) -> str:

@@ -17,7 +17,7 @@ from jaxlc.config import Config, from_dict, with_settings
 from jaxlc.config import load as load_config
 from jaxlc.config.checks.mesh_checks import working_mesh
 from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE, find_directory
-from jaxlc.core import errors, html
+from jaxlc.core import errors, text
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import displayed, local_path
@@ -117,7 +117,7 @@ class Result(TrainedModel):
         rows.append(
             ("explore", "model, params, tokenizer, history, config, paths, loss_figure(), loss_by_position_figure()")
         )
-        return html.table((), rows, align="ll")
+        return text.table((), rows, align="ll")
 
 
 @checked

@@ -23,15 +23,14 @@ from jaxlc.checkpoints.restore import RestoreTarget, check_latest
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, SCORES
 from jaxlc.config import Stage, to_dict
-from jaxlc.config.checks.eval_checks import parse_min_scores
-from jaxlc.config.models.context_length import context_warning
-from jaxlc.config.models.pretrained import copy_description
+from jaxlc.config.checks.stage_checks import parse_min_scores
+from jaxlc.config.models.pretrained import context_warning, copy_description
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import AUTO
 from jaxlc.evals.evaluate_run import TrainingScorer, make_scorer
 from jaxlc.generation.policy_rollouts import PolicyRollouts, make_policy_rollouts
-from jaxlc.models.freezing import trained_settings
+from jaxlc.models.lora import trained_settings
 from jaxlc.runtime.watchdog import problem_of_any_process, text_of_process_0
 from jaxlc.step.state import TrainState
 from jaxlc.step.step import TrainStep

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import support_table
 from jaxlc.attention import attend
-from jaxlc.attention.strategies import halo
+from jaxlc.attention.strategies import window_exchange
 from tests.attention.cases import assert_rows_match, inputs, oracle, sharded, split_mesh
 from tests.tolerances import BFLOAT16_ATTENTION, FLOAT32_PARITY, max_relative_error
 
@@ -72,12 +72,12 @@ def test_window_on_one_rank_sends_nothing():
 @pytest.fixture
 def without_the_fold(monkeypatch: pytest.MonkeyPatch):
     """The second chunk of the last rank does not attend to the first one, which precedes it."""
-    predecessors = halo.predecessors
+    predecessors = window_exchange.predecessors
 
     def broken(pair, ranks):
         return predecessors(pair, ranks)[0], jnp.zeros_like(pair[1])
 
-    monkeypatch.setattr(halo, "predecessors", broken)
+    monkeypatch.setattr(window_exchange, "predecessors", broken)
     jax.clear_caches()
     yield
     jax.clear_caches()

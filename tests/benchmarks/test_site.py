@@ -9,7 +9,7 @@ import pytest
 import jaxlc
 from benchmarks.site import links, notebook_page, pages, reference
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.setting_paths import fields_of
+from jaxlc.config.settings import fields_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,11 +10,18 @@ import pytest
 
 from jaxlc.cli.export import Flags as ExportFlags
 from jaxlc.config import MeshConfig
-from jaxlc.config.command_line import StageFlags, VerbFlags, parse, run_main
+from jaxlc.config.command_line import (
+    HELP_SECTIONS,
+    StageFlags,
+    VerbFlags,
+    field_comments,
+    parse,
+    run_main,
+    settings_help,
+)
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.help import HELP_SECTIONS, field_comments, settings_help
 from jaxlc.config.ranges import Above0, From1
-from jaxlc.config.setting_paths import fields_of
+from jaxlc.config.settings import fields_of
 from jaxlc.config.values import Tokens
 from jaxlc.core.errors import UserError
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxlc.config import Stage, load_stages, read_config
-from jaxlc.config.config_text import config_text
+from jaxlc.config.files import config_text
 
 
 def stages_without_tokens(stages: tuple[Stage, ...]) -> list[Stage]:

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from jaxlc.config import defaults, load, to_dict
-from jaxlc.config.models.context_length import context_tokens, context_warning
 from jaxlc.config.models.model_schema import model_name
+from jaxlc.config.models.pretrained import context_tokens, context_warning
 from tests.hf.models import CASES
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from jaxlc.config import defaults, from_dict, load, to_dict, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.old_names import _MODEL, new_path
-from jaxlc.config.setting_paths import hint_at
+from jaxlc.config.settings import hint_at
 from jaxlc.config.values import SettingError, flattened
 from jaxlc.core.errors import UserError
 

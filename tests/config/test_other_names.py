@@ -5,7 +5,7 @@ import pytest
 
 from jaxlc.config import other_names
 from jaxlc.config.command_line import parse
-from jaxlc.config.setting_paths import converted, hint_at, is_part
+from jaxlc.config.settings import converted, hint_at, is_part
 from jaxlc.core.errors import UserError
 
 # Typed by users of transformers, TRL, Axolotl, Megatron-LM, nanochat, torchtitan and MaxText -> what it is here.

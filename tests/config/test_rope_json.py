@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxlc.config.models.families import FAMILIES
+from jaxlc.config.models.model_schema import rope_problems
 from jaxlc.config.models.rope_json import max_position_embeddings, rope_fields, rope_settings
-from jaxlc.config.models.rope_settings import rope_problems
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models.rope import rope_frequencies
 from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model

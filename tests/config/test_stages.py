@@ -1,4 +1,4 @@
-"""`config.stages`: parsing, overrides, and the configs and schedules that stages resolve to."""
+"""`config.loading`: parsing, overrides, and the configs and schedules that stages resolve to."""
 
 import copy
 import dataclasses

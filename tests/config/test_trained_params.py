@@ -4,10 +4,9 @@ import jax
 import pytest
 
 from jaxlc.config import PRESETS, LoraConfig
-from jaxlc.config.flops import document_pairs, step_flops
+from jaxlc.config.flops import document_pairs, num_adapter_params, num_frozen_params, step_flops, trains_layers
 from jaxlc.config.schema import TrainConfig
-from jaxlc.config.trained_params import num_adapter_params, num_frozen_params, trains_layers
-from jaxlc.models import freezing
+from jaxlc.models import lora as freezing
 from jaxlc.models.lora import is_adapter
 from tests.step.synthetic import HYBRID, MIXED_KINDS, small_config, small_step
 

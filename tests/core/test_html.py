@@ -3,7 +3,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxlc.core import html
+from jaxlc.core import text as html
 
 
 class Tags(HTMLParser):

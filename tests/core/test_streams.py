@@ -75,7 +75,7 @@ def test_texts_of_files_are_utf8_in_any_locale(tmp_path):
     path, out = tmp_path / "template.jinja", tmp_path / "log.txt"
     path.write_text("é{{ messages }}", encoding="utf-8")
     program = (
-        "from pathlib import Path; from jaxlc.config.chat_template_file import read_template;"
+        "from pathlib import Path; from jaxlc.config.loading import read_template;"
         "from jaxlc.train.reports.progress import Progress;"
         "progress = Progress(peak_flops_per_second=None, is_primary=True); progress.log_to(Path(sys.argv[1]));"
         "progress.log(read_template(Path(sys.argv[2])))"

@@ -13,10 +13,8 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.text import no_progress
 from jaxlc.data.texts.documents import BAD_RECORDS, Fields
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens import shards
-from jaxlc.data.tokens.cache import open_store
-from jaxlc.data.tokens.shards import plan_shards
-from jaxlc.data.tokens.store import StorePaths, TokenStore, read_store
+from jaxlc.data.tokens import store as shards
+from jaxlc.data.tokens.store import StorePaths, TokenStore, open_store, plan_shards, read_store
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 from tests.data.chat_styles import CHATML, write_tokenizer
 

@@ -13,8 +13,9 @@ from jaxlc.core.text import no_progress
 from jaxlc.data.texts import documents
 from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens import cache, tokenize
+from jaxlc.data.tokens import store as cache
 from jaxlc.data.tokens import store as store_module
+from jaxlc.data.tokens import tokenize
 from jaxlc.data.tokens.tokenizers import load_tokenizer
 
 TEXTS = {"a.txt": b"alpha", "b.txt": b"be", "c.txt": b"gamma rays"}

@@ -13,8 +13,7 @@ from jaxlc.cli.eval import main
 from jaxlc.config import EvalsConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import load_tokenizer
-from jaxlc.evals.document_loss import DocumentLosses, loss_rows, read_cut_documents, stored_losses
-from jaxlc.evals.document_sums import DocumentSums
+from jaxlc.evals.document_loss import DocumentLosses, DocumentSums, loss_rows, read_cut_documents, stored_losses
 from jaxlc.evals.predictions import read_scores
 from jaxlc.train import result as loaded_run
 from tests.train import runs

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlc.evals.document_sums import DocumentSums, concatenate, estimate, position_edges, sum_documents
+from jaxlc.evals.document_loss import DocumentSums, concatenate, estimate, position_edges, sum_documents
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 96, 4096, 1_000_000])

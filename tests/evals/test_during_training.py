@@ -8,8 +8,7 @@ from jaxlc.checkpoints.stored_checkpoints import arrays_of, read_evaluations
 from jaxlc.config import load_stages, read_config
 from jaxlc.core.errors import UserError
 from jaxlc.evals.predictions import read_scores
-from jaxlc.generation.cached_decoder import CachedDecoder
-from jaxlc.generation.generator import Generator
+from jaxlc.generation.generator import CachedDecoder, Generator
 from jaxlc.train import loop
 from jaxlc.train.callbacks import TrainingStopped
 from jaxlc.train.reports.metrics import METRICS_FILE, read_rows

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 
 import jaxlc
 from jaxlc.cli.eval import main
-from jaxlc.config.checks.eval_checks import eval_settings
+from jaxlc.config.checks.stage_checks import eval_settings
 from jaxlc.core.errors import UserError
 from jaxlc.evals.cases import text_cases
 from jaxlc.evals.figures import depth_figure, score_figure

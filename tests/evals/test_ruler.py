@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from jaxlc.config.schema import RULER_TASKS
 from jaxlc.core.errors import UserError
+from jaxlc.evals import ruler
 from jaxlc.evals.cases import NEW_TOKENS, needle_example, passkey_example
 from jaxlc.evals.haystack import prose_of, sentences_of
-from jaxlc.evals.ruler import ruler
-from jaxlc.evals.ruler.ruler import read_hotpotqa, read_squad
+from jaxlc.evals.ruler import read_hotpotqa, read_squad
 
 LENGTHS = (2048, 16_384)
 

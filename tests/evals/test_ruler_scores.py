@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxlc.evals import ruler
 from jaxlc.evals.predictions import cleaned, score_of
-from jaxlc.evals.ruler import ruler
 
 STORED = json.loads((Path(__file__).parent / "ruler_scores.json").read_text())["tasks"]
 

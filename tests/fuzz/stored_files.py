@@ -16,7 +16,7 @@ from jaxlc.config.schema import DataConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.texts.documents import Fields
 from jaxlc.data.texts.sources import list_files
-from jaxlc.data.tokens import shards, store
+from jaxlc.data.tokens import store
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.plan.report import PlanRecord
 from jaxlc.posttrain.rollouts import RolloutSequences
@@ -78,9 +78,9 @@ def token_store() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory:
         for number, text in enumerate(TEXTS):
             Path(directory, f"{number}.txt").write_text(text)
-        shard = shards.Shard(files=tuple(list_files([directory]).files), num_bytes=1)
+        shard = store.Shard(files=tuple(list_files([directory]).files), num_bytes=1)
         paths = store.StorePaths.of(Path(directory), "x")
-        list(shards.tokenize_shard(shard, paths, Fields(), DataConfig()))
+        list(store.tokenize_shard(shard, paths, Fields(), DataConfig()))
         return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
@@ -88,7 +88,7 @@ def read_store(directory: Path) -> None:
     opened = store.read_store(store.StorePaths.of(directory, "x"), ByteTokenizer())
     if opened is None:
         raise UserError("the cache has no valid store")
-    pieces = list(shards._stored_pieces(opened))
+    pieces = list(store._stored_pieces(opened))
     assert [len(piece.ids) for piece in pieces] == (np.diff(opened.offsets) - 1).tolist()
 
 

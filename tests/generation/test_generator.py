@@ -15,8 +15,8 @@ from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator, _Batch, _Output
 from jaxlc.generation.sampling import Sampling
 from jaxlc.models import cached_attention
-from jaxlc.models.cache import CacheLayout, layout_for
 from jaxlc.models.cached_attention import attend_one
+from jaxlc.models.contract import CacheLayout, layout_for
 from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.state import bytes_per_device

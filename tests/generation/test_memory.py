@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxlc.config.schema import RolloutsConfig
-from jaxlc.generation.memory import rollout_memory
+from jaxlc.generation.generate_text import rollout_memory
 from tests.step.synthetic import small_config, small_step
 
 

@@ -17,7 +17,7 @@ from jaxlc.config.models.pretrained import read_json
 from jaxlc.core.errors import Unsupported
 from jaxlc.hf.adapters import write_adapters
 from jaxlc.hf.load import paths_of
-from jaxlc.models import decoder, freezing
+from jaxlc.models import decoder, lora
 from jaxlc.models.lora import is_adapter
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
@@ -90,7 +90,7 @@ class _Base:
 def _tree(by_path):
     tree: dict = {}
     for path, x in by_path.items():
-        freezing.insert(tree, path.split("/"), x)
+        lora.insert(tree, path.split("/"), x)
     return tree
 
 

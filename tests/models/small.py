@@ -13,8 +13,7 @@ from jaxlc.config import MeshConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.models import decoder
 from jaxlc.models.block import rms_norm
-from jaxlc.models.layer_stack import LayerContext
-from jaxlc.models.layers import run_layer
+from jaxlc.models.layer_stack import LayerContext, run_layer
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.sharding.rules import Sharder

@@ -8,7 +8,7 @@ import pytest
 from jaxlc.config import MemoryConfig
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.models import decoder
-from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.step.remat import make_remat
 from tests.models.small import context_of, small_inputs, small_mesh, small_model, small_params
 from tests.tolerances import FLOAT32_PARITY, max_relative_error

@@ -13,7 +13,7 @@ from jaxlc.models import layer_tiles
 from jaxlc.models.block import InitKeys
 from jaxlc.models.contract import LayerOutput
 from jaxlc.models.kinds.attention import AttentionLayer
-from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.models import decoder
 from jaxlc.models.block import InitKeys
-from jaxlc.models.layers import DecoderLayer
+from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables
 from jaxlc.sharding.rules import Sharder

@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from jaxlc.config import defaults, load
-from jaxlc.preflight import facts, shared_directory
+from jaxlc.preflight import check as shared_directory
+from jaxlc.preflight import facts
 from jaxlc.preflight.facts import Facts, free_host_bytes, may_lock_memory, read_facts, with_visible_gpus
 from jaxlc.preflight.findings import needs_of
 from jaxlc.runtime import memory as memory_pools

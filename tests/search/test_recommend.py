@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 from jaxlc.cli import plan as plan_command
 from jaxlc.cli.recommend import check_path, main
 from jaxlc.config import Config, defaults, load, load_stages, read_config, with_settings
-from jaxlc.config.base_config import base_config, set_model
 from jaxlc.config.command_line import ConfigFlags, parse
+from jaxlc.config.files import base_config, set_model
 from jaxlc.config.values import Tokens, typed
 from jaxlc.core.errors import UserError
 from jaxlc.plan import result as plan_result

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxlc.config import Config, MeshConfig, defaults, load
-from jaxlc.evals.document_sums import DocumentSums
+from jaxlc.evals.document_loss import DocumentSums
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlc.evals.document_sums import position_edges
+from jaxlc.evals.document_loss import position_edges
 from jaxlc.train.evaluation import Evaluator
 from tests.step.synthetic import (
     documents_evaluation,

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlc.config.flops import num_adapter_params
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS, num_blocks
-from jaxlc.config.trained_params import num_adapter_params
 from jaxlc.hf.load import paths_of
 from jaxlc.models.lora import is_adapter
 from tests.step.synthetic import (

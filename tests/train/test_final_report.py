@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxlc.evals.document_sums import DocumentSums
+from jaxlc.evals.document_loss import DocumentSums
 from jaxlc.train.evaluation import ContextGain, Evaluation
 from jaxlc.train.reports.final_report import write_report
 from tests.helpers import png_size, record_figures

@@ -5,7 +5,7 @@ import pytest
 from jaxlc.config import MeshConfig
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.topology import topology
-from jaxlc.train.host_memory import jitted_allocation
+from jaxlc.train.loop import jitted_allocation
 
 GIB = 2**30
 

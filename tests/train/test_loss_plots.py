@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from jaxlc.core.plot_style import line_styles
-from jaxlc.evals.document_sums import DocumentSums, position_edges
+from jaxlc.evals.document_loss import DocumentSums, position_edges
 from jaxlc.train.evaluation import ContextGain, Evaluation
 from jaxlc.train.reports.plots import loss_by_position_figure, loss_figure, optimizer_figure, reward_figure
 from tests.helpers import png_size

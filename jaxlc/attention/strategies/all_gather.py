@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults, TreeRanges
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
-from jaxlc.attention.strategies import halo, window_exchange
+from jaxlc.attention.strategies import window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
@@ -53,7 +53,7 @@ def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks)
 def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
     """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`."""
     if spec.window is not None:  # gathers the tokens that the window needs instead of all of them
-        attend_window = halo.attend if qkv.ranges is None else window_exchange.attend
+        attend_window = window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
         return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 

@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec
 from jaxlc.attention.contract import AttentionSpec, CallResults, Kernel, QueryResults, calls_of, prepared
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
-from jaxlc.attention.strategies import halo, window_exchange
+from jaxlc.attention.strategies import window_exchange
 from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS
@@ -153,13 +153,13 @@ def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -
     Args:
       qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
       kernel: the kernel for one KV block.
-      spec: with a window, only the tokens that it reaches are sent and computed (halo.py, window_exchange.py).
+      spec: with a window, only the tokens that it reaches are sent and computed (window_exchange.py, window_exchange.py).
       ranks: the mesh axis that splits the sequence, of any size from 1.
     Returns:
       out_btnH in q's dtype, lse_bnt float32.
     """
     if spec.window is not None:
-        attend_window = halo.attend if qkv.ranges is None else window_exchange.attend
+        attend_window = window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
         return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 

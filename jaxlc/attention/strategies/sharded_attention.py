@@ -26,7 +26,7 @@ from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, SharedPrefixKernel, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
-from jaxlc.attention.strategies import all_gather, hybrid, ring, ulysses
+from jaxlc.attention.strategies import all_gather, ring, ulysses
 from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionAxes, AttentionSpecs, ShardedQKV, repeat_heads
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
@@ -88,7 +88,9 @@ STRATEGIES: dict[str, Strategy] = {
         implicit_positions=True,
         implicit_positions_in_windows=True,
     ),
-    "hybrid": Strategy(hybrid.attend, hybrid.prepare, hybrid.ranges_specs, implicit_positions=True),
+    "hybrid": Strategy(
+        ulysses.hybrid_attend, ulysses.hybrid_prepare, ulysses.hybrid_ranges_specs, implicit_positions=True
+    ),
 }
 
 

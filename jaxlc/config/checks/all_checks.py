@@ -1,18 +1,24 @@
-"""Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax."""
+"""Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax.
+
+Checks of the settings that say which checkpoints are saved and kept. Imports no jax.
+
+Checks of the sources in data.mixture. Imports no jax.
+
+Checks of config.posttrain, shared prefixes and traces against other settings. Imports no jax.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from jaxlc.config.checks.checkpoint_checks import checkpoint_problems
-from jaxlc.config.checks.eval_checks import training_problems
 from jaxlc.config.checks.layer_checks import (
     layer_problems,
     layers_by_path,
+    lora_problems,
+    precision_problems,
     size_problems,
     unsupported_problems,
     unused_problems,
 )
-from jaxlc.config.checks.lora_checks import lora_problems
 from jaxlc.config.checks.mesh_checks import (
     check_num_devices,
     length_problems,
@@ -20,18 +26,218 @@ from jaxlc.config.checks.mesh_checks import (
     nearest_multiples,
     node_problems,
     split_problems,
+    tile_problems,
     working_mesh,
 )
-from jaxlc.config.checks.mixture_checks import mixture_problems
-from jaxlc.config.checks.posttrain_checks import posttrain_problems
-from jaxlc.config.checks.precision_checks import precision_problems
-from jaxlc.config.checks.tile_checks import tile_problems
+from jaxlc.config.checks.stage_checks import training_problems
 from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.kinds import tensor_names
-from jaxlc.config.models.rope_settings import rope_problems
+from jaxlc.config.models.model_schema import rope_problems
 from jaxlc.config.ranges import range_problems
-from jaxlc.config.schema import DataConfig
+from jaxlc.config.schema import DataConfig, PosttrainConfig, RolloutsConfig, SourceConfig
 from jaxlc.core.errors import UserError, raise_all, raise_first
+from jaxlc.core.text import nearest_name
+
+
+def checkpoint_problems(config: Config) -> Iterator[str]:
+    """The settings that keep checkpoints which are not saved, or not evaluated."""
+    train = config.train
+    saves, evaluations = train.checkpoint_every_steps, train.eval_every_steps
+    if bool(train.local_checkpoints) != bool(train.local_checkpoint_every_steps):
+        yield (
+            f"config.train.local_checkpoints={train.local_checkpoints!r} and"
+            f" config.train.local_checkpoint_every_steps={train.local_checkpoint_every_steps} have an effect only"
+            " together: set both or none"
+        )
+    if train.keep_every_steps and (not saves or train.keep_every_steps % saves):
+        yield (
+            f"config.train.keep_every_steps={train.keep_every_steps} is not a multiple of"
+            f" config.train.checkpoint_every_steps={saves}, so these steps have no checkpoints; use"
+            f" --config.train.checkpoint_every_steps={train.keep_every_steps}"
+        )
+    if train.keep_best_checkpoints and (not saves or not evaluations or saves % evaluations):
+        yield (
+            f"config.train.keep_best_checkpoints={train.keep_best_checkpoints} compares the held-out losses of"
+            f" checkpoints, and config.train.checkpoint_every_steps={saves} is not a multiple of"
+            f" config.train.eval_every_steps={evaluations}; use"
+            f" --config.train.eval_every_steps={saves or 1}"
+            f"{'' if saves else ' --config.train.checkpoint_every_steps=1'}"
+        )
+
+
+def mixture_problems(data: DataConfig) -> Iterator[str]:
+    """Values of sources that are out of range or contradict each other, as messages."""
+    names = [source.name for source in data.mixture]
+    if names and all(source.share == 0 for source in data.mixture):
+        yield "all shares of config.data.mixture are 0: give a source a share greater than 0"
+    for source in data.mixture:
+        yield from range_problems(f"data.mixture.{source.name}", source)
+        for problem in _source_problems(source, data.seq_len, names):
+            yield f"config.data.mixture.{source.name}.{problem}"
+
+
+def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> Iterator[str]:
+    if not source.paths or "" in source.paths:
+        others = [name for name in names if name != source.name]
+        nearest = nearest_name(source.name, others)
+        question = f"; did you mean the source {nearest}?" if nearest else ""
+        yield f"paths is {source.paths}: give files, directories or glob patterns{question}"
+    if source.chunk_tokens and not 1 <= source.chunk_tokens <= seq_len:
+        yield f"chunk_tokens={source.chunk_tokens}: expected 1 to config.data.seq_len={seq_len}, or 0"
+    if source.chunk_tokens and source.pool == "full_length":
+        yield f"chunk_tokens={source.chunk_tokens} contradicts pool='full_length', whose chunks are full sequences"
+    if source.overlong == "drop" and source.pool == "full_length":
+        yield "overlong='drop' contradicts pool='full_length': no document would be left; use overlong='truncate'"
+    chats = "chat_field" if source.chat_field else "chat_format"
+    if source.token_field and source.has_chats:
+        yield f"token_field={source.token_field!r} and {chats}={getattr(source, chats)!r} are both set: set one of them"
+    if source.answer_weights != "token" and not source.has_chats:
+        yield f"answer_weights={source.answer_weights!r} has no effect without chat_field; set it, such as to messages"
+    if source.text_field != "text" and (source.has_chats or source.token_field):
+        other = chats if source.has_chats else "token_field"
+        yield f"text_field={source.text_field!r} has no effect with {other}={getattr(source, other)!r}; remove one"
+    if source.max_tokens and source.max_tokens < source.min_tokens:
+        yield f"max_tokens={source.max_tokens} is less than min_tokens={source.min_tokens}: no document is left"
+    limits, weights = source.length_limits, source.length_weights
+    if list(limits) != sorted(set(limits)) or any(limit < 1 for limit in limits):
+        yield f"length_limits={limits}: expected increasing numbers of tokens, at least 1"
+    if (weights or limits) and len(weights) != len(limits) + 1:
+        yield (
+            f"length_weights has {len(weights)} values and length_limits {len(limits)}: expected one weight more than"
+            " limits"
+        )
+    if weights and (min(weights) < 0 or max(weights) == 0):
+        yield f"length_weights={weights}: expected weights of at least 0, one of them greater"
+
+
+_OF_DPO = ("beta", "label_smoothing")
+_OF_POLICY_LOSSES = (
+    "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
+)  # fmt: skip
+_OF_MODEL = ("prompts", "prompts_per_step", "answers_per_prompt", "max_tokens", "top_p", "reward", "reward_seconds")
+
+
+def posttrain_problems(config: Config) -> Iterator[str]:
+    """Reasons why `config` cannot train on traces as set."""
+    yield from _prefix_problems(config)
+    yield from _loss_problems(config)
+    yield from _rollout_problems(config)
+    data = config.data
+    used = "config.rollouts.source" if config.rollouts.source else "config.data.traces"
+    has_traces = bool(data.traces or config.rollouts.source)
+    if has_traces and (data.mixture or data.eval_sources or data.sources not in ((), DataConfig().sources)):
+        yield (
+            f"{used} is set together with config.data.sources, data.mixture or data.eval_sources; clear these, or clear"
+            f" it with --{used}="
+        )
+
+
+def _without_effect(
+    section: str, values: PosttrainConfig | RolloutsConfig, names: Iterable[str], reason: str
+) -> Iterator[str]:
+    """The settings among `names` that are not the default."""
+    for name in names:
+        if getattr(values, name) != getattr(type(values)(), name):
+            yield f"config.{section}.{name}={getattr(values, name)!r} has no effect {reason}"
+
+
+def _prefix_problems(config: Config) -> Iterator[str]:
+    if config.attention.shared_prefixes and not config.attention.document_mask:
+        yield ("config.attention.shared_prefixes=True needs a document mask; use --config.attention.document_mask=True")
+
+
+def _rollout_problems(config: Config) -> Iterator[str]:
+    rollouts, posttrain = config.rollouts, config.posttrain
+    if not rollouts.source:
+        reason = "without config.rollouts.source; set --config.rollouts.source=model or files"
+        yield from _without_effect("rollouts", rollouts, vars(rollouts), reason)
+        return
+    setting = f"config.rollouts.source={rollouts.source!r}"
+    unused = _OF_MODEL if rollouts.source == "files" else ("wait_seconds",)
+    yield from _without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
+    if config.data.traces:
+        yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
+    if posttrain.loss in ("", "dpo"):
+        yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo or dr_grpo"
+    every, checkpoints = rollouts.export_every_steps, config.train.checkpoint_every_steps
+    if every and (rollouts.source != "files" or not checkpoints or every % checkpoints):
+        yield (
+            f"config.rollouts.export_every_steps={every} exports checkpoints for another program: it needs"
+            " config.rollouts.source='files' and a multiple of config.train.checkpoint_every_steps; use"
+            f" --config.train.checkpoint_every_steps={every}"
+        )
+    if rollouts.export_command and not every:
+        yield "config.rollouts.export_command has no effect without config.rollouts.export_every_steps; set both"
+    if rollouts.source == "files":
+        return
+    if rollouts.answers_per_prompt == 1:
+        yield f"{setting} compares the answers of a prompt; use --config.rollouts.answers_per_prompt=2 or more"
+    for name in ("prompts", "reward"):
+        if not getattr(rollouts, name):
+            yield f"{setting} needs config.rollouts.{name}; set it"
+    if posttrain.uses_reference and posttrain.reference == "record":
+        yield (
+            f"{setting} has no reference_log_probs; use --config.posttrain.reference=model, or base with LoRA, or set"
+            " kl to 0"
+        )
+
+
+def _loss_problems(config: Config) -> Iterator[str]:
+    posttrain = config.posttrain
+    if not posttrain.loss:
+        reason = "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo or dpo"
+        yield from _without_effect("posttrain", posttrain, vars(posttrain), reason)
+        return
+    setting = f"config.posttrain.loss={posttrain.loss!r}"
+    unused = _OF_POLICY_LOSSES if posttrain.loss == "dpo" else _OF_DPO
+    if posttrain.loss in ("grpo", "dapo"):
+        unused = (*unused, "max_answer_tokens")
+    yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
+    if posttrain.loss == "dpo" and not config.attention.shared_prefixes:
+        yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=True"
+        if posttrain.reference == "record":
+            yield (
+                "config.posttrain.reference='record' reads reference_log_probs of the records, which `jaxlc logprobs`"
+                " adds; without them, set it to base and config.lora.rank, or to model"
+            )
+    if posttrain.loss == "dr_grpo" and not posttrain.max_answer_tokens:
+        yield f"{setting} divides by a constant length; set config.posttrain.max_answer_tokens"
+    yield from _reference_problems(config)
+    if not config.attention.document_mask:
+        yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
+    if config.precision.compute == "fp16":
+        yield f"unsupported: {setting} with config.precision.compute='fp16'; use --config.precision.compute=bf16"
+    if config.train.z_loss:
+        yield f"unsupported: {setting} with config.train.z_loss={config.train.z_loss:g}; use --config.train.z_loss=0"
+
+
+def _reference_problems(config: Config) -> Iterator[str]:
+    posttrain, model = config.posttrain, config.model
+    if posttrain.reference_model and not posttrain.uses_reference_model:
+        yield (
+            f"config.posttrain.reference_model={posttrain.reference_model!r} has no effect without"
+            " config.posttrain.reference='model' and a loss that uses it, dpo or one with kl; set these, or remove it"
+        )
+    if not posttrain.uses_reference:
+        return
+    if posttrain.reference == "base":
+        if not config.lora.rank:
+            yield (
+                "config.posttrain.reference='base' is the model without adapters, and config.lora.rank is 0; use LoRA,"
+                " or --config.posttrain.reference=record"
+            )
+        if config.train.trainable:
+            yield (
+                f"config.posttrain.reference='base' with config.train.trainable={','.join(config.train.trainable)},"
+                " which changes the base model; use --config.posttrain.reference=record"
+            )
+    if posttrain.reference != "model":
+        return
+    if not (posttrain.reference_model or model.init_from):
+        yield (
+            "config.posttrain.reference='model' needs weights: set config.posttrain.reference_model or"
+            " config.model.init_from"
+        )
 
 
 def check(config: Config, *, on_devices: bool = True) -> None:

@@ -1,27 +1,185 @@
 """Converts between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
 
 A field that changes the computation and is not known is an error. `rope_json` reads and writes RoPE.
+
+The types of the fields of config.json. Imports no jax.
+
+The config.json of models that no family of transformers computes: their settings, under model_type "jaxlc".
+
+Tensors have the names that most families use. `model.init_from`, generation and evaluation read such a directory as any
+other; transformers does not. Imports no jax.
 """
 
 import dataclasses
+import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxlc.config.kinds import MIXERS
+from jaxlc.config.kinds import MIXERS, experts
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
-from jaxlc.config.models.json_types import typed_fields
-from jaxlc.config.models.layer_groups import first_and_group
-from jaxlc.config.models.model_schema import ModelConfig, model_from
-from jaxlc.config.models.own_format import (
-    MODEL_TYPE,
-    family_of_own_format,
-    is_own_format,
-    own_fields,
-    own_settings,
-)
+from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, ModelConfig, first_and_group, model_from
 from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
+from jaxlc.config.old_names import renamed
+from jaxlc.config.ranges import Above0, From1
+from jaxlc.config.values import flattened, plain, typed
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import suggestion
+
+Count = From1[int]
+Positive = Above0[float]
+_WORDS: dict[Any, str] = {
+    Count: "an integer, at least 1",
+    Positive: "a number greater than 0",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "an object",
+    list[str]: "a list of strings",
+    list[int]: "a list of integers",
+    list[float]: "a list of numbers",
+}
+_JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
+    Count: (
+        *("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "full_attention_interval"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step"),
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
+    ),
+    Positive: ("rope_theta", "rope_local_base_freq"),
+    int: (
+        *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"),
+        *("n_shared_experts", "first_k_dense_replace"),
+    ),
+    float: (
+        *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"),
+        *("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
+    ),
+    bool: (
+        *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
+        *("norm_topk_prob", "output_router_logits"),
+    ),
+    str: ("model_type", "rope_type", "type"),
+    dict: (
+        *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
+        *("quantization_config", "compression_config"),
+    ),
+    list[str]: ("architectures", "layer_types"),
+    list[int]: ("mlp_only_layers", "no_rope_layers"),
+    list[float]: ("short_factor", "long_factor"),
+}
+_TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
+
+
+def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[str, Any]:
+    """`fields`, with null for a part that the model does not have: programs also write false, 0, "", [] or {}. Such a
+    value of true or false is false, and other numbers that may be 0 are unchanged.
+
+    Args:
+      fields: the content of config.json, or an object in it.
+      where: the path of the file.
+      path: of the object in the file, such as "rope_scaling.".
+    Raises:
+      UserError: a field that is read has another type.
+    """
+    typed = dict(fields)
+    for name, value in fields.items():
+        hint = _TYPES.get(name, object)
+        if not value and hint not in (object, float):
+            typed[name] = False if hint is bool else None
+        elif value is not None and not _has_type(value, hint):
+            raise UserError(f"{where} has {path}{name}={value!r}: expected {_WORDS[hint]}")
+        elif isinstance(value, dict):
+            typed[name] = typed_fields(value, where, f"{path}{name}.")
+    return typed
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is list:
+        return isinstance(value, list) and all(_has_type(item, typing.get_args(hint)[0]) for item in value)
+    if isinstance(value, bool):  # a subclass of int
+        return hint in (bool, object)
+    if hint in (Count, Positive):
+        return isinstance(value, int if hint is Count else (int, float)) and value > 0
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+MODEL_TYPE, _ARCHITECTURE = "jaxlc", "JaxlcForCausalLM"
+_SETTINGS = "model"  # the field of config.json with the settings of ModelConfig
+_NO_SETTINGS = ("preset", "init_from")  # fields that describe no computation
+
+
+def is_own_format(config: Mapping[str, Any]) -> bool:
+    """Whether this is the content of a config.json of this format."""
+    return config.get("model_type") == MODEL_TYPE
+
+
+def family_of_own_format(model: ModelConfig) -> Family:
+    """The names of the tensors of `model` in this format."""
+    tensors = experts.STACKED_TENSORS if model.experts.bias else experts.TENSORS
+    tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
+    return Family(
+        model_type=MODEL_TYPE,
+        architecture=_ARCHITECTURE,
+        settings={path: model.by_path[path] for path in COMMON_SETTINGS},
+        feed_forward_tensors=dict(experts=tensors) if model.experts.num_experts else {},
+    )
+
+
+def own_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json for `model`, which `stored_settings` reads."""
+    settings = {name: plain(value) for name, value in vars(model).items() if name not in _NO_SETTINGS}
+    settings["kinds"] = {kind.name: {**dataclasses.asdict(kind)} for kind in model.kinds}
+    for kind in settings["kinds"].values():
+        kind.pop("name")
+    return {"architectures": [_ARCHITECTURE], "model_type": MODEL_TYPE, _SETTINGS: settings}
+
+
+def own_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of ModelConfig in a config.json of this format.
+
+    Args:
+      config: the content of config.json.
+      where: its path, for errors.
+    Raises:
+      UserError: they are missing or invalid, or of another version.
+    """
+    settings = config.get(_SETTINGS)
+    if not isinstance(settings, dict):
+        raise UserError(f"{where} has no object {_SETTINGS!r}; export the model again")
+    known = stored_settings(settings, where)
+    sections = {f"{name}.{key}" for name, part in SECTIONS_OF_MODEL.items() for key in vars(part())}
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - SECTIONS_OF_MODEL.keys() | sections
+    missing = [name for name in sorted(names) if name not in (*known, *_NO_SETTINGS)]
+    if missing:
+        raise UserError(f"{where} has no setting model.{missing[0]}: it is incomplete or of another version of jaxlc")
+    return known
+
+
+def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of ModelConfig, without preset and init_from, from JSON types.
+
+    Raises:
+      UserError: a setting is unknown or has another type.
+    """
+    hints = typing.get_type_hints(ModelConfig)
+    for name, part in SECTIONS_OF_MODEL.items():
+        hints |= {f"{name}.{setting}": hint for setting, hint in typing.get_type_hints(part).items()}
+    settings = renamed("model", stored)
+    kinds = {"kinds": settings.pop("kinds")} if "kinds" in settings else {}
+    known = flattened(settings) | kinds
+    unknown = sorted({*known} - {*hints})
+    if unknown:
+        raise UserError(f"{where} has the unknown setting model.{unknown[0]}: it is of another version of jaxlc")
+    return {
+        path: value if isinstance(value, dict) else typed(f"model.{path}", value, hints[path])
+        for path, value in known.items()
+        if path not in _NO_SETTINGS
+    }
+
 
 ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
 # Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and

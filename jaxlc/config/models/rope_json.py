@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxlc.config.models.families import Family
-from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.config.models.rope_settings import DEFAULTS, NO_EFFECT_AT_1, PARAMETERS, attention_factor
+from jaxlc.config.models.model_schema import DEFAULTS, NO_EFFECT_AT_1, PARAMETERS, ModelConfig, attention_factor
 from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"

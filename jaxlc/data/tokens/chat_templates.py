@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxlc.config.chat_template_file import ADVICE, read_template, template_path
+from jaxlc.config.loading import ADVICE, read_template, template_path
 from jaxlc.config.schema import CHAT_TEMPLATES
 from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of

@@ -8,26 +8,48 @@ It consists of these files:
     KEY.skipped.txt     the errors of bad records that are skipped, one line each: FILE:NUMBER: reason
 
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
+
+Tokenizes a large corpus in shards, by several processes.
+
+A shard is a run of small files, or a range of the lines of a large .jsonl file; a process writes its tokens to a store
+of its own. A file that is large and cannot be cut is a shard as well, which the process that writes the store of the
+corpus tokenizes itself, with all cores. A process that is killed leaves the complete shards, and the next one continues
+with the others.
+
+The cache of tokenized corpora, data.cache_dir: each is tokenized once, by one of the processes that share the cache.
+
+The key of a token store is a hash of the source files, the tokenizer and the settings.
 """
 
+import contextlib
+import dataclasses
+import faulthandler
 import functools
 import hashlib
 import json
 import os
+import shutil
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxlc.core.files import read_arrays, replacing
-from jaxlc.data.texts.documents import BAD_RECORDS, INVALID_CHARACTERS, INVALID_DOCUMENTS, Notes
-from jaxlc.data.texts.sources import split_hash
+from jaxlc.config.schema import DataConfig
+from jaxlc.core import processes
+from jaxlc.core.errors import UserError
+from jaxlc.core.files import local_path, locked, read_arrays, replacing, write_errors_explained
+from jaxlc.core.text import Update, no_progress
+from jaxlc.data.texts.documents import BAD_RECORDS, INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields, Notes
+from jaxlc.data.texts.records import BadRecord
+from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens.encoder import Encoder
-from jaxlc.data.tokens.tokenize import TokenizedPiece
-from jaxlc.data.tokens.tokenizers import Tokenizer
+from jaxlc.data.tokens.tokenize import Log, Piece, TokenizedPiece, tokenized_pieces
+from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _MAX_KEPT_BYTES = 16 << 20  # tokens of a document in memory
 _SAMPLED_DOCUMENTS = 1000  # checked when a store is opened, to detect a damaged file
@@ -232,3 +254,258 @@ def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:
     out.seek(0)
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)})
+
+
+MIN_BYTES = 64 << 20  # a smaller corpus is tokenized by the threads of one process, which starts sooner
+_SHARD_BYTES = 32 << 20
+_MAX_SHARD_BYTES = 128 << 20
+_SECONDS_BETWEEN_COUNTS = 1.0
+_MAX_BATCH_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    files: tuple[SourceFile, ...]
+    num_bytes: int
+    is_inline: bool = False  # tokenized by the process that writes the store of the corpus
+
+
+def plan_shards(files: Sequence[SourceFile], shard_bytes: int, max_shard_bytes: int) -> list[Shard]:
+    """Cuts files into shards of about `shard_bytes`, in order. Files above `max_shard_bytes` that cannot be cut are
+    shards of their own."""
+    shards: list[Shard] = []
+    pending: list[SourceFile] = []
+
+    def end_shard() -> None:
+        if pending:
+            shards.append(Shard(files=tuple(pending), num_bytes=_size_of(pending)))
+            pending.clear()
+
+    for file in files:
+        if file.size_bytes <= max_shard_bytes:
+            pending.append(file)
+            if _size_of(pending) >= shard_bytes:
+                end_shard()
+            continue
+        end_shard()
+        if file.path.name.endswith(".jsonl"):
+            for begin, end, number in _line_spans(file.path, shard_bytes):
+                part = dataclasses.replace(file, lines=(begin, end, number))
+                shards.append(Shard(files=(part,), num_bytes=end - begin))
+        else:
+            shards.append(Shard(files=(file,), num_bytes=file.size_bytes, is_inline=True))
+    end_shard()
+    return shards
+
+
+def _size_of(files: Sequence[SourceFile]) -> int:
+    return sum(file.size_bytes for file in files)
+
+
+def _line_spans(path: Path, shard_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yields ranges of whole lines: begin and end in bytes, and the number of the first line, from 1."""
+    begin, number = 0, 1
+    with open(path, "rb") as lines:
+        while block := lines.read(shard_bytes):
+            block += lines.readline()
+            yield begin, begin + len(block), number
+            begin += len(block)
+            number += block.count(b"\n")
+
+
+def sharded_pieces(
+    directory: Path,
+    files: Sequence[SourceFile],
+    fields: Fields,
+    encoder: Encoder,
+    config: DataConfig,
+    log: Log,
+    progress: Update = no_progress,
+) -> Iterator[TokenizedPiece]:
+    """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize them.
+
+    Args:
+      directory: of the stores of the shards; complete ones in it, of an earlier process, are used.
+      progress: called with the bytes that are tokenized, also of shards that are not complete.
+    Raises:
+      UserError: as `tokenized_pieces`.
+    """
+    directory.mkdir(exist_ok=True)
+    shards = plan_shards(files, _SHARD_BYTES, _MAX_SHARD_BYTES)
+    paths = [StorePaths.of(directory, f"{number:06d}") for number in range(len(shards))]
+    own = [number for number, shard in enumerate(shards) if not shard.is_inline]
+    waiting = [number for number in own if read_store(paths[number], encoder.tokenizer) is None]
+    if len(waiting) < len(own):
+        log(f"continuing to tokenize: {len(own) - len(waiting):,} of {len(shards):,} parts are complete")
+    done_bytes = [shard.num_bytes for shard in shards]
+    for number, shard in enumerate(shards):
+        if shard.is_inline or number in waiting:
+            done_bytes[number] = 0
+    total_bytes = sum(shard.num_bytes for shard in shards)
+    progress(sum(done_bytes), total_bytes)
+    results = processes.run(
+        tokenize_shard,
+        [(shards[number], paths[number], fields, config) for number in waiting],
+        config.tokenizing_processes or os.cpu_count() or 1,
+        is_reused=True,
+        environment={"RAYON_NUM_THREADS": "1"},  # threads of the package tokenizers
+    )
+    with contextlib.closing(results):
+        for number, shard in enumerate(shards):
+            if shard.is_inline:
+                yield from tokenized_pieces(shard.files, fields, encoder, log)
+                done_bytes[number] = shard.num_bytes
+                continue
+            while not paths[number].index.exists():
+                if result := next(results, None):
+                    call, value = result
+                    _check(value)
+                    done_bytes[waiting[call]] = min(value, shards[waiting[call]].num_bytes)
+                    progress(sum(done_bytes), total_bytes)
+            store = read_store(paths[number], encoder.tokenizer)
+            assert store is not None, f"{paths[number].index} was just written"
+            _add_notes(store, encoder.notes)
+            yield from _stored_pieces(store)
+
+
+def _check(value: object) -> None:
+    """Raises UserError if a process has failed."""
+    if isinstance(value, UserError):
+        raise value
+    if isinstance(value, processes.Died):
+        raise UserError(f"a process that tokenizes ended with status {value.exit_code}: {value.output[-2000:]}")
+
+
+def _add_notes(store: TokenStore, notes: Notes) -> None:
+    if store.notes.listed_in is not None:
+        for line in store.notes.listed_in.read_text(errors="replace").split("\n")[:-1]:
+            notes.skip(BadRecord(line))
+    notes.update({note: count for note, count in store.notes.counts.items() if note != BAD_RECORDS})
+
+
+def _stored_pieces(store: TokenStore) -> Iterator[TokenizedPiece]:
+    """The documents of the store of a shard, one piece each, without their end-of-document tokens."""
+    begins, ends = store.offsets[:-1].tolist(), (store.offsets[1:] - 1).tolist()
+    for name, begin, end in zip(store.names, begins, ends, strict=True):
+        answers = None
+        if store.answers is not None:
+            first, last = np.searchsorted(store.answers[:, 0], (begin, end))
+            answers = store.answers[first:last] - begin
+        yield TokenizedPiece(Piece(b"", name, is_last=True), store.read(begin, end), answers)
+
+
+def tokenize_shard(shard: Shard, paths: StorePaths, fields: Fields, config: DataConfig) -> Iterator[int]:
+    """Writes the store of a shard, in a process of its own; yields the amount of text so far about once a second.
+
+    The process ends with its stacks if a batch takes too long, for instance in the loops of a chat template.
+
+    Raises:
+      UserError: as `tokenized_pieces`.
+    """
+    encoder = Encoder(tokenizer_of(config), config.chat_template, Notes(config.max_bad_records))
+    pieces = tokenized_pieces(shard.files, fields, encoder, lambda line: None)
+    faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
+    due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
+    for num_bytes in write_store(paths, pieces, encoder, has_answers=bool(fields.chat), keeps_names=True):
+        if time.monotonic() >= due_seconds:
+            yield num_bytes
+            faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
+            due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
+    faulthandler.cancel_dump_traceback_later()
+    yield shard.num_bytes
+
+
+Progress = Update  # called with the bytes of text that are tokenized, and in total
+
+_FORMAT = 2  # increment it when the stored content changes; files of an older format are then ignored
+_LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
+
+
+def open_store(
+    files: Sequence[SourceFile],
+    config: DataConfig,
+    fields: Fields,
+    tokenizer: Tokenizer,
+    progress: Progress = no_progress,
+    log: Log = lambda line: None,
+) -> TokenStore:
+    """Opens the tokenized corpus of `files` from the cache; tokenizes it first if the cache has no valid copy.
+
+    Files that changed since (size or modification time) make another store. Of several processes that share the cache,
+    one tokenizes and the others wait for it. If it fails or is killed, the next one tokenizes.
+
+    Args:
+      log: prints that this process waits, and warnings.
+    Raises:
+      UserError: files cannot be read or contain no text, or the cache directory cannot be written.
+    """
+    directory = local_path(config.cache_dir)
+    encoder = Encoder(tokenizer, config.chat_template, Notes(config.max_bad_records))
+    key = _cache_key(files, fields, encoder)
+    paths = StorePaths.of(directory, key)
+
+    def on_wait(holder: str) -> None:
+        log(f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}")
+
+    store = read_store(paths, tokenizer)
+    if store is None:
+        advice = "use a writable directory with enough space for the tokenized corpus"
+        with write_errors_explained(f"data.cache_dir {config.cache_dir!r}", advice):
+            directory.mkdir(parents=True, exist_ok=True)
+            with locked(directory / f"{key}.lock.tmp", on_wait):
+                if read_store(paths, tokenizer) is None:  # no other process has written it meanwhile
+                    _delete_leftovers(directory, key)
+                    _tokenize(paths, directory / f"{key}.shards", files, fields, encoder, config, progress, log)
+        store = read_store(paths, tokenizer)
+        assert store is not None, f"{paths.tokens} was just written"
+    if not store.num_documents:
+        raise UserError(f"{files[0].setting}: no text, all documents are empty; use different sources")
+    num_bad_records, first = store.notes.counts.get(BAD_RECORDS, (0, ""))
+    if num_bad_records > config.max_bad_records:  # it was written with a higher limit
+        raise UserError(
+            f"{first}; {num_bad_records:,} records cannot be used, more than"
+            f" data.max_bad_records={config.max_bad_records}"
+        )
+    return store
+
+
+def _cache_key(files: Sequence[SourceFile], fields: Fields, encoder: Encoder) -> str:
+    described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
+    if fields.chat:
+        read = (*fields, encoder.template.identity)
+    else:  # as in older versions
+        read = (fields.tokens, "", ()) if fields.tokens else fields.text
+    identity = (_FORMAT, encoder.tokenizer.fingerprint, read, described)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
+
+
+def _tokenize(
+    paths: StorePaths,
+    shards_directory: Path,
+    files: Sequence[SourceFile],
+    fields: Fields,
+    encoder: Encoder,
+    config: DataConfig,
+    progress: Progress,
+    log: Log,
+) -> None:
+    """Writes the store of a corpus; by several processes if it is large."""
+    total_bytes = sum(file.size_bytes for file in files)
+    is_large = total_bytes >= MIN_BYTES
+    if is_large:
+        pieces = sharded_pieces(shards_directory, files, fields, encoder, config, log, progress)
+    else:
+        pieces = tokenized_pieces(files, fields, encoder, log)
+    for num_bytes in write_store(paths, pieces, encoder, has_answers=bool(fields.chat)):
+        if not is_large:  # the processes are ahead of what is written
+            progress(min(num_bytes, total_bytes), total_bytes)  # a compressed file contains more text than its size
+    progress(total_bytes, total_bytes)
+    shutil.rmtree(shards_directory, ignore_errors=True)
+
+
+def _delete_leftovers(directory: Path, key: str) -> None:
+    """Deletes the temporary files of processes that were killed."""
+    for path in directory.glob(f"{key}.*.*.*.tmp"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _LEFTOVER_SECONDS:
+                path.unlink()

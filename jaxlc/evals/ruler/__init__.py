@@ -1,1 +1,409 @@
-"""The 13 tasks of RULER: `ruler.example` makes their prompts."""
+"""The 13 tasks of RULER: `ruler.example` makes their prompts.
+
+The 13 tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654) as prompts of an exact length.
+
+The tasks, their settings and templates are from https://github.com/NVIDIA/RULER (ruler_templates.json and NOTICE).
+Two differences: sentences are split by a rule instead of NLTK's model, and for lists longer than the words of
+`wonderwords`, common-words extraction uses its pairs ADJECTIVE-NOUN. An example depends only on its task, length, seed,
+index and tokenizer.
+
+The tasks are needles in a haystack and variable tracking, extraction of common and of frequent coded words, and
+question answering over documents of a data set of the user: SQuAD or HotpotQA.
+"""
+
+import bisect
+import functools
+import importlib.resources
+import json
+import random
+import string
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from scipy.special import zeta
+
+from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.files import local_path, read_json_file
+from jaxlc.evals.haystack import (
+    CountTokens,
+    Example,
+    Prose,
+    compound_words,
+    largest_example,
+    sentences_of,
+    single_words,
+)
+from jaxlc.evals.predictions import match_all, match_any
+
+_CODED_LENGTH = 6
+_NOISE_WORD = "..."
+
+
+def common_words(settings: dict, texts: tuple[str, str], is_short: bool, size: int, rng: random.Random) -> Example:
+    """A numbered list in which ten words are more common. One solved example comes first.
+
+    Args:
+      is_short: the length is below 4,096 tokens, for which RULER repeats words less often.
+      size: number of different words, at least 10.
+    """
+    template, prefix = texts
+    num_common = settings["num_cw"]
+
+    def problem(num_words: int, common: int, uncommon: int) -> tuple[str, list[str]]:
+        words = single_words() if num_words <= len(single_words()) else compound_words()
+        chosen = [words[i] for i in rng.sample(range(len(words)), num_words)]
+        repeated = chosen[:num_common] * common + chosen[num_common:] * uncommon
+        rng.shuffle(repeated)
+        context = " ".join(f"{number}. {word}" for number, word in enumerate(repeated, 1))
+        return template.format(context=context, query=""), chosen[:num_common]
+
+    shot, answer = problem(20, 3, 1) if is_short else problem(40, 10, 3)
+    solved = f"{shot}{prefix} {' '.join(f'{number}. {word}' for number, word in enumerate(answer, 1))}\n"
+    question, answer = problem(size, *((6, 1) if is_short else (settings["freq_cw"], settings["freq_ucw"])))
+    return Example(prompt=solved + question, answer_prefix=prefix, references=tuple(answer))
+
+
+def coded_words(settings: dict, texts: tuple[str, str], vocab_size: int, size: int, rng: random.Random) -> Example:
+    """Random words whose frequencies follow a zeta distribution; the most frequent one is noise.
+
+    Args:
+      size: expected number of words, in units of 10.
+    """
+    template, prefix = texts
+    vocab: list[str] = []
+    seen: set[str] = set()
+    while len(vocab) < max(vocab_size, 4):
+        word = "".join(rng.choices(string.ascii_lowercase, k=_CODED_LENGTH))
+        if word not in seen:
+            vocab.append(word)
+            seen.add(word)
+    vocab[0] = _NOISE_WORD
+    ranks = range(1, len(vocab) + 1)
+    alpha = settings["alpha"]
+    counts = [int(10 * size * rank**-alpha / zeta(alpha)) for rank in ranks]
+    words = [word for word, count in zip(vocab, counts) for _ in range(count)]
+    rng.shuffle(words)
+    return Example(
+        prompt=template.format(context=" ".join(words), query=""), answer_prefix=prefix, references=tuple(vocab[1:4])
+    )
+
+
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
+_NUM_DEPTHS = 40  # equidistant depths at which needles are inserted into prose
+_WORDS_PER_SIZE = 20  # words of prose; other haystacks have one line per size
+_SOLVED_TOKENS, _MIN_SOLVED_LINES = 500, 5  # the solved example of variable tracking
+
+
+def needles(settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng: random.Random) -> Example:
+    """Questions about sentences that are hidden in a text; `settings` as in RULER's synthetic.yaml."""
+    key_kind, value_kind = settings["type_needle_k"], settings["type_needle_v"]
+    num_queries = settings["num_needle_q"]
+    num_keys = max(settings["num_needle_k"], num_queries)
+    keys = [_random(key_kind, rng) for _ in range(num_keys)]
+    values = [[_random(value_kind, rng) for _ in range(settings["num_needle_v"])] for _ in keys]
+    chosen = rng.sample(range(num_keys), num_queries)
+    hidden = [
+        _NEEDLE.format(type_needle_v=value_kind, key=key, value=value)
+        for key, key_values in zip(keys, values)
+        for value in key_values
+    ]
+    rng.shuffle(hidden)
+
+    if settings["type_haystack"] == "essay":
+        context = _in_prose(hidden, prose, size, rng)
+    else:
+        lines = [_NOISE] * size
+        if settings["type_haystack"] == "needle":
+            lines = [
+                _NEEDLE.format(type_needle_v=value_kind, key=_random(key_kind, rng), value=_random(value_kind, rng))
+                for _ in lines
+            ]
+        for at, text in zip(sorted(rng.sample(range(size + 1), len(hidden)), reverse=True), hidden):
+            lines.insert(at, text)
+        context = "\n".join(lines)
+
+    template, prefix = texts
+    if num_queries * settings["num_needle_v"] == 1:
+        template, prefix = (_singular(text) for text in texts)
+        value_kind = value_kind[:-1]
+    names = [keys[i] for i in chosen]
+    query = ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]
+    answers = tuple(value for i in chosen for value in values[i])
+    return Example(
+        prompt=template.format(type_needle_v=value_kind, context=context, query=query),
+        answer_prefix=prefix.format(type_needle_v=value_kind, query=query),
+        references=answers,
+        depth=context.index(answers[0]) / len(context),
+    )
+
+
+def _singular(text: str) -> str:
+    return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
+
+
+def _random(kind: str, rng: random.Random) -> str:
+    if kind == "numbers":
+        return str(rng.randint(10**6, 10**7 - 1))
+    if kind == "words":
+        return rng.choice(compound_words())
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _in_prose(hidden: list[str], prose: Prose, size: int, rng: random.Random) -> str:
+    sentences = sentences_of(" ".join(prose.first(size * _WORDS_PER_SIZE)))
+    depths = [round(100 * i / (_NUM_DEPTHS - 1)) / 100 for i in range(_NUM_DEPTHS)]
+    places = sorted(int(len(sentences) * depth) for depth in rng.sample(depths, len(hidden)))
+    for place, text in zip(reversed(places), reversed(hidden), strict=True):
+        sentences.insert(place, text)
+    return " ".join(sentences)
+
+
+def variables(settings: dict, texts: tuple[str, str], solved_lines: int, size: int, rng: random.Random) -> Example:
+    """Chains of assignments: which variables have a value? One solved example comes first.
+
+    Args:
+      solved_lines: lines of noise in the solved example, see `lines_of_solved_example`.
+      size: lines of noise in the question.
+    """
+    question, start, names = _chains(settings, texts, solved_lines, 3, rng)
+    solved = f"{question}{start} {' '.join(names)}\n\n"
+    question, start, names = _chains(settings, texts, size, 5, rng)
+    return Example(prompt=solved + question, answer_prefix=start, references=names)
+
+
+def lines_of_solved_example(
+    settings: dict, texts: tuple[str, str], count_tokens: CountTokens, rng: random.Random
+) -> int:
+    """The lines of noise in the solved example of `variables`, as scripts/data/synthetic/variable_tracking.py of
+    NVIDIA/RULER chooses them: as many as 500 tokens allow, without the solution, and at least 5."""
+    extra_tokens = count_tokens("")  # from the chat template or BOS, which the solved example does not have
+
+    def num_tokens(num_lines: int) -> int:
+        return count_tokens("".join(_chains(settings, texts, num_lines, 3, rng)[:2])) - extra_tokens
+
+    sizes = range(_MIN_SOLVED_LINES + 1, _SOLVED_TOKENS)
+    return _MIN_SOLVED_LINES + bisect.bisect_right(sizes, _SOLVED_TOKENS, key=num_tokens)
+
+
+def _chains(
+    settings: dict, texts: tuple[str, str], num_lines: int, name_length: int, rng: random.Random
+) -> tuple[str, str, tuple[str, ...]]:
+    """(question, start of the answer, names that have the value) of a text with `num_lines` lines of noise."""
+    template, prefix = texts
+    num_hops = settings["num_hops"]
+    lines, chains = [_NOISE] * num_lines, []
+    for _ in range(settings["num_chains"]):
+        names = _names(num_hops + 1, name_length, rng)
+        value = str(rng.randrange(10_000, 99_999))
+        chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:]))]
+        for offset, (place, text) in enumerate(zip(sorted(rng.sample(range(num_lines), len(chain))), chain)):
+            lines.insert(place + offset, text)
+        chains.append((names, value))
+    names, value = chains[0]
+    context = "\n".join(lines).replace(". \n", ".\n")
+    return template.format(context=context, query=value), prefix.format(num_v=num_hops + 1, query=value), tuple(names)
+
+
+def _names(count: int, length: int, rng: random.Random) -> list[str]:
+    names: list[str] = []
+    while len(names) < count:
+        name = "".join(rng.choices(string.ascii_uppercase, k=length))
+        if name not in names:
+            names.append(name)
+    return names
+
+
+_SOURCES = dict(
+    qa_1="the SQuAD 2.0 file dev-v2.0.json: set squad (of `jaxlc eval` --squad=FILE, of a run"
+    " --config.evals.squad=FILE)",
+    qa_2="the HotpotQA file hotpot_dev_distractor_v1.json: set hotpotqa (of `jaxlc eval` --hotpotqa=FILE, of a run"
+    " --config.evals.hotpotqa=FILE)",
+)
+
+
+class Question(NamedTuple):
+    text: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]  # documents that contain the answer
+    related: tuple[int, ...]  # documents that fill the prompt first
+
+
+class Questions(NamedTuple):
+    documents: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+def required(questions: Questions | None, task: str) -> Questions:
+    """Raises UserError without questions."""
+    if questions is None:
+        raise UserError(f"task {task} needs {_SOURCES[task]}")
+    return questions
+
+
+def read_squad(path: str) -> Questions:
+    """Raises UserError if the file cannot be read or has another form."""
+
+    def parse(data: Any) -> Questions:
+        articles = [article["paragraphs"] for article in data["data"]]
+        documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+        index = {document: i for i, document in enumerate(documents)}
+        questions = [
+            Question(
+                qa["question"],
+                tuple(answer["text"] for answer in qa["answers"]),
+                (index[paragraph["context"]],),
+                tuple(index[p["context"]] for p in article if p["context"] != paragraph["context"]),
+            )
+            for article in articles
+            for paragraph in article
+            for qa in paragraph["qas"]
+            if not qa["is_impossible"]
+        ]
+        return Questions(tuple(documents), tuple(questions))
+
+    return _read(path, parse)
+
+
+def read_hotpotqa(path: str) -> Questions:
+    """Raises UserError if the file cannot be read or has another form."""
+
+    def parse(data: Any) -> Questions:
+        texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
+        documents = sorted({text for item_texts in texts for text in item_texts})
+        index = {document: i for i, document in enumerate(documents)}
+        questions = [
+            Question(item["question"], (item["answer"],), tuple(index[text] for text in item_texts), ())
+            for item, item_texts in zip(data, texts, strict=True)
+        ]
+        return Questions(tuple(documents), tuple(questions))
+
+    return _read(path, parse)
+
+
+def _read(path: str, parse) -> Questions:
+    try:
+        questions = parse(read_json_file(local_path(path)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read questions from {path} ({reason_of(error)})") from error
+    if not questions.questions:
+        raise UserError(f"no questions in {path}")
+    return questions
+
+
+def question(data: Questions, texts: tuple[str, str], index: int, size: int, rng: random.Random) -> Example:
+    """Question `index` over `size` documents, besides those that contain the answer."""
+    template, prefix = texts
+    asked = data.questions[index % len(data.questions)]
+    related = list(asked.related)
+    rng.shuffle(related)
+    known = {*asked.needed, *related}
+    others = [i for i in range(len(data.documents)) if i not in known] if size > len(related) else []
+    rng.shuffle(others)
+    repeats = -(-max(0, size - len(related)) // len(others)) if others else 0
+    chosen = [*asked.needed, *(related + others * repeats)[:size]]
+    rng.shuffle(chosen)
+    context = "\n\n".join(f"Document {number}:\n{data.documents[i]}" for number, i in enumerate(chosen, 1))
+    return Example(
+        prompt=template.format(context=context, query=asked.text), answer_prefix=prefix, references=asked.answers
+    )
+
+
+@dataclass(frozen=True)
+class Materials:
+    """Filler text and questions for the prompts."""
+
+    prose: Prose
+    squad: Questions | None = None  # None: qa_1 is not available
+    hotpotqa: Questions | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One of RULER's tasks; `settings` are the arguments of scripts/synthetic.yaml."""
+
+    kind: str  # a key of ruler_templates.json
+    settings: dict = field(default_factory=dict)
+
+    @property
+    def new_tokens(self) -> int:
+        return _templates()[self.kind]["tokens_to_generate"]
+
+    @property
+    def match(self) -> Callable:
+        """The score of a prediction in 0 .. 1."""
+        return match_any if self.kind == "qa" else match_all
+
+
+def _niah(haystack: str, key: str = "words", value: str = "numbers", keys: int = 1, values: int = 1, queries: int = 1):
+    return Task(
+        kind="niah",
+        settings=dict(
+            type_haystack=haystack,
+            type_needle_k=key,
+            type_needle_v=value,
+            num_needle_k=keys,
+            num_needle_v=values,
+            num_needle_q=queries,
+        ),
+    )
+
+
+TASKS: dict[str, Task] = {
+    "niah_single_1": _niah("noise"),
+    "niah_single_2": _niah("essay"),
+    "niah_single_3": _niah("essay", value="uuids"),
+    "niah_multikey_1": _niah("essay", keys=4),
+    "niah_multikey_2": _niah("needle"),
+    "niah_multikey_3": _niah("needle", key="uuids", value="uuids"),
+    "niah_multivalue": _niah("essay", values=4),
+    "niah_multiquery": _niah("essay", queries=4),
+    "vt": Task(kind="variable_tracking", settings=dict(type_haystack="noise", num_chains=1, num_hops=4)),
+    "cwe": Task(kind="common_words_extraction", settings=dict(freq_cw=30, freq_ucw=3, num_cw=10)),
+    "fwe": Task(kind="freq_words_extraction", settings=dict(alpha=2.0)),
+    "qa_1": Task(kind="qa", settings=dict(dataset="squad")),
+    "qa_2": Task(kind="qa", settings=dict(dataset="hotpotqa")),
+}
+
+
+@functools.cache
+def _templates() -> dict:
+    return json.loads((importlib.resources.files("jaxlc.evals.ruler") / "ruler_templates.json").read_text())
+
+
+def example(
+    name: str, index: int, length: int, count_tokens: CountTokens, materials: Materials, *, seed: int = 42
+) -> Example:
+    """Example `index` of a task.
+
+    Args:
+      length: tokens of prompt, answer prefix and the new tokens of the task together, which are not exceeded.
+    Raises:
+      UserError: the length is too small for the task, or a package or data set that it needs is missing.
+    """
+    task, template = TASKS[name], _templates()[TASKS[name].kind]
+    budget = length - task.new_tokens
+
+    def rng() -> random.Random:  # equal for each size of an example
+        return random.Random(f"{seed} {name} {length} {index}")
+
+    texts = template["template"], template["answer_prefix"]
+    if task.kind == "niah":
+        make = functools.partial(needles, task.settings, texts, materials.prose)
+        smallest = 5
+    elif task.kind == "variable_tracking":
+        seeded = random.Random(f"{seed} {name}")  # the same number of lines in all examples
+        solved_lines = lines_of_solved_example(task.settings, texts, count_tokens, seeded)
+        make, smallest = functools.partial(variables, task.settings, texts, solved_lines), 5
+    elif task.kind == "common_words_extraction":
+        make, smallest = functools.partial(common_words, task.settings, texts, length < 4096), 10
+    elif task.kind == "freq_words_extraction":
+        make, smallest = functools.partial(coded_words, task.settings, texts, budget // 50), 10
+    else:
+        questions = required(getattr(materials, task.settings["dataset"]), name)
+        make, smallest = functools.partial(question, questions, texts, index), 1
+    return largest_example(
+        lambda size: make(size, rng()), count_tokens, length, new_tokens=task.new_tokens, smallest=smallest, task=name
+    )

@@ -21,10 +21,10 @@ from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.block import InitKeys, RMSNorm, add_bias, bias_vector, residual_depth_scale, weight
-from jaxlc.models.cache import CacheLayout
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import (
     BatchTokens,
+    CacheLayout,
     ChoosesKernel,
     KindOnMesh,
     LayerOutput,

@@ -31,17 +31,19 @@ from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.block import InitKeys, RMSNorm, matrix, residual_depth_scale, rms_norm, weight
-from jaxlc.models.cache import CacheLayout, NewTokens, decode_tokens
 from jaxlc.models.contract import (
     BatchTokens,
+    CacheLayout,
     KindOnMesh,
     Mixer,
+    NewTokens,
     OnTiles,
     OnTrees,
     PerDocumentOrder,
     ReadsBefore,
     Sequences,
     Tiles,
+    decode_tokens,
 )
 from jaxlc.models.layer_tiles import RecurrentLayer
 from jaxlc.models.matmuls import Fp8, in_use

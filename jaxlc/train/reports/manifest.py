@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from jaxlc.config import Stage, read_config
-from jaxlc.config.config_text import config_text
-from jaxlc.config.setting_paths import converted
+from jaxlc.config.files import config_text
+from jaxlc.config.settings import converted
 from jaxlc.config.values import flattened
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError

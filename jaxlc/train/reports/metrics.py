@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxlc.core import errors, html
+from jaxlc.core import errors, text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import parse_json, replacing
 from jaxlc.runtime import watchdog
@@ -464,7 +464,7 @@ class History(dict[str, np.ndarray]):
         if self.num_rows > 2 * _SHOWN_ROWS:
             indices = [*indices[:_SHOWN_ROWS], None, *indices[-_SHOWN_ROWS:]]
         rows = [["…" if i is None else _cell(column[i]) for column in self.values()] for i in indices]
-        return html.table(list(self), rows, caption=f"{self.num_rows} rows of metrics.jsonl")
+        return text.table(list(self), rows, caption=f"{self.num_rows} rows of metrics.jsonl")
 
 
 def _column(values: list, name: str) -> np.ndarray:

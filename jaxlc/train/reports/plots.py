@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from jaxlc.core.plot_style import BLUE, FAINT, GRAY, RED, TEAL, new_figure, set_title, style_axes
-from jaxlc.evals.document_sums import MIN_DOCUMENTS
+from jaxlc.evals.document_loss import MIN_DOCUMENTS
 from jaxlc.runtime.watchdog import DEVICES
 from jaxlc.train.evaluation import PIECE_TOKENS, ContextGain, Evaluation
 from jaxlc.train.reports.metrics import History, Row

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
 
-from jaxlc.core import html
+from jaxlc.core import text as html
 from jaxlc.core.errors import reason_of
 from jaxlc.core.files import displayed
 from jaxlc.core.text import Update, duration_text, progress_lines

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxlc.attention.kernels import cudnn
 from jaxlc.config import Config, TrainConfig
-from jaxlc.config.models.context_length import context_tokens
 from jaxlc.config.models.model_schema import ModelConfig, model_name
+from jaxlc.config.models.pretrained import context_tokens
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.text import count_text
 from jaxlc.data import Corpus
@@ -16,7 +16,7 @@ from jaxlc.data.sequences.mixture import PackedText, balanced_order, replica_cos
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.models import freezing
+from jaxlc.models import lora
 from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
 from jaxlc.step.update import learning_rate_schedule
@@ -59,7 +59,7 @@ def _model_lines(step: TrainStep) -> list[str]:
     """The name of the model, its parameters and its RoPE."""
     config, params = step.config, step.abstract_state.params
     num_trained, num_params = (
-        sum(x.size for x in jax.tree.leaves(tree)) for tree in (freezing.split(params, step.frozen)[0], params)
+        sum(x.size for x in jax.tree.leaves(tree)) for tree in (lora.split(params, step.frozen)[0], params)
     )
     counts = f"{count_text(num_params, 'parameter')}, all trained"
     if step.frozen:

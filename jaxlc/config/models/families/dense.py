@@ -1,0 +1,179 @@
+"""Llama 2 and 3, and models of the same architecture such as SmolLM2 (transformers: models/llama).
+
+Gemma 3: groups of five sliding layers and a full one (transformers: models/gemma3).
+
+Of models with images, the language model is loaded.
+
+Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers: models/mistral).
+
+Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo3).
+
+Qwen 2 and 2.5, dense models (transformers: models/qwen2).
+
+Qwen 3, dense models (transformers: models/qwen3).
+
+SmolLM3: every fourth layer has no position embedding; layers may be sliding (transformers: models/smollm3).
+"""
+
+import functools
+from typing import Any
+
+from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.config.models.model_schema import ModelConfig
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
+    fields={"attention_bias": "qkv_bias"},
+    defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
+    required_values=dict(
+        mlp_bias=(False,),
+        rope_interleaved=(False,),  # in configs of SmolLM2
+    ),
+    irrelevant=frozenset({"pretraining_tp", "is_llama_config"}),
+)
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    """Older configs have sliding_window_pattern, the number of layers of a group."""
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    return read_layer_types(config, default=(*("sliding",) * (pattern - 1), "full"))
+
+
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
+    read_kinds=_read_kinds,
+    write_kinds=write_layer_types,
+    settings=dict(
+        qk_norm="head",
+        norm_placement="pre_and_post",
+        zero_centered_norm=True,
+        activation="gelu_tanh",
+        scale_embeddings=True,
+    ),
+    fields={"query_pre_attn_scalar": "query_scale_dim"},
+    defaults=dict(
+        vocab_size=262_208,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window=4096,
+        tie_word_embeddings=True,
+    ),
+    activation_field="hidden_activation",
+    rope_by_layer_type=True,
+    required_values=dict(
+        attention_bias=(False,),
+        use_bidirectional_attention=(False,),
+    ),
+    multimodal_type="gemma3",
+    multimodal_prefixes={"language_model.": "", "model.language_model.": "model."},
+    other_prefixes=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    irrelevant=frozenset({"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}),
+)
+
+
+_DEFAULT_WINDOW = 4096
+
+
+def _mistral_read_kinds(config: Fields) -> list[str]:
+    kind = "full" if config.get("sliding_window", _DEFAULT_WINDOW) is None else "sliding"
+    return [kind] * config["num_hidden_layers"]
+
+
+def _write_kinds(model: ModelConfig) -> dict[str, Any]:
+    return dict(sliding_window=model.window or None)
+
+
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    layer_kinds=(frozenset({"full"}), frozenset({"sliding"})),
+    read_kinds=_mistral_read_kinds,
+    write_kinds=_write_kinds,
+    defaults=dict(num_key_value_heads=8, head_dim=None, sliding_window=_DEFAULT_WINDOW),
+    required_values=dict(attention_bias=(False,), layer_types=(None,)),
+)
+
+
+OLMO3 = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
+    read_kinds=functools.partial(read_layer_types, default=("sliding", "sliding", "sliding", "full")),
+    write_kinds=write_layer_types,
+    settings=dict(qk_norm="projection", norm_placement="post"),
+    defaults=dict(num_key_value_heads=None, head_dim=None, sliding_window=4096, rope_theta=5e5, rms_norm_eps=1e-5),
+    rope_by_layer_type=True,
+    required_values=dict(attention_bias=(False,)),
+)
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    settings=dict(qkv_bias=True),
+    defaults=dict(num_key_value_heads=32, head_dim=None),
+    required_values=dict(use_sliding_window=(False,), use_mrope=(False,)),
+    irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
+)
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    settings=dict(qk_norm="head"),
+    fields={"attention_bias": "qkv_bias"},
+    defaults=dict(num_key_value_heads=32, head_dim=128, attention_bias=False),
+    required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
+    irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
+)
+
+
+_KINDS = {  # (position embedding, mask) -> kind of layer
+    ("full", "sliding"): "sliding",
+    ("nope", "full"): "nope",
+    ("nope", "sliding"): "sliding_attention without RoPE",
+}
+
+
+def _smollm3_read_kinds(config: Fields) -> list[str]:
+    """no_rope_layers has a 0 for layers without RoPE. Masks follow layer_types, whatever use_sliding_window says; if
+    layer_types is absent, the layers without RoPE are sliding if use_sliding_window is true."""
+    num_layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
+    has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
+    positions = ["full" if x else "nope" for x in has_rope[:num_layers]]
+    masks = read_layer_types(config)
+    if not config.get("layer_types") and config.get("use_sliding_window") and config.get("sliding_window") is not None:
+        masks = ["full" if x == "full" else "sliding" for x in positions]
+    return [_KINDS.get(pair, pair[1]) for pair in zip(positions, masks)]
+
+
+def _smollm3_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    kinds = model.kinds_of_layers
+    return dict(
+        no_rope_layers=[int(kind != "nope") for kind in kinds],
+        layer_types=["sliding_attention" if kind == "sliding" else "full_attention" for kind in kinds],
+        use_sliding_window="sliding" in kinds,
+        sliding_window=model.window or None,
+    )
+
+
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    layer_kinds=tuple(map(frozenset, (("full", "nope"), ("full",), ("full", "sliding"), ("full", "nope", "sliding")))),
+    read_kinds=_smollm3_read_kinds,
+    write_kinds=_smollm3_write_kinds,
+    defaults=dict(num_key_value_heads=4, head_dim=None, rope_theta=2e6, tie_word_embeddings=True),
+    required_values=dict(attention_bias=(False,), mlp_bias=(False,)),
+    irrelevant=frozenset(
+        {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "max_window_layers", "pretraining_tp"}
+    ),
+)

@@ -1,0 +1,185 @@
+"""Qwen 3 with experts; some layers may be dense (transformers: models/qwen3_moe).
+
+GLM 4.5 and 4.6: dense layers, then layers of experts with a sigmoid router and shared experts.
+
+Transformers: models/glm4_moe. Layers of multi-token prediction are left out.
+
+gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers: models/gpt_oss).
+
+Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all weights in one data type.
+"""
+
+from typing import Any
+
+from jaxlc.config.kinds import experts
+from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.config.models.model_schema import ModelConfig
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers names it."""
+    step, dense_layers = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
+    layers = range(config["num_hidden_layers"])
+    return ["dense" if layer in dense_layers or (layer + 1) % step else "full" for layer in layers]
+
+
+def _write_kinds(model: ModelConfig) -> dict[str, Any]:
+    dense_layers = [layer for layer, kind in enumerate(model.kinds_of_layers) if kind == "dense"]
+    return dict(decoder_sparse_step=1, mlp_only_layers=dense_layers)
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    layer_kinds=(frozenset({"full"}), frozenset({"full", "dense"})),
+    read_kinds=_read_kinds,
+    write_kinds=_write_kinds,
+    settings=dict(qk_norm="head"),
+    fields={
+        "attention_bias": "qkv_bias",
+        "num_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "moe_intermediate_size": "experts.ffn_dim",
+        "norm_topk_prob": "experts.renormalize",
+    },
+    field_aliases={"num_local_experts": "num_experts"},
+    defaults=dict(
+        num_key_value_heads=4,
+        attention_bias=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=False,
+    ),
+    required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
+    irrelevant=frozenset(
+        {
+            *("max_window_layers", "sliding_window"),  # without effect: use_sliding_window is false
+            *("decoder_sparse_step", "mlp_only_layers"),  # `_read_kinds` reads them
+            *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
+        }
+    ),
+    feed_forward_tensors=dict(experts=experts.TENSORS),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    kinds=dict(dense=dict(feed_forward="dense")),
+)
+
+
+def _glm4_moe_read_kinds(config: Fields) -> list[str]:
+    num_dense = config.get("first_k_dense_replace", 1) or 0
+    return ["dense" if layer < num_dense else "full" for layer in range(config["num_hidden_layers"])]
+
+
+def _glm4_moe_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    return dict(first_k_dense_replace=model.num_layers_of("dense"))
+
+
+def _read_settings(config: Fields) -> dict[str, Any]:
+    shared_ffn_dim = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
+    return {"qk_norm": "head" if config["use_qk_norm"] else "none", "experts.shared_ffn_dim": shared_ffn_dim}
+
+
+def _write_settings(model: ModelConfig) -> dict[str, Any]:
+    return dict(
+        use_qk_norm=model.qk_norm == "head",
+        n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
+    )
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    layer_kinds=(frozenset({"full"}), frozenset({"dense", "full"})),
+    read_kinds=_glm4_moe_read_kinds,
+    write_kinds=_glm4_moe_write_kinds,
+    settings={"experts.router": "sigmoid", "experts.choice_bias": True, "attention_out_bias": False},
+    fields={
+        "attention_bias": "qkv_bias",
+        "n_routed_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "moe_intermediate_size": "experts.ffn_dim",
+        "norm_topk_prob": "experts.renormalize",
+        "n_group": "experts.groups",
+        "topk_group": "experts.groups_per_token",
+        "routed_scaling_factor": "experts.scale",
+    },
+    field_aliases={"num_local_experts": "n_routed_experts"},
+    read_settings=_read_settings,
+    write_settings=_write_settings,
+    varying=frozenset({"qk_norm", "experts.shared_ffn_dim"}),
+    defaults=dict(
+        num_key_value_heads=8,
+        attention_bias=False,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=8,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=True,
+        use_qk_norm=False,
+    ),
+    other_prefixes=("model.layers.{num_layers}.",),
+    irrelevant=frozenset(
+        {
+            *("first_k_dense_replace", "n_shared_experts", "use_qk_norm"),  # the functions above read them
+            *("num_nextn_predict_layers", "num_mtp_layers", "router_aux_loss_coef", "output_router_logits"),
+        }
+    ),
+    feed_forward_tensors=dict(
+        experts=(
+            *experts.TENSORS,
+            experts.CHOICE_BIAS,
+            *experts.shared_tensors("shared_experts"),
+        )
+    ),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    kinds=dict(dense=dict(feed_forward="dense")),
+)
+
+
+def _gpt_oss_read_kinds(config: Fields) -> list[str]:
+    return read_layer_types(config, default=("sliding", "full"))
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"}), frozenset({"sliding"})),
+    read_kinds=_gpt_oss_read_kinds,
+    write_kinds=write_layer_types,
+    settings={
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "experts.router": "topk_softmax",
+        "experts.bias": True,
+    },
+    fields={
+        "attention_bias": "qkv_bias",
+        "num_local_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "intermediate_size": "experts.ffn_dim",
+    },
+    field_aliases={"num_experts": "num_local_experts"},
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=64,
+        attention_bias=True,
+        rope_theta=150000.0,
+        sliding_window=128,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+    ),
+    required_values=dict(swiglu_alpha=(1.702,), swiglu_limit=(7.0,)),
+    irrelevant=frozenset(
+        {
+            *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
+            *("initial_context_length", "experts_per_token"),  # repeat the fields of RoPE, and num_experts_per_tok
+        }
+    ),
+    quantization="mxfp4",
+    feed_forward_tensors=dict(experts=experts.STACKED_TENSORS),
+)
