@@ -1,1 +1,3 @@
-"""Benchmark programs and generators of documentation tables. Run them from the repository root; see README.md."""
+"""Benchmark programs and generators of documentation tables. Run them from the repository root; see
+README.md.
+"""

@@ -1,7 +1,8 @@
 """Times attention strategies and kernels over sequence lengths: a table, JSONL rows and a plot.
 
-python -m benchmarks.attention_speed --context=8 --simulated_devices=8 --seq_len=2048,4096,8192 --out=runs/attention
-python -m benchmarks.attention_speed --strategies=ring,all_gather --seq_len=32768 --dtype=bfloat16
+python -m benchmarks.attention_speed --context=8 --simulated_devices=8 --seq_len=2048,4096,8192
+--out=runs/attention python -m benchmarks.attention_speed --strategies=ring,all_gather
+--seq_len=32768 --dtype=bfloat16
 """
 
 import dataclasses
@@ -54,11 +55,17 @@ class AttentionCase:
 
     @property
     def causal_flops(self) -> float:
-        """FLOPs of the visible (query, key) pairs: 4 N H per pair forward, and 2.5 times that backward, which has five
-        matrix products instead of two (FlashAttention-2, arXiv:2307.08691, section 3.1)."""
+        """FLOPs of the visible (query, key) pairs: 4 N H per pair forward, and 2.5 times that
+        backward, which has five matrix products instead of two (FlashAttention-2, arXiv:2307.08691,
+        section 3.1)."""
         num_tokens = self.seq_len / self.num_documents
-        num_cut_off = num_tokens - min(self.window or num_tokens, num_tokens)  # queries with a full window
-        num_pairs = self.num_documents * (num_tokens * (num_tokens + 1) - num_cut_off * (num_cut_off + 1)) / 2
+        # queries with a full window
+        num_cut_off = num_tokens - min(self.window or num_tokens, num_tokens)
+        num_pairs = (
+            self.num_documents
+            * (num_tokens * (num_tokens + 1) - num_cut_off * (num_cut_off + 1))
+            / 2
+        )
         return 4.0 * self.num_heads * self.head_dim * num_pairs * (3.5 if self.backward else 1.0)
 
 
@@ -75,8 +82,8 @@ class CompiledCase:
         return self.compiled(*self.inputs)
 
     def row(self, seconds: list[float]) -> dict:
-        """The case; seconds (median) and seconds_min of a call; tflops, causal, over all devices; share_of_peak, None
-        if the peak of the device is unknown; temp_bytes per device."""
+        """The case; seconds (median) and seconds_min of a call; tflops, causal, over all devices;
+        share_of_peak, None if the peak of the device is unknown; temp_bytes per device."""
         device = hardware.find(self.mesh.devices.flat[0].device_kind)
         flops_per_second = self.case.causal_flops / statistics.median(seconds)
         peak = device.bf16_flops_per_second * self.mesh.size if device else None
@@ -94,10 +101,20 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     """Flags named like a field of AttentionCase set that field in all cases."""
     string = functools.partial(flags.DEFINE_string, flag_values=values)
     integer = functools.partial(flags.DEFINE_integer, flag_values=values)
-    flags.DEFINE_list("strategies", ["ring"], "strategies of jaxlc, or ringattention (the package)", flag_values=values)
+    flags.DEFINE_list(
+        "strategies",
+        ["ring"],
+        "strategies of jaxlc, or ringattention (the package)",
+        flag_values=values,
+    )
     flags.DEFINE_list("seq_len", ["2048", "4096", "8192"], "sequence lengths", flag_values=values)
     string("kernel", "auto", "attention kernel of all strategies")
-    flags.DEFINE_bool("backward", True, "time forward and backward; --nobackward: forward only", flag_values=values)
+    flags.DEFINE_bool(
+        "backward",
+        True,
+        "time forward and backward; --nobackward: forward only",
+        flag_values=values,
+    )
     integer("num_heads", 8, "query heads")
     integer("num_kv_heads", 8, "key/value heads")
     integer("head_dim", 64, "head dimension")
@@ -132,14 +149,19 @@ def main(_) -> None:
         sys.exit(f"error: {error}")
 
 
-def measure(cases: list[AttentionCase], mesh_config: MeshConfig, repeats: int, out: Path) -> list[dict]:
-    """Times all cases, interleaving those of one length; prints a table, writes attention.jsonl and attention.png.
+def measure(
+    cases: list[AttentionCase], mesh_config: MeshConfig, repeats: int, out: Path
+) -> list[dict]:
+    """Times all cases, interleaving those of one length; prints a table, writes attention.jsonl and
+    attention.png.
 
     Raises:
       UserError: the mesh needs more devices than there are, or ringattention is not installed.
     """
     if len(jax.devices()) < mesh_config.num_devices:
-        raise UserError(f"the mesh needs {mesh_config.num_devices} devices, but JAX has {len(jax.devices())}")
+        raise UserError(
+            f"the mesh needs {mesh_config.num_devices} devices, but JAX has {len(jax.devices())}"
+        )
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     out.mkdir(parents=True, exist_ok=True)
     console, rows = Console(), []
@@ -148,7 +170,10 @@ def measure(cases: list[AttentionCase], mesh_config: MeshConfig, repeats: int, o
         for seq_len in track(seq_lens, "measuring", console=console, transient=True):
             compiled_cases = [compile_case(case, mesh) for case in cases if case.seq_len == seq_len]
             seconds = interleaved_seconds([compiled.call for compiled in compiled_cases], repeats)
-            new = [compiled.row(times) | environment_info() for compiled, times in zip(compiled_cases, seconds)]
+            new = [
+                compiled.row(times) | environment_info()
+                for compiled, times in zip(compiled_cases, seconds)
+            ]
             file.writelines(json.dumps(row) + "\n" for row in new)
             file.flush()
             rows += new
@@ -160,11 +185,17 @@ def measure(cases: list[AttentionCase], mesh_config: MeshConfig, repeats: int, o
 
 def compile_case(case: AttentionCase, mesh: Mesh) -> CompiledCase:
     """Compiles the case for random inputs that are sharded over the mesh."""
-    attend = _ringattention(mesh, case.seq_len) if case.strategy == RINGATTENTION else _jaxlc_attention(case, mesh)
+    attend = (
+        _ringattention(mesh, case.seq_len)
+        if case.strategy == RINGATTENTION
+        else _jaxlc_attention(case, mesh)
+    )
     *qkv, dout = _inputs(case, mesh)
 
     def gradient(q, k, v):
-        return jax.grad(lambda *qkv: (attend(*qkv) * dout).sum().astype(jnp.float32), (0, 1, 2))(q, k, v)
+        return jax.grad(lambda *qkv: (attend(*qkv) * dout).sum().astype(jnp.float32), (0, 1, 2))(
+            q, k, v
+        )
 
     compiled = jax.jit(gradient if case.backward else attend).lower(*qkv).compile()
     return CompiledCase(case=case, mesh=mesh, compiled=compiled, inputs=tuple(qkv))
@@ -172,19 +203,25 @@ def compile_case(case: AttentionCase, mesh: Mesh) -> CompiledCase:
 
 def _jaxlc_attention(case: AttentionCase, mesh: Mesh) -> Callable:
     """`attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH`."""
-    config = AttentionConfig(strategy=case.strategy, kernel=case.kernel, ulysses_degree=case.ulysses_degree)
+    config = AttentionConfig(
+        strategy=case.strategy, kernel=case.kernel, ulysses_degree=case.ulysses_degree
+    )
     attend = attention.make(config, mesh, window=case.window or None)
     if case.num_documents == 1:
         return lambda q, k, v: attend(q, k, v)[0]
     if case.seq_len % case.num_documents:
-        raise UserError(f"{case.num_documents} documents do not divide a sequence of {case.seq_len} tokens")
+        raise UserError(
+            f"{case.num_documents} documents do not divide a sequence of {case.seq_len} tokens"
+        )
     order = zigzag_order(case.seq_len, mesh.shape[CONTEXT])
     segments_BT = jnp.asarray(order // (case.seq_len // case.num_documents) + 1, jnp.int32)[None]
     return lambda q, k, v: attend(q, k, v, attend.prepare(None, segments_BT))[0]
 
 
 def _ringattention(mesh: Mesh, seq_len: int) -> Callable:
-    """Causal ring attention of the package ringattention 0.1.2, as `attend(q_BTNH, k_BTNH, v_BTNH) -> out_BTNH`."""
+    """Causal ring attention of the package ringattention 0.1.2, as `attend(q_BTNH, k_BTNH, v_BTNH)
+    -> out_BTNH`.
+    """
     # Its last release reads at import an attribute that JAX has removed.
     from jax.extend import backend
 
@@ -192,7 +229,9 @@ def _ringattention(mesh: Mesh, seq_len: int) -> Callable:
     try:
         ring_attention = importlib.import_module("ringattention.ringattention_jax").ring_attention
     except ImportError as error:
-        raise UserError(f"{error}; install it with: pip install ringattention==0.1.2 einops") from None
+        raise UserError(
+            f"{error}; install it with: pip install ringattention==0.1.2 einops"
+        ) from None
     chunk_size = min(512, seq_len // mesh.size)
     settings = dict(
         causal_block_size=1, deterministic=True, dropout_rng=None, attn_pdrop=0.0, query_chunk_size=chunk_size,
@@ -201,7 +240,9 @@ def _ringattention(mesh: Mesh, seq_len: int) -> Callable:
     )  # fmt: skip
     heads = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None)
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
+    )
     def attend(q, k, v):
         return ring_attention(q, k, v, None, None, None, CONTEXT, True, settings)
 
@@ -226,7 +267,15 @@ def _table(rows: list[dict]) -> Table:
         f" {first['dtype']}, {first['mesh'] or 'one device'}",
         caption=f"{first['device']}, jax {first['jax']}, {first['commit']}; median of the calls; causal FLOPs",
     )
-    for heading in ("sequence length", "strategy", "ms", "min ms", "TFLOP/s", "of peak", "temp MiB per device"):
+    for heading in (
+        "sequence length",
+        "strategy",
+        "ms",
+        "min ms",
+        "TFLOP/s",
+        "of peak",
+        "temp MiB per device",
+    ):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for row in rows:
         share = row["share_of_peak"]
@@ -252,7 +301,11 @@ def _plot(rows: list[dict], path: Path) -> None:
         points = [(row["seq_len"], row["tflops"]) for row in rows if row["strategy"] == strategy]
         axes.plot(*zip(*points), "o-", label=strategy)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="sequence length, tokens", ylabel="TFLOP/s, causal, all devices", title="Attention speed")
+    axes.set(
+        xlabel="sequence length, tokens",
+        ylabel="TFLOP/s, causal, all devices",
+        title="Attention speed",
+    )
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

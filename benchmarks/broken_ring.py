@@ -1,4 +1,6 @@
-"""A ring that is broken on purpose, to show what a model does whose context ranks do not exchange keys and values."""
+"""A ring that is broken on purpose, to show what a model does whose context ranks do not exchange
+keys and values.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ from jaxlc.attention.strategies.ring import RingState
 
 @contextlib.contextmanager
 def broken_ring() -> Iterator[None]:
-    """Inside, queries attend only to keys of their own context rank, in training and in all functions of a `Result`."""
+    """Inside, queries attend only to keys of their own context rank, in training and in all
+    functions of a `Result`.
+    """
     patches = (
         mock.patch.object(RingState, "forward_step", _forward_step),
         mock.patch.object(RingState, "backward_step", _backward_step),

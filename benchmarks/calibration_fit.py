@@ -1,4 +1,5 @@
-"""Scale and interval of estimated times from published runs, with sources held back. Pure statistics, no compilation.
+"""Scale and interval of estimated times from published runs, with sources held back. Pure
+statistics, no compilation.
 
 The rules are in published_folds.toml, which was written before the first fit.
 """
@@ -18,12 +19,15 @@ class Residual(NamedTuple):
 
     source: str
     log_ratio: float  # logarithm of published over estimated time
-    group: str = ""  # runs that a user would compare: the same model on the same GPUs; "" compares with none
+    # runs that a user would compare: the same model on the same GPUs; "" compares with none
+    group: str = ""
     seq_len: int = 0
 
 
 class Fit(NamedTuple):
-    """The published time is expected to be `scale` x the estimate, within a factor of exp(+-spread)."""
+    """The published time is expected to be `scale` x the estimate, within a factor of
+    exp(+-spread).
+    """
 
     log_scale: float
     spread: float
@@ -58,30 +62,44 @@ def folds(residuals: Sequence[Residual]) -> tuple[Fold, ...]:
     result = []
     for source in sources:
         fitted = fit([residual for residual in residuals if residual.source != source])
-        held_back = [residual.log_ratio - fitted.log_scale for residual in residuals if residual.source == source]
+        held_back = [
+            residual.log_ratio - fitted.log_scale
+            for residual in residuals
+            if residual.source == source
+        ]
         result.append(Fold(source, fitted, tuple(held_back)))
     return tuple(result)
 
 
 def fit(residuals: Sequence[Residual]) -> Fit:
-    """Scale and spread. The spread is that of sources that were held back in turn from the fit of the scale.
+    """Scale and spread. The spread is that of sources that were held back in turn from the fit of
+    the scale.
 
-    It is the larger of the quantiles with equal weight for each source and with equal weight for each run.
+    It is the larger of the quantiles with equal weight for each source and with equal weight for
+    each run.
     """
     errors = []
     for source in _sources(residuals):
         others = _median([residual for residual in residuals if residual.source != source])
         errors += [(source, abs(x.log_ratio - others)) for x in residuals if x.source == source]
-    by_source, by_run = (conformal_quantile(errors, is_by_run=is_by_run) for is_by_run in (False, True))
+    by_source, by_run = (
+        conformal_quantile(errors, is_by_run=is_by_run) for is_by_run in (False, True)
+    )
     return Fit(_median(residuals), max(by_source, by_run))
 
 
-def paired_errors(residuals: Sequence[Residual], max_length_ratio: float) -> list[tuple[str, float]]:
-    """(source, absolute error) of the log ratio between two runs of a group, with lengths up to this factor apart."""
+def paired_errors(
+    residuals: Sequence[Residual], max_length_ratio: float
+) -> list[tuple[str, float]]:
+    """(source, absolute error) of the log ratio between two runs of a group, with lengths up to
+    this factor apart.
+    """
     errors = []
     for one, other in itertools.combinations(residuals, 2):
         is_same = one.group and (one.source, one.group) == (other.source, other.group)
-        if is_same and max(one.seq_len, other.seq_len) <= max_length_ratio * min(one.seq_len, other.seq_len):
+        if is_same and max(one.seq_len, other.seq_len) <= max_length_ratio * min(
+            one.seq_len, other.seq_len
+        ):
             errors.append((one.source, abs(one.log_ratio - other.log_ratio)))
     return errors
 
@@ -98,7 +116,8 @@ def coverage_by_source(results: Sequence[Fold]) -> float:
 
 
 def conformal_quantile(errors: Sequence[tuple[str, float]], *, is_by_run: bool = False) -> float:
-    """The smallest error that is not exceeded by ceil((n + 1) x level) / n of the weight of n sources.
+    """The smallest error that is not exceeded by ceil((n + 1) x level) / n of the weight of n
+    sources.
 
     Args:
       errors: (source, absolute error).
@@ -116,7 +135,9 @@ def _median(residuals: Sequence[Residual]) -> float:
 
 def _weighted(values: Sequence[tuple[str, float]]) -> list[tuple[float, float]]:
     """(value, weight) in ascending order; each source has weight 1."""
-    counts: Mapping[str, int] = {source: sum(x == source for x, _ in values) for source, _ in values}
+    counts: Mapping[str, int] = {
+        source: sum(x == source for x, _ in values) for source, _ in values
+    }
     return sorted((value, 1 / counts[source]) for source, value in values)
 
 

@@ -22,12 +22,16 @@ def write(rows: Sequence[dict], folds: Sequence[Fold], path: Path) -> None:
         is_covered = low <= row["time_ratio"] <= high
         axes.plot(row["time_ratio"], place, "o", color=BLUE if is_covered else RED, markersize=5)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['source']}: {row['name']}" for row in rows], fontsize=7)
+    axes.set_yticks(
+        range(len(rows)), [f"{row['source']}: {row['name']}" for row in rows], fontsize=7
+    )
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xscale("log")
     ticks = [0.5, 0.7, 1, 1.4, 2, 2.8, 4]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("published time / estimated time; bar: 80% interval from the other sources", fontsize=8)
+    axes.set_xlabel(
+        "published time / estimated time; bar: 80% interval from the other sources", fontsize=8
+    )
     axes.set_title("Estimated step times against published runs", fontsize=10, loc="left")
     figure.savefig(path, dpi=130)

@@ -1,8 +1,9 @@
-"""Estimated gain of NVSHMEM over NCCL, to compare with NVIDIA's measurements: a table of 2026-11-22-calibration.md.
+"""Estimated gain of NVSHMEM over NCCL, to compare with NVIDIA's measurements: a table of
+2026-11-22-calibration.md.
 
-Llama 3 8B on 64 GPUs of a GB200 NVL72, context 8 x tensor 8, one sequence per step: 8 to 16 nodes of 4 GPUs ran in
-"Accelerating Long-Context Model Training in JAX and XLA" (developer.nvidia.com/blog, 2026-02-03), with unpublished
-meshes.
+Llama 3 8B on 64 GPUs of a GB200 NVL72, context 8 x tensor 8, one sequence per step: 8 to 16 nodes
+of 4 GPUs ran in "Accelerating Long-Context Model Training in JAX and XLA"
+(developer.nvidia.com/blog, 2026-02-03), with unpublished meshes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,14 @@ def measure(programs: Path | None) -> list[dict]:
 
 def table(rows: Sequence[dict]) -> Iterator[str]:
     """Markdown: estimated gain, its terms, and the gain if NCCL hid no hop."""
-    heads = ("sequence length", "measured gain", "estimated gain", "SMs of NCCL", "exposed", "all hops")
+    heads = (
+        "sequence length",
+        "measured gain",
+        "estimated gain",
+        "SMs of NCCL",
+        "exposed",
+        "all hops",
+    )
     yield f"| {' | '.join(heads)} | gain if NCCL hid no hop |"
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     steps = {(row["seq_len"], row["transport"]): row for row in rows}
@@ -53,8 +61,17 @@ def table(rows: Sequence[dict]) -> Iterator[str]:
         seconds = nvshmem["step_seconds"]
         gain = nccl["step_seconds"] / seconds - 1
         bound = gain + nccl["hop_seconds"] / seconds
-        shares = (nccl[name] / nccl["step_seconds"] for name in ("sms_seconds", "exposed_seconds", "hop_seconds"))
-        cells = (f"{seq_len:,}", measured, f"{gain:.1%}", *(f"{share:.1%}" for share in shares), f"{bound:.1%}")
+        shares = (
+            nccl[name] / nccl["step_seconds"]
+            for name in ("sms_seconds", "exposed_seconds", "hop_seconds")
+        )
+        cells = (
+            f"{seq_len:,}",
+            measured,
+            f"{gain:.1%}",
+            *(f"{share:.1%}" for share in shares),
+            f"{bound:.1%}",
+        )
         yield f"| {' | '.join(cells)} |"
 
 

@@ -1,25 +1,31 @@
-"""Counts the (query, key) pairs that each rank computes under a causal or document mask. Runs on the host."""
+"""Counts the (query, key) pairs that each rank computes under a causal or document mask. Runs on
+the host.
+"""
 
 import numpy as np
 
 from jaxlc.sharding.document_layout import zigzag_order
 
-TILE = 128  # side of the tiles that kernels compute or skip, about equal in cuDNN and our Pallas kernel
+# side of the tiles that kernels compute or skip, about equal in cuDNN and our Pallas kernel
+TILE = 128
 
 
 def computed_pairs(num_tokens: int, context: int, num_queries: int, num_keys: int) -> list[int]:
-    """Pairs that one causal kernel call computes on each rank, in whole tiles. The sequence is one document.
+    """Pairs that one causal kernel call computes on each rank, in whole tiles. The sequence is one
+    document.
 
     Args:
-      num_tokens: sequence length over all ranks.
-      context: number of ranks.
-      num_queries: queries of the call: those of one rank, or those of a group of ranks after an all-to-all.
-      num_keys: keys of the call: num_queries (the same tokens) or num_tokens (the whole sequence).
+      num_tokens: sequence length over all ranks. context: number of ranks. num_queries: queries of
+      the call: those of one rank, or those of a group of ranks after an all-to-all. num_keys: keys
+      of the call: num_queries (the same tokens) or num_tokens (the whole sequence).
     """
     num_blocks = num_tokens // num_queries
     order_RT = zigzag_order(num_tokens, num_blocks).reshape(num_blocks, num_queries)
     keys_S = order_RT.reshape(-1) if num_keys == num_tokens else None
-    pairs = [_tiles(queries_T, queries_T if keys_S is None else keys_S) * TILE**2 for queries_T in order_RT]
+    pairs = [
+        _tiles(queries_T, queries_T if keys_S is None else keys_S) * TILE**2
+        for queries_T in order_RT
+    ]
     return [pairs[rank * num_blocks // context] for rank in range(context)]
 
 
@@ -30,8 +36,11 @@ def causal_pairs(num_tokens: int) -> int:
 
 def document_pairs(document_tokens: list[int], context: int) -> list[int]:
     """Visible pairs of each rank's queries under the causal mask of packed documents."""
-    num_keys_T = np.concatenate([np.arange(1, length + 1) for length in document_tokens])  # visible to each query
-    return num_keys_T[zigzag_order(len(num_keys_T), context)].reshape(context, -1).sum(axis=1).tolist()
+    # visible to each query
+    num_keys_T = np.concatenate([np.arange(1, length + 1) for length in document_tokens])
+    return (
+        num_keys_T[zigzag_order(len(num_keys_T), context)].reshape(context, -1).sum(axis=1).tolist()
+    )
 
 
 def _tiles(queries_T: np.ndarray, keys_S: np.ndarray) -> int:

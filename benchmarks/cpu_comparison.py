@@ -1,12 +1,14 @@
-"""Compares attention and a training step with PyTorch and transformers on the cores of this machine.
+"""Compares attention and a training step with PyTorch and transformers on the cores of this
+machine.
 
-    make .venv-transformers/.ready
-    python -m benchmarks.cpu_comparison --torch_python=.venv-transformers/bin/python --out=runs/cpu_comparison.jsonl
+    make .venv-transformers/.ready python -m benchmarks.cpu_comparison
+    --torch_python=.venv-transformers/bin/python --out=runs/cpu_comparison.jsonl
 
-Attention: causal, float32, forward and backward. Step: the model and the sequences of configs/quickstart.py, AdamW.
-The cases are PyTorch (`scaled_dot_product_attention`, `LlamaForCausalLM`), one device, and the mesh of quickstart of
-simulated devices, where attention is a ring over all of them. PyTorch runs in a process and an environment of its own.
-All cases alternate. CPU seconds depend less on other load than seconds.
+Attention: causal, float32, forward and backward. Step: the model and the sequences of
+configs/quickstart.py, AdamW. The cases are PyTorch (`scaled_dot_product_attention`,
+`LlamaForCausalLM`), one device, and the mesh of quickstart of simulated devices, where attention is
+a ring over all of them. PyTorch runs in a process and an environment of its own. All cases
+alternate. CPU seconds depend less on other load than seconds.
 """
 
 import dataclasses
@@ -51,7 +53,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     integer("seq_len", 8192, "sequence length of attention; that of a step is quickstart's")
     integer("num_heads", 8, "heads of attention")
     integer("head_dim", 64, "head dimension of attention")
-    flags.DEFINE_list("settings", [], "changes of quickstart, such as data.seq_len=512", flag_values=values)
+    flags.DEFINE_list(
+        "settings", [], "changes of quickstart, such as data.seq_len=512", flag_values=values
+    )
     integer("repeats", 5, "timed calls per case, after one warm-up call")
     string("out", "runs/cpu_comparison.jsonl", "file to which rows are appended")
 
@@ -60,13 +64,18 @@ def main(_) -> None:
     values = flags.FLAGS
     config = load(read_config("quickstart"))
     settings = (setting.split("=", 1) for setting in values.settings)
-    config = with_settings(config, {"precision.compute": "fp32"} | {key: json.loads(value) for key, value in settings})
+    config = with_settings(
+        config, {"precision.compute": "fp32"} | {key: json.loads(value) for key, value in settings}
+    )
     start(RuntimeConfig(simulated_devices=config.mesh.num_devices))
     attention = AttentionCase(
         strategy="ring", seq_len=values.seq_len, num_heads=values.num_heads, num_kv_heads=values.num_heads,
         head_dim=values.head_dim,
     )  # fmt: skip
-    cases, info = [*jaxlc_cases(attention, config)], environment_info() | dict(num_cores=os.cpu_count())
+    cases, info = (
+        [*jaxlc_cases(attention, config)],
+        environment_info() | dict(num_cores=os.cpu_count()),
+    )
     if values.torch_python:
         torch_cases, versions = cases_of_torch(values.torch_python, attention, config)
         cases, info = [*torch_cases, *cases], info | versions
@@ -79,7 +88,9 @@ def main(_) -> None:
 
 
 def measure(cases: list[Case], repeats: int) -> list[dict]:
-    """Calls all cases alternately; a row per case with median and minimum of seconds, and median of CPU seconds."""
+    """Calls all cases alternately; a row per case with median and minimum of seconds, and median of
+    CPU seconds.
+    """
     for case in cases:
         case.call()
     times = [[] for _ in cases]
@@ -99,11 +110,19 @@ def measure(cases: list[Case], repeats: int) -> list[dict]:
 def jaxlc_cases(attention: AttentionCase, config: Config) -> Iterator[Case]:
     """Attention and step on one device, and on all simulated devices."""
     num_devices = config.mesh.num_devices
-    for name, mesh in (("one device", MeshConfig()), (f"ring, {num_devices} devices", MeshConfig(context=num_devices))):
+    for name, mesh in (
+        ("one device", MeshConfig()),
+        (f"ring, {num_devices} devices", MeshConfig(context=num_devices)),
+    ):
         compiled = compile_case(attention, make_mesh(mesh, jax.devices()[: mesh.num_devices]))
         yield Case("attention", name, functools.partial(_timed, compiled.call))
-    for name, mesh in (("one device", MeshConfig()), (f"quickstart, {num_devices} devices", config.mesh)):
-        yield Case("step", name, functools.partial(_timed, _step(dataclasses.replace(config, mesh=mesh))))
+    for name, mesh in (
+        ("one device", MeshConfig()),
+        (f"quickstart, {num_devices} devices", config.mesh),
+    ):
+        yield Case(
+            "step", name, functools.partial(_timed, _step(dataclasses.replace(config, mesh=mesh)))
+        )
 
 
 def _step(config: Config) -> Callable[[], object]:
@@ -124,8 +143,12 @@ def _timed(call: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start_seconds, time.process_time() - start_cpu_seconds
 
 
-def cases_of_torch(python: str, attention: AttentionCase, config: Config) -> tuple[list[Case], dict]:
-    """The cases of `torch_cpu.py`, which waits in a process of `python` for the name of a task, and its versions."""
+def cases_of_torch(
+    python: str, attention: AttentionCase, config: Config
+) -> tuple[list[Case], dict]:
+    """The cases of `torch_cpu.py`, which waits in a process of `python` for the name of a task, and
+    its versions.
+    """
     model = config.model
     case = dict(
         num_threads=os.cpu_count(), seq_len=attention.seq_len, num_heads=attention.num_heads,
@@ -142,7 +165,9 @@ def cases_of_torch(python: str, attention: AttentionCase, config: Config) -> tup
         return process.stdout.readline()
 
     versions = json.loads(answer())
-    calls = {task: functools.partial(_answer_seconds, answer, task) for task in ("attention", "step")}
+    calls = {
+        task: functools.partial(_answer_seconds, answer, task) for task in ("attention", "step")
+    }
     return [Case(task, "PyTorch", call) for task, call in calls.items()], versions
 
 
@@ -157,7 +182,9 @@ def _table(rows: list[dict]) -> Table:
         table.add_column(heading, justify="left" if heading in ("task", "case") else "right")
     of_torch = {row["task"]: row["cpu_seconds"] for row in rows if row["name"] == "PyTorch"}
     for row in rows:
-        ratio = f"{row['cpu_seconds'] / of_torch[row['task']]:.2f}" if row["task"] in of_torch else ""
+        ratio = (
+            f"{row['cpu_seconds'] / of_torch[row['task']]:.2f}" if row["task"] in of_torch else ""
+        )
         numbers = (f"{row[key]:.2f}" for key in ("seconds", "seconds_min", "cpu_seconds"))
         table.add_row(row["task"], row["name"], *numbers, ratio)
     return table

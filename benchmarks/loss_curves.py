@@ -1,11 +1,13 @@
 """Trains one config in several variants on the same data, and compares the losses.
 
-    python -m benchmarks.loss_curves --config=configs/quickstart.py --config.train.steps=300 --out=runs/precision
-    python -m benchmarks.loss_curves --config=configs/quickstart.py --experts --out=runs/experts
+    python -m benchmarks.loss_curves --config=configs/quickstart.py --config.train.steps=300
+    --out=runs/precision python -m benchmarks.loss_curves --config=configs/quickstart.py --experts
+    --out=runs/experts
 
-Precisions start from the same weights. With --experts, the dense model of the config is compared with 8 experts of half
-the width, of which each token uses 2: as many active parameters, with and without a balance loss. Prints a table;
-writes curves.jsonl, curves.png and one workdir per variant. The same command resumes an interrupted comparison.
+Precisions start from the same weights. With --experts, the dense model of the config is compared
+with 8 experts of half the width, of which each token uses 2: as many active parameters, with and
+without a balance loss. Prints a table; writes curves.jsonl, curves.png and one workdir per variant.
+The same command resumes an interrupted comparison.
 """
 
 import json
@@ -53,10 +55,14 @@ def main(command: ParsedCommand[Flags]) -> int:
     from jaxlc import train
 
     out, flags = Path(command.flags.out), command.flags
-    variants = expert_settings(command.config) if flags.experts else precision_settings(flags.precisions)
+    variants = (
+        expert_settings(command.config) if flags.experts else precision_settings(flags.precisions)
+    )
     for name, settings in variants.items():
         print(f"\n{name}", flush=True)
-        result = train.run(with_settings(command.config, {"train.log_every_steps": 1} | settings), out / name)
+        result = train.run(
+            with_settings(command.config, {"train.log_every_steps": 1} | settings), out / name
+        )
         if result.exit_status:
             return result.exit_status
     print(compare(out, list(variants)))
@@ -73,26 +79,39 @@ def precision_settings(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         if name not in PRECISIONS:
             raise UserError(f"invalid {name!r} for --precisions: expected {', '.join(PRECISIONS)}")
-    return {name: {f"precision.{setting}": x for setting, x in PRECISIONS[name].items()} for name in names}
+    return {
+        name: {f"precision.{setting}": x for setting, x in PRECISIONS[name].items()}
+        for name in names
+    }
 
 
 def expert_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings of the dense model and of experts with as many active parameters, besides the router."""
+    """The settings of the dense model and of experts with as many active parameters, besides the
+    router.
+    """
     experts = {
         "model.experts.num_experts": _EXPERTS,
         "model.experts.experts_per_token": _EXPERTS_PER_TOKEN,
         "model.experts.ffn_dim": config.model.ffn_dim // _EXPERTS_PER_TOKEN,
         "model.experts.renormalize": True,
     }
-    return {"dense": {}, "experts": experts | {"train.balance_loss": _BALANCE_LOSS}, "experts-unbalanced": experts}
+    return {
+        "dense": {},
+        "experts": experts | {"train.balance_loss": _BALANCE_LOSS},
+        "experts-unbalanced": experts,
+    }
 
 
 def compare(out: Path, names: Sequence[str]) -> str:
-    """Reads the metrics of each run in `out`; writes curves.jsonl and curves.png; returns a Markdown table."""
+    """Reads the metrics of each run in `out`; writes curves.jsonl and curves.png; returns a
+    Markdown table.
+    """
     curves = {name: _losses(out / name / METRICS_FILE) for name in names}
     num_steps = min(len(losses) for losses in curves.values())
     reference, *_ = curves.values()
-    rows = [_row(name, losses[:num_steps], reference[:num_steps]) for name, losses in curves.items()]
+    rows = [
+        _row(name, losses[:num_steps], reference[:num_steps]) for name, losses in curves.items()
+    ]
     with (out / "curves.jsonl").open("w") as file:
         file.writelines(json.dumps(row | environment_info()) + "\n" for row in rows)
     _plot({name: losses[:num_steps] for name, losses in curves.items()}, out / "curves.png")
@@ -123,7 +142,9 @@ def _row(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
         steps=len(losses),
         last_loss=last,
         over_reference=last / reference_last - 1,
-        largest_difference_of_means=np.abs(_running_means(losses) / _running_means(reference) - 1).max(),
+        largest_difference_of_means=np.abs(
+            _running_means(losses) / _running_means(reference) - 1
+        ).max(),
         largest_difference=np.abs(losses / reference - 1).max(),
     )
 
@@ -149,7 +170,8 @@ def _plot(curves: dict[str, np.ndarray], path: Path) -> None:
         difference_axes.plot(steps, 100 * (mean / means[reference_name] - 1), linewidth=1.1)
     difference_axes.axhspan(-2, 2, color="#dde1e6", alpha=0.5, zorder=0)
     losses_axes.set_title(
-        f"Training loss, running mean of {min(_WINDOW_STEPS, *map(len, curves.values()))} steps", loc="left"
+        f"Training loss, running mean of {min(_WINDOW_STEPS, *map(len, curves.values()))} steps",
+        loc="left",
     )
     losses_axes.set(ylabel="nats per token")
     difference_axes.set(xlabel="step", ylabel=f"over {reference_name}, %")

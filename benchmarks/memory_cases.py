@@ -1,5 +1,6 @@
-"""Cases of the memory tables: an ablation of config.memory, baselines of other trainers, and the search for the maximum
-sequence length. Each case is the training step of Llama 3.1 8B, AOT-compiled for H100s."""
+"""Cases of the memory tables: an ablation of config.memory, baselines of other trainers, and the
+search for the maximum sequence length. Each case is the training step of Llama 3.1 8B, AOT-compiled
+for H100s."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ _OFFLOAD_ATTENTION = {"memory.offload": ("residual", "attention_out", "attention
 _ON_HOST = {"memory.optimizer": "host", "memory.parameters": "host"}
 
 _NODE_GPUS = 8
-_UNIT_TOKENS, _UNIT_TOKENS_OF_ONE_GPU = 2**18, 2**17  # per GPU: resolution of the search for the maximum
+# per GPU: resolution of the search for the maximum
+_UNIT_TOKENS, _UNIT_TOKENS_OF_ONE_GPU = 2**18, 2**17
 _FIRST_TOKENS = 3 * 2**19  # per GPU: the first sequence length that is tried
 _GROUP_SIZES = (1, 2, 4)  # values of layers_per_remat_group
 
@@ -49,7 +51,9 @@ class MaxSeqLen(NamedTuple):
 
     @property
     def bottleneck(self) -> str:
-        """The memory that the next longer sequence exceeds: the GPU's, with its largest array, or the host's."""
+        """The memory that the next longer sequence exceeds: the GPU's, with its largest array, or
+        the host's.
+        """
         largest = " ".join(self.too_long["largest"].split()[:3])
         exceeded = [] if self.too_long["device_fits"] else [f"GPU memory ({largest})"]
         on_host = self.too_long["host_bytes_per_node"] + self.too_long["staging_bytes_per_node"]
@@ -59,14 +63,18 @@ class MaxSeqLen(NamedTuple):
 
 
 def base() -> Config:
-    """Llama 3.1 8B. One document per sequence, the common case of long sequences, so that cuDNN attention is used."""
+    """Llama 3.1 8B. One document per sequence, the common case of long sequences, so that cuDNN
+    attention is used.
+    """
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.attention.document_mask = False
     return load(config)
 
 
-def mesh(context: int, tensor: int = 1, strategy: str = "ulysses", ulysses_degree: int = 1) -> Settings:
+def mesh(
+    context: int, tensor: int = 1, strategy: str = "ulysses", ulysses_degree: int = 1
+) -> Settings:
     return {
         **dict.fromkeys((f"mesh.{axis}" for axis in MESH_AXES), 1),
         f"mesh.{CONTEXT}": context,
@@ -78,7 +86,9 @@ def mesh(context: int, tensor: int = 1, strategy: str = "ulysses", ulysses_degre
 
 
 def ablation() -> list[Case]:
-    """The effect of each memory setting at 262,144 tokens on 8 GPUs. "and" adds a setting to those of the row above."""
+    """The effect of each memory setting at 262,144 tokens on 8 GPUs. "and" adds a setting to those
+    of the row above.
+    """
     tiles = _OFFLOAD | {"memory.tile_tokens": 8192}
     by_name = {
         "`remat=none`": {"memory.remat": "none"},
@@ -96,14 +106,18 @@ def ablation() -> list[Case]:
         | {"attention.strategy": "ring"},
     }
     tokens = {"data.seq_len": 262_144}
-    return [Case(name, "h100:1x8", mesh(context=8) | tokens | settings) for name, settings in by_name.items()]
+    return [
+        Case(name, "h100:1x8", mesh(context=8) | tokens | settings)
+        for name, settings in by_name.items()
+    ]
 
 
 def baselines() -> list[Baseline]:
     """Other trainers.
 
-    MaxText was AOT-compiled for the same GPUs (TransformerEngine's ring, full remat, and for "offload" layer inputs in
-    host memory); its figures are arguments and temporaries. TRL's figures are its own measurements of Qwen3 8B.
+    MaxText was AOT-compiled for the same GPUs (TransformerEngine's ring, full remat, and for
+    "offload" layer inputs in host memory); its figures are arguments and temporaries. TRL's figures
+    are its own measurements of Qwen3 8B.
     """
     eight, many = mesh(context=8), mesh(context=8, tensor=8, strategy="ring")
     short, long = {"data.seq_len": 262_144}, {"data.seq_len": 1_048_576}
@@ -138,12 +152,16 @@ def baselines() -> list[Baseline]:
 
 def _text(settings: Settings) -> str:
     """{"memory.offload": ("a", "b"), ...} as "`offload=a,b ...`"."""
-    texts = {path.partition(".")[2]: ",".join(x) if isinstance(x, tuple) else x for path, x in settings.items()}
+    texts = {
+        path.partition(".")[2]: ",".join(x) if isinstance(x, tuple) else x
+        for path, x in settings.items()
+    }
     return "`" + " ".join(f"{name}={text}" for name, text in texts.items()) + "`"
 
 
 def max_seq_len(num_gpus: int, plan: Callable[[Case], Row]) -> MaxSeqLen:
-    """Searches the longest sequence that fits on `num_gpus` with all memory settings, in units of 2^18 tokens per GPU.
+    """Searches the longest sequence that fits on `num_gpus` with all memory settings, in units of
+    2^18 tokens per GPU.
 
     While host memory is the bottleneck, `layers_per_remat_group` is increased.
 
@@ -156,27 +174,37 @@ def max_seq_len(num_gpus: int, plan: Callable[[Case], Row]) -> MaxSeqLen:
     best, max_units = None, 0
     for layers_per_remat_group in _GROUP_SIZES:
         name = f"{num_gpus} GPUs, layers_per_remat_group={layers_per_remat_group}"
-        settings = _max_seq_len_settings(num_gpus) | {"memory.layers_per_remat_group": layers_per_remat_group}
+        settings = _max_seq_len_settings(num_gpus) | {
+            "memory.layers_per_remat_group": layers_per_remat_group
+        }
 
         def planned(units: int, name=name, settings=settings) -> Row:
-            return plan(Case(name, topology_of(num_gpus), settings | {"data.seq_len": units * unit}))
+            return plan(
+                Case(name, topology_of(num_gpus), settings | {"data.seq_len": units * unit})
+            )
 
-        result = largest_that_fits(planned, least=max_units, first=2 * max_units or _FIRST_TOKENS * num_gpus // unit)
+        result = largest_that_fits(
+            planned, least=max_units, first=2 * max_units or _FIRST_TOKENS * num_gpus // unit
+        )
         if result is None:
             break
         max_units, best = result[0], MaxSeqLen(*result[1:])
         if not best.too_long["device_fits"]:
             break  # larger groups need more GPU memory
     if best is None:
-        raise UserError(f"no sequence fits: even {unit} tokens exceed the memory of {num_gpus} GPUs")
+        raise UserError(
+            f"no sequence fits: even {unit} tokens exceed the memory of {num_gpus} GPUs"
+        )
     return best
 
 
-def largest_that_fits(row_of: Callable[[int], Row], least: int, first: int) -> tuple[int, Row, Row] | None:
+def largest_that_fits(
+    row_of: Callable[[int], Row], least: int, first: int
+) -> tuple[int, Row, Row] | None:
     """The largest n > least whose row fits, its row, and the row of n + 1; None if there is none.
 
-    Memory is nearly linear in n. Each try is the n at which the line through the two rows nearest to the limit reaches
-    it, so few rows are compiled.
+    Memory is nearly linear in n. Each try is the n at which the line through the two rows nearest
+    to the limit reaches it, so few rows are compiled.
     """
     rows: dict[int, Row] = {}
     best, too_large, n = least, 2**62, first
@@ -203,7 +231,10 @@ def _n_at_limit(rows: dict[int, Row]) -> int:
 def _load(row: Row) -> float:
     """The used share of GPU or host memory, the larger of the two."""
     on_host = row["host_bytes_per_node"] + row["staging_bytes_per_node"]
-    return max(row["device_peak_bytes"] / row["device_usable_bytes"], on_host / row["host_usable_bytes_per_node"])
+    return max(
+        row["device_peak_bytes"] / row["device_usable_bytes"],
+        on_host / row["host_usable_bytes_per_node"],
+    )
 
 
 def parse_num_gpus(texts: Sequence[str]) -> list[int]:
@@ -215,12 +246,18 @@ def parse_num_gpus(texts: Sequence[str]) -> list[int]:
     for text in texts:
         number = int(text) if text.isdigit() else 0
         if number not in (1, 2, 4) and (number == 0 or number % _NODE_GPUS):
-            raise UserError(f"invalid {text!r} for --gpus: expected 1, 2, 4, or a multiple of {_NODE_GPUS}")
+            raise UserError(
+                f"invalid {text!r} for --gpus: expected 1, 2, 4, or a multiple of {_NODE_GPUS}"
+            )
     return [int(text) for text in texts]
 
 
 def topology_of(num_gpus: int) -> str:
-    return f"h100:1x{num_gpus}" if num_gpus <= _NODE_GPUS else f"h100:{num_gpus // _NODE_GPUS}x{_NODE_GPUS}"
+    return (
+        f"h100:1x{num_gpus}"
+        if num_gpus <= _NODE_GPUS
+        else f"h100:{num_gpus // _NODE_GPUS}x{_NODE_GPUS}"
+    )
 
 
 def _max_seq_len_settings(num_gpus: int) -> Settings:
@@ -231,8 +268,11 @@ def _max_seq_len_settings(num_gpus: int) -> Settings:
     return settings | _OFFLOAD | {"memory.tile_tokens": 32_768} | _ON_HOST
 
 
-def compile_cases(cases: Sequence[Case], out: Path, work: Work | None = None, num_workers: int = 1) -> list[Row]:
-    """Compiles the cases and returns their rows in the same order. Rows in out/points.jsonl are reused.
+def compile_cases(
+    cases: Sequence[Case], out: Path, work: Work | None = None, num_workers: int = 1
+) -> list[Row]:
+    """Compiles the cases and returns their rows in the same order. Rows in out/points.jsonl are
+    reused.
 
     Raises:
       UserError: a case cannot be compiled.

@@ -1,9 +1,11 @@
-"""Prints the tables of docs/memory.md and of 2026-11-21-memory-comparison.md as Markdown; writes a plot.
+"""Prints the tables of docs/memory.md and of 2026-11-21-memory-comparison.md as Markdown; writes a
+plot.
 
     python -m benchmarks.memory_ladder
     python -m benchmarks.memory_ladder --tables=max_seq_len --gpus=1,8
 
-The steps are AOT-compiled for H100s. Compiled steps are stored in points.jsonl; the same command resumes.
+The steps are AOT-compiled for H100s. Compiled steps are stored in points.jsonl; the same command
+resumes.
 """
 
 import sys
@@ -21,8 +23,8 @@ from jaxlc.simulate.interval import TIME_SCALE
 
 TABLES = ("ablation", "baselines", "max_seq_len")
 PLOT = "memory_longest.png"
-# Maximum sequence lengths of an 8B Llama on H100s with 80 GB, as reported by DeepSpeed ALST (Bekman et al. 2025,
-# arXiv:2506.13996), UPipe, and TRL (Qwen3 8B): (GPUs, tokens).
+# Maximum sequence lengths of an 8B Llama on H100s with 80 GB, as reported by DeepSpeed ALST (Bekman
+# et al. 2025, arXiv:2506.13996), UPipe, and TRL (Qwen3 8B): (GPUs, tokens).
 REPORTED = {
     "ALST": ((1, 500_000), (8, 3_700_000), (32, 15_000_000)),
     "UPipe": ((8, 5_000_000),),
@@ -35,8 +37,15 @@ _JAXLC_COLOR, _GRID_COLOR = "#1f5fa8", "#dde1e6"
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("tables", list(TABLES), "tables to print", flag_values=values)
     gpus = ["1", "2", "4", "8", "16", "32"]
-    flags.DEFINE_list("gpus", gpus, "numbers of GPUs for max_seq_len: 1, 2, 4, or multiples of 8", flag_values=values)
-    flags.DEFINE_string("out", "runs/memory_ladder", "directory of points.jsonl and the plot", flag_values=values)
+    flags.DEFINE_list(
+        "gpus",
+        gpus,
+        "numbers of GPUs for max_seq_len: 1, 2, 4, or multiples of 8",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "out", "runs/memory_ladder", "directory of points.jsonl and the plot", flag_values=values
+    )
 
 
 def main(_) -> None:
@@ -65,7 +74,9 @@ def write(tables: Sequence[str], num_gpus: Sequence[int], out: Path) -> None:
         print(*ablation_table(cases, memory_cases.compile_cases(cases, out)), "", sep="\n")
     if "baselines" in tables:
         baselines = memory_cases.baselines()
-        rows = memory_cases.compile_cases([case for baseline in baselines for case in baseline.ours], out)
+        rows = memory_cases.compile_cases(
+            [case for baseline in baselines for case in baseline.ours], out
+        )
         print(*baselines_table(baselines, rows), "", sep="\n")
     if "max_seq_len" in tables:
         plan = lambda case: memory_cases.compile_cases([case], out)[0]
@@ -118,9 +129,22 @@ def plot_max_seq_len(results: dict[int, MaxSeqLen], path: Path) -> None:
     gpus, tokens = list(results), [result.fits["seq_len"] for result in results.values()]
     axes.plot(gpus, tokens, "o-", color=_JAXLC_COLOR, linewidth=1.6, label="jaxlc, AOT-compiled")
     for num_gpus, seq_len in zip(gpus, tokens, strict=True):
-        axes.annotate(_short(seq_len), (num_gpus, seq_len), (0, 8), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            _short(seq_len),
+            (num_gpus, seq_len),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
     for name, points in REPORTED.items():
-        axes.plot(*zip(*points, strict=True), "s", color=_COLORS[name], markersize=6, label=f"{name}, reported")
+        axes.plot(
+            *zip(*points, strict=True),
+            "s",
+            color=_COLORS[name],
+            markersize=6,
+            label=f"{name}, reported",
+        )
         for point in points:
             axes.annotate(_short(point[1]), point, (8, -3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log", base=2)
@@ -129,7 +153,9 @@ def plot_max_seq_len(results: dict[int, MaxSeqLen], path: Path) -> None:
     ticks = [2**power for power in range(19, 27)]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set(xlabel="H100s with 80 GB, 8 per node with 2 TiB", ylabel="sequence length, tokens")
-    axes.set_title("Llama 3.1 8B, full training with AdamW: maximum sequence length", loc="left", fontsize=10)
+    axes.set_title(
+        "Llama 3.1 8B, full training with AdamW: maximum sequence length", loc="left", fontsize=10
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=_GRID_COLOR, linewidth=0.6)
     axes.set_axisbelow(True)

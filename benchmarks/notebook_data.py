@@ -3,8 +3,9 @@
     python -m benchmarks.notebook_data
     python -m benchmarks.notebook_data --parts=plans
 
-Everything is AOT-compiled, without a GPU. All parts together take about 15 minutes on one CPU core. Compiled points of
-the sweep and of the memory curves are stored in --cache; an interrupted command resumes from them.
+Everything is AOT-compiled, without a GPU. All parts together take about 15 minutes on one CPU core.
+Compiled points of the sweep and of the memory curves are stored in --cache; an interrupted command
+resumes from them.
 """
 
 import json
@@ -22,7 +23,8 @@ from benchmarks.memory_cases import Case
 from jaxlc.core.errors import UserError
 
 PARTS = ("plans", "sweep", "memory")
-# The base, with tensor parallelism in each node, and changes of one setting. One document per sequence.
+# The base, with tensor parallelism in each node, and changes of one setting. One document per
+# sequence.
 _CONFIG = "jaxlc plan --config=256k:h100 --transport=nccl --config.attention.document_mask=False"
 _BASE = f"{_CONFIG} --config.mesh.fsdp=1 --config.mesh.tensor=8 --config.train.gradient_accumulation_steps=16"
 PLANS = {
@@ -49,7 +51,9 @@ _ROW_KEYS = (
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_list("parts", list(PARTS), "parts to write", flag_values=values)
     flags.DEFINE_string("out", "notebooks/data", "directory of the files", flag_values=values)
-    flags.DEFINE_string("cache", "runs/notebook_data", "directory of compiled points", flag_values=values)
+    flags.DEFINE_string(
+        "cache", "runs/notebook_data", "directory of compiled points", flag_values=values
+    )
 
 
 def main(_) -> None:
@@ -88,15 +92,21 @@ def write_memory(out: Path, cache: Path) -> None:
     cases = list(memory_over_length())
     rows = memory_cases.compile_cases(cases, cache / "memory")
     points = [
-        {"settings": case.name} | {key: row[key] for key in _ROW_KEYS} for case, row in zip(cases, rows, strict=True)
+        {"settings": case.name} | {key: row[key] for key in _ROW_KEYS}
+        for case, row in zip(cases, rows, strict=True)
     ]
-    values = {"command": "python -m benchmarks.notebook_data --parts=memory", "model": "llama3.1-8b"}
+    values = {
+        "command": "python -m benchmarks.notebook_data --parts=memory",
+        "model": "llama3.1-8b",
+    }
     values |= {"topology": "h100:1x1", "points": points}
     (out / "memory_over_length.json").write_text(json.dumps(values, indent=0) + "\n")
 
 
 def memory_over_length() -> Iterator[Case]:
-    """Llama 3.1 8B on one H100. "and" adds a setting to the line before; "tiles" are all of those up to tile_tokens."""
+    """Llama 3.1 8B on one H100. "and" adds a setting to the line before; "tiles" are all of those
+    up to tile_tokens.
+    """
     on_host = {"memory.optimizer": "host", "memory.parameters": "host"}
     offload = on_host | {"memory.offload": ("residual",)}
     tiles = offload | {"memory.tile_tokens": 32_768}
@@ -117,7 +127,9 @@ def memory_over_length() -> Iterator[Case]:
             changed = dict(settings)
             if "memory.loss_chunk_tokens" in changed:
                 changed["memory.loss_chunk_tokens"] = seq_len
-            yield Case(name, "h100:1x1", memory_cases.mesh(context=1) | changed | {"data.seq_len": seq_len})
+            yield Case(
+                name, "h100:1x1", memory_cases.mesh(context=1) | changed | {"data.seq_len": seq_len}
+            )
 
 
 def _run(command: str) -> None:

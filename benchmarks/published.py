@@ -1,4 +1,6 @@
-"""Published training speeds of `published_runs.toml`, and the steps of jaxlc that they are compared with."""
+"""Published training speeds of `published_runs.toml`, and the steps of jaxlc that they are compared
+with.
+"""
 
 import dataclasses
 import gzip
@@ -19,7 +21,11 @@ from jaxlc.step.step import build_step
 Unit = Literal["tokens/s per GPU", "TFLOP/s per GPU, full attention", "% MFU, causal", "s per step"]
 
 _DATA = Path(__file__).parent / "published_runs.toml"
-_COMMON = {"model.preset": "llama3.1-8b", "attention.document_mask": False, "attention.kernel": "cudnn"}
+_COMMON = {
+    "model.preset": "llama3.1-8b",
+    "attention.document_mask": False,
+    "attention.kernel": "cudnn",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +52,15 @@ class PublishedRun:
     assumed: list[str]  # settings that the source does not print, or that jaxlc cannot reproduce
     topology: str
     settings: Mapping[str, Any]  # in addition to _COMMON
-    device: Mapping[str, float] = dataclasses.field(default_factory=dict)  # fields of the GPU that differ
+    # fields of the GPU that differ
+    device: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> str:
         """Unique among all runs; usable as the name of a file."""
-        return "".join(char if char.isalnum() else "-" for char in f"{self.source} {self.name}".lower())
+        return "".join(
+            char if char.isalnum() else "-" for char in f"{self.source} {self.name}".lower()
+        )
 
     @property
     def gpus(self) -> Topology:
@@ -65,7 +74,8 @@ class PublishedRun:
         for key, value in {**_COMMON, **self.settings}.items():
             section, _, name = key.partition(".")
             config[section][name] = tuple(value) if isinstance(value, list) else value
-        config.train.eval_sequences = config.mesh.data * config.mesh.fsdp  # evaluation is not part of the step
+        # evaluation is not part of the step
+        config.train.eval_sequences = config.mesh.data * config.mesh.fsdp
         return load(config)
 
 
@@ -83,13 +93,16 @@ def program(run: PublishedRun, directory: Path | None = None) -> AnalyzedProgram
     """The step of `run`, AOT-compiled.
 
     Args:
-      directory: where compiled programs are kept as text; a program in it is not compiled again. None: nowhere.
+      directory: where compiled programs are kept as text; a program in it is not compiled again.
+        None: nowhere.
     """
     path = directory / f"{run.key}.hlo.gz" if directory else None
     if path is not None and path.exists():
         return analyze(gzip.decompress(path.read_bytes()).decode())
     config = run.config
-    text = compile_step(build_step(config, make_mesh(topology(run.topology), config.mesh))).compiled.as_text()
+    text = compile_step(
+        build_step(config, make_mesh(topology(run.topology), config.mesh))
+    ).compiled.as_text()
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text.encode()))

@@ -1,9 +1,10 @@
-"""Shows that a model uses its context: trains one config with the ring, with a window and with a broken ring.
+"""Shows that a model uses its context: trains one config with the ring, with a window and with a
+broken ring.
 
     python -m benchmarks.retrieval --config=retrieval --out=runs/retrieval_variants
 
-Writes retrieval.jsonl with the loss by position and the retrieval scores of each variant, retrieval.png, and a workdir
-per variant. The same command resumes an interrupted comparison.
+Writes retrieval.jsonl with the loss by position and the retrieval scores of each variant,
+retrieval.png, and a workdir per variant. The same command resumes an interrupted comparison.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from jaxlc.train import Result
 
 WINDOW = 256
-# Tokens from an entry to the question. In zigzag order over 4 ranks, the rank of the last 512 tokens also has the first
-# 512, which no distance reaches.
+# Tokens from an entry to the question. In zigzag order over 4 ranks, the rank of the last 512
+# tokens also has the first 512, which no distance reaches.
 DISTANCES = (100, 200, 400, 700, 1500, 2500, 3300)
 # Name -> (label, color)
 VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -59,7 +60,9 @@ class Flags(ConfigFlags):
 
 @contextlib.contextmanager
 def windowed() -> Iterator[None]:
-    """Inside, layers of kind `nope`, which attend to all earlier tokens, have a window of WINDOW tokens."""
+    """Inside, layers of kind `nope`, which attend to all earlier tokens, have a window of WINDOW
+    tokens.
+    """
     with mock.patch.object(ModelConfig, "window_of", _window_of):
         jax.clear_caches()
         yield
@@ -70,7 +73,9 @@ def _window_of(self: ModelConfig, kind: str) -> int:
     return self.window if kind == "sliding" else WINDOW
 
 
-_CHANGES = MappingProxyType({"full": contextlib.nullcontext, "window": windowed, "broken": broken_ring})
+_CHANGES = MappingProxyType(
+    {"full": contextlib.nullcontext, "window": windowed, "broken": broken_ring}
+)
 
 
 def main(command: ParsedCommand[Flags]) -> int:
@@ -114,10 +119,12 @@ def variant_row(name: str, result: "Result", num_examples: int) -> dict[str, Any
 
 
 def score(result: "Result", distance: int, num_examples: int) -> float:
-    """Percent of questions at the end of a sequence of full length whose number is the most probable continuation.
+    """Percent of questions at the end of a sequence of full length whose number is the most
+    probable continuation.
 
     Args:
-      distance: tokens from the only entry of a name to the question. Those that the sequence does not contain give NaN.
+      distance: tokens from the only entry of a name to the question. Those that the sequence does
+        not contain give NaN.
     """
     num_tokens = result.config.data.seq_len - 3  # length of the prompt; the others are the number
     if distance >= num_tokens:
@@ -138,13 +145,17 @@ def summary(row: Mapping[str, Any]) -> str:
     losses = zip(positions["first_position"], positions["last_position"], positions["loss"])
     return "\n".join(
         [f"  {first:>6,} to {last:>6,}  loss {loss:.3f}" for first, last, loss in losses]
-        + [f"  distance {int(distance):>6,}  {percent:5.1f} % retrieved" for distance, percent in row["scores"].items()]
+        + [
+            f"  distance {int(distance):>6,}  {percent:5.1f} % retrieved"
+            for distance, percent in row["scores"].items()
+        ]
     )
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Left: held-out loss by position. Right: needle scores by length. One line for each variant."""
-    from matplotlib.ticker import FuncFormatter  # imported here because matplotlib is slow to import
+    # imported here because matplotlib is slow to import
+    from matplotlib.ticker import FuncFormatter
 
     drawn = new_figure(9.0, 3.4, dpi=110)
     losses, scores = drawn.subplots(1, 2, width_ratios=(3, 2))
@@ -152,18 +163,30 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         label, color = VARIANTS[row["variant"]]
         positions = {key: np.array(values) for key, values in row["by_position"].items()}
         middle = np.sqrt((positions["first_position"] + 1.0) * (positions["last_position"] + 1.0))
-        losses.plot(middle, positions["loss"], "o-", color=color, markersize=4, linewidth=1.4, label=label)
-        losses.fill_between(middle, positions["low"], positions["high"], color=color, alpha=0.15, linewidth=0)
+        losses.plot(
+            middle, positions["loss"], "o-", color=color, markersize=4, linewidth=1.4, label=label
+        )
+        losses.fill_between(
+            middle, positions["low"], positions["high"], color=color, alpha=0.15, linewidth=0
+        )
         distances = [int(distance) for distance in row["scores"]]
-        scores.plot(distances, list(row["scores"].values()), "o-", color=color, markersize=5, linewidth=1.4)
+        scores.plot(
+            distances, list(row["scores"].values()), "o-", color=color, markersize=5, linewidth=1.4
+        )
     for axes in (losses, scores):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         style_axes(axes, "y")
-    losses.set(xlabel="tokens of the document before the target", ylabel="held-out loss, nats per token")
+    losses.set(
+        xlabel="tokens of the document before the target", ylabel="held-out loss, nats per token"
+    )
     losses.set_title("Loss by position", loc="left", fontsize=11)
     losses.legend(frameon=False, fontsize=9)
-    scores.set(xlabel="tokens from the entry to the question", ylabel="numbers retrieved, %", ylim=(-4, 104))
+    scores.set(
+        xlabel="tokens from the entry to the question",
+        ylabel="numbers retrieved, %",
+        ylim=(-4, 104),
+    )
     scores.set_title("Retrieval", loc="left", fontsize=11)
     return drawn
 

@@ -52,17 +52,26 @@ class Case(NamedTuple):
 
     @property
     def ulysses_degree(self) -> int | None:
-        """The inner ranks of hybrid: the ring has 2 or 3 groups, or 1 where the context size is prime."""
-        return {1: 1, 2: 2, 3: 3, 4: 2, 6: 2, 8: 4}[self.context] if self.strategy == "hybrid" else None
+        """The inner ranks of hybrid: the ring has 2 or 3 groups, or 1 where the context size is
+        prime.
+        """
+        return (
+            {1: 1, 2: 2, 3: 3, 4: 2, 6: 2, 8: 4}[self.context]
+            if self.strategy == "hybrid"
+            else None
+        )
 
     @property
     def limit(self) -> str | None:
         """The message of the NotImplementedError that this case must raise. None: it is supported."""
         ranks = {"ulysses": self.context, "hybrid": self.ulysses_degree}.get(self.strategy, 1)
-        heads, kv_heads = (count // OTHER_AXES[self.other_axis].get("tensor", 1) for count in HEADS[self.heads])
+        heads, kv_heads = (
+            count // OTHER_AXES[self.other_axis].get("tensor", 1) for count in HEADS[self.heads]
+        )
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             return (
-                f"unsupported: {heads} query and {kv_heads} key/value heads per rank do not split over {ranks} ulysses"
+                f"unsupported: {heads} query and {kv_heads} key/value heads per rank do not"
+                f" split over {ranks} ulysses"
             )
         return None
 
@@ -82,8 +91,18 @@ def cpu_kernels() -> list[str]:
 
 
 def covering() -> list[Case]:
-    """Cases that contain every pair of values of two columns, and the ring on every context with every mask."""
-    columns = (list(STRATEGIES), cpu_kernels(), list(MASKS), CONTEXTS, list(HEADS), list(OTHER_AXES), DTYPES)
+    """Cases that contain every pair of values of two columns, and the ring on every context with
+    every mask.
+    """
+    columns = (
+        list(STRATEGIES),
+        cpu_kernels(),
+        list(MASKS),
+        CONTEXTS,
+        list(HEADS),
+        list(OTHER_AXES),
+        DTYPES,
+    )
     cases = [case for case in map(Case._make, itertools.product(*columns)) if _fits(case)]
     supported = [case for case in cases if case.limit is None]
     chosen = [
@@ -96,7 +115,9 @@ def covering() -> list[Case]:
         best = max(supported, key=lambda case: len(missing & pairs[case]))
         chosen.append(best)
         missing -= pairs[best]
-    limited = {(case.strategy, case.heads, case.context): case for case in cases if case.limit is not None}
+    limited = {
+        (case.strategy, case.heads, case.context): case for case in cases if case.limit is not None
+    }
     return chosen + list(limited.values())
 
 
@@ -164,11 +185,15 @@ def _strategy_rows(cases: list[Case]) -> Iterator[tuple[str, list[str]]]:
         yield from _joined(_rows_of_column(cases, column, values))
 
 
-def _rows_of_column(cases: list[Case], column: int, values: Iterable) -> Iterator[tuple[str, list[str]]]:
+def _rows_of_column(
+    cases: list[Case], column: int, values: Iterable
+) -> Iterator[tuple[str, list[str]]]:
     for value in values:
         cells = []
         for strategy in STRATEGIES:
-            limits = [case.limit for case in cases if case.strategy == strategy and case[column] == value]
+            limits = [
+                case.limit for case in cases if case.strategy == strategy and case[column] == value
+            ]
             # The limits depend on the numbers of heads and of ranks only.
             is_unlimited = not any(limits) or column not in (3, 4)
             cells.append("no" if all(limits) else "yes" if is_unlimited else "if the heads split")
@@ -198,9 +223,15 @@ def _kernel_rows() -> Iterator[tuple[str, list[str]]]:
         "float16": dict(dtype="float16"),
         "float32": dict(dtype="float32"),
         "on A100": dict(compute_capability="8.0"),
-        "packed documents on A100": dict(compute_capability="8.0", implicit_positions=False, document_ranges=True),
-        "packed documents, cuDNN 9.17": dict(cudnn_version=(9, 17, 0), implicit_positions=False, document_ranges=True),
-        "packed documents on B200": dict(compute_capability="10.0", implicit_positions=False, document_ranges=True),
+        "packed documents on A100": dict(
+            compute_capability="8.0", implicit_positions=False, document_ranges=True
+        ),
+        "packed documents, cuDNN 9.17": dict(
+            cudnn_version=(9, 17, 0), implicit_positions=False, document_ranges=True
+        ),
+        "packed documents on B200": dict(
+            compute_capability="10.0", implicit_positions=False, document_ranges=True
+        ),
         "head dim 256 on B200": dict(compute_capability="10.0", head_dim=256, value_dim=256),
         "on CPU": dict(platform="cpu", compute_capability=None),
     }
@@ -215,10 +246,15 @@ def _tile_rows() -> Iterator[tuple[str, list[str]]]:
         "one document per sequence": dict(attention=dict(document_mask=False)),
         "sliding window": dict(model=dict(layer_kinds="sliding", window=100)),
         "fewer key/value heads than ulysses ranks": dict(model=dict(num_kv_heads=2)),
-        "fewer key/value heads than tensor ranks": dict(model=dict(num_kv_heads=1), mesh=dict(tensor=2)),
+        "fewer key/value heads than tensor ranks": dict(
+            model=dict(num_kv_heads=1), mesh=dict(tensor=2)
+        ),
     }
     for name, change in rows.items():
-        yield name, ["yes" if _supports_tiles(strategy, change) else "no" for strategy in STRATEGIES]
+        yield (
+            name,
+            ["yes" if _supports_tiles(strategy, change) else "no" for strategy in STRATEGIES],
+        )
 
 
 def _supports_tiles(strategy: str, change: dict[str, dict]) -> bool:

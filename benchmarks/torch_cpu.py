@@ -1,10 +1,12 @@
-"""PyTorch's side of `benchmarks.cpu_comparison`: times one call per line of standard input, in a Python with PyTorch.
+"""PyTorch's side of `benchmarks.cpu_comparison`: times one call per line of standard input, in a
+Python with PyTorch.
 
     TORCH_PYTHON benchmarks/torch_cpu.py '{"seq_len": 8192, ...}'
 
-The first line of output is a JSON object of versions. Then each line of input is the name of a case, "attention" or
-"step", and each line of output the seconds of one call and the CPU seconds of the process, as a JSON list. The module
-imports nothing of jaxlc, so that it runs in an environment without JAX.
+The first line of output is a JSON object of versions. Then each line of input is the name of a
+case, "attention" or "step", and each line of output the seconds of one call and the CPU seconds of
+the process, as a JSON list. The module imports nothing of jaxlc, so that it runs in an environment
+without JAX.
 """
 
 import json
@@ -64,12 +66,21 @@ def main() -> None:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.set_num_threads(case["num_threads"])
     calls = {"attention": attention(case), "step": step(case)}
-    versions = dict(torch=torch.__version__, transformers=transformers.__version__, num_threads=torch.get_num_threads())
+    versions = dict(
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        num_threads=torch.get_num_threads(),
+    )
     print(json.dumps(versions), flush=True)
     for line in sys.stdin:
         start_seconds, start_cpu_seconds = time.perf_counter(), time.process_time()
         calls[line.strip()]()
-        print(json.dumps([time.perf_counter() - start_seconds, time.process_time() - start_cpu_seconds]), flush=True)
+        print(
+            json.dumps(
+                [time.perf_counter() - start_seconds, time.process_time() - start_cpu_seconds]
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Measures what the watchdog, the comparison of processes and the metrics cost: rounds of runs of quickstart.
+"""Measures what the watchdog, the comparison of processes and the metrics cost: rounds of runs of
+quickstart.
 
     python -m benchmarks.watching_overhead --rounds=6 --out=runs/watching_overhead
 
-Each round has three runs, in turn in the reverse order. off: without the watchdog and measurements of devices, and with
-a row of metrics every 10 steps. rows: a row at each step. all: also the watchdog, and a measurement of the devices
-every 10 steps. Evaluation and checkpoints are after the last step. Prints the wall time and CPU time of a step, from
-step 20 to the last, and the means of the ratios to off with their 95% intervals. A last run, all, times the functions
-and threads of each part inside the process; its values are the CPU time per step of the whole run.
+Each round has three runs, in turn in the reverse order. off: without the watchdog and measurements
+of devices, and with a row of metrics every 10 steps. rows: a row at each step. all: also the
+watchdog, and a measurement of the devices every 10 steps. Evaluation and checkpoints are after the
+last step. Prints the wall time and CPU time of a step, from step 20 to the last, and the means of
+the ratios to off with their 95% intervals. A last run, all, times the functions and threads of each
+part inside the process; its values are the CPU time per step of the whole run.
 """
 
 import argparse
@@ -19,9 +21,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-_FIRST_STEP, _STEPS = 20, 50  # the first measurement of the devices, at step 10, compiles its program
+# the first measurement of the devices, at step 10, compiles its program
+_FIRST_STEP, _STEPS = 20, 50
 _ALL = {"train.steps": _STEPS, "train.eval_every_steps": 0, "train.eval_sequences": 1}
-_OFF = {"runtime.straggler_every_steps": 0, "runtime.watchdog_factor": 0, "train.log_every_steps": 10}
+_OFF = {
+    "runtime.straggler_every_steps": 0,
+    "runtime.watchdog_factor": 0,
+    "train.log_every_steps": 10,
+}
 _SETTINGS = {
     "off": _OFF,
     "rows": _OFF | {"train.log_every_steps": 1},
@@ -81,7 +88,19 @@ if "WATCHING_INSIDE" in os.environ:
 def get_config(variant):
     return read_config("quickstart")
 """
-_STUDENT_T = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.2}
+_STUDENT_T = {
+    2: 12.7,
+    3: 4.3,
+    4: 3.18,
+    5: 2.78,
+    6: 2.57,
+    7: 2.45,
+    8: 2.36,
+    9: 2.31,
+    10: 2.26,
+    11: 2.23,
+    12: 2.2,
+}
 
 
 def seconds_per_step(directory: Path, name: str, **variables: str) -> tuple[float, float]:
@@ -92,28 +111,52 @@ def seconds_per_step(directory: Path, name: str, **variables: str) -> tuple[floa
     directory.mkdir(parents=True)
     (directory / "config.py").write_text(_CONFIG)
     settings = _ALL | _SETTINGS[name]
-    command = [sys.executable, "-m", "jaxlc.train", f"--config={directory}/config.py", f"--workdir={directory}/run"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxlc.train",
+        f"--config={directory}/config.py",
+        f"--workdir={directory}/run",
+    ]
     command += [f"--config.{path}={value}" for path, value in settings.items()]
     with (directory / "log.txt").open("w") as log:
         subprocess.run(command, stdout=log, stderr=log, check=True, env=os.environ | variables)
-    rows = [tuple(map(float, line.split())) for line in (directory / "times.txt").read_text().splitlines()]
+    rows = [
+        tuple(map(float, line.split()))
+        for line in (directory / "times.txt").read_text().splitlines()
+    ]
     times = {int(step): (wall, cpu) for step, wall, cpu in rows}
-    wall, cpu = ((last - first) / (_STEPS - _FIRST_STEP) for first, last in zip(times[_FIRST_STEP], times[_STEPS]))
+    wall, cpu = (
+        (last - first) / (_STEPS - _FIRST_STEP)
+        for first, last in zip(times[_FIRST_STEP], times[_STEPS])
+    )
     return wall, cpu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, choices=sorted(_STUDENT_T), help="rounds (default: 6)")
-    parser.add_argument("--out", type=Path, default=Path("runs/watching_overhead"), help="a new directory")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=6, choices=sorted(_STUDENT_T), help="rounds (default: 6)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/watching_overhead"), help="a new directory"
+    )
     flags = parser.parse_args()
     import jax
 
-    print(f"{datetime.date.today()}: Python {platform.python_version()}, JAX {jax.__version__}, quickstart", flush=True)
+    print(
+        f"{datetime.date.today()}: Python {platform.python_version()}, JAX {jax.__version__}, quickstart",
+        flush=True,
+    )
     ratios: dict[str, list[tuple[float, float]]] = {"rows": [], "all": []}
     for number in range(flags.rounds):
         names = list(_SETTINGS)[:: 1 if number % 2 == 0 else -1]
-        seconds = {name: seconds_per_step(flags.out.absolute() / f"{number}-{name}", name) for name in names}
+        seconds = {
+            name: seconds_per_step(flags.out.absolute() / f"{number}-{name}", name)
+            for name in names
+        }
         for name, values in ratios.items():
             (wall, cpu), (off_wall, off_cpu) = seconds[name], seconds["off"]
             values.append((wall / off_wall, cpu / off_cpu))

@@ -1,4 +1,5 @@
-r"""Llama 3.1 8B with sequences of 131,072 tokens on 16 GPUs of one GB200 NVL72 domain. Variants: h100, 70b, mini.
+r"""Llama 3.1 8B with sequences of 131,072 tokens on 16 GPUs of one GB200 NVL72 domain. Variants:
+h100, 70b, mini.
 
     jaxlc train --config=128k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=128k --topology=gb200:1x16        # ahead-of-time compilation, without a GPU

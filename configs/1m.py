@@ -1,4 +1,5 @@
-r"""Llama 3.1 8B with sequences of 1,048,576 tokens on 64 GPUs of one GB200 NVL72 domain. Variants: h100, 70b, mini.
+r"""Llama 3.1 8B with sequences of 1,048,576 tokens on 64 GPUs of one GB200 NVL72 domain. Variants:
+h100, 70b, mini.
 
     jaxlc train --config=1m:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=1m --topology=gb200:1x64        # ahead-of-time compilation, without a GPU

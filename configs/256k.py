@@ -1,4 +1,5 @@
-r"""Llama 3.1 8B with sequences of 262,144 tokens on 64 GPUs of one GB200 NVL72 domain. Variants: h100, 70b, mini.
+r"""Llama 3.1 8B with sequences of 262,144 tokens on 64 GPUs of one GB200 NVL72 domain. Variants:
+h100, 70b, mini.
 
     jaxlc train --config=256k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=256k --topology=gb200:1x64        # ahead-of-time compilation, without a GPU
@@ -26,7 +27,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.train.update(global_batch_size=16, gradient_accumulation_steps=16)
     if variant == "":  # first by estimated speed in benchmarks/2026-11-21-mesh-sweep.md
         config.mesh.update(fsdp=16, context=4)
-        config.runtime.update(topology="gb200:1x64", nvshmem_heap_bytes=2 * 2**30)  # the ring takes 1.5 GiB of it
+        # the ring takes 1.5 GiB of it
+        config.runtime.update(topology="gb200:1x64", nvshmem_heap_bytes=2 * 2**30)
         config.train.update(gradient_accumulation_steps=1, eval_sequences=16)
     elif variant == "h100":  # 8 nodes of 8: each node is a ring
         config.mesh.fsdp = 8

@@ -1,4 +1,5 @@
-r"""Llama 3.1 8B with sequences of 65,536 tokens on 8 GPUs of one GB200 NVL72 domain. Variants: h100, ring, 70b, mini.
+r"""Llama 3.1 8B with sequences of 65,536 tokens on 8 GPUs of one GB200 NVL72 domain. Variants:
+h100, ring, 70b, mini.
 
     jaxlc train --config=64k:mini                        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=64k --topology=gb200:1x8        # ahead-of-time compilation, without a GPU
@@ -8,8 +9,9 @@ To train, start one process per GPU; docs/clusters.md has other launchers:
     sbatch --nodes=1 launch/slurm/train.sbatch jaxlc train --config=64k:h100 --workdir=DIRECTORY \
       --config.data.sources=TEXTS --config.data.tokenizer=TOKENIZER.json
 
-Within one NVLink domain `ulysses` is faster than the ring by the plan's estimate, and leaves memory for the activations
-of the MLP: 111 s a step instead of 123 s on 8 H100s. `ring` is `h100` with the ring, without these activations.
+Within one NVLink domain `ulysses` is faster than the ring by the plan's estimate, and leaves memory
+for the activations of the MLP: 111 s a step instead of 123 s on 8 H100s. `ring` is `h100` with the
+ring, without these activations.
 """
 
 from ml_collections import ConfigDict
@@ -27,7 +29,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.runtime.topology = "gb200:1x8"
     config.data.seq_len = 65_536
     config.optimizer.warmup_steps = 100
-    config.train.update(steps=1000, global_batch_size=64, gradient_accumulation_steps=64)  # 4,194,304 tokens a step
+    # 4,194,304 tokens a step
+    config.train.update(steps=1000, global_batch_size=64, gradient_accumulation_steps=64)
     config.train.update(eval_sequences=4, eval_every_steps=100, checkpoint_every_steps=100)
 
     if variant in ("h100", "ring"):  # one node

@@ -3,8 +3,9 @@ r"""Llama 3.1 8B with sequences of 8,388,608 tokens on one node of 8 H100s. Vari
     jaxlc train --config=8m_8gpu:mini                # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=8m_8gpu --topology=h100:1x8  # ahead-of-time compilation, without a GPU
 
-Other settings are those of configs/1m_1gpu.py; docs/memory.md gives what those under `memory` save and cost. To
-train, start one process per GPU as in configs/64k.py; the node needs 1,640 GiB of host memory.
+Other settings are those of configs/1m_1gpu.py; docs/memory.md gives what those under `memory` save
+and cost. To train, start one process per GPU as in configs/64k.py; the node needs 1,640 GiB of host
+memory.
 """
 
 from ml_collections import ConfigDict

@@ -1,4 +1,5 @@
-"""A first run: a small Llama on the sources of Python's standard library, on 8 simulated CPU devices.
+"""A first run: a small Llama on the sources of Python's standard library, on 8 simulated CPU
+devices.
 
     jaxlc train --config=quickstart
 

@@ -2,9 +2,10 @@
 
     jaxlc train --config=retrieval
 
-Documents repeat the numbers of names at any distance (the source `phone-book`, docs/data.md). The model learns to
-retrieve them on short sequences with data parallelism, then on 4,096 tokens with ring attention over context=4.
-benchmarks/2026-11-22-retrieval.md compares it with a window of 256 tokens and with a broken ring.
+Documents repeat the numbers of names at any distance (the source `phone-book`, docs/data.md). The
+model learns to retrieve them on short sequences with data parallelism, then on 4,096 tokens with
+ring attention over context=4. benchmarks/2026-11-22-retrieval.md compares it with a window of 256
+tokens and with a broken ring.
 """
 
 from ml_collections import ConfigDict
@@ -15,12 +16,17 @@ from jaxlc.config import check_variant, defaults
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, ())
     config = defaults()
-    config.model.update(preset="tiny", vocab_size=448, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=4)
+    config.model.update(
+        preset="tiny", vocab_size=448, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=4
+    )
     config.model.update(head_dim=32, ffn_dim=256, tie_embeddings=False, scale_embeddings=True)
-    # The first layer collects the last tokens; the second finds a name by its content, at any distance.
+    # The first layer collects the last tokens; the second finds a name by its content, at any
+    # distance.
     config.model.update(layer_kinds=("sliding", "nope"), window=3, sliding_rope_theta=100.0)
     config.runtime.simulated_devices = 4
-    config.data.update(sources="phone-book", tokenizer=__file__.removesuffix(".py") + "_tokenizer.json")
+    config.data.update(
+        sources="phone-book", tokenizer=__file__.removesuffix(".py") + "_tokenizer.json"
+    )
     config.data.eval_fraction = 0.02
     config.optimizer.update(warmup_steps=20, weight_decay=0.01, beta2=0.95)
     config.memory.remat = "none"  # all activations fit, so nothing is recomputed
@@ -33,7 +39,9 @@ def get_config(variant: str = "") -> ConfigDict:
     return config
 
 
-def _stage(seq_len: int, *, steps: int, global_batch_size: int, learning_rate: float, mesh: dict) -> dict:
+def _stage(
+    seq_len: int, *, steps: int, global_batch_size: int, learning_rate: float, mesh: dict
+) -> dict:
     return dict(
         name=f"{seq_len}",
         steps=steps,

@@ -1,9 +1,10 @@
 """jaxlc: train language models on very long sequences in JAX.
 
-The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep` (`jaxlc.sweep.load`),
-`profile` (`jaxlc.profile.compare`), `data` (`jaxlc.data.show`), `attention` and `config`, and the functions `attend`,
-`evaluate`, `export`, `generate`, `load`, `make_mesh` and `start`. Each is imported when it is first used, so that
-commands print their help and their errors without waiting for the import of JAX.
+The public API: the packages `train` (`jaxlc.train.run`), `plan` (`jaxlc.plan.plan`), `sweep`
+(`jaxlc.sweep.load`), `profile` (`jaxlc.profile.compare`), `data` (`jaxlc.data.show`), `attention`
+and `config`, and the functions `attend`, `evaluate`, `export`, `generate`, `load`, `make_mesh` and
+`start`. Each is imported when it is first used, so that commands print their help and their errors
+without waiting for the import of JAX.
 """
 
 import importlib

@@ -1,11 +1,13 @@
-"""Disturbs runs of several processes on this machine, and compares each with a run that is not disturbed.
+"""Disturbs runs of several processes on this machine, and compares each with a run that is not
+disturbed.
 
     python -m scripts.fault_drill --processes=2 --faults=stop,exception --out=runs/fault_drill
 
-Trains a small model on CPU. The victim of each fault is process 0, and then the last process. Prints one row per fault:
-the seconds until all processes that are not stopped have ended, their statuses, whether the run, started again, ends
-with the same metrics and weights, bitwise, and the last lines of the other processes than the victim, each once. The
-exit status is 1 if a row is not as expected.
+Trains a small model on CPU. The victim of each fault is process 0, and then the last process.
+Prints one row per fault: the seconds until all processes that are not stopped have ended, their
+statuses, whether the run, started again, ends with the same metrics and weights, bitwise, and the
+last lines of the other processes than the victim, each once. The exit status is 1 if a row is not
+as expected.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from typing import NamedTuple
 from scripts.kill_drill import differences
 
 _HUNG = (75, -signal.SIGALRM)
-# Name -> what happens in the victim after step 7, and the expected statuses of the processes that end.
+# Name -> what happens in the victim after step 7, and the expected statuses of the processes that
+# end.
 FAULTS = {
     "stop": ("SIGSTOP", (75,)),  # the others can run Python code
     "exception": ("an exception", (1,)),
@@ -150,14 +153,20 @@ class Row(NamedTuple):
     @property
     def is_expected(self) -> bool:
         in_time = self.seconds < DEADLINE_SECONDS + 30 or self.fault == "compile"
-        return in_time and set(self.statuses) <= set(FAULTS[self.fault][1]) and self.is_resumed_identical
+        return (
+            in_time
+            and set(self.statuses) <= set(FAULTS[self.fault][1])
+            and self.is_resumed_identical
+        )
 
 
 def prepare(out: Path, *, is_local: bool = False) -> None:
     """Writes the config and the corpus to `out`; with `is_local` for runs with local checkpoints."""
     (out / "corpus").mkdir(parents=True)
     for i in range(16):
-        (out / "corpus" / f"{i}.txt").write_text(" ".join(f"{word} {(i * word) % 17}" for word in range(20 + 11 * i)))
+        (out / "corpus" / f"{i}.txt").write_text(
+            " ".join(f"{word} {(i * word) % 17}" for word in range(20 + 11 * i))
+        )
     text = _CONFIG
     for name, value in (
         ("{fault_step}", _FAULT_STEP),
@@ -199,7 +208,10 @@ def disturb(out: Path, fault: str, victim: int, num_processes: int, undisturbed:
     if fault == "directory":
         (workdir / "checkpoints").unlink(missing_ok=True)
         (workdir / "moved").rename(workdir / "checkpoints")
-    statuses_again = [process.wait(_TIMEOUT_SECONDS) for process in _start(out, workdir, num_processes, logs="again")]
+    statuses_again = [
+        process.wait(_TIMEOUT_SECONDS)
+        for process in _start(out, workdir, num_processes, logs="again")
+    ]
     is_identical = not any(statuses_again) and not differences(undisturbed, workdir, _STEPS)
     return Row(fault, victim, seconds, statuses, last_lines, is_identical)
 
@@ -228,7 +240,8 @@ def hosts(num_processes: int) -> Iterator[None]:
                 ip(f"netns add {name}")
                 stack.callback(ip, f"netns del {name}")
                 ip(f"link add jaxlc{i} type veth peer name {_INTERFACE} netns {name}")
-                stack.callback(ip, f"link del jaxlc{i}")  # at once; with its namespace it would be later
+                # at once; with its namespace it would be later
+                stack.callback(ip, f"link del jaxlc{i}")
                 ip(f"link set jaxlc{i} master {_BRIDGE} up")
                 ip(f"-n {name} addr add {_SUBNET}.{i + 1}/24 dev {_INTERFACE}")
                 ip(f"-n {name} link set {_INTERFACE} up")
@@ -243,10 +256,22 @@ def hosts(num_processes: int) -> Iterator[None]:
 
 
 def _start(
-    out: Path, workdir: Path, num_processes: int, *, logs: str = "", has_hosts: bool = False, **variables: str
+    out: Path,
+    workdir: Path,
+    num_processes: int,
+    *,
+    logs: str = "",
+    has_hosts: bool = False,
+    **variables: str,
 ) -> list[subprocess.Popen]:
     """Starts the processes of a run; with `has_hosts` in the namespaces of `hosts`."""
-    command = [sys.executable, "-m", "jaxlc.train", f"--config={out / 'config.py'}", f"--workdir={workdir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxlc.train",
+        f"--config={out / 'config.py'}",
+        f"--workdir={workdir}",
+    ]
     environment = {
         **os.environ,
         "JAX_NUM_PROCESSES": str(num_processes),
@@ -290,16 +315,27 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; default: all")
-    parser.add_argument("--local", action="store_true", help="saves a local checkpoint every 3 steps as well")
-    parser.add_argument("--out", type=Path, default=Path("runs/fault_drill"), help="a new directory")
+    parser.add_argument(
+        "--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}; default: all"
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="saves a local checkpoint every 3 steps as well"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/fault_drill"), help="a new directory"
+    )
     flags = parser.parse_args()
     out, last = flags.out.absolute(), flags.processes - 1
     import jax
 
-    print(f"{datetime.date.today()}: {flags.processes} processes, Python {platform.python_version()},", end=" ")
+    print(
+        f"{datetime.date.today()}: {flags.processes} processes, Python {platform.python_version()},",
+        end=" ",
+    )
     print(f"JAX {jax.__version__}; deadline {DEADLINE_SECONDS} s", flush=True)
     prepare(out, is_local=flags.local)
     undisturbed = run_undisturbed(out, flags.processes)
@@ -319,7 +355,10 @@ def main() -> int:
             note = "" if row.is_expected else " NOT EXPECTED"
             lines = "<br>".join(f"`{line}`" for line in row.last_lines)
             lines = lines.replace(str(out), "OUT").replace(socket.gethostname(), "HOST")
-            print(f"| {fault} | {victim} | {row.seconds:.0f} | {statuses}{note} | {identical} | {lines} |", flush=True)
+            print(
+                f"| {fault} | {victim} | {row.seconds:.0f} | {statuses}{note} | {identical} | {lines} |",
+                flush=True,
+            )
     return 0 if all(are_expected) else 1
 
 

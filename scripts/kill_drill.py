@@ -1,20 +1,22 @@
-"""Kills a training run at random times and compares it with a run that is not disturbed: metrics and weights, bitwise.
+"""Kills a training run at random times and compares it with a run that is not disturbed: metrics
+and weights, bitwise.
 
     python scripts/kill_drill.py --config=extend_512k:mini --kills=20 --out=runs/kill_drill
     python scripts/kill_drill.py --all --kills=50
 
---all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them. Kills are SIGKILLs
-between steps, inside a save, at the borders of stages, and while the rollouts of the next step are made or awaited.
-Further arguments, such as --config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1
-if the runs differ.
+--all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them.
+Kills are SIGKILLs between steps, inside a save, at the borders of stages, and while the rollouts of
+the next step are made or awaited. Further arguments, such as --config.train.z_loss=0.0, are passed
+to `jaxlc train`. Prints a log; the exit status is 1 if the runs differ.
 
-With config.rollouts.source=files, --rollouts names a directory of files STEP.jsonl, such as that of a run with
-source=model. Both runs get each file when they have trained the step before:
+With config.rollouts.source=files, --rollouts names a directory of files STEP.jsonl, such as that of
+a run with source=model. Both runs get each file when they have trained the step before:
 
     python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/model
     python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/files \\
-        --rollouts=runs/model/undisturbed/rollouts --config.rollouts.source=files --config.rollouts.prompts= \\
-        --config.rollouts.reward= --config.rollouts.prompts_per_step=8 --config.rollouts.max_tokens=256
+        --rollouts=runs/model/undisturbed/rollouts --config.rollouts.source=files
+        --config.rollouts.prompts= \\ --config.rollouts.reward= --config.rollouts.prompts_per_step=8
+        --config.rollouts.max_tokens=256
 """
 
 import argparse
@@ -55,13 +57,14 @@ class Kill:
     """A SIGKILL of the run."""
 
     step: int
-    # "step": after this step; "save": inside the first save from this step on; "border": as stages start; "rollouts":
-    # after this step, before the rollouts of the next one are there
+    # "step": after this step; "save": inside the first save from this step on; "border": as stages
+    # start; "rollouts": after this step, before the rollouts of the next one are there
     place: str
 
 
 def plan_kills(stages: Sequence[Stage], num_kills: int, seed: int) -> list[Kill]:
-    """Kills in the order of their steps: about a quarter inside saves, a quarter at borders, and the rest at steps.
+    """Kills in the order of their steps: about a quarter inside saves, a quarter at borders, and
+    the rest at steps.
 
     Of runs with rollouts, half are before rollouts.
     """
@@ -100,7 +103,9 @@ def drill(
     """
     stages = parse(["jaxlc train", *arguments]).stages
     names = ", ".join(f"{stage.name or 'all'} to step {stage.end_step}" for stage in stages)
-    log(f"{datetime.date.today()}: {num_kills} kills, seed {seed}; Python {platform.python_version()}")
+    log(
+        f"{datetime.date.today()}: {num_kills} kills, seed {seed}; Python {platform.python_version()}"
+    )
     log(f"jaxlc train {' '.join(arguments)}; stages: {names}")
     killed = out / "killed"
     if undisturbed is None:
@@ -110,7 +115,9 @@ def drill(
     rng = random.Random(seed + 1)
     for number, kill in enumerate(plan_kills(stages, num_kills, seed), start=1):
         with _fed(killed, rollouts):
-            log(f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}")
+            log(
+                f"kill {number:>2}: {_kill_once(kill, arguments, killed, out / f'killed{number}.log', rng)}"
+            )
     with _fed(killed, rollouts):
         _finish(arguments, killed, out / "killed.log")
     problems = differences(undisturbed, killed, stages[-1].end_step)
@@ -124,17 +131,23 @@ def drill(
 
 
 def differences(expected: Path, actual: Path, step: int) -> list[str]:
-    """The differences of two work directories: metrics without timings, and arrays of the checkpoint of `step`."""
+    """The differences of two work directories: metrics without timings, and arrays of the
+    checkpoint of `step`.
+    """
     from jaxlc.checkpoints.stored_checkpoints import arrays_of
 
     problems = []
     rows, other_rows = _rows(expected), _rows(actual)
     if rows != other_rows:
         wrong = [pair for pair in zip(rows, other_rows) if pair[0] != pair[1]]
-        problems.append(f"metrics differ: {len(rows)} and {len(other_rows)} rows, first difference {wrong[:1]}")
+        problems.append(
+            f"metrics differ: {len(rows)} and {len(other_rows)} rows, first difference {wrong[:1]}"
+        )
     if _rollouts(expected) != _rollouts(actual):
         problems.append("the files of rollouts differ")
-    arrays, other_arrays = (dict(arrays_of(run / "checkpoints" / str(step))) for run in (expected, actual))
+    arrays, other_arrays = (
+        dict(arrays_of(run / "checkpoints" / str(step))) for run in (expected, actual)
+    )
     if arrays.keys() != other_arrays.keys():
         problems.append("the checkpoints have different arrays")
     else:
@@ -144,7 +157,9 @@ def differences(expected: Path, actual: Path, step: int) -> list[str]:
     return problems
 
 
-def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Path, rng: random.Random) -> str:
+def _kill_once(
+    kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Path, rng: random.Random
+) -> str:
     """Starts the run, kills it, and returns a description of the kill."""
     checkpoints = workdir / "checkpoints"
     old_saves = set(_unfinished_saves(checkpoints))
@@ -153,7 +168,10 @@ def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Pa
 
     def is_due() -> bool:
         if kill.place == "save":
-            return any(save not in old_saves and _step_of(save) >= kill.step for save in _unfinished_saves(checkpoints))
+            return any(
+                save not in old_saves and _step_of(save) >= kill.step
+                for save in _unfinished_saves(checkpoints)
+            )
         if kill.place == "border":
             return f"starts from the checkpoint of step {kill.step}\n" in log_path.read_text()
         if kill.place == "rollouts":
@@ -162,7 +180,8 @@ def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Pa
         return _last_step(workdir) >= kill.step
 
     while not is_due():
-        old_saves &= set(_unfinished_saves(checkpoints))  # the run removes them, and may use their names again
+        # the run removes them, and may use their names again
+        old_saves &= set(_unfinished_saves(checkpoints))
         if process.poll() is not None:
             raise RuntimeError(f"the run ended before {kill}: {log_path.read_text()[-2000:]}")
         if time.monotonic() > start_seconds + _TIMEOUT_SECONDS:
@@ -177,7 +196,11 @@ def _kill_once(kill: Kill, arguments: Sequence[str], workdir: Path, log_path: Pa
         save="inside a save from step", border="at the border of step", step="after step",
         rollouts="before the rollouts after step",
     )[kill.place]  # fmt: skip
-    unfinished = [path.name.partition(".")[0] for path in _unfinished_saves(checkpoints) if path not in old_saves]
+    unfinished = [
+        path.name.partition(".")[0]
+        for path in _unfinished_saves(checkpoints)
+        if path not in old_saves
+    ]
     left = f", unfinished save of step {', '.join(unfinished)}" if unfinished else ""
     return f"{place} {kill.step}, last row of step {_last_step(workdir)}{left}"
 
@@ -197,7 +220,8 @@ def _start(arguments: Sequence[str], workdir: Path, log_path: Path) -> subproces
 
 @contextlib.contextmanager
 def _fed(workdir: Path, source: Path | None) -> Iterator[None]:
-    """Copies the rollouts of `source` to the run meanwhile: those of a step, a moment after the row of the step before.
+    """Copies the rollouts of `source` to the run meanwhile: those of a step, a moment after the row
+    of the step before.
 
     Args:
       source: None: none.
@@ -250,16 +274,27 @@ def _last_step(workdir: Path) -> int:
 
 def _rows(workdir: Path) -> list[dict]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not is_timing(name)} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if not is_timing(name)}
+        for line in lines
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="number of kills (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed of their steps and places (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("runs/kill_drill"), help="directory of both runs")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of their steps and places (default: 0)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/kill_drill"), help="directory of both runs"
+    )
     parser.add_argument("--all", action="store_true", help=f"kill the runs {', '.join(RUNS)}")
-    parser.add_argument("--rollouts", type=Path, help="directory of rollouts, with config.rollouts.source=files")
+    parser.add_argument(
+        "--rollouts", type=Path, help="directory of rollouts, with config.rollouts.source=files"
+    )
     flags, arguments = parser.parse_known_args()
     log = functools.partial(print, flush=True)
     runs = RUNS if flags.all else {"": ""}
@@ -268,7 +303,9 @@ def main() -> int:
         num_kills = flags.kills // len(runs) + (number < flags.kills % len(runs))
         whole = [*of_run.split(), *arguments]
         seed, out = flags.seed + number, flags.out.absolute() / name
-        are_equal.append(drill(whole, out, num_kills=num_kills, seed=seed, log=log, rollouts=flags.rollouts))
+        are_equal.append(
+            drill(whole, out, num_kills=num_kills, seed=seed, log=log, rollouts=flags.rollouts)
+        )
     return 0 if all(are_equal) else 1
 
 

@@ -16,10 +16,14 @@ _UNKNOWN, _END = "<|unknown|>", "<|endoftext|>"
 
 def main(path: str) -> None:
     words = [_UNKNOWN, _END, ".", *NAMES, *(f"{pair:02}" for pair in range(100)), *FILLERS]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=_UNKNOWN))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=_UNKNOWN)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([_UNKNOWN, _END])
-    Path(path).write_text(json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")) + "\n")
+    Path(path).write_text(
+        json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, separators=(",", ":")) + "\n"
+    )
 
 
 if __name__ == "__main__":

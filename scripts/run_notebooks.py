@@ -1,7 +1,7 @@
 """usage: python scripts/run_notebooks.py [NOTEBOOK.ipynb ...]
 
-Runs notebooks, by default all of notebooks/, and stores their outputs in place, without timestamps and stderr and with
-the same metadata on every machine.
+Runs notebooks, by default all of notebooks/, and stores their outputs in place, without timestamps
+and stderr and with the same metadata on every machine.
 """
 
 import os
@@ -24,7 +24,8 @@ def main(paths: list[Path]) -> None:
     for path in paths:
         print(f"running {path}", flush=True)
         notebook = nbformat.read(path, as_version=4)
-        with tempfile.TemporaryDirectory() as temporary:  # a run in notebooks/ would resume from an earlier one
+        # a run in notebooks/ would resume from an earlier one
+        with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary) / "notebooks"
             shutil.copytree(path.parent, directory)
             client = nbclient.NotebookClient(

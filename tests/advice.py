@@ -36,7 +36,8 @@ def rejected(config: ConfigDict) -> str:
 
 
 def followed(attempt: Callable[[dict[str, Any]], object]) -> str:
-    """The error of `attempt({})`. `attempt(settings)` must not raise it again with any settings that it advises.
+    """The error of `attempt({})`. `attempt(settings)` must not raise it again with any settings
+    that it advises.
 
     Another error may follow, if its own advice removes it.
     """
@@ -49,11 +50,15 @@ def followed(attempt: Callable[[dict[str, Any]], object]) -> str:
     return message
 
 
-def _is_resolved(attempt: Callable[[dict[str, Any]], object], settings: dict[str, Any], seen: set[str]) -> bool:
+def _is_resolved(
+    attempt: Callable[[dict[str, Any]], object], settings: dict[str, Any], seen: set[str]
+) -> bool:
     message = _error(attempt, settings)
     if message in seen:
         return False
-    further = (_is_resolved(attempt, settings | more, seen | {message}) for more in advised(message))
+    further = (
+        _is_resolved(attempt, settings | more, seen | {message}) for more in advised(message)
+    )
     return not message or any(further)
 
 
@@ -68,10 +73,12 @@ def _error(attempt: Callable[[dict[str, Any]], object], settings: dict[str, Any]
 def advised(message: str) -> Iterator[dict[str, Any]]:
     """Yields the settings of each piece of advice in an error, None for one to remove.
 
-    Advice is --config.A.B=VALUE or, for the setting with which the error begins, "use 4096 or 4098", "set it to VALUE",
-    "remove it" or "did you mean VALUE?".
+    Advice is --config.A.B=VALUE or, for the setting with which the error begins, "use 4096 or
+    4098", "set it to VALUE", "remove it" or "did you mean VALUE?".
     """
-    if nearest := re.match(r"invalid value .* for config\.([\w.]+): .*did you mean ([\w.-]+)\?\)?$", message):
+    if nearest := re.match(
+        r"invalid value .* for config\.([\w.]+): .*did you mean ([\w.-]+)\?\)?$", message
+    ):
         yield {nearest[1]: nearest[2]}
     for words in re.findall(rf"(?:--(?:no)?config\.[\w.]*\w(?:=(?:{_VALUE})?)? ?)+", message):
         found = re.findall(rf"--(no)?config\.([\w.]*\w)(=(?:{_VALUE})?)?", words)
@@ -79,10 +86,13 @@ def advised(message: str) -> Iterator[dict[str, Any]]:
         if settings and not any(value.isupper() for value in settings.values()):
             yield settings
     if first := re.match(
-        r"config\.([\w.]+)[= ].*[;:] (?:.*\bor )?(use \d+ or \d+|use \d+|set it to [\w.]+|remove it)$", message
+        r"config\.([\w.]+)[= ].*[;:] (?:.*\bor )?(use \d+ or \d+|use \d+|set it to [\w.]+|remove it)$",
+        message,
     ):
         path, advice = first.groups()
-        yield from ({path: value} for value in re.findall(r"\d[\w.]*|(?<=to )\w+", advice) or [None])
+        yield from (
+            {path: value} for value in re.findall(r"\d[\w.]*|(?<=to )\w+", advice) or [None]
+        )
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

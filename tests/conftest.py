@@ -18,32 +18,47 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} {FAST_COMPILATION}"
 os.environ.update(CACHE)
 
-# Tracing creates many objects that stay alive: with Python's thresholds, a fifth of the CPU time is garbage collection.
+# Tracing creates many objects that stay alive: with Python's thresholds, a fifth of the CPU time is
+# garbage collection.
 gc.set_threshold(200_000, 20, 100)
 
 
 # The modules with the longest tests run first, so that all workers end at about the same time.
-FIRST = {"test_notebooks.py", "test_first_contact.py", "test_configs.py", "test_stages.py", "test_resume.py"}
+FIRST = {
+    "test_notebooks.py",
+    "test_first_contact.py",
+    "test_configs.py",
+    "test_stages.py",
+    "test_resume.py",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests, and skips those with the marker `gpu_compiler` if the compiler is not installed."""
+    """Sorts the tests, and skips those with the marker `gpu_compiler` if the compiler is not
+    installed.
+    """
     items.sort(key=lambda item: item.path.name not in FIRST)
     if importlib.util.find_spec("jax_plugins") is None:
         for item in items:
             if item.get_closest_marker("gpu_compiler"):
-                item.add_marker(pytest.mark.skip(reason="needs the GPU compiler: pip install -e '.[plan]'"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs the GPU compiler: pip install -e '.[plan]'")
+                )
 
 
 def pytest_runtest_setup() -> None:
-    """Later garbage collections, automatic and explicit ones, do not search the objects of earlier tests again."""
+    """Later garbage collections, automatic and explicit ones, do not search the objects of earlier
+    tests again.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _no_cache_for_absent_gpus(request: pytest.FixtureRequest):
-    """Tests with the marker `gpu_compiler` compile for absent GPUs; JAX's cache cannot read such programs back."""
+    """Tests with the marker `gpu_compiler` compile for absent GPUs; JAX's cache cannot read such
+    programs back.
+    """
     if request.node.get_closest_marker("gpu_compiler") is None:
         yield
         return
@@ -90,11 +105,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
-    """Called in the leading process when a worker of pytest-xdist ends; a crashed worker has no output."""
+    """Called in the leading process when a worker of pytest-xdist ends; a crashed worker has no
+    output.
+    """
     _worker_cpu_seconds.append(getattr(node, "workeroutput", {}).get("cpu_seconds", 0.0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """CPU seconds do not depend on what else the machine does; they are the measure of the suite's cost."""
+    """CPU seconds do not depend on what else the machine does; they are the measure of the suite's
+    cost.
+    """
     cpu_seconds = sum(_worker_cpu_seconds) or _cpu_seconds()
     terminalreporter.write_line(f"CPU seconds of all tests: {cpu_seconds:.0f}")

@@ -1,4 +1,5 @@
-"""Environment variables with which tests and the processes that they start compile fast, and compile a program once.
+"""Environment variables with which tests and the processes that they start compile fast, and
+compile a program once.
 
 Imported before JAX.
 """
@@ -7,12 +8,17 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-# In the user's cache directory, so that clones and worktrees share it. JAX keys entries by its version and the program.
+# In the user's cache directory, so that clones and worktrees share it. JAX keys entries by its
+# version and the program.
 _CACHE_DIR = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlc" / "xla"
-CACHE = {"JAX_COMPILATION_CACHE_DIR": str(_CACHE_DIR), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(_CACHE_DIR),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
-# Tests spend most of their time in compilation, not in the programs: the optimizer and, where it can be switched off
-# (JAX 0.10), the slower of XLA's two code generators for CPU fusions are off. That makes compilation 3 times as fast.
+# Tests spend most of their time in compilation, not in the programs: the optimizer and, where it
+# can be switched off (JAX 0.10), the slower of XLA's two code generators for CPU fusions are off.
+# That makes compilation 3 times as fast.
 FAST_COMPILATION = " ".join([
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -27,6 +33,11 @@ def of_user(**variables: str) -> dict[str, str]:
     Args:
       variables: further ones.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
-    # XLA writes errors about its own files when it loads a program of the cache (jaxlc/runtime/compilation_cache.py).
-    return environment | CACHE | dict(XLA_FLAGS=FAST_COMPILATION, TF_CPP_MIN_LOG_LEVEL="3") | variables
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))
+    }
+    # XLA writes errors about its own files when it loads a program of the cache
+    # (jaxlc/runtime/compilation_cache.py).
+    return (
+        environment | CACHE | dict(XLA_FLAGS=FAST_COMPILATION, TF_CPP_MIN_LOG_LEVEL="3") | variables
+    )

@@ -15,8 +15,11 @@ import pytest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TIMEOUT_SECONDS = 600  # limit of a process or a wait; only failures take that long, also on a slow machine that is busy
-NOTEBOOK_TIMEOUTS = dict(timeout=TIMEOUT_SECONDS, startup_timeout=TIMEOUT_SECONDS, iopub_timeout=TIMEOUT_SECONDS)
+# limit of a process or a wait; only failures take that long, also on a slow machine that is busy
+TIMEOUT_SECONDS = 600
+NOTEBOOK_TIMEOUTS = dict(
+    timeout=TIMEOUT_SECONDS, startup_timeout=TIMEOUT_SECONDS, iopub_timeout=TIMEOUT_SECONDS
+)
 
 
 def wait_until(condition: Callable[[], object], *, process: subprocess.Popen | None = None) -> None:
@@ -35,8 +38,8 @@ def wait_until(condition: Callable[[], object], *, process: subprocess.Popen | N
 def free_port() -> int:
     """A free TCP port below the range from which Linux chooses ports itself.
 
-    So no outgoing connection, and no program that binds port 0, takes it before the test uses it. It is random, so that
-    tests that run at the same time have different ones.
+    So no outgoing connection, and no program that binds port 0, takes it before the test uses it.
+    It is random, so that tests that run at the same time have different ones.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
@@ -53,7 +56,9 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def record_figures(monkeypatch: pytest.MonkeyPatch) -> "list[Figure]":
-    """A list to which every matplotlib figure is added when it is saved, so that a test can read its axes."""
+    """A list to which every matplotlib figure is added when it is saved, so that a test can read
+    its axes.
+    """
     from matplotlib.figure import Figure
 
     saved = []

@@ -1,4 +1,6 @@
-"""Advice in messages: what they name exists, and the command that they advise gets further than the one before."""
+"""Advice in messages: what they name exists, and the command that they advise gets further than the
+one before.
+"""
 
 import ast
 import dataclasses
@@ -25,10 +27,27 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 MODULES = {verb: importlib.import_module(f"jaxlc.cli.{verb}") for verb in VERBS}
 PARSERS = {verb: getattr(module, "Flags", ConfigFlags) for verb, module in MODULES.items()}
 FLAGS = {
-    verb: {field.name for field in dataclasses.fields(flags)} - {*flags.positional} for verb, flags in PARSERS.items()
+    verb: {field.name for field in dataclasses.fields(flags)} - {*flags.positional}
+    for verb, flags in PARSERS.items()
 }
-OTHER_FLAGS = {"help", "name", "upgrade", "repo-type", "local-dir", "model_args", "gen_kwargs", "apply_chat_template"}
-OTHER_NAMES = {"section.key", "model.safetensors", "update_from_flattened_dict", "json", "py", "model.token_losses"}
+OTHER_FLAGS = {
+    "help",
+    "name",
+    "upgrade",
+    "repo-type",
+    "local-dir",
+    "model_args",
+    "gen_kwargs",
+    "apply_chat_template",
+}
+OTHER_NAMES = {
+    "section.key",
+    "model.safetensors",
+    "update_from_flattened_dict",
+    "json",
+    "py",
+    "model.token_losses",
+}
 
 
 def texts(source: str) -> Iterator[str]:
@@ -37,25 +56,41 @@ def texts(source: str) -> Iterator[str]:
     strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     others = {part for string in strings for part in string.values}
     others |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in others]
+    constants = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in others
+    ]
     for parts in (*(node.values for node in strings), *([node] for node in constants)):
-        text = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
+        text = "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts
+        )
         if " " in text.strip():
             yield text
 
 
 def unknown_names(text: str) -> Iterator[str]:
     """Yields settings, flags, verbs, extras, pages and Python names in a message that do not exist."""
-    settings = re.findall(r"(?:(?<=--no)|(?<![\w.]))config\.([a-z_]\w*(?:\.\w+)*)(?:=([\w.,]+\b))?", text)
+    settings = re.findall(
+        r"(?:(?<=--no)|(?<![\w.]))config\.([a-z_]\w*(?:\.\w+)*)(?:=([\w.,]+\b))?", text
+    )
     settings += re.findall(rf"(?<![\w.\-/])((?:{'|'.join(SECTIONS)})\.[a-z]\w*)()", text)
-    yield from (path for path, value in settings if not (path in OTHER_NAMES or is_setting(path, value)))
-    for before, flag in re.findall(r"(.*?)(?<![\w-])--(?!config|noconfig|xla_)([a-z][\w-]*)(?=[ =:;,.)`]|$)", text):
+    yield from (
+        path for path, value in settings if not (path in OTHER_NAMES or is_setting(path, value))
+    )
+    for before, flag in re.findall(
+        r"(.*?)(?<![\w-])--(?!config|noconfig|xla_)([a-z][\w-]*)(?=[ =:;,.)`]|$)", text
+    ):
         verb = re.search(r".*jaxlc ([a-z]+)", before)
         if flag not in (FLAGS.get(verb[1], ()) if verb else OTHER_FLAGS.union(*FLAGS.values())):
             yield f"--{flag}"
-    yield from (verb for verb in re.findall(r"(?:`jaxlc |jaxlc (?=[a-z]+ --))([a-z]+)", text) if verb not in VERBS)
+    yield from (
+        verb
+        for verb in re.findall(r"(?:`jaxlc |jaxlc (?=[a-z]+ --))([a-z]+)", text)
+        if verb not in VERBS
+    )
     yield from (extra for extra in extras_in(text) if extra not in EXTRAS)
-    yield from (page for page in re.findall(r"docs/[\w/]+\.md", text) if not (ROOT / page).is_file())
+    yield from (
+        page for page in re.findall(r"docs/[\w/]+\.md", text) if not (ROOT / page).is_file()
+    )
     for name in re.findall(r"\bjaxlc((?:\.[a-z]\w*)+)", text):
         value = jaxlc
         for part in name[1:].split("."):
@@ -66,11 +101,17 @@ def unknown_names(text: str) -> Iterator[str]:
 
 def extras_in(text: str) -> list[str]:
     """The extras in requirements of a checkout, such as '.[data]' and './jaxlc[all,cuda12]'."""
-    return [extra for extras in re.findall(r"\.(?:/jaxlc)?\[([a-z0-9,-]+)\]['\"]", text) for extra in extras.split(",")]
+    return [
+        extra
+        for extras in re.findall(r"\.(?:/jaxlc)?\[([a-z0-9,-]+)\]['\"]", text)
+        for extra in extras.split(",")
+    ]
 
 
 def is_setting(path: str, value: str) -> bool:
-    """Whether the setting exists and takes the value, unless that is a placeholder such as TOKENS or ""."""
+    """Whether the setting exists and takes the value, unless that is a placeholder such as TOKENS
+    or "".
+    """
     try:
         hint_at(path)
         if value and not value.isupper():
@@ -81,7 +122,8 @@ def is_setting(path: str, value: str) -> bool:
 
 
 def test_messages_name_only_what_exists():
-    files = set((ROOT / "jaxlc").rglob("*.py")) - {ROOT / "jaxlc/config/other_names.py"}  # has a test of its own
+    # has a test of its own
+    files = set((ROOT / "jaxlc").rglob("*.py")) - {ROOT / "jaxlc/config/other_names.py"}
     messages = [text for path in files for text in texts(path.read_text())]
     assert len(messages) > 1000
     assert [(name, text) for text in messages for name in unknown_names(text)] == []
@@ -113,9 +155,20 @@ def test_pip_finds_the_packages_that_messages_advise():
     named = re.findall(r"pip install (?:--upgrade )?(nvidia-[\w-]+)", sources)
     extras = {*extras_in(sources)} | {*extras_of_packages.values()}
     requirements = {requirement for extra in extras for requirement in EXTRAS[extra]}
-    requirements = {requirement for requirement in requirements if not requirement.startswith("jaxlc[")}
+    requirements = {
+        requirement for requirement in requirements if not requirement.startswith("jaxlc[")
+    }
     assert len(named) == 3 and {"plan", "nvshmem", "hf", "plot"} <= extras
-    pip = (sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--ignore-installed",
+        "--quiet",
+    )
     if subprocess.run([*pip, "absl-py"], capture_output=True).returncode:
         pytest.skip("pip cannot reach a package index")
     result = subprocess.run([*pip, *named, *requirements], capture_output=True, text=True)
@@ -139,12 +192,32 @@ class WorkStarted(Exception):
         ("plan --config=64k:h100 --timeline=x.txt", "ends with .png", "--timeline=x.png"),
         ("plan --config=64k:h100 --json=.", "choose the name of a file", "--json=plan.json"),
         ("plan --config=64k:h100 --json=no/x.json", "choose another file", "--json=plan.json"),
-        ("plan --config=extend_512k --topology=h100:8x8 --html=a.html", "--stage=NAME", "--stage=64k"),
+        (
+            "plan --config=extend_512k --topology=h100:8x8 --html=a.html",
+            "--stage=NAME",
+            "--stage=64k",
+        ),
         ("recommend --topology=h100:1x8 --seq_len=1M", "use --model=NAME or", "--model=tiny"),
-        ("recommend --topology=h100:1x8 --seq_len=1M", "or --config=NAME with --seq_len", "--config=64k"),
-        ("recommend --topology=h100:1x8 --model=llama3.1-8c", "did you mean llama3.1-8b?", "--model=llama3.1-8b"),
-        ("recommend --config=64k:h100 --out=mine.py", "choose another name", "--out=recommended.py"),
-        ("recommend --config=64k:h100 --out=mine", "such as recommended.py", "--out=recommended.py"),
+        (
+            "recommend --topology=h100:1x8 --seq_len=1M",
+            "or --config=NAME with --seq_len",
+            "--config=64k",
+        ),
+        (
+            "recommend --topology=h100:1x8 --model=llama3.1-8c",
+            "did you mean llama3.1-8b?",
+            "--model=llama3.1-8b",
+        ),
+        (
+            "recommend --config=64k:h100 --out=mine.py",
+            "choose another name",
+            "--out=recommended.py",
+        ),
+        (
+            "recommend --config=64k:h100 --out=mine",
+            "such as recommended.py",
+            "--out=recommended.py",
+        ),
         (
             "recommend --config=extend_512k --topology=h100:8x8 --seq_len=64K",
             "use --config.stages.NAME.data.seq_len=TOKENS",
@@ -153,16 +226,26 @@ class WorkStarted(Exception):
         ("sweep --config=quickstart --run --workers=2", "remove one", "--workers="),
         ("generate run", "--prompt=TEXT or --prompt_file=FILE", "--prompt=TEXT"),
         ("generate run", "--prompt=TEXT or --prompt_file=FILE", "--prompt_file=mine.py"),
-        ("generate run --prompt=a --mesh=4", "such as context=4,tensor=2", "--mesh=context=4,tensor=2"),
+        (
+            "generate run --prompt=a --mesh=4",
+            "such as context=4,tensor=2",
+            "--mesh=context=4,tensor=2",
+        ),
         ("eval run", "such as --lengths=4096,65536", "--lengths=4096,65536"),
-        ("eval run --lengths=4K --out=mine.py", "use a different directory, with --out", "--out=scores"),
+        (
+            "eval run --lengths=4K --out=mine.py",
+            "use a different directory, with --out",
+            "--out=scores",
+        ),
         ("eval run --lengths=4K --tasks=loss", "needs documents: files", "--documents=mine.py"),
         ("export run", "no OUT is given: directory to write", "exported"),
         ("data report --config=quickstart --num=3", "remove it, or use show", "--num="),
         ("profile trace --json=.", "choose the name of a file", "--json=comparison.json"),
     ],
 )
-def test_command_that_an_error_advises_starts_its_work(tmp_path, monkeypatch, capsys, command, words, advice):
+def test_command_that_an_error_advises_starts_its_work(
+    tmp_path, monkeypatch, capsys, command, words, advice
+):
     def start(*args, **kwargs):
         raise WorkStarted
 

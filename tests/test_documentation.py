@@ -1,4 +1,5 @@
-"""Commands, Python blocks and links of README.md, CONTRIBUTING.md and docs/: they run, parse, or exist.
+"""Commands, Python blocks and links of README.md, CONTRIBUTING.md and docs/: they run, parse, or
+exist.
 
 Commands in the docstrings of modules are parsed, too.
 
@@ -59,9 +60,15 @@ def blocks_of(page: Path, text: str | None = None) -> list[Block]:
     for number, line in enumerate(lines):
         fence = FENCE.match(line)
         if fence and start is None:
-            start, language, before = number, fence["language"], lines[number - 1].strip() if number else ""
+            start, language, before = (
+                number,
+                fence["language"],
+                lines[number - 1].strip() if number else "",
+            )
         elif fence:
-            body = "\n".join(line.removeprefix(fence["indent"]) for line in lines[start + 1 : number])
+            body = "\n".join(
+                line.removeprefix(fence["indent"]) for line in lines[start + 1 : number]
+            )
             blocks.append(Block(page, start + 1, language, body, MARKER.fullmatch(before)))
             start = None
     assert start is None, f"{page.name}:{start}: this fence is not closed"
@@ -86,7 +93,11 @@ def jaxlc_arguments(command: str) -> list[str] | None:
     words = shlex.split(command)
     if words[:1] == ["jaxlc"]:
         return words[1:]
-    if words[:2] == ["python", "-m"] and words[2].startswith("jaxlc.") and words[2].removeprefix("jaxlc.") in VERBS:
+    if (
+        words[:2] == ["python", "-m"]
+        and words[2].startswith("jaxlc.")
+        and words[2].removeprefix("jaxlc.") in VERBS
+    ):
         return [words[2].removeprefix("jaxlc."), *words[3:]]
     return None
 
@@ -105,11 +116,15 @@ PAGE_COMMANDS = [
     if block.language != "python"
     for command in commands_of(block.text)
 ]
-MODULES = sorted(path for folder in ("jaxlc", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+MODULES = sorted(
+    path for folder in ("jaxlc", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
 DOCSTRING_COMMANDS = [
     (path.stem, command)
     for path in MODULES
-    for command in commands_of(indented_commands(ast.get_docstring(ast.parse(path.read_text())) or ""))
+    for command in commands_of(
+        indented_commands(ast.get_docstring(ast.parse(path.read_text())) or "")
+    )
 ]
 
 
@@ -131,7 +146,9 @@ def test_blocks_without_marker_are_reported():
 def test_commands_are_fenced(page):
     """An indented block is not executed, so it must not hold a command."""
     outside = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert [line for line in outside.splitlines() if re.match(r" {4,}" + COMMAND.pattern, line)] == []
+    assert [
+        line for line in outside.splitlines() if re.match(r" {4,}" + COMMAND.pattern, line)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -148,12 +165,16 @@ def test_relative_links_exist(page):
             assert anchor in map(slug, headings), f"{page.name} links to {target}"
 
 
-CODE_PAGES = [page for page in PAGES if page.parent != ROOT / "benchmarks" and page.name != "CHANGELOG.md"]
+CODE_PAGES = [
+    page for page in PAGES if page.parent != ROOT / "benchmarks" and page.name != "CHANGELOG.md"
+]
 PACKAGE = ROOT / "jaxlc"
 
 
 def missing_code(text: str) -> list[str]:
-    """The files `folder/module.py`, folders `package/folder/` and names `jaxlc.x.y` of a text that do not exist."""
+    """The files `folder/module.py`, folders `package/folder/` and names `jaxlc.x.y` of a text that
+    do not exist.
+    """
     files = re.findall(r"(?<![\w/.*-])((?:[a-z_][a-z_0-9]*/)+[a-z_0-9]+\.py)\b", text)
     folders = re.findall(r"`((?:[a-z_]+/)+[a-z_]*)`", text)
     roots = (ROOT, PACKAGE)
@@ -168,7 +189,9 @@ def missing_code(text: str) -> list[str]:
 
 
 def is_in_package(parts: list[str]) -> bool:
-    """Whether jaxlc has the module of these names, or a module whose source has the first name that is no module."""
+    """Whether jaxlc has the module of these names, or a module whose source has the first name that
+    is no module.
+    """
     folder = PACKAGE
     while parts and (folder / parts[0]).is_dir():
         folder, parts = folder / parts[0], parts[1:]
@@ -183,33 +206,54 @@ def test_named_code_exists(page):
     """Dated pages of benchmarks and the changelog may name modules of their time."""
     text = page.read_text()
     assert missing_code(text) == []
-    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), "a merge left conflict markers"
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", text, re.MULTILINE), (
+        "a merge left conflict markers"
+    )
 
 
 def test_missing_code_is_reported():
     text = "`jaxlc/nowhere.py`, step/nowhere.py, `models/nowhere/`, `jaxlc.train.nowhere`, `jaxlc.nowhere.run`"
     assert len(missing_code(text)) == 5
-    assert missing_code("`step/step.py`, `models/kinds`, `jaxlc.train.run`, `my/own.py`, `checkpoint/seconds`") == []
+    assert (
+        missing_code(
+            "`step/step.py`, `models/kinds`, `jaxlc.train.run`, `my/own.py`, `checkpoint/seconds`"
+        )
+        == []
+    )
 
 
-@pytest.mark.parametrize("where, command", PAGE_COMMANDS + DOCSTRING_COMMANDS, ids=lambda value: value[:60])
+@pytest.mark.parametrize(
+    "where, command", PAGE_COMMANDS + DOCSTRING_COMMANDS, ids=lambda value: value[:60]
+)
 def test_commands_parse(where, command):
-    words = shlex.split(command.partition(" > ")[0].replace("$SLURM_NTASKS", "64").replace("$SLURM_PROCID", "0"))
+    words = shlex.split(
+        command.partition(" > ")[0].replace("$SLURM_NTASKS", "64").replace("$SLURM_PROCID", "0")
+    )
     if words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
         makefile = (ROOT / "Makefile").read_text()
-        assert [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)] == []
+        assert [
+            target
+            for target in targets
+            if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
+        ] == []
     elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
         path = ROOT.joinpath(*words[2].split("."))
         program = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-        names = [flag.removeprefix("--").partition("=")[0] for flag in words[3:] if not flag.startswith("--config")]
+        names = [
+            flag.removeprefix("--").partition("=")[0]
+            for flag in words[3:]
+            if not flag.startswith("--config")
+        ]
         assert [name for name in names if not re.search(rf"\b{name}\b", program)] == []
     elif arguments := jaxlc_arguments(shlex.join(words)):
         check_arguments(arguments)
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Checks the arguments of `jaxlc VERB` as the verb does: an unknown flag, key, config or value raises UserError."""
+    """Checks the arguments of `jaxlc VERB` as the verb does: an unknown flag, key, config or value
+    raises UserError.
+    """
     verb, *flags = arguments
     # The model is read when the flags are parsed, and need not exist on this machine.
     flags = [flag for flag in flags if not flag.startswith("--config.model.init_from=")]
@@ -233,18 +277,26 @@ def flags_of(verb: str, mode: str = "") -> set[str]:
       mode: a flag that gives the verb other flags, such as --plan.
     """
     argv = [sys.executable, "-m", "jaxlc", verb, *filter(None, [mode]), "--help"]
-    help_text = subprocess.run(argv, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, check=True)
+    help_text = subprocess.run(
+        argv, cwd=ROOT, env=environment_of(ROOT), capture_output=True, text=True, check=True
+    )
     return {"--help", *re.findall(r"^  (--[\w-]+)", help_text.stdout, re.MULTILINE)}
 
 
 def test_parsing_rejects_stale_settings():
     check_arguments(["train", "--config=quickstart", "--config.mesh.context=4", "--workdir=runs/x"])
-    for stale in ("--config.data.sequence_tokens=8", "--config.mesh.contexts=8", "--work_dir=x", "--config=nothing"):
+    for stale in (
+        "--config.data.sequence_tokens=8",
+        "--config.mesh.contexts=8",
+        "--work_dir=x",
+        "--config=nothing",
+    ):
         with pytest.raises(UserError):
             check_arguments(["train", "--config=quickstart", stale])
 
 
-# The package is on no index: there, anyone can register its name. A requirement with a URL ("jaxlc @ git+...") is safe.
+# The package is on no index: there, anyone can register its name. A requirement with a URL ("jaxlc
+# @ git+...") is safe.
 FROM_INDEX = re.compile(
     r"\binstall\b[^`]{0,40}?(?<![\w./])jaxlc\[[\w,-]+\](?! @)"
     r"|\b(?:pip3?|pipx|uv|uv pip|conda) (?:install|add)(?: -\S+)* [\"']?jaxlc\b(?![/\w@[]|\.\w| @)"
@@ -253,7 +305,11 @@ FROM_INDEX = re.compile(
 
 def test_install_lines_do_not_name_the_package_of_an_index():
     suffixes = (".py", ".md", ".ipynb", ".sh", ".toml", ".yaml", ".yml", "")
-    files = [path for folder in ("launch", "notebooks", "scripts", ".github") for path in (ROOT / folder).rglob("*")]
+    files = [
+        path
+        for folder in ("launch", "notebooks", "scripts", ".github")
+        for path in (ROOT / folder).rglob("*")
+    ]
     files += [*MODULES, *PAGES, *ROOT.glob("*.toml"), ROOT / "Makefile"]
     texts = {path: path.read_text() for path in files if path.suffix in suffixes and path.is_file()}
     lines = {str(path.relative_to(ROOT)): FROM_INDEX.findall(text) for path, text in texts.items()}
@@ -279,7 +335,10 @@ def test_install_line_from_an_index_is_found(line, is_bad):
 
 def test_docstring_commands_are_read():
     text = "Trains.\n\n    jaxlc train --config=a \\\n      --config.b.c=1   # small\n    make x\n\n    other\n"
-    assert commands_of(indented_commands(text)) == ["jaxlc train --config=a --config.b.c=1", "make x"]
+    assert commands_of(indented_commands(text)) == [
+        "jaxlc train --config=a --config.b.c=1",
+        "make x",
+    ]
     assert len(DOCSTRING_COMMANDS) > 10
 
 
@@ -313,9 +372,14 @@ def run_block(block: Block, checkout: Path) -> subprocess.CompletedProcess:
         argv = [sys.executable, "-c", block.text]
     else:
         flags = block.marker["flags"] or ""
-        commands = [f"{line} {flags}" if line.startswith("jaxlc train ") else line for line in commands_of(block.text)]
+        commands = [
+            f"{line} {flags}" if line.startswith("jaxlc train ") else line
+            for line in commands_of(block.text)
+        ]
         argv = ["bash", "-euo", "pipefail", "-c", "\n".join(commands)]
-    return subprocess.run(argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True)
+    return subprocess.run(
+        argv, cwd=checkout, env=environment_of(checkout), capture_output=True, text=True
+    )
 
 
 def _parameter(block: Block):
@@ -329,15 +393,20 @@ def test_block_runs(block, checkout):
     if block.marker["needs_compiler"] and importlib.util.find_spec("jax_plugins") is None:
         pytest.skip("the extra `plan` installs the GPU compiler")
     done = run_block(block, checkout)
-    assert done.returncode == 0, f"{block.page.name}:{block.line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"{block.page.name}:{block.line}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
 
 
 def test_failing_block_is_reported(checkout):
     page = (
-        "<!-- run: cpu, with --config.train.steps=0 -->\n```sh\njaxlc train --config=quickstart\njaxlc --version\n```\n"
+        "<!-- run: cpu, with --config.train.steps=0 -->\n```sh\njaxlc train"
+        " --config=quickstart\njaxlc --version\n```\n"
     )
     done = run_block(*blocks_of(Path("x.md"), page), checkout)
-    assert done.returncode == 2 and "config.train.steps" in done.stderr and "jaxlc" not in done.stdout
+    assert (
+        done.returncode == 2 and "config.train.steps" in done.stderr and "jaxlc" not in done.stdout
+    )
 
 
 def test_readme_is_short():

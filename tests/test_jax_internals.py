@@ -1,4 +1,6 @@
-"""One canary test per private JAX API: a failure here means that a new JAX version changed that API."""
+"""One canary test per private JAX API: a failure here means that a new JAX version changed that
+API.
+"""
 
 import ast
 import functools
@@ -72,7 +74,9 @@ def test_replace_argument_residuals_changes_gradient():
 def test_cudnn_version_is_decoded_from_the_library(monkeypatch):
     """The plugin has the function also without a GPU, where it finds no library."""
     if cuda_versions is not None:
-        assert callable(cuda_versions.cudnn_get_version) and isinstance(_jax_internals.cudnn_version(), tuple)
+        assert callable(cuda_versions.cudnn_get_version) and isinstance(
+            _jax_internals.cudnn_version(), tuple
+        )
 
     def not_found():
         raise RuntimeError("cuDNN not found.")
@@ -92,7 +96,15 @@ def _cudnn_parameters(implementation) -> set[str]:
 def test_cudnn_attention_signatures_are_as_expected():
     operands = {"query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"}
     operands |= {"page_table_k", "page_table_v"}
-    settings = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"}
+    settings = {
+        "scale",
+        "seed",
+        "dropout_rate",
+        "variadic_args",
+        "mask_type",
+        "layout",
+        "sliding_window_length",
+    }
     forward = _cudnn_parameters(fmha._dot_product_attention_fwd_impl)
     assert forward == operands | settings | {"is_training"}
     backward = _cudnn_parameters(fmha._dot_product_attention_bwd_impl)
@@ -128,11 +140,17 @@ def test_changed_cudnn_attention_names_other_parameters(monkeypatch):
 
     monkeypatch.setattr(fmha, "_dot_product_attention_bwd_impl", changed)
     _jax_internals.changed_cudnn_attention.cache_clear()
-    assert "changed has other parameters (activation, added, bias" in _jax_internals.changed_cudnn_attention()
+    assert (
+        "changed has other parameters (activation, added, bias"
+        in _jax_internals.changed_cudnn_attention()
+    )
     monkeypatch.undo()
     monkeypatch.setattr(fmha, "_dot_product_attention_bwd_abstract", changed)
     _jax_internals.changed_cudnn_attention.cache_clear()
-    assert "changed has other parameters (activation, added, bias" in _jax_internals.changed_cudnn_attention()
+    assert (
+        "changed has other parameters (activation, added, bias"
+        in _jax_internals.changed_cudnn_attention()
+    )
     monkeypatch.delattr(fmha, "_dot_product_attention_fwd_impl")
     _jax_internals.changed_cudnn_attention.cache_clear()
     assert "_dot_product_attention_fwd_impl" in _jax_internals.changed_cudnn_attention()
@@ -140,7 +158,10 @@ def test_changed_cudnn_attention_names_other_parameters(monkeypatch):
         platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=64, value_dim=64, window=None,
         implicit_positions=True,
     )  # fmt: skip
-    assert choose_kernel("auto", problem).name == "pallas" and "private" in choose_kernel("auto", problem).reason
+    assert (
+        choose_kernel("auto", problem).name == "pallas"
+        and "private" in choose_kernel("auto", problem).reason
+    )
     _jax_internals.changed_cudnn_attention.cache_clear()
 
 
@@ -160,11 +181,15 @@ def test_cudnn_attention_edits_device_requirements_in_calls_only():
 
 
 def test_mosaic_products_of_groups_have_the_settings_and_shapes_that_are_used():
-    x, w, dout = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (3, 64, 128), (256, 128)))
+    x, w, dout = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (3, 64, 128), (256, 128))
+    )
     sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
     tiles = dict(block_m=64, block_n=64, block_k=64, max_concurrent_steps=4, grid_block_n=1)
     for transpose_rhs, operand, shape in ((False, x, dout.shape), (True, dout, x.shape)):
-        call = functools.partial(_jax_internals.mosaic_ragged_dot, transpose_rhs=transpose_rhs, **tiles)
+        call = functools.partial(
+            _jax_internals.mosaic_ragged_dot, transpose_rhs=transpose_rhs, **tiles
+        )
         assert jax.eval_shape(call, operand, w, sizes).shape == shape
     call = functools.partial(_jax_internals.mosaic_ragged_gradient, **tiles)
     assert jax.eval_shape(call, x, dout, sizes).shape == w.shape

@@ -1,4 +1,6 @@
-"""Notebooks in notebooks/: they run without errors and warnings, and what is stored in git is small and complete."""
+"""Notebooks in notebooks/: they run without errors and warnings, and what is stored in git is small
+and complete.
+"""
 
 import os
 import re
@@ -27,22 +29,27 @@ JAXLC = os.environ.get("JAXLC_SOURCE", "./jaxlc[plot]")
 if getattr(importlib.util.find_spec("jaxlc"), "origin", None) is None:  # a checkout has a spec without origin
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", JAXLC], check=True)"""
 # Names of files and directories that a notebook may leave next to it.
-IGNORED = {line.strip("/").rpartition("/")[2] for line in (ROOT / ".gitignore").read_text().splitlines()}
-PRIVATE = re.compile(r"(?<![\w.:/<~-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")  # an absolute path, or an address in memory
-HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")  # a short one may be a part of a word
+IGNORED = {
+    line.strip("/").rpartition("/")[2] for line in (ROOT / ".gitignore").read_text().splitlines()
+}
+# an absolute path, or an address in memory
+PRIVATE = re.compile(r"(?<![\w.:/<~-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")
+# a short one may be a part of a word
+HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")
 
-# JAX does not write entries of the compilation cache atomically. It ignores an entry that another process is writing,
-# or was writing when it was killed.
+# JAX does not write entries of the compilation cache atomically. It ignores an entry that another
+# process is writing, or was writing when it was killed.
 INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
 # Lines of core/text.py, which a slow machine prints.
 PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILINE)
 
-HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "use_of_context"}  # more than 20 CPU seconds
+# more than 20 CPU seconds
+HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "use_of_context"}
 
-# Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
-# `make test-full` runs the notebooks as they are stored.
+# Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer
+# steps and less data. `make test-full` runs the notebooks as they are stored.
 SHORTER = {
     "extend_context": {
         "steps=150, global_batch_size=16, eval_every_steps=0, eval_sequences=32": "steps=12, global_batch_size=4, "
@@ -117,10 +124,16 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def output_kinds(cell: nbformat.NotebookNode) -> list[tuple]:
-    """The kind of each output, with consecutive streams as one: how they are split depends on timing."""
+    """The kind of each output, with consecutive streams as one: how they are split depends on
+    timing.
+    """
     kinds: list[tuple] = []
     for output in cell.outputs:
-        kind = ("stream", output.name) if output.output_type == "stream" else ("display", *sorted(output.data))
+        kind = (
+            ("stream", output.name)
+            if output.output_type == "stream"
+            else ("display", *sorted(output.data))
+        )
         if kind[0] != "stream" or kinds[-1:] != [kind]:
             kinds.append(kind)
     return kinds
@@ -132,8 +145,12 @@ def test_notebooks_exist_and_are_listed_in_the_readme():
     assert {path.name for path in NOTEBOOKS} == set(re.findall(r"\]\((\w+\.ipynb)\)", text))
 
 
-def check_run(path: Path, directory: Path, shorter: dict[str, str], environment: dict[str, str]) -> None:
-    """Runs a notebook in a copy of its directory, with texts of its cells replaced by those of `shorter`."""
+def check_run(
+    path: Path, directory: Path, shorter: dict[str, str], environment: dict[str, str]
+) -> None:
+    """Runs a notebook in a copy of its directory, with texts of its cells replaced by those of
+    `shorter`.
+    """
     shutil.copytree(path.parent, directory)
     stored, notebook, before = read(path), read(directory / path.name), set(directory.iterdir())
     for text, replacement in shorter.items():
@@ -154,7 +171,9 @@ def check_run(path: Path, directory: Path, shorter: dict[str, str], environment:
     for cell, stored_cell in zip(code_cells(notebook), code_cells(stored), strict=True):
         errors = [output.text for output in cell.outputs if output.get("name") == "stderr"]
         assert errors == [], cell.source
-        assert output_kinds(stored_cell) == output_kinds(cell), f"run `make notebooks`: {cell.source}"
+        assert output_kinds(stored_cell) == output_kinds(cell), (
+            f"run `make notebooks`: {cell.source}"
+        )
 
 
 def _parameter(path: Path):
@@ -167,10 +186,14 @@ def test_notebook_runs_without_error_and_stderr(path, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem in SHORTER], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if path.stem in SHORTER], ids=lambda path: path.stem
+)
 def test_notebook_at_full_length_runs_without_error_and_stderr(path, tmp_path):
     """With XLA's default optimization, and without the variables of the tests."""
-    users_variables = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    users_variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))
+    }
     check_run(path, tmp_path / "notebooks", {}, users_variables)
 
 
@@ -183,7 +206,10 @@ def test_notebook_starts_with_machines_and_install_cell(path):
         assert machine in first.source
     # `python -m benchmarks.site --links` replaces the requirement by that of a public repository.
     requirement = re.search(r'"JAXLC_SOURCE", "(.*)"', second.source)[1]
-    assert (second.cell_type, second.source) == ("code", INSTALL_CELL.replace("./jaxlc[plot]", requirement))
+    assert (second.cell_type, second.source) == (
+        "code",
+        INSTALL_CELL.replace("./jaxlc[plot]", requirement),
+    )
 
 
 @notebooks

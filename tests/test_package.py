@@ -33,7 +33,9 @@ TINY = (
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of a copy of the source tree, so that no build directory is left in the tree itself."""
+    """The wheel of a copy of the source tree, so that no build directory is left in the tree
+    itself.
+    """
     source = tmp_path_factory.mktemp("source") / "jaxlc"
     shutil.copytree(ROOT, source, ignore=NOT_SOURCES)
     directory = tmp_path_factory.mktemp("wheel")
@@ -44,7 +46,9 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel, tmp_path_factory) -> Path:
-    """A directory into which the wheel is installed. Dependencies come from the environment of the tests."""
+    """A directory into which the wheel is installed. Dependencies come from the environment of the
+    tests.
+    """
     target = tmp_path_factory.mktemp("installed")
     pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     return target
@@ -74,18 +78,26 @@ def run(
 
 def test_wheel_contains_package_configs_and_licence_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for name in ("jaxlc/py.typed", "jaxlc/cli/__init__.py", *(f"jaxlc/configs/{path}" for path in configs())):
+    for name in (
+        "jaxlc/py.typed",
+        "jaxlc/cli/__init__.py",
+        *(f"jaxlc/configs/{path}" for path in configs()),
+    ):
         assert name in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"jaxlc"}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "jaxlc").rglob("*.py")}
-    shipped = {name for name in names if name.endswith(".py") and not name.startswith("jaxlc/configs/")}
+    shipped = {
+        name for name in names if name.endswith(".py") and not name.startswith("jaxlc/configs/")
+    }
     assert shipped == modules
 
 
 def configs() -> list[Path]:
     """The config files and their data, relative to configs/."""
-    paths = sorted(path for suffix in ("py", "jsonl") for path in (ROOT / "configs").rglob(f"*.{suffix}"))
+    paths = sorted(
+        path for suffix in ("py", "jsonl") for path in (ROOT / "configs").rglob(f"*.{suffix}")
+    )
     assert paths
     return [path.relative_to(ROOT / "configs") for path in paths]
 
@@ -94,14 +106,26 @@ def test_wheel_core_requirements_exclude_optional_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
-    core = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    core = [
+        line
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist") and "extra ==" not in line
+    ]
     assert len(core) == 11
     for package in ("tokenizers", "pyarrow", "matplotlib", "tensorboardX"):
         assert not any(package in line for line in core)
     assert "License-Expression: Apache-2.0" in metadata
 
 
-_OPTIONAL = ("matplotlib", "jinja2", "tokenizers", "pyarrow", "tensorboardX", "wandb", "huggingface_hub")
+_OPTIONAL = (
+    "matplotlib",
+    "jinja2",
+    "tokenizers",
+    "pyarrow",
+    "tensorboardX",
+    "wandb",
+    "huggingface_hub",
+)
 _IMPORT_WITHOUT = f"""
 import sys
 
@@ -140,11 +164,20 @@ def test_installed_quickstart_trains_in_an_empty_directory(installed, tmp_path):
         (texts / f"{i}.txt").write_text(f"Document {i} of the package test. " * 40)
     where = run(installed, work, "-c", "import jaxlc; print(jaxlc.__file__)").stdout
     assert Path(where.strip()).is_relative_to(installed)
-    settings = [f"--config.data.sources={texts}", f"--config.data.cache_dir={tmp_path / 'cache'}", *TINY]
-    output = run(installed, work, str(installed / "bin" / "jaxlc"), "train", "--config=quickstart", *settings).stdout
+    settings = [
+        f"--config.data.sources={texts}",
+        f"--config.data.cache_dir={tmp_path / 'cache'}",
+        *TINY,
+    ]
+    output = run(
+        installed, work, str(installed / "bin" / "jaxlc"), "train", "--config=quickstart", *settings
+    ).stdout
     assert "held-out loss" in output
     assert [path.name for path in work.iterdir()] == ["runs"]
-    rows = [json.loads(line) for line in (work / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (work / "runs/quickstart/metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[-1]["step"] == 2
 
 
@@ -171,24 +204,42 @@ def test_installed_plan_prints_page_and_writes_files(installed, tmp_path):
     ]
     ours = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    done = run(installed, tmp_path, str(installed / "bin" / "jaxlc"), "plan", *arguments, environment=environment)
+    done = run(
+        installed,
+        tmp_path,
+        str(installed / "bin" / "jaxlc"),
+        "plan",
+        *arguments,
+        environment=environment,
+    )
     first, *others = done.stderr.splitlines()
     assert first == "compiling the training step for h100:1x4 ..."
     assert all("so far" in line for line in others)  # of a slow machine
     assert "peak of an evaluation" in done.stdout
     assert "VERDICT: fits" in done.stdout and "cudnn attention forward" in done.stdout
     values = json.loads((tmp_path / "plan.json").read_text())
-    assert values["topology"] == "h100:1x4" and values["num_devices"] == 4 and values["memory"]["fits"] is True
+    assert (
+        values["topology"] == "h100:1x4"
+        and values["num_devices"] == 4
+        and values["memory"]["fits"] is True
+    )
     assert values["advice"] is None
     assert values["memory"]["host_capacity_per_node_bytes"] == 100 * 2**30
     (backend,) = values["ring"]["by_backend"]
     assert backend in ("NVSHMEM", "NCCL")  # auto, on JAX 0.10.1 and on 0.12
     memory = values["memory"]
-    assert (memory["symmetric_used_bytes"] > 0) == (backend == "NVSHMEM")  # its permutes use symmetric buffers
+    # its permutes use symmetric buffers
+    assert (memory["symmetric_used_bytes"] > 0) == (backend == "NVSHMEM")
     assert memory["symmetric_used_bytes"] <= memory["symmetric_bytes"]
     state_bytes = memory["parameters_bytes"] + memory["optimizer_bytes"]
     assert state_bytes < values["evaluation_peak_bytes"] < memory["device_peak_bytes"]
-    parts = ("device_arguments_bytes", "device_temp_bytes", "workspace_bytes", "symmetric_bytes", "nccl_bytes")
+    parts = (
+        "device_arguments_bytes",
+        "device_temp_bytes",
+        "workspace_bytes",
+        "symmetric_bytes",
+        "nccl_bytes",
+    )
     assert memory["device_peak_bytes"] == sum(memory[part] for part in parts)
     assert ">fits</span>" in (tmp_path / "plan.html").read_text()
     assert png_size(tmp_path / "layer.png") > (500, 200)
@@ -200,7 +251,9 @@ def test_verb_has_a_main_function(verb):
 
 
 def test_public_api_is_complete_and_typed():
-    """`dir`, `__all__` and what a type checker sees (definitions and TYPE_CHECKING imports) agree, without JAX."""
+    """`dir`, `__all__` and what a type checker sees (definitions and TYPE_CHECKING imports) agree,
+    without JAX.
+    """
     code = (
         "import jaxlc, sys; assert sorted([*jaxlc.__all__, '__version__']) == dir(jaxlc);"
         "assert 'jax' not in sys.modules; [getattr(jaxlc, name) for name in jaxlc.__all__];"
@@ -211,9 +264,22 @@ def test_public_api_is_complete_and_typed():
     tree = ast.parse((ROOT / "jaxlc" / "__init__.py").read_text())
     visible = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in tree.body:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            visible |= {alias.name for line in node.body if isinstance(line, ast.ImportFrom) for alias in line.names}
-    (public,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__")
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
+            visible |= {
+                alias.name
+                for line in node.body
+                if isinstance(line, ast.ImportFrom)
+                for alias in line.names
+            }
+    (public,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+    )
     assert set(ast.literal_eval(public)) <= visible
 
 
@@ -229,6 +295,8 @@ def test_public_api_is_complete_and_typed():
     ],
 )
 def test_console_command_help_and_unknown_verb(arguments, status, output):
-    done = subprocess.run([sys.executable, "-m", "jaxlc", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxlc", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == status
     assert output in done.stdout + done.stderr

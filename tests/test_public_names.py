@@ -1,4 +1,6 @@
-"""Names that scripts, configs and stored files of users contain. New ones may be added; none of these may go."""
+"""Names that scripts, configs and stored files of users contain. New ones may be added; none of
+these may go.
+"""
 
 import dataclasses
 import importlib.util
@@ -77,13 +79,32 @@ MODULES = [
     "sweep",
     "train",
 ]  # `python -m jaxlc.X`
-COMMANDS = ["data", "eval", "export", "generate", "plan", "preflight", "profile", "recommend", "sweep", "train"]
+COMMANDS = [
+    "data",
+    "eval",
+    "export",
+    "generate",
+    "plan",
+    "preflight",
+    "profile",
+    "recommend",
+    "sweep",
+    "train",
+]
 CONFIGS = [
     *("quickstart", "64k", "128k", "256k", "1m", "1m_1gpu", "8m_8gpu", "32m_32gpu", "retrieval"),
     *("extend_512k", "extend_1m", "lora_1m_1gpu", "olmo3_64k", "sft_128k"),
 ]
 METRICS = [
-    *("step", "loss", "tokens_per_second", "step_seconds", "grad_norm", "learning_rate", "eval_loss"),
+    *(
+        "step",
+        "loss",
+        "tokens_per_second",
+        "step_seconds",
+        "grad_norm",
+        "learning_rate",
+        "eval_loss",
+    ),
     *("loss_scale", "skipped_steps"),
 ]
 PLAN = {
@@ -100,13 +121,41 @@ PLAN = {
         ),
         *("host_bytes_per_node", "host_capacity_per_node_bytes", "host_optimizer_bytes"),
         *("host_parameters_bytes",),
-        *("host_pool_bytes", "host_pools_per_node_bytes", "is_unified_over_pcie", "largest", "memory_fraction"),
-        *("nccl_bytes", "nvshmem_heap_bytes", "optimizer_bytes", "parameters_bytes", "scheduler_limit_bytes"),
-        *("staging_bytes_per_node", "symmetric_used_bytes", "unified_host_bytes", "workspace_bytes"),
+        *(
+            "host_pool_bytes",
+            "host_pools_per_node_bytes",
+            "is_unified_over_pcie",
+            "largest",
+            "memory_fraction",
+        ),
+        *(
+            "nccl_bytes",
+            "nvshmem_heap_bytes",
+            "optimizer_bytes",
+            "parameters_bytes",
+            "scheduler_limit_bytes",
+        ),
+        *(
+            "staging_bytes_per_node",
+            "symmetric_used_bytes",
+            "unified_host_bytes",
+            "workspace_bytes",
+        ),
     ],
     "predicted": [
-        *("bound_by", "communication_seconds", "exposed_communication_seconds", "exposed_host_copies"),
-        *("exposed_host_copy_seconds", "host_copies", "host_copy_seconds", "mfu_causal", "overhead_seconds"),
+        *(
+            "bound_by",
+            "communication_seconds",
+            "exposed_communication_seconds",
+            "exposed_host_copies",
+        ),
+        *(
+            "exposed_host_copy_seconds",
+            "host_copies",
+            "host_copy_seconds",
+            "mfu_causal",
+            "overhead_seconds",
+        ),
         *(
             "recomputed_share",
             "recurrence_seconds",
@@ -120,7 +169,15 @@ PLAN = {
     ],
     "ring": ["by_backend", "exposed", "exposed_forward", "hidden", "hops"],
     "": [
-        *("compile_seconds", "config", "evaluation_peak_bytes", "hints", "kernel_choice", "kernels", "mesh"),
+        *(
+            "compile_seconds",
+            "config",
+            "evaluation_peak_bytes",
+            "hints",
+            "kernel_choice",
+            "kernels",
+            "mesh",
+        ),
         *("num_devices", "sequence_tokens", "tokens_per_step", "topology", "transport_choice"),
     ],
 }
@@ -128,7 +185,14 @@ PLAN_DERIVED = ["device_peak_bytes", "fits", "pool_share", "symmetric_bytes"]  #
 LARGEST = ["bytes", "made_by", "shape"]  # keys of each of memory.largest
 PACKING = ["num_sequences", "order", "source"]
 PACKING_ESTIMATES = [
-    *("attention_seconds", "longest_document", "mfu_documents", "name", "num_documents", "padding_share"),
+    *(
+        "attention_seconds",
+        "longest_document",
+        "mfu_documents",
+        "name",
+        "num_documents",
+        "padding_share",
+    ),
     *("pairs_share", "replica_cost", "ring_cost", "step_seconds", "tokens_per_second_per_device"),
 ]
 OTHER_PLANS = {
@@ -136,8 +200,19 @@ OTHER_PLANS = {
     StagePlan: ["name", "num_steps", "plan"],
 }
 CONSTANTS = [
-    *("attention_half_keys_masked", "attention_half_keys_unmasked", "expert_kernel_share", "f8_matmul_share"),
-    *("host_latency_seconds", "host_share", "kernel_gap_seconds", "link_share", "matmul_ramp_seconds"),
+    *(
+        "attention_half_keys_masked",
+        "attention_half_keys_unmasked",
+        "expert_kernel_share",
+        "f8_matmul_share",
+    ),
+    *(
+        "host_latency_seconds",
+        "host_share",
+        "kernel_gap_seconds",
+        "link_share",
+        "matmul_ramp_seconds",
+    ),
     *("matmul_share", "matmul_wave_weight"),
     *("memory_share", "nccl_multiprocessors", "network_latency_seconds", "network_step_seconds"),
     *("nvlink_latency_seconds", "nvlink_step_seconds", "pair_spread", "time_scale", "time_spread"),
@@ -160,7 +235,9 @@ def test_function_keeps_its_parameters(name):
 @pytest.mark.parametrize("name", CLASSES)
 def test_class_keeps_its_attributes(name):
     cls = public(name)
-    fields = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    fields = (
+        [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    )
     assert not set(CLASSES[name].split()) - set(dir(cls)) - set(fields)
 
 
@@ -187,7 +264,9 @@ def test_keys_of_plan_json_are_read_and_written():
     values["memory"]["largest"] = [dict.fromkeys(LARGEST, 0)]
     values["memory"]["device_capacity_bytes"] = 1
     values["predicted"]["step_seconds_interval"] = [1, 2]
-    values["packing"] = dict.fromkeys(PACKING, 0) | {"estimates": [dict.fromkeys(PACKING_ESTIMATES, 0)]}
+    values["packing"] = dict.fromkeys(PACKING, 0) | {
+        "estimates": [dict.fromkeys(PACKING_ESTIMATES, 0)]
+    }
     written = json.loads(json.dumps(Plan.from_json(typed(Plan, values)).to_json()))
     assert missing(values, written) == []
     assert not set(PLAN_DERIVED) - set(written["memory"])
@@ -199,7 +278,11 @@ def typed(hint, value):
     hint = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
     if isinstance(value, list) and typing.get_origin(hint) is tuple:
         return [typed(typing.get_args(hint)[0], item) for item in value]
-    if isinstance(value, dict) and isinstance(hint, type) and (hints := typing.get_type_hints(hint)):
+    if (
+        isinstance(value, dict)
+        and isinstance(hint, type)
+        and (hints := typing.get_type_hints(hint))
+    ):
         return {name: typed(hints.get(name), item) for name, item in value.items()}
     if typing.get_origin(hint) is dict and not isinstance(value, dict):
         return {}
@@ -209,18 +292,29 @@ def typed(hint, value):
 def missing(expected, found, path: str = "") -> list[str]:
     """The paths of keys of nested dictionaries and lists in `expected` that are not in `found`."""
     if isinstance(expected, list):
-        return [key for one, other in zip(expected, found, strict=True) for key in missing(one, other, path)]
+        return [
+            key
+            for one, other in zip(expected, found, strict=True)
+            for key in missing(one, other, path)
+        ]
     if not isinstance(expected, dict):
         return []
     absent = [f"{path}{key}" for key in expected if key not in found]
     return absent + [
-        key for name in expected if name in found for key in missing(expected[name], found[name], f"{path}{name}.")
+        key
+        for name in expected
+        if name in found
+        for key in missing(expected[name], found[name], f"{path}{name}.")
     ]
 
 
 @pytest.mark.parametrize("plan", OTHER_PLANS)
 def test_keys_of_other_plans_stay(plan):
-    fields = {field.name for field in dataclasses.fields(plan)} if dataclasses.is_dataclass(plan) else set(plan._fields)
+    fields = (
+        {field.name for field in dataclasses.fields(plan)}
+        if dataclasses.is_dataclass(plan)
+        else set(plan._fields)
+    )
     assert not set(OTHER_PLANS[plan]) - fields
 
 

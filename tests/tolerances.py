@@ -5,16 +5,18 @@ import numpy as np
 
 # All are bounds on max_relative_error. float32: the same sums in a different order.
 FLOAT32_PARITY = 1e-5
-# A loss, relative to the sum of the magnitudes of its terms: the rounding errors of many terms cancel.
+# A loss, relative to the sum of the magnitudes of its terms: the rounding errors of many terms
+# cancel.
 FLOAT32_LOSS = 1e-6
-# relative_norm_error of all gradients of a step, of sums in a different order: 6e-7 to 1.3e-6, depending on the CPU.
+# relative_norm_error of all gradients of a step, of sums in a different order: 6e-7 to 1.3e-6,
+# depending on the CPU.
 FLOAT32_GRADIENTS = 2e-6
-# Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 1.1e-5 between shared prefixes and
-# separate rows.
+# Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 1.1e-5 between shared
+# prefixes and separate rows.
 FLOAT32_DECAY_GRADIENT = 2e-5
-# bfloat16 has 8 bits of mantissa (a relative rounding error of 2^-9 = 0.002). Operands are rounded, sums are float32: a
-# few roundings for an attention output, and a few per layer for a parameter's gradient. Neither depends on the number
-# of ring steps.
+# bfloat16 has 8 bits of mantissa (a relative rounding error of 2^-9 = 0.002). Operands are rounded,
+# sums are float32: a few roundings for an attention output, and a few per layer for a parameter's
+# gradient. Neither depends on the number of ring steps.
 BFLOAT16_ATTENTION = 2e-2
 BFLOAT16_GRADIENT = 5e-2
 # float16 has 11 bits (a relative rounding error of 2^-12 = 0.00024), and as many roundings.
@@ -25,7 +27,9 @@ FP8_GRADIENT = 0.3
 
 
 def max_relative_error(a, b) -> float:
-    """max|a - b| / max|b| over arrays of equal shape; b is the reference. NaN if either contains NaN."""
+    """max|a - b| / max|b| over arrays of equal shape; b is the reference. NaN if either contains
+    NaN.
+    """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
     return float(np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(np.float32).tiny))
@@ -33,5 +37,8 @@ def max_relative_error(a, b) -> float:
 
 def relative_norm_error(a, b) -> float:
     """|a - b| / |b| in the 2-norm, over the arrays of two trees as one vector; b is the reference."""
-    a, b = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]) for tree in (a, b))
+    a, b = (
+        np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+        for tree in (a, b)
+    )
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.first_contact.sizes import Heads
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, Kernel, KeyRanges, QueryResults
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    Kernel,
+    KeyRanges,
+    QueryResults,
+)
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.key_ranges import TokenInfo, key_ranges
@@ -23,11 +29,13 @@ def is_main(kernel: str) -> bool:
     return kernel in (("cudnn", "pallas") if jax.devices()[0].platform == "gpu" else ("blockwise",))
 
 
-def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False) -> list[str]:
+def supported_kernels(
+    heads: Heads, dtype: str, *, window: int | None = None, packed: bool = False
+) -> list[str]:
     """Names of the kernels that support the problem on the first device, without the reference.
 
-    mosaic is among them if tokamax is installed. On a CPU the Pallas kernel runs in a slow interpreter, so a dry run
-    uses it for packed documents only.
+    mosaic is among them if tokamax is installed. On a CPU the Pallas kernel runs in a slow
+    interpreter, so a dry run uses it for packed documents only.
     """
     device = jax.devices()[0]
     problem = AttentionProblem(
@@ -44,7 +52,11 @@ def supported_kernels(heads: Heads, dtype: str, *, window: int | None = None, pa
     skipped = {"reference"} if is_installed("tokamax") else {"reference", "mosaic"}
     if device.platform == "cpu" and not packed:
         skipped.add("pallas")
-    return [name for name, kernel in KERNELS.items() if name not in skipped and kernel.unsupported(problem) is None]
+    return [
+        name
+        for name, kernel in KERNELS.items()
+        if name not in skipped and kernel.unsupported(problem) is None
+    ]
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "num_tokens", "dtype"))
@@ -52,32 +64,48 @@ def random_inputs(heads: Heads, num_tokens: int, dtype: str) -> tuple[jax.Array,
     """Random (q, k, v, dout), batch size 1. A GPU computes zeros faster than random numbers."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads)
-    return tuple(jax.random.normal(k, (1, num_tokens, n, heads.head_dim), dtype) for k, n in zip(keys, counts))
+    return tuple(
+        jax.random.normal(k, (1, num_tokens, n, heads.head_dim), dtype)
+        for k, n in zip(keys, counts)
+    )
 
 
 def ranges_for(num_tokens: int, spec: AttentionSpec, *, packed: bool) -> KeyRanges | None:
     """Packed: documents of half the sequence, a quarter and so on, and padding at the end.
 
-    Without a causal mask, as in a ring step: keys have the documents in reverse order, at other offsets than queries.
+    Without a causal mask, as in a ring step: keys have the documents in reverse order, at other
+    offsets than queries.
     """
     if not packed:
         return None
     position = jnp.arange(num_tokens)
-    segments = jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32) + 1
+    segments = (
+        jnp.minimum(jnp.floor(jnp.log2(num_tokens / (num_tokens - position))), 5).astype(jnp.int32)
+        + 1
+    )
     segments = jnp.where(position >= num_tokens - num_tokens // 32, 0, segments)
     tokens = TokenInfo(position.astype(jnp.int32)[None], segments[None])
-    return key_ranges(tokens, tokens if spec.causal else TokenInfo(None, segments[None, ::-1]), spec)
+    return key_ranges(
+        tokens, tokens if spec.causal else TokenInfo(None, segments[None, ::-1]), spec
+    )
 
 
-def both_passes(kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None, q, k, v, dout, dlse=None):
+def both_passes(
+    kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None, q, k, v, dout, dlse=None
+):
     """(out, lse, dq, dk, dv) of a kernel; a dlse of None is zero."""
     out, lse = kernel.forward(q, k, v, ranges, spec)
     dlse = jnp.zeros_like(lse) if dlse is None else dlse
-    return out, lse, *kernel.backward(q, k, v, ranges, spec, QueryResults(out.astype(q.dtype), lse, dout, dlse))
+    return (
+        out,
+        lse,
+        *kernel.backward(q, k, v, ranges, spec, QueryResults(out.astype(q.dtype), lse, dout, dlse)),
+    )
 
 
 def seconds_per_call(call: Callable, carry, *operands, num_calls: int, repeats: int) -> float:
-    """The shortest time of one `call(carry, *operands) -> carry`, from `num_calls` calls inside one program.
+    """The shortest time of one `call(carry, *operands) -> carry`, from `num_calls` calls inside one
+    program.
 
     Single calls from Python would include the launch and the wait for the result, about 0.1 ms.
     """
@@ -90,5 +118,7 @@ def seconds_per_call(call: Callable, carry, *operands, num_calls: int, repeats: 
 
 
 def device_or_h100() -> Device:
-    """The peaks of the first device; in a dry run on a CPU those of an H100, so that fractions have values."""
+    """The peaks of the first device; in a dry run on a CPU those of an H100, so that fractions have
+    values.
+    """
     return hardware.find(jax.devices()[0].device_kind) or hardware.find("h100")

@@ -1,6 +1,7 @@
 """The command line: runs parts in processes of their own, so that no row can stop the others.
 
-After a row that crashes, hangs or leaves a GPU that no longer works, a new process continues with the next row.
+After a row that crashes, hangs or leaves a GPU that no longer works, a new process continues with
+the next row.
 """
 
 import contextlib
@@ -45,12 +46,18 @@ _DEVICE_FAILED = 75  # exit status of a process whose GPU no longer works; the r
 
 
 class Part(NamedTuple):
-    rows: Callable[[Sizes, Path], Iterator[Row]]  # called with the sizes and the directory of the output file
-    has_process_per_row: bool  # for rows that need a new process: its variables, or the memory that JAX has reserved
+    # called with the sizes and the directory of the output file
+    rows: Callable[[Sizes, Path], Iterator[Row]]
+    # for rows that need a new process: its variables, or the memory that JAX has reserved
+    has_process_per_row: bool
     environment: Mapping[str, str] = MappingProxyType({})  # variables of a process with all rows
 
 
-def _part(make_rows: Callable[[Sizes], Iterator[Row]], has_process_per_row: bool = False, **environment: str) -> Part:
+def _part(
+    make_rows: Callable[[Sizes], Iterator[Row]],
+    has_process_per_row: bool = False,
+    **environment: str,
+) -> Part:
     return Part(lambda sizes, _: make_rows(sizes), has_process_per_row, environment)
 
 
@@ -77,10 +84,24 @@ PARTS = {  # the most important first
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> None:
     names = ", ".join(PARTS)
-    flags.DEFINE_list("parts", list(PARTS), f"parts to run, in this order, of {names}", flag_values=values)
-    flags.DEFINE_string("out", "runs/first_contact/rows.jsonl", "file to which rows are appended", flag_values=values)
-    flags.DEFINE_float("seconds", 540.0, "no row is started that would not end within this time", flag_values=values)
-    flags.DEFINE_bool("dry_run", False, "small shapes in one process, on any device", flag_values=values)
+    flags.DEFINE_list(
+        "parts", list(PARTS), f"parts to run, in this order, of {names}", flag_values=values
+    )
+    flags.DEFINE_string(
+        "out",
+        "runs/first_contact/rows.jsonl",
+        "file to which rows are appended",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "seconds",
+        540.0,
+        "no row is started that would not end within this time",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "dry_run", False, "small shapes in one process, on any device", flag_values=values
+    )
     flags.DEFINE_string("child", "", "of a started process: the part it runs", flag_values=values)
     flags.DEFINE_integer("row", 0, "the index of the first row of each part", flag_values=values)
 
@@ -98,13 +119,20 @@ def main(_: Sequence[str]) -> None:
     if values.child:
         _run_child(values.child, values.row, sizes, file, out.parent, deadline_seconds)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes, writes constants
+    # ends the processes, writes constants
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if values.dry_run:
         start(RuntimeConfig(simulated_devices=1))
     try:
         for name in values.parts:
             if values.dry_run:
-                rows.run(name, PARTS[name].rows(sizes, out.parent), file, deadline_seconds, first=values.row)
+                rows.run(
+                    name,
+                    PARTS[name].rows(sizes, out.parent),
+                    file,
+                    deadline_seconds,
+                    first=values.row,
+                )
             elif PARTS[name].has_process_per_row:
                 _run_rows_in_processes(name, values.row, sizes, file, out, deadline_seconds)
             else:
@@ -116,25 +144,33 @@ def main(_: Sequence[str]) -> None:
 
 
 def _write_constants(directory: Path, is_dry_run: bool) -> None:
-    """Writes the constants of the rows in `directory`, except that a dry run and a measurement do not mix."""
+    """Writes the constants of the rows in `directory`, except that a dry run and a measurement do
+    not mix.
+    """
     measured = rows.read(sorted(directory.glob("*.jsonl")))
     values = constants.from_rows(row for row in measured if row.get("dry_run", False) == is_dry_run)
     (directory / CONSTANTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
 
 
-def _run_child(name: str, index: int, sizes: Sizes, file: RowFile, directory: Path, deadline_seconds: float) -> None:
+def _run_child(
+    name: str, index: int, sizes: Sizes, file: RowFile, directory: Path, deadline_seconds: float
+) -> None:
     part = PARTS[name]
     if not part.has_process_per_row:
         start(RuntimeConfig())
         all_rows = part.rows(sizes, directory)
-        rows.run(name, all_rows, file, deadline_seconds, first=index, after_error=_exit_if_device_failed)
+        rows.run(
+            name, all_rows, file, deadline_seconds, first=index, after_error=_exit_if_device_failed
+        )
         return
     row = list(part.rows(sizes, directory))[index]
     rows.run(name, [row], file, float("inf"))  # the starting process has checked the time
 
 
 def _exit_if_device_failed() -> None:
-    """After some errors, such as an illegal address, every later operation of the process on the GPU fails."""
+    """After some errors, such as an illegal address, every later operation of the process on the
+    GPU fails.
+    """
     try:
         jax.block_until_ready(jnp.ones(8) + 1)
     except jax.errors.JaxRuntimeError:
@@ -145,7 +181,9 @@ def _run_part(name: str, first: int, file: RowFile, out: Path, deadline_seconds:
     """Runs the rows of a part in one process, and those after a row that ends it in the next one."""
     next_row: int | None = first
     while next_row is not None:
-        last = _run_process(name, next_row, {}, dict(PARTS[name].environment), file, out, deadline_seconds)
+        last = _run_process(
+            name, next_row, {}, dict(PARTS[name].environment), file, out, deadline_seconds
+        )
         next_row = None if last is None else last + 1
 
 
@@ -155,18 +193,32 @@ def _run_rows_in_processes(
     for index, row in itertools.islice(enumerate(PARTS[name].rows(sizes, out.parent)), first, None):
         left_seconds = deadline_seconds - time.monotonic()
         if row.seconds > left_seconds:
-            file.write(name, row.labels, dict(skipped=f"takes about {row.seconds:.0f} s of {left_seconds:.0f} s left"))
+            file.write(
+                name,
+                row.labels,
+                dict(skipped=f"takes about {row.seconds:.0f} s of {left_seconds:.0f} s left"),
+            )
         else:
-            _run_process(name, index, row.labels, dict(row.environment), file, out, deadline_seconds)
+            _run_process(
+                name, index, row.labels, dict(row.environment), file, out, deadline_seconds
+            )
 
 
 def _run_process(
-    name: str, index: int, labels: dict, environment: dict[str, str], file: RowFile, out: Path, deadline_seconds: float
+    name: str,
+    index: int,
+    labels: dict,
+    environment: dict[str, str],
+    file: RowFile,
+    out: Path,
+    deadline_seconds: float,
 ) -> int | None:
-    """Runs a part from a row on, or one row of it. An abnormal end becomes a row with the end of its messages.
+    """Runs a part from a row on, or one row of it. An abnormal end becomes a row with the end of
+    its messages.
 
     Returns:
-      The index of the row that ended the process; None if it ended normally, or before its first row.
+      The index of the row that ended the process; None if it ended normally, or before its first
+      row.
     """
     left_seconds = deadline_seconds - time.monotonic()
     if left_seconds < _MIN_SECONDS:
@@ -178,8 +230,11 @@ def _run_process(
     file.clear_started()
     with log.open("ab") as messages:
         start = messages.tell()
-        # A session of its own: the runs that a row starts are killed with it, and free the GPU's memory.
-        process = subprocess.Popen(command, env=os.environ | environment, stderr=messages, start_new_session=True)
+        # A session of its own: the runs that a row starts are killed with it, and free the GPU's
+        # memory.
+        process = subprocess.Popen(
+            command, env=os.environ | environment, stderr=messages, start_new_session=True
+        )
         try:
             status = _wait(process, file, deadline_seconds)
         finally:

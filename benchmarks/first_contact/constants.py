@@ -1,19 +1,24 @@
-"""Converts measured rows to the constants that `jaxlc plan --constants` reads (jaxlc/simulate/roofline.py)."""
+"""Converts measured rows to the constants that `jaxlc plan --constants` reads
+(jaxlc/simulate/roofline.py).
+"""
 
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
-# Matrix products of a backward kernel's program per pair of query and key, over the five that rates count: pallas and
-# mosaic compute the scores and the gradient of the weights twice (jaxlc/hlo/attention_kernels.py).
+# Matrix products of a backward kernel's program per pair of query and key, over the five that rates
+# count: pallas and mosaic compute the scores and the gradient of the weights twice
+# (jaxlc/hlo/attention_kernels.py).
 _BACKWARD_PRODUCTS = {"cudnn": 5 / 5, "pallas": 7 / 5, "mosaic": 7 / 5, "blockwise": 5 / 5}
 _Rows = list[dict[str, Any]]
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The constants that `rows` measured; keys without a measurement are absent, so that the defaults remain.
+    """The constants that `rows` measured; keys without a measurement are absent, so that the
+    defaults remain.
 
-    There is none for FP8 products: their rows include the casts of the operands, which plans price as kernels.
+    There is none for FP8 products: their rows include the casts of the operands, which plans price
+    as kernels.
     """
     rows = [row for row in rows if "error" not in row and "skipped" not in row]
     attention_share = _attention(_of(rows, "rates", causal=True))
@@ -25,7 +30,14 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "matmul_share": _of(rows, "basics", name="product", dtype="bf16"),
         "expert_kernel_share": _of(rows, "experts", name="product", kernel="mosaic"),
         "memory_share": _of(rows, "basics", name="device copy"),
-        "host_share": _of(rows, "host", name="copy", direction="from host", index="loop counter", with_attention=False),
+        "host_share": _of(
+            rows,
+            "host",
+            name="copy",
+            direction="from host",
+            index="loop counter",
+            with_attention=False,
+        ),
     }
     for name, measured in shares.items():
         if measured:
@@ -39,7 +51,9 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def _of(rows: _Rows, part: str, **labels: Any) -> _Rows:
     all_labels = dict(part=part, **labels)
-    return [row for row in rows if all(row.get(name) == value for name, value in all_labels.items())]
+    return [
+        row for row in rows if all(row.get(name) == value for name, value in all_labels.items())
+    ]
 
 
 def _attention(rows: _Rows) -> dict[str, list[float]]:
@@ -47,7 +61,11 @@ def _attention(rows: _Rows) -> dict[str, list[float]]:
     shares: dict[str, list[float]] = {}
     for kernel, products in _BACKWARD_PRODUCTS.items():
         by_pass = {
-            which: {row["tokens"]: row["share"] for row in rows if (row["kernel"], row["which"]) == (kernel, which)}
+            which: {
+                row["tokens"]: row["share"]
+                for row in rows
+                if (row["kernel"], row["which"]) == (kernel, which)
+            }
             for which in ("forward", "backward")
         }
         both = by_pass["forward"].keys() & by_pass["backward"].keys()

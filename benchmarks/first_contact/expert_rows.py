@@ -1,4 +1,6 @@
-"""Part experts: products of routed rows with their experts, by the kernels of config.runtime.expert_kernel."""
+"""Part experts: products of routed rows with their experts, by the kernels of
+config.runtime.expert_kernel.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -16,11 +18,17 @@ _PRODUCTS = dict(mosaic=mosaic_product, blocks=block_product)
 def expert_rows(sizes: Sizes) -> Iterator[Row]:
     """The Mosaic kernels need a Hopper GPU: a dry run has `blocks` only."""
     if not sizes.is_dry_run:
-        yield Row(labels=dict(name="check", kernel="mosaic"), measure=functools.partial(_check, sizes), seconds=40)
+        yield Row(
+            labels=dict(name="check", kernel="mosaic"),
+            measure=functools.partial(_check, sizes),
+            seconds=40,
+        )
     for kernel in ("blocks",) if sizes.is_dry_run else _PRODUCTS:
         for which in ("forward", "backward"):
             measure = functools.partial(_rate, sizes, kernel, which)
-            yield Row(labels=dict(name="product", kernel=kernel, which=which), measure=measure, seconds=40)
+            yield Row(
+                labels=dict(name="product", kernel=kernel, which=which), measure=measure, seconds=40
+            )
 
 
 def _check(sizes: Sizes) -> dict:
@@ -30,7 +38,9 @@ def _check(sizes: Sizes) -> dict:
 
 
 def _rate(sizes: Sizes, kernel: str, which: str) -> dict:
-    """FLOPs count all rows, padding included. Each call depends on the last, through a part of its result."""
+    """FLOPs count all rows, padding included. Each call depends on the last, through a part of its
+    result.
+    """
     num_experts, model_dim, ffn_dim, num_tokens, num_chosen = sizes.experts
     keys = jax.random.split(jax.random.key(0), 4)
     scores_TE = jax.random.uniform(keys[0], (num_tokens, num_experts))
@@ -47,12 +57,16 @@ def _rate(sizes: Sizes, kernel: str, which: str) -> dict:
 
     def backward(carry, x_nmD, w_EDF, expert_n):
         dout_nmF, *_ = carry
-        dx_nmD, dw_EDF = jax.vjp(lambda x, w: _PRODUCTS[kernel](x, w, expert_n), x_nmD, w_EDF)[1](dout_nmF)
+        dx_nmD, dw_EDF = jax.vjp(lambda x, w: _PRODUCTS[kernel](x, w, expert_n), x_nmD, w_EDF)[1](
+            dout_nmF
+        )
         return dout_nmF.at[..., 0].add(1e-3 * dx_nmD[..., 0]), dx_nmD, dw_EDF
 
     timing = dict(num_calls=sizes.num_calls, repeats=sizes.repeats)
     if which == "forward":
-        seconds = seconds_per_call(forward, (x_nmD, dout_nmF), w_EDF, assignments.expert_n, **timing)
+        seconds = seconds_per_call(
+            forward, (x_nmD, dout_nmF), w_EDF, assignments.expert_n, **timing
+        )
     else:
         carry = dout_nmF, x_nmD, w_EDF
         seconds = seconds_per_call(backward, carry, x_nmD, w_EDF, assignments.expert_n, **timing)

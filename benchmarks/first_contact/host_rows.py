@@ -1,4 +1,5 @@
-"""Parts host and hoststep: pinned host memory, its bandwidth, and training steps whose state is in it.
+"""Parts host and hoststep: pinned host memory, its bandwidth, and training steps whose state is in
+it.
 
 One process per row, because the pools of JAX are sized when it starts.
 """
@@ -11,7 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.first_contact.attention_inputs import device_or_h100, random_inputs, supported_kernels
+from benchmarks.first_contact.attention_inputs import (
+    device_or_h100,
+    random_inputs,
+    supported_kernels,
+)
 from benchmarks.first_contact.rows import Row
 from benchmarks.first_contact.sizes import Sizes
 from benchmarks.first_contact.step_rows import planned, step_config
@@ -31,17 +36,26 @@ _NUM_STEPS = 3
 
 def host_rows(sizes: Sizes) -> Iterator[Row]:
     for direction in ("from host", "to host", "both"):
-        for index in ("loop counter", "array element"):  # copies by the copy engines, and by kernels
+        # copies by the copy engines, and by kernels
+        for index in ("loop counter", "array element"):
             for with_attention in (False, True):
-                labels = dict(name="copy", direction=direction, index=index, with_attention=with_attention)
-                measure = functools.partial(_copies, sizes, direction, index == "array element", with_attention)
+                labels = dict(
+                    name="copy", direction=direction, index=index, with_attention=with_attention
+                )
+                measure = functools.partial(
+                    _copies, sizes, direction, index == "array element", with_attention
+                )
                 yield Row(labels=labels, measure=measure, seconds=45, environment={_LIMIT: "40"})
-    for gib in sizes.pinned_gib:  # after the copies: a machine without enough memory ends the process
+    # after the copies: a machine without enough memory ends the process
+    for gib in sizes.pinned_gib:
         for limit_gib in (None, max(1, int(gib * 1.1))):
             environment = {} if limit_gib is None else {_LIMIT: str(limit_gib)}
             labels = dict(name="pin", gib=gib, limit_gb=limit_gib)
             yield Row(
-                labels=labels, measure=functools.partial(_pin, gib), seconds=20 + 2 * gib, environment=environment
+                labels=labels,
+                measure=functools.partial(_pin, gib),
+                seconds=20 + 2 * gib,
+                environment=environment,
             )
 
 
@@ -65,7 +79,9 @@ def _pin(gib: float) -> dict:
 
 
 def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool) -> dict:
-    """Copies every array of a stack in host memory, alone and next to attention of about the same duration."""
+    """Copies every array of a stack in host memory, alone and next to attention of about the same
+    duration.
+    """
     start(RuntimeConfig())
     num_arrays, elements = sizes.host_stack
     on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -107,7 +123,9 @@ def _copies(sizes: Sizes, direction: str, by_kernels: bool, with_attention: bool
 
 
 def _copy_loop(direction: str, by_kernels: bool, attend: Callable, stack, device_array, q, k, v):
-    """Returns (stack, the last array from the host, q). In-place writes to the host go to the same index."""
+    """Returns (stack, the last array from the host, q). In-place writes to the host go to the same
+    index.
+    """
 
     def body(carry, index):
         stack, last, q = carry
@@ -115,13 +133,17 @@ def _copy_loop(direction: str, by_kernels: bool, attend: Callable, stack, device
         if direction != "to host":
             new = to_memory_kind(lax.dynamic_index_in_dim(stack, index, keepdims=False), DEVICE)
         if direction != "from host":
-            written = to_memory_kind(last + 1 if direction == "to host" else last, memory_kind_of(stack))
+            written = to_memory_kind(
+                last + 1 if direction == "to host" else last, memory_kind_of(stack)
+            )
             stack = lax.dynamic_update_index_in_dim(stack, written, index, 0)
         return stack, new, attend(q, k, v)
 
     carry = (stack, device_array, q)
     if by_kernels:  # an index that XLA cannot derive from the loop counter
-        return lax.scan(lambda carry, index: (body(carry, index), None), carry, jnp.arange(stack.shape[0]))[0]
+        return lax.scan(
+            lambda carry, index: (body(carry, index), None), carry, jnp.arange(stack.shape[0])
+        )[0]
     return lax.fori_loop(0, stack.shape[0], lambda index, carry: body(carry, index), carry)
 
 
@@ -141,7 +163,9 @@ def host_step_rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def _host_step(sizes: Sizes, preset: str, num_tokens: int, memory: dict) -> dict:
-    config = step_config(sizes, preset, num_tokens, attention=dict(document_mask=False), memory=memory)
+    config = step_config(
+        sizes, preset, num_tokens, attention=dict(document_mask=False), memory=memory
+    )
     start(config.runtime)
     measured = measure_step(config, 1)
     if sizes.is_dry_run:
@@ -155,7 +179,9 @@ def _equality(sizes: Sizes, memory: dict) -> dict:
     results = {}
     for name, settings in (("host", memory), ("device", dict(remat="full"))):
         attention = dict(document_mask=False)
-        config = step_config(sizes, sizes.preset, sizes.equality_tokens, attention=attention, memory=settings)
+        config = step_config(
+            sizes, sizes.preset, sizes.equality_tokens, attention=attention, memory=settings
+        )
         start(config.runtime)
         step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
         compiled, state, batch = step.compile(), step.init(), random_batch(step)

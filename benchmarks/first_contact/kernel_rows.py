@@ -48,29 +48,48 @@ def environment_rows(sizes: Sizes) -> Iterator[Row]:
 def _environment() -> dict:
     packages = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     device = jax.devices()[0]
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.max"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.max",
+    ]
     try:
-        smi = subprocess.run([*query, "--format=csv"], capture_output=True, text=True, check=False).stdout.splitlines()
+        smi = subprocess.run(
+            [*query, "--format=csv"], capture_output=True, text=True, check=False
+        ).stdout.splitlines()
     except OSError:  # no driver
         smi = []
     return environment_info() | dict(
-        packages={name: version for name, version in sorted(packages.items()) if _PACKAGES.match(name or "")},
+        packages={
+            name: version
+            for name, version in sorted(packages.items())
+            if _PACKAGES.match(name or "")
+        },
         compute_capability=getattr(device, "compute_capability", None),
         memory_stats=device.memory_stats(),
         memories=[memory.kind for memory in device.addressable_memories()],
         nvidia_smi=smi,
-        variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+        variables={
+            name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)
+        },
         num_cpus=os.cpu_count(),
         host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
 
 
 def kernel_rows(sizes: Sizes) -> Iterator[Row]:
-    """A run's check of cuDNN's packed calls, then the kernels that `auto` chooses, packed documents first."""
+    """A run's check of cuDNN's packed calls, then the kernels that `auto` chooses, packed documents
+    first.
+    """
     if "cudnn" in supported_kernels(sizes.heads, sizes.dtype, packed=True):
         for num_tokens in sizes.check_tokens:
-            labels = dict(kernel="cudnn", case="packed check", heads=str(sizes.heads), tokens=num_tokens)
-            yield Row(labels=labels, measure=functools.partial(_check_packed, sizes, num_tokens), seconds=60)
+            labels = dict(
+                kernel="cudnn", case="packed check", heads=str(sizes.heads), tokens=num_tokens
+            )
+            yield Row(
+                labels=labels,
+                measure=functools.partial(_check_packed, sizes, num_tokens),
+                seconds=60,
+            )
     yield from _rows(sizes, _main_cases(sizes), is_main)
 
 
@@ -87,7 +106,9 @@ def _rows(sizes: Sizes, cases: Iterator[_Case], is_chosen: Callable[[str], bool]
             names = [*names, "cudnn"]  # beyond the limit that `cudnn.unsupported` states
         for name in filter(is_chosen, dict.fromkeys(names)):
             labels = dict(kernel=name, case=case.name, heads=str(case.heads), dtype=case.dtype)
-            yield Row(labels=labels, measure=functools.partial(_errors, sizes, name, case), seconds=25)
+            yield Row(
+                labels=labels, measure=functools.partial(_errors, sizes, name, case), seconds=25
+            )
 
 
 def _main_cases(sizes: Sizes) -> Iterator[_Case]:
@@ -109,7 +130,9 @@ def _other_cases(sizes: Sizes) -> Iterator[_Case]:
 
 
 def _check_packed(sizes: Sizes, num_tokens: int) -> dict:
-    """The check at the start of a run; its large problem has `num_tokens`, of which it compares some rows."""
+    """The check at the start of a run; its large problem has `num_tokens`, of which it compares
+    some rows.
+    """
     heads = sizes.heads
     line = check_packed_cudnn(
         jax.devices()[0],
@@ -123,7 +146,9 @@ def _check_packed(sizes: Sizes, num_tokens: int) -> dict:
 
 
 def _errors(sizes: Sizes, name: str, case: _Case) -> dict:
-    """Errors of out, lse, dq, dk and dv, as norms relative to those of the float32 reference. Free memory is NaN."""
+    """Errors of out, lse, dq, dk and dv, as norms relative to those of the float32 reference. Free
+    memory is NaN.
+    """
     spec = AttentionSpec(causal=case.causal, window=case.window)
     ranges = ranges_for(sizes.oracle_tokens, spec, packed=case.packed)
     inputs = random_inputs(case.heads, sizes.oracle_tokens, case.dtype)
@@ -135,7 +160,10 @@ def _errors(sizes: Sizes, name: str, case: _Case) -> dict:
     jax.block_until_ready(expected)
     fill_free_memory_with_nan(jax.devices()[0])
     actual = jax.jit(functools.partial(both_passes, KERNELS[name], spec, ranges))(*inputs, dlse)
-    errors = {part: _relative_error(a, b) for part, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected)}
+    errors = {
+        part: _relative_error(a, b)
+        for part, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected)
+    }
     return errors | dict(passed=max(errors.values()) < MAX_ERROR)
 
 

@@ -1,4 +1,6 @@
-"""Parts workspace and long: what cuDNN allocates, and whether kernels are right where an array has 2^31 elements."""
+"""Parts workspace and long: what cuDNN allocates, and whether kernels are right where an array has
+2^31 elements.
+"""
 
 import functools
 import re
@@ -18,7 +20,8 @@ from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.simulate.topology import has_gpu_compiler, options_without_gpu, topology
 
-# The last result of a call is its workspace, whose size the compiler writes where a GPU is attached.
+# The last result of a call is its workspace, whose size the compiler writes where a GPU is
+# attached.
 _WORKSPACE = re.compile(r"u8\[(\d+)\][^)\n]*\) custom-call\(.*__cudnn\$fmha(\w+)")
 
 
@@ -26,7 +29,9 @@ def workspace_rows(sizes: Sizes) -> Iterator[Row]:
     for heads in sizes.workspace_heads:
         for num_tokens in sizes.workspace_tokens:
             labels = dict(kernel="cudnn", heads=str(heads), tokens=num_tokens)
-            yield Row(labels=labels, measure=functools.partial(_workspace, heads, num_tokens), seconds=8)
+            yield Row(
+                labels=labels, measure=functools.partial(_workspace, heads, num_tokens), seconds=8
+            )
 
 
 def _workspace(heads: Heads, num_tokens: int) -> dict:
@@ -37,7 +42,9 @@ def _workspace(heads: Heads, num_tokens: int) -> dict:
     sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
     counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads)
     inputs = [
-        jax.ShapeDtypeStruct((1, num_tokens, count, heads.head_dim), jnp.bfloat16, sharding=sharding)
+        jax.ShapeDtypeStruct(
+            (1, num_tokens, count, heads.head_dim), jnp.bfloat16, sharding=sharding
+        )
         for count in counts
     ]
     both = functools.partial(both_passes, cudnn, AttentionSpec(), None)
@@ -56,7 +63,9 @@ def _gpus() -> tuple[list[jax.Device] | None, dict]:
 
 
 def workspaces(text: str) -> dict[str, int]:
-    """The largest workspace in bytes of each kind of cuDNN attention call in the text of a compiled program."""
+    """The largest workspace in bytes of each kind of cuDNN attention call in the text of a compiled
+    program.
+    """
     sizes: dict[str, int] = {}
     for match in _WORKSPACE.finditer(text):
         sizes[match[2]] = max(sizes.get(match[2], 0), int(match[1]))
@@ -75,15 +84,20 @@ def long_rows(sizes: Sizes) -> Iterator[Row]:
 def _sampled_errors(sizes: Sizes, name: str, num_tokens: int, heads: Heads) -> dict:
     """Relative norms of the errors at some queries (out, lse, dq) and at some keys (dk, dv).
 
-    The expected values are computed for the sampled tokens only, head by head. Those of the gradients use out and lse
-    of the kernel, which are checked themselves.
+    The expected values are computed for the sampled tokens only, head by head. Those of the
+    gradients use out and lse of the kernel, which are checked themselves.
     """
     q, k, v, dout = random_inputs(heads, num_tokens, sizes.dtype)
     run = jax.jit(functools.partial(both_passes, KERNELS[name], AttentionSpec(), None))
     out, lse, dq, dk, dv = run(q, k, v, dout)
-    tokens = jnp.sort(jax.random.choice(jax.random.key(2), num_tokens, (sizes.num_sampled,), replace=False))
+    tokens = jnp.sort(
+        jax.random.choice(jax.random.key(2), num_tokens, (sizes.num_sampled,), replace=False)
+    )
     tokens = tokens.at[-1].set(num_tokens - 1)
-    expected = _at_queries(q, k, v, out, dout, lse, tokens), _at_keys(q, k, v, out, dout, lse, tokens)
+    expected = (
+        _at_queries(q, k, v, out, dout, lse, tokens),
+        _at_keys(q, k, v, out, dout, lse, tokens),
+    )
     actual = (out[:, tokens], lse[:, :, tokens], dq[:, tokens]), (dk[:, tokens], dv[:, tokens])
     names = ("out", "lse", "dq"), ("dk", "dv")
     errors = {}
@@ -136,7 +150,9 @@ def _at_keys(q, k, v, out, dout, lse, tokens):
         return scale * _dot(dscores, q), _dot(weights, dout)
 
     grads = lax.map(one_head, _heads_of(q, k, v, out, dout, lse))
-    return tuple(x.reshape(num_kv_heads, -1, *x.shape[1:]).sum(1).swapaxes(0, 1)[None] for x in grads)
+    return tuple(
+        x.reshape(num_kv_heads, -1, *x.shape[1:]).sum(1).swapaxes(0, 1)[None] for x in grads
+    )
 
 
 def _dot(a, b):

@@ -1,4 +1,6 @@
-"""Part save: the real training loop, a run that is stopped and resumed, and checkpoints of host state."""
+"""Part save: the real training loop, a run that is stopped and resumed, and checkpoints of host
+state.
+"""
 
 import functools
 import resource
@@ -43,10 +45,21 @@ def save_rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def _start(sizes: Sizes, workdir: Path, *overrides: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "jaxlc.train", "--config=configs/quickstart.py", f"--workdir={workdir}"]
-    command += [f"--config.train.steps={sizes.loop_steps}", f"--config.data.cache_dir={workdir.parent / 'corpus'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxlc.train",
+        "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
+    ]
+    command += [
+        f"--config.train.steps={sizes.loop_steps}",
+        f"--config.data.cache_dir={workdir.parent / 'corpus'}",
+    ]
     command += [*sizes.loop_overrides, *overrides]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def _finish(run: subprocess.Popen, status: int = 0) -> str:
@@ -103,7 +116,9 @@ def _losses_so_far(workdir: Path) -> dict[int, float]:
 
 
 def _checkpoint(sizes: Sizes) -> dict:
-    """Seconds of saving and restoring a state in host memory, and the largest resident memory of the process."""
+    """Seconds of saving and restoring a state in host memory, and the largest resident memory of
+    the process.
+    """
     memory = dict(parameters="host", optimizer="host", remat="full", offload=("residual",))
     config = step_config(sizes, sizes.large_preset, sizes.step_tokens[0], memory=memory)
     start(config.runtime)

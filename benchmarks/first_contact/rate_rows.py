@@ -1,4 +1,6 @@
-"""Parts rates and basics: FLOP/s of attention kernels and matrix products, and the bandwidth of device memory."""
+"""Parts rates and basics: FLOP/s of attention kernels and matrix products, and the bandwidth of
+device memory.
+"""
 
 import functools
 import importlib
@@ -35,11 +37,14 @@ class _Candidate(NamedTuple):
     name: str
     forward: Callable  # (q, k, v) -> out
     backward: Callable | None  # (q, k, v, dout, *statistics) -> (dq, dk, dv)
-    statistics: Callable | None = None  # (q, k, v) -> (out, lse). None: the backward computes the forward, too
+    # (q, k, v) -> (out, lse). None: the backward computes the forward, too
+    statistics: Callable | None = None
 
 
 def rate_rows(sizes: Sizes) -> Iterator[Row]:
-    """The kernels that `auto` chooses, at the first two lengths: packed documents, then causal attention."""
+    """The kernels that `auto` chooses, at the first two lengths: packed documents, then causal
+    attention.
+    """
     first = sizes.rate_tokens[:2]
     yield from _packed_rows(sizes, is_main)
     yield from _rows_of_lengths(sizes, first, causal=True, is_chosen=is_main)
@@ -55,7 +60,11 @@ def more_rate_rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def _rows_of_lengths(
-    sizes: Sizes, lengths: Sequence[int], *, causal: bool, is_chosen: Callable[[str], bool] = lambda _: True
+    sizes: Sizes,
+    lengths: Sequence[int],
+    *,
+    causal: bool,
+    is_chosen: Callable[[str], bool] = lambda _: True,
 ) -> Iterator[Row]:
     for num_tokens in lengths:
         for candidate in _candidates(sizes, num_tokens, causal):
@@ -63,14 +72,20 @@ def _rows_of_lengths(
                 continue
             for which in ("forward", "backward"):
                 if getattr(candidate, which) is not None:
-                    labels = dict(kernel=candidate.name, tokens=num_tokens, causal=causal, which=which)
+                    labels = dict(
+                        kernel=candidate.name, tokens=num_tokens, causal=causal, which=which
+                    )
                     pairs = num_tokens * (num_tokens + 1) / 2 if causal else float(num_tokens) ** 2
                     measure = functools.partial(_rate, sizes, candidate, num_tokens, pairs, which)
-                    yield Row(labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2)
+                    yield Row(
+                        labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2
+                    )
 
 
 def _packed_rows(sizes: Sizes, is_chosen: Callable[[str], bool]) -> Iterator[Row]:
-    """Packed documents: of a whole sequence, and of a ring step, where queries and keys have other offsets."""
+    """Packed documents: of a whole sequence, and of a ring step, where queries and keys have other
+    offsets.
+    """
     for num_tokens in sizes.rate_tokens[:2]:
         for case, causal in (("causal", True), ("ring step", False)):
             for name in filter(is_chosen, supported_kernels(sizes.heads, sizes.dtype, packed=True)):
@@ -79,8 +94,12 @@ def _packed_rows(sizes: Sizes, is_chosen: Callable[[str], bool]) -> Iterator[Row
                     continue
                 for which in ("forward", "backward"):
                     labels = dict(kernel=name, tokens=num_tokens, packed=case, which=which)
-                    measure = functools.partial(_packed_rate, sizes, name, num_tokens, causal, which)
-                    yield Row(labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2)
+                    measure = functools.partial(
+                        _packed_rate, sizes, name, num_tokens, causal, which
+                    )
+                    yield Row(
+                        labels=labels, measure=measure, seconds=10 + 8 * (num_tokens / 65_536) ** 2
+                    )
 
 
 def _packed_rate(sizes: Sizes, name: str, num_tokens: int, causal: bool, which: str) -> dict:
@@ -98,21 +117,29 @@ def _candidates(sizes: Sizes, num_tokens: int, causal: bool) -> Iterator[_Candid
     if jax.devices()[0].platform != "gpu":
         return
     yield _Candidate("jax.nn cudnn", functools.partial(_jax_nn, causal), None)
-    yield _Candidate("jax mosaic", functools.partial(_mosaic, causal), None if causal else _mosaic_backward)
+    yield _Candidate(
+        "jax mosaic", functools.partial(_mosaic, causal), None if causal else _mosaic_backward
+    )
     if causal and num_tokens == sizes.rate_tokens[0]:
         for name, (query_block, key_block) in _VARIANTS.items():
             blocks = dict(query_block_tokens=query_block, key_block_tokens=key_block)
             yield _ours(name, KERNELS["pallas"], AttentionSpec(**blocks))
 
 
-def _ours(name: str, kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None = None) -> _Candidate:
+def _ours(
+    name: str, kernel: Kernel, spec: AttentionSpec, ranges: KeyRanges | None = None
+) -> _Candidate:
     def forward(q, k, v):
         return kernel.forward(q, k, v, ranges, spec)[0]
 
     def backward(q, k, v, dout, out, lse):
-        return kernel.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+        return kernel.backward(
+            q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse))
+        )
 
-    return _Candidate(name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, ranges, spec))
+    return _Candidate(
+        name, forward, backward, lambda q, k, v: kernel.forward(q, k, v, ranges, spec)
+    )
 
 
 def _jax_nn(causal: bool, q, k, v):
@@ -138,7 +165,9 @@ def _mosaic_backward(q, k, v, dout):
 def _rate(sizes: Sizes, candidate: _Candidate, num_tokens: int, pairs: float, which: str) -> dict:
     """FLOP/s of one pass; `pairs` counts the pairs of a query and a key that the mask leaves."""
     q, k, v, dout = random_inputs(sizes.heads, num_tokens, sizes.dtype)
-    num_calls = max(2, round(sizes.num_calls * min(1.0, (sizes.full_calls_tokens / num_tokens) ** 2)))
+    num_calls = max(
+        2, round(sizes.num_calls * min(1.0, (sizes.full_calls_tokens / num_tokens) ** 2))
+    )
     timing = dict(num_calls=num_calls, repeats=sizes.repeats)
     flops = 4.0 * sizes.heads.num_heads * sizes.heads.head_dim * pairs
     if which == "forward":
@@ -155,11 +184,18 @@ def _rate(sizes: Sizes, candidate: _Candidate, num_tokens: int, pairs: float, wh
 
         def call(carry, q, k, v, *statistics):
             dq, dk, dv = candidate.backward(q, k, v, carry[0], *statistics)
-            return (carry[0] + 1e-3 * dq.astype(q.dtype)).astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
+            return (
+                (carry[0] + 1e-3 * dq.astype(q.dtype)).astype(q.dtype),
+                dk.astype(q.dtype),
+                dv.astype(q.dtype),
+            )
 
         seconds = seconds_per_call(call, (dout, k, v), *operands, **timing)
-        flops *= 2.5 if candidate.statistics is not None else 3.5  # five products in the backward, two in the forward
-    return dict(seconds=seconds, tflops=flops / seconds / 1e12, share=flops / seconds / _peak(sizes))
+        # five products in the backward, two in the forward
+        flops *= 2.5 if candidate.statistics is not None else 3.5
+    return dict(
+        seconds=seconds, tflops=flops / seconds / 1e12, share=flops / seconds / _peak(sizes)
+    )
 
 
 def _peak(sizes: Sizes) -> float:
@@ -172,12 +208,18 @@ def basic_rows(sizes: Sizes) -> Iterator[Row]:
     for dtype in ("bf16", "fp8"):
         for shape in sizes.products:
             labels = dict(name="product", dtype=dtype, shape=list(shape))
-            yield Row(labels=labels, measure=functools.partial(_product, sizes, dtype, shape), seconds=20)
-    yield Row(labels=dict(name="device copy"), measure=functools.partial(_device_copy, sizes), seconds=15)
+            yield Row(
+                labels=labels, measure=functools.partial(_product, sizes, dtype, shape), seconds=20
+            )
+    yield Row(
+        labels=dict(name="device copy"), measure=functools.partial(_device_copy, sizes), seconds=15
+    )
 
 
 def _product(sizes: Sizes, dtype: str, shape: tuple[int, int, int]) -> dict:
-    """x w with jaxlc's own product; x is summed with a part of the result, so that each call depends on the last."""
+    """x w with jaxlc's own product; x is summed with a part of the result, so that each call
+    depends on the last.
+    """
     rows, depth, columns = shape
     x = jax.random.normal(jax.random.key(0), (rows, depth), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), (depth, columns), jnp.bfloat16)
@@ -188,7 +230,9 @@ def _product(sizes: Sizes, dtype: str, shape: tuple[int, int, int]) -> dict:
         return x.at[:, 0].add(1e-3 * y[:, 0]), y
 
     result = jnp.zeros((rows, columns), jnp.bfloat16)
-    seconds = seconds_per_call(call, (x, result), w, num_calls=sizes.num_calls, repeats=sizes.repeats)
+    seconds = seconds_per_call(
+        call, (x, result), w, num_calls=sizes.num_calls, repeats=sizes.repeats
+    )
     rate, peak = 2.0 * rows * depth * columns / seconds, _peak(sizes) * (2 if dtype == "fp8" else 1)
     return dict(seconds=seconds, tflops=rate / 1e12, share=rate / peak)
 
@@ -198,12 +242,16 @@ def _device_copy(sizes: Sizes) -> dict:
     seconds = seconds_per_call(lambda x: x + 1, x, num_calls=sizes.num_calls, repeats=sizes.repeats)
     rate = 2 * x.nbytes / seconds  # read and written
     return dict(
-        seconds=seconds, gb_per_second=rate / 1e9, share=rate / device_or_h100().memory_bandwidth_bytes_per_second
+        seconds=seconds,
+        gb_per_second=rate / 1e9,
+        share=rate / device_or_h100().memory_bandwidth_bytes_per_second,
     )
 
 
 def _small_kernels() -> dict:
-    """Time of a kernel of 4 KiB with the gap before it, alone and in a CUDA graph, which XLA makes of such chains."""
+    """Time of a kernel of 4 KiB with the gap before it, alone and in a CUDA graph, which XLA makes
+    of such chains.
+    """
 
     @jax.jit
     def chain(x):
@@ -221,7 +269,8 @@ def _small_kernels() -> dict:
 
 
 def _synchronization() -> dict:
-    """Time by which a round of a loop is longer if its trip count is an argument, so that the host reads its condition.
+    """Time by which a round of a loop is longer if its trip count is an argument, so that the host
+    reads its condition.
 
     That includes the kernel of the condition.
     """
@@ -237,7 +286,9 @@ def _synchronization() -> dict:
     x = jnp.zeros(1024)
     unknown = min(seconds_of_calls(rounds, x, jnp.int32(_NUM_LAUNCHES), repeats=5)) / _NUM_LAUNCHES
     known = min(seconds_of_calls(known_rounds, x, repeats=5)) / _NUM_LAUNCHES
-    return dict(seconds=unknown - known, unknown_trip_count_seconds=unknown, known_trip_count_seconds=known)
+    return dict(
+        seconds=unknown - known, unknown_trip_count_seconds=unknown, known_trip_count_seconds=known
+    )
 
 
 def _round(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

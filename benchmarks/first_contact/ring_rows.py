@@ -1,4 +1,6 @@
-"""Part ring: the cost of splitting attention into ring steps and into steps over KV blocks, on one device."""
+"""Part ring: the cost of splitting attention into ring steps and into steps over KV blocks, on one
+device.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -27,14 +29,21 @@ def ring_rows(sizes: Sizes) -> Iterator[Row]:
                 measure = functools.partial(_ring_steps, sizes, name, num_tokens, heads)
                 yield Row(labels=labels | dict(split="ring steps"), measure=measure, seconds=60)
         for kv_tokens in sizes.kv_tokens_per_step:
-            labels = dict(split="query tiles", heads=str(heads), tokens=num_tokens, kv_tokens_per_step=kv_tokens)
+            labels = dict(
+                split="query tiles",
+                heads=str(heads),
+                tokens=num_tokens,
+                kv_tokens_per_step=kv_tokens,
+            )
             measure = functools.partial(_query_tiles, sizes, num_tokens, heads, kv_tokens)
             yield Row(labels=labels, measure=measure, seconds=40)
 
 
 def _ring_steps(sizes: Sizes, name: str, num_tokens: int, heads: Heads) -> dict:
     q, k, v, _ = random_inputs(heads, num_tokens, sizes.dtype)
-    return ring_steps.measure(KERNELS[name], AttentionSpec(), q, k, v, sizes.ring_ranks, sizes.repeats)
+    return ring_steps.measure(
+        KERNELS[name], AttentionSpec(), q, k, v, sizes.ring_ranks, sizes.repeats
+    )
 
 
 def _query_tiles(sizes: Sizes, num_tokens: int, heads: Heads, kv_tokens: int) -> dict:

@@ -1,4 +1,5 @@
-"""Rows of measurements. Each is written to a file at once, and none starts that would not fit into the time left.
+"""Rows of measurements. Each is written to a file at once, and none starts that would not fit into
+the time left.
 
 The file of the row that is being measured lets another process find out which row crashed or hangs.
 """
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MAX_ERROR_CHARS = 600
-# XLA times other libraries for each product of a Triton kernel, which takes seconds. References are float32 products.
-FLAGS_WITHOUT_TRITON = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+# XLA times other libraries for each product of a Triton kernel, which takes seconds. References are
+# float32 products.
+FLAGS_WITHOUT_TRITON = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,8 @@ class Row:
 
     labels: dict[str, Any]  # what is measured
     measure: Callable[[], dict[str, Any]]
-    seconds: float  # estimated for one H100, with compilation: upper limits, because they decide what is started
+    # estimated for one H100, with compilation: upper limits, because they decide what is started
+    seconds: float
     # Variables of the process, in parts with one process per row.
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,7 +57,9 @@ class RowFile:
 
     def start(self, index: int, row: Row) -> None:
         """Records that the measurement of a row starts."""
-        self._started_path.write_text(json.dumps([index, row.labels, row.seconds, time.monotonic()]))
+        self._started_path.write_text(
+            json.dumps([index, row.labels, row.seconds, time.monotonic()])
+        )
 
     def clear_started(self) -> None:
         """Forgets the row of an earlier process."""
@@ -83,7 +90,8 @@ def run(
     first: int = 0,
     after_error: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measures `rows` until `deadline_seconds` of `time.monotonic`. A row that fails gets an error and no result.
+    """Measures `rows` until `deadline_seconds` of `time.monotonic`. A row that fails gets an error
+    and no result.
 
     Raises nothing: `rows` may also fail while it is iterated over.
 
@@ -104,7 +112,11 @@ def run(
             continue
         left_seconds = deadline_seconds - time.monotonic()
         if row.seconds > left_seconds:
-            file.write(part, row.labels, dict(skipped=f"takes about {row.seconds:.0f} s of {left_seconds:.0f} s left"))
+            file.write(
+                part,
+                row.labels,
+                dict(skipped=f"takes about {row.seconds:.0f} s of {left_seconds:.0f} s left"),
+            )
             continue
         file.start(index, row)
         start_seconds, has_failed = time.monotonic(), False
@@ -112,7 +124,9 @@ def run(
             values = row.measure()
         except Exception as error:  # the other rows must still run
             values, has_failed = dict(error=_text(error)), True
-        file.write(part, row.labels, values | dict(row_seconds=round(time.monotonic() - start_seconds, 2)))
+        file.write(
+            part, row.labels, values | dict(row_seconds=round(time.monotonic() - start_seconds, 2))
+        )
         if has_failed:
             after_error()
 

@@ -22,7 +22,8 @@ class Sizes:
     is_dry_run: bool = False
     dtype: str = "bfloat16"
     heads: Heads = Heads(num_heads=32, num_kv_heads=8, head_dim=128)  # as in Llama 3 8B
-    num_calls: int = 20  # kernel calls in one jitted loop; fewer for sequences above `full_calls_tokens`
+    # kernel calls in one jitted loop; fewer for sequences above `full_calls_tokens`
+    num_calls: int = 20
     full_calls_tokens: int = 16_384
     repeats: int = 3
     # Correctness.
@@ -75,7 +76,8 @@ class Sizes:
     remats: tuple[str, ...] = ("attention", "matmuls")
     num_masks: int = 2  # 1: some rows are for one document per sequence only
     memory_tokens: tuple[int, ...] = (16_384, 32_768, 65_536, 131_072)
-    profile_models: tuple[tuple[str, int, int], ...] = (  # preset, number of layers, tokens; the most important first
+    # preset, number of layers, tokens; the most important first
+    profile_models: tuple[tuple[str, int, int], ...] = (
         ("llama3.1-8b", 4, 32_768),
         ("qwen3.5-9b", 4, 32_768),
         ("qwen3-30b-a3b", 4, 32_768),

@@ -1,4 +1,6 @@
-"""Parts steps, compile, memory and profile: the real training step of `jaxlc.train`. One process per row."""
+"""Parts steps, compile, memory and profile: the real training step of `jaxlc.train`. One process
+per row.
+"""
 
 import functools
 import json
@@ -36,7 +38,8 @@ from jaxlc.simulate.topology import has_gpu_compiler, topology
 from jaxlc.step.step import build_step
 from jaxlc.train.step_profiler import PROFILE_DIRECTORY, StepProfiler
 
-_ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)  # the kernel is chosen by "auto"
+# the kernel is chosen by "auto"
+_ONE_DOCUMENT, _PACKED = dict(document_mask=False), dict(document_mask=True)
 _NUM_TRACED, _NUM_WARM_UP = 3, 2
 _NUM_KERNELS = 25  # of a trace, in a row
 # Reads a config as JSON and prints the plan as JSON, without a GPU.
@@ -62,9 +65,15 @@ def step_config(sizes: Sizes, preset: str, num_tokens: int, **sections: dict[str
 
 
 def _documents(config: Config) -> Sequence[int]:
-    """Lengths of the documents of a sequence: one, or about 14 of the lengths that `jaxlc plan` calls mix."""
+    """Lengths of the documents of a sequence: one, or about 14 of the lengths that `jaxlc plan`
+    calls mix.
+    """
     num_tokens = config.data.seq_len
-    return mix_of_lengths(np.random.default_rng(0), num_tokens).tolist() if config.attention.document_mask else ()
+    return (
+        mix_of_lengths(np.random.default_rng(0), num_tokens).tolist()
+        if config.attention.document_mask
+        else ()
+    )
 
 
 def step_rows(sizes: Sizes) -> Iterator[Row]:
@@ -73,23 +82,35 @@ def step_rows(sizes: Sizes) -> Iterator[Row]:
         for attention in (_ONE_DOCUMENT, _PACKED):
             for remat in sizes.remats:
                 sections = dict(attention=attention, memory=dict(remat=remat))
-                yield _step_row(sizes, attention | dict(remat=remat, tokens=num_tokens), num_tokens, sections)
+                yield _step_row(
+                    sizes, attention | dict(remat=remat, tokens=num_tokens), num_tokens, sections
+                )
     first = sizes.step_tokens[0]
     for attention in (_ONE_DOCUMENT, _PACKED)[: sizes.num_masks]:
         labels = attention | dict(tokens=first, triton_gemm=False)
         yield _step_row(sizes, labels, first, dict(attention=attention), _xla_flags(sizes))
     yield _step_row(
-        sizes, _ONE_DOCUMENT | dict(tokens=first, compute="fp8"), first, dict(attention=_ONE_DOCUMENT) | fp8
+        sizes,
+        _ONE_DOCUMENT | dict(tokens=first, compute="fp8"),
+        first,
+        dict(attention=_ONE_DOCUMENT) | fp8,
     )
 
 
-def _step_row(sizes: Sizes, labels: dict, num_tokens: int, sections: dict, environment: dict | None = None) -> Row:
+def _step_row(
+    sizes: Sizes, labels: dict, num_tokens: int, sections: dict, environment: dict | None = None
+) -> Row:
     def measure() -> dict:
         config = step_config(sizes, sizes.preset, num_tokens, **sections)
         start(config.runtime)
         return measure_step(config, sizes.repeats, _documents(config))
 
-    return Row(labels=labels, measure=measure, seconds=60 + 70 * num_tokens / 131_072, environment=environment or {})
+    return Row(
+        labels=labels,
+        measure=measure,
+        seconds=60 + 70 * num_tokens / 131_072,
+        environment=environment or {},
+    )
 
 
 def _xla_flags(sizes: Sizes) -> dict[str, str]:
@@ -147,7 +168,9 @@ def memory_rows(sizes: Sizes) -> Iterator[Row]:
 
 
 def _planned_memory(sizes: Sizes, attention: dict) -> dict:
-    """The plan's bytes next to those of the compiled program, with its workspaces, and to the peak of one step."""
+    """The plan's bytes next to those of the compiled program, with its workspaces, and to the peak
+    of one step.
+    """
     config = step_config(sizes, sizes.preset, sizes.step_tokens[-1], attention=attention)
     start(config.runtime)
     measured = measure_step(config, 1, _documents(config))
@@ -156,7 +179,8 @@ def _planned_memory(sizes: Sizes, attention: dict) -> dict:
 
 
 def planned(config: Config, **names: Sequence[str]) -> dict[str, Any]:
-    """Values of the plan of `config`, made in another process on the CPU; a plan that fails becomes a value, too.
+    """Values of the plan of `config`, made in another process on the CPU; a plan that fails becomes
+    a value, too.
 
     Args:
       names: keys of the sections of the plan, such as predicted=("step_seconds",).
@@ -168,7 +192,9 @@ def planned(config: Config, **names: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-c", _PLAN]
     environment = os.environ | dict(JAX_PLATFORMS="cpu", PYTHONPATH=os.pathsep.join(sys.path))
     values = json.dumps([to_dict(config), f"{device.name}:1x1"])
-    ran = subprocess.run(command, input=values, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        command, input=values, env=environment, capture_output=True, text=True, check=False
+    )
     if ran.returncode:
         return dict(plan_error=ran.stderr[-400:])
     plan = json.loads(ran.stdout.splitlines()[-1])
@@ -188,7 +214,9 @@ def _fits(sizes: Sizes, num_tokens: int) -> dict:
 
 def profile_rows(sizes: Sizes, out: Path) -> Iterator[Row]:
     for preset, num_layers, num_tokens in sizes.profile_models:
-        for mask, attention in (("one document", _ONE_DOCUMENT), ("mix of documents", _PACKED))[: sizes.num_masks]:
+        for mask, attention in (("one document", _ONE_DOCUMENT), ("mix of documents", _PACKED))[
+            : sizes.num_masks
+        ]:
             sections = dict(attention=attention, model=dict(num_layers=num_layers))
             directory = out / f"profile_{preset}_{num_tokens}_{mask.replace(' ', '_')}"
             measure = functools.partial(_profile, sizes, preset, num_tokens, sections, directory)
@@ -216,12 +244,16 @@ def _profile(sizes: Sizes, preset: str, num_tokens: int, sections: dict, directo
         order = step.sequence_order
         work = sequence_work(config, order.of, documents, few_documents=order.few_documents).work
         model = TimeModel(topology(f"{device_or_h100().name}:1x1"), config, work=work)
-        measured["estimated_seconds_of_documents"] = predict(analyze(compiled.as_text()), model).step_seconds
+        measured["estimated_seconds_of_documents"] = predict(
+            analyze(compiled.as_text()), model
+        ).step_seconds
     return measured
 
 
 def _longest_kernels(directory: Path) -> list[dict[str, Any]]:
-    """The kernels of a trace with the most time, by name: milliseconds and number of runs per step, all streams."""
+    """The kernels of a trace with the most time, by name: milliseconds and number of runs per step,
+    all streams.
+    """
     seconds, runs, operations = Counter[str](), Counter[str](), dict[str, str]()
     for events in trace_events.read(trace_events.find(directory)).devices.values():
         for event in events:
@@ -229,6 +261,11 @@ def _longest_kernels(directory: Path) -> list[dict[str, Any]]:
             runs[event.name] += 1
             operations[event.name] = event.op_name[-120:]
     return [
-        dict(name=name[:100], ms=1e3 * total / _NUM_TRACED, runs=runs[name] / _NUM_TRACED, operation=operations[name])
+        dict(
+            name=name[:100],
+            ms=1e3 * total / _NUM_TRACED,
+            runs=runs[name] / _NUM_TRACED,
+            operation=operations[name],
+        )
         for name, total in seconds.most_common(_NUM_KERNELS)
     ]

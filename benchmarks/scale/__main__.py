@@ -1,8 +1,10 @@
-"""Prints the tables of the dated page `*-scale.md`: what processes of a run of 1,024 do at its start.
+"""Prints the tables of the dated page `*-scale.md`: what processes of a run of 1,024 do at its
+start.
 
     python -m benchmarks.scale --processes=1024
 
-It needs the GPU compiler (the extra `plan`), 2 GiB of memory and about four minutes on two idle cores.
+It needs the GPU compiler (the extra `plan`), 2 GiB of memory and about four minutes on two idle
+cores.
 """
 
 import argparse
@@ -21,19 +23,33 @@ _PORT = 27_500
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1024, help="clients of the coordination service")
-    parser.add_argument("--parts", default="coordinator,data,checkpoint,compile", help="which tables")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1024, help="clients of the coordination service"
+    )
+    parser.add_argument(
+        "--parts", default="coordinator,data,checkpoint,compile", help="which tables"
+    )
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if "coordinator" in parts:
         for count in (arguments.processes // 8, arguments.processes):
-            print_rows(json_lines("benchmarks.scale.coordinator", str(count), str(_PORT + count), "8"))
+            print_rows(
+                json_lines("benchmarks.scale.coordinator", str(count), str(_PORT + count), "8")
+            )
     if "data" in parts:
         with tempfile.TemporaryDirectory() as directory:
             first_batch.write_stores(Path(directory))
             ids = ("0", "511", "1023")
-            print_rows([row for i in ids for row in json_lines("benchmarks.scale.first_batch", directory, i)])
+            print_rows(
+                [
+                    row
+                    for i in ids
+                    for row in json_lines("benchmarks.scale.first_batch", directory, i)
+                ]
+            )
     if "checkpoint" in parts:
         print_rows(checkpoint_files.rows(_PORT, (1, 2, 4), arguments.processes))
     if "compile" in parts:
@@ -49,12 +65,24 @@ def json_lines(module: str, *arguments: str) -> list[dict[str, object]]:
 
 
 def compile_step() -> dict[str, object]:
-    """Ahead-of-time compilation of the step for all GPUs, which every process does at its start without a cache."""
+    """Ahead-of-time compilation of the step for all GPUs, which every process does at its start
+    without a cache.
+    """
     start = time.perf_counter()
-    command = [sys.executable, "-m", "jaxlc.plan", "--config=1m:h100", f"--topology={first_batch.TOPOLOGY}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxlc.plan",
+        "--config=1m:h100",
+        f"--topology={first_batch.TOPOLOGY}",
+    ]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "plan.json")
-        subprocess.run([*command, *first_batch.SETTINGS, f"--json={path}"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, *first_batch.SETTINGS, f"--json={path}"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         compile_seconds = json.loads(path.read_text())["compile_seconds"]
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dict(
@@ -71,7 +99,11 @@ def print_rows(rows: list[dict[str, object]]) -> None:
     print("| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |")
     print("| " + " | ".join("---" for _ in rows[0]) + " |")
     for row in rows:
-        print("| " + " | ".join(f"{x:,}" if isinstance(x, (int, float)) else str(x) for x in row.values()) + " |")
+        print(
+            "| "
+            + " | ".join(f"{x:,}" if isinstance(x, (int, float)) else str(x) for x in row.values())
+            + " |"
+        )
     print(flush=True)
 
 

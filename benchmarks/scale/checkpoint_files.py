@@ -1,6 +1,8 @@
-"""The files of a checkpoint that several processes write: counted, and extrapolated to more processes.
+"""The files of a checkpoint that several processes write: counted, and extrapolated to more
+processes.
 
-A real checkpoint of `jaxlc.checkpoints`, of 24 small arrays that are sharded over 8 simulated devices.
+A real checkpoint of `jaxlc.checkpoints`, of 24 small arrays that are sharded over 8 simulated
+devices.
 """
 
 import os
@@ -43,10 +45,16 @@ def count_files(num_processes: int, port: int) -> dict[str, tuple[int, int]]:
     """(files, bytes) by kind, of a checkpoint that this number of processes has written."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "benchmarks.scale.checkpoint_files", directory]
-        shared = dict(JAX_NUM_PROCESSES=str(num_processes), JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}")
-        environments = [os.environ | shared | dict(JAX_PROCESS_ID=str(index)) for index in range(num_processes)]
+        shared = dict(
+            JAX_NUM_PROCESSES=str(num_processes), JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}"
+        )
+        environments = [
+            os.environ | shared | dict(JAX_PROCESS_ID=str(index)) for index in range(num_processes)
+        ]
         running = [
-            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
             for environment in environments
         ]
         assert [process.wait() for process in running] == [0] * num_processes
@@ -62,7 +70,9 @@ def count_files(num_processes: int, port: int) -> dict[str, tuple[int, int]]:
 
 
 def rows(port: int, processes: tuple[int, ...], extrapolated: int) -> list[dict[str, object]]:
-    """A row per kind of file; the last column is on the line through the two largest numbers of processes."""
+    """A row per kind of file; the last column is on the line through the two largest numbers of
+    processes.
+    """
     measured = {count: count_files(count, port + count) for count in processes}
     *_, small, large = processes
     result = []
@@ -70,7 +80,9 @@ def rows(port: int, processes: tuple[int, ...], extrapolated: int) -> list[dict[
         at_small = measured[small].get(kind, (0, 0))
         slopes = [(y - x) / (large - small) for x, y in zip(at_small, at_end)]
         end = [y + slope * (extrapolated - large) for y, slope in zip(at_end, slopes)]
-        columns = {f"{count} processes": _text(*measured[count].get(kind, (0, 0))) for count in processes}
+        columns = {
+            f"{count} processes": _text(*measured[count].get(kind, (0, 0))) for count in processes
+        }
         result.append({"files": kind, **columns, f"{extrapolated:,}, extrapolated": _text(*end)})
     return result
 

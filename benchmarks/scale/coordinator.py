@@ -1,7 +1,9 @@
-"""Process 0 of a run of many processes: its connections, and the requests to JAX's coordination service.
+"""Process 0 of a run of many processes: its connections, and the requests to JAX's coordination
+service.
 
-The service, the rendezvous of jaxlc and all clients are real; the clients are threads of a few programs on this
-machine. CPU seconds are those of process 0, so they do not depend on how long the clients take.
+The service, the rendezvous of jaxlc and all clients are real; the clients are threads of a few
+programs on this machine. CPU seconds are those of process 0, so they do not depend on how long the
+clients take.
 """
 
 import json
@@ -58,11 +60,18 @@ def connect(address: str, process_id: int) -> Any:
     return client
 
 
-def measure(num_processes: int, port: int, num_programs: int = _NUM_PROGRAMS) -> list[dict[str, Any]]:
-    """One row per part of the start; `num_processes` clients in `num_programs` programs, and process 0 here."""
+def measure(
+    num_processes: int, port: int, num_programs: int = _NUM_PROGRAMS
+) -> list[dict[str, Any]]:
+    """One row per part of the start; `num_processes` clients in `num_programs` programs, and
+    process 0 here.
+    """
     address, rows = f"127.0.0.1:{port}", []
     config = RuntimeConfig(
-        num_processes=num_processes, process_id=0, coordinator_address=address, start_timeout_seconds=_SECONDS
+        num_processes=num_processes,
+        process_id=0,
+        coordinator_address=address,
+        start_timeout_seconds=_SECONDS,
     )
     others = range(1, num_processes)
     parts = [others[index::num_programs] for index in range(num_programs)]
@@ -116,7 +125,9 @@ def measure(num_processes: int, port: int, num_programs: int = _NUM_PROGRAMS) ->
         start()
         me = Member(0, num_processes, "node0", "0")
         links = timed("rendezvous", lambda: rendezvous.gather(config, me, print), num_processes - 1)
-        service = _jax.get_distributed_runtime_service(address, num_processes, heartbeat_timeout=10**7)
+        service = _jax.get_distributed_runtime_service(
+            address, num_processes, heartbeat_timeout=10**7
+        )
         client = timed("connect to JAX's service", lambda: connect(address, 0), num_processes)
 
         def barrier(name: str) -> None:
@@ -131,7 +142,9 @@ def measure(num_processes: int, port: int, num_programs: int = _NUM_PROGRAMS) ->
         timed("barrier", lambda: barrier("barrier"), num_processes)
         for name, value in rows_of(0).items():
             client.key_value_set(f"{name}/0", value)
-            timed(f"publish {name}", lambda name=name: barrier(f"{name} published"), 2 * num_processes)
+            timed(
+                f"publish {name}", lambda name=name: barrier(f"{name} published"), 2 * num_processes
+            )
             timed(f"read {name}", lambda name=name: read(name), 1)
         barrier("before hang")
         timed("all processes read phases", lambda: barrier("hang"), 2 * num_processes)
@@ -145,7 +158,10 @@ def measure(num_processes: int, port: int, num_programs: int = _NUM_PROGRAMS) ->
 def _be_process(address: str, num_processes: int, process_id: int, end: threading.Event) -> None:
     """The counterpart of `measure`."""
     config = RuntimeConfig(
-        num_processes=num_processes, process_id=process_id, coordinator_address=address, start_timeout_seconds=_SECONDS
+        num_processes=num_processes,
+        process_id=process_id,
+        coordinator_address=address,
+        start_timeout_seconds=_SECONDS,
     )
     link = rendezvous.join(config, Member(process_id, num_processes, "node1", "0"), print)
     client = connect(address, process_id)
@@ -172,7 +188,10 @@ def main(arguments: list[str]) -> None:
     sys.stdin.readline()
     end = threading.Event()
     with ThreadPoolExecutor(len(ids)) as pool:
-        for future in [pool.submit(_be_process, address, int(count), int(process_id), end) for process_id in ids]:
+        for future in [
+            pool.submit(_be_process, address, int(count), int(process_id), end)
+            for process_id in ids
+        ]:
             future.result()
 
 

@@ -1,9 +1,10 @@
-"""What one process of 1,024 reads, builds and holds until its first batch: the index of the corpus and its sequences.
+"""What one process of 1,024 reads, builds and holds until its first batch: the index of the corpus
+and its sequences.
 
     python -m benchmarks.scale.first_batch DIRECTORY PROCESS_ID
 
-The devices are absent H100s (the extra `plan`), one per process; the stores are those of `benchmarks.data_path`, sparse
-files of 20 GB, which `write_stores` makes. It prints a JSON line.
+The devices are absent H100s (the extra `plan`), one per process; the stores are those of
+`benchmarks.data_path`, sparse files of 20 GB, which `write_stores` makes. It prints a JSON line.
 """
 
 import json
@@ -45,7 +46,12 @@ def write_stores(directory: Path) -> None:
         num_bytes = int(_GIGABYTES * 1e9 * share_of_bytes)
         store = write_store(directory, name, mean_tokens, num_bytes, "chat_field" in fields)
         answers = {} if store.answers is None else {"answers": store.answers}
-        np.savez(directory / f"{name}.npz", offsets=store.offsets, split_hashes=store.split_hashes, **answers)
+        np.savez(
+            directory / f"{name}.npz",
+            offsets=store.offsets,
+            split_hashes=store.split_hashes,
+            **answers,
+        )
 
 
 def open_mixture(directory: Path, seq_len: int) -> MixedSequences:

@@ -1,1 +1,3 @@
-"""The pages of the documentation site, as Markdown for the site generator: `python -m benchmarks.site`."""
+"""The pages of the documentation site, as Markdown for the site generator: `python -m
+benchmarks.site`.
+"""

@@ -73,10 +73,21 @@ def _entry(name: str) -> Iterator[str]:
 
 
 def _members(cls: type) -> dict[str, Any]:
-    """The public methods and properties with a docstring, also those of base classes, in the order of the source."""
+    """The public methods and properties with a docstring, also those of base classes, in the order
+    of the source.
+    """
     parts = [part for part in reversed(cls.__mro__) if part.__module__.startswith("jaxlc.")]
-    members = {name: value for part in parts for name, value in vars(part).items() if not name.startswith("_")}
-    return {name: value for name, value in members.items() if inspect.isroutine(_callable(value)) and value.__doc__}
+    members = {
+        name: value
+        for part in parts
+        for name, value in vars(part).items()
+        if not name.startswith("_")
+    }
+    return {
+        name: value
+        for name, value in members.items()
+        if inspect.isroutine(_callable(value)) and value.__doc__
+    }
 
 
 def _callable(value: Any) -> Any:
@@ -89,7 +100,13 @@ def _callable(value: Any) -> Any:
 def _function(value: Any) -> Iterator[str]:
     function = _callable(value)
     is_called = not isinstance(value, (property, functools.cached_property))
-    yield from ("<!-- not run: a signature -->", "```python", _signature(function, is_called), "```", "")
+    yield from (
+        "<!-- not run: a signature -->",
+        "```python",
+        _signature(function, is_called),
+        "```",
+        "",
+    )
     yield from (_docstring(function), "")
 
 
@@ -97,7 +114,9 @@ def _signature(function: Callable, is_called: bool) -> str:
     """The call as in the source, and for a property its name and type."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(node, ast.FunctionDef)
-    arguments = [part for part in _arguments(node.args) if part not in ("self", "cls")] if is_called else []
+    arguments = (
+        [part for part in _arguments(node.args) if part not in ("self", "cls")] if is_called else []
+    )
     returns = _annotation(node.returns)
     if not is_called:
         return f"{node.name}: {returns}"
@@ -138,7 +157,9 @@ def _docstring(value: Any) -> str:
 
 
 def _items(body: str) -> str:
-    """A section of a docstring as a list, if it has items. An item that ends with a colon may have a list."""
+    """A section of a docstring as a list, if it has items. An item that ends with a colon may have
+    a list.
+    """
     body = textwrap.indent(textwrap.dedent(body), "  ").rstrip("\n")
     if not _ITEM.match(body):
         return textwrap.dedent(body)

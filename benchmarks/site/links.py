@@ -1,7 +1,9 @@
-"""Links to the repository, and the version, in files that cannot compute them: notebooks, zensical.toml, CITATION.cff.
+"""Links to the repository, and the version, in files that cannot compute them: notebooks,
+zensical.toml, CITATION.cff.
 
-The URL is `Repository` in [project.urls] of pyproject.toml, the version `jaxlc.__version__`. Without a URL there are no
-links, and the notebooks install a checkout in the directory jaxlc/, as one that was uploaded to Colab.
+The URL is `Repository` in [project.urls] of pyproject.toml, the version `jaxlc.__version__`.
+Without a URL there are no links, and the notebooks install a checkout in the directory jaxlc/, as
+one that was uploaded to Colab.
 """
 
 import json
@@ -35,13 +37,17 @@ def updated(url: str) -> dict[Path, str]:
     texts = {path: _notebook(path, url) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
     site, citation = ROOT / "zensical.toml", ROOT / "CITATION.cff"
     version = jaxlc.__version__
-    texts[site] = _with_values(site, " = ", {"site_name": "jaxlc", "copyright": f"jaxlc {version}", "repo_url": url})
+    texts[site] = _with_values(
+        site, " = ", {"site_name": "jaxlc", "copyright": f"jaxlc {version}", "repo_url": url}
+    )
     texts[citation] = _with_values(citation, ": ", {"version": version, "repository-code": url})
     return texts
 
 
 def _notebook(path: Path, url: str) -> str:
-    """The text of a notebook with a badge for Colab, and with the places of the package and of its data."""
+    """The text of a notebook with a badge for Colab, and with the places of the package and of its
+    data.
+    """
     name = url.removeprefix(_GITHUB)
     target = f"https://colab.research.google.com/github/{name}/blob/main/notebooks/{path.name}"
     badge = f"[![Open in Colab]({_BADGE_IMAGE})]({target})"
@@ -64,7 +70,8 @@ def _notebook(path: Path, url: str) -> str:
 
 
 def _with_values(path: Path, separator: str, values: dict[str, str]) -> str:
-    """The text of a file of lines `NAME SEPARATOR "VALUE"` with these values, in place of the lines that it has.
+    """The text of a file of lines `NAME SEPARATOR "VALUE"` with these values, in place of the lines
+    that it has.
 
     A new line follows the one before it in `values`. An empty value removes the line.
     """

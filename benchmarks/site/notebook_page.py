@@ -52,6 +52,10 @@ def _text_block(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """HTML without line breaks, which would end it in Markdown; those of preformatted text become references."""
+    """HTML without line breaks, which would end it in Markdown; those of preformatted text become
+    references.
+    """
     parts = re.split(r"(<pre.*?</pre>)", text, flags=re.DOTALL)
-    return "".join(part.replace("\n", "&#10;" if index % 2 else " ") for index, part in enumerate(parts))
+    return "".join(
+        part.replace("\n", "&#10;" if index % 2 else " ") for index, part in enumerate(parts)
+    )

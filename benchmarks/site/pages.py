@@ -1,7 +1,9 @@
-"""Collects the pages of the site: README.md (its start), docs/, notebooks/, benchmarks/, and the project's own pages.
+"""Collects the pages of the site: README.md (its start), docs/, notebooks/, benchmarks/, and the
+project's own pages.
 
-Pages stay where they are in the repository, with links that work there. Here their links are rewritten to the places of
-the pages on the site. The reference pages end with text that is generated from the code and stored in the repository.
+Pages stay where they are in the repository, with links that work there. Here their links are
+rewritten to the places of the pages on the site. The reference pages end with text that is
+generated from the code and stored in the repository.
 """
 
 import functools
@@ -48,7 +50,9 @@ def write(target: Path) -> None:
 
 
 def reference_pages() -> dict[Path, str]:
-    """The pages of docs/ that are generated from the code, and their texts, whose introduction is written by hand."""
+    """The pages of docs/ that are generated from the code, and their texts, whose introduction is
+    written by hand.
+    """
     pages = {ROOT / "docs" / name: generate for name, generate in _GENERATED.items()}
     return {
         path: f"{path.read_text().partition(_MARKER)[0]}{_MARKER}\n{generate().strip()}\n"
@@ -60,7 +64,10 @@ def reference_pages() -> dict[Path, str]:
 def sources() -> dict[Path, str]:
     """Files of the repository -> their paths on the site."""
     paths = {ROOT / "README.md": "index.md"}
-    paths |= {ROOT / f"{name}.md": f"{name.lower()}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")}
+    paths |= {
+        ROOT / f"{name}.md": f"{name.lower()}.md"
+        for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY")
+    }
     for folder in ("docs", "notebooks", "benchmarks"):
         top = ROOT if folder != "docs" else ROOT / "docs"
         for path in sorted((ROOT / folder).rglob("*")):
@@ -78,7 +85,9 @@ def page_text(text: str, source: Path) -> str:
     """
     text = _COMMENT.sub("", _BADGE.sub("", text.replace(_MARKER, "")))
     parts = _FENCE.split(text)  # text, fence, text, ...
-    return "".join(part if index % 2 else _with_site_links(part, source) for index, part in enumerate(parts))
+    return "".join(
+        part if index % 2 else _with_site_links(part, source) for index, part in enumerate(parts)
+    )
 
 
 def _with_site_links(text: str, source: Path) -> str:
@@ -90,7 +99,9 @@ def _is_external(target: str) -> bool:
 
 
 def _site_link(link: re.Match, source: Path) -> str:
-    """A link of a page as it is on the site; a file that is not on the site is named in parentheses."""
+    """A link of a page as it is on the site; a file that is not on the site is named in
+    parentheses.
+    """
     if _is_external(link["target"]):
         return link.group()
     path, _, anchor = link["target"].partition("#")

@@ -1,4 +1,6 @@
-"""Reference pages that are generated from the code: the settings of a config, and the fields of `jaxlc plan --json`."""
+"""Reference pages that are generated from the code: the settings of a config, and the fields of
+`jaxlc plan --json`.
+"""
 
 import inspect
 import re
@@ -6,7 +8,13 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from jaxlc.config.command_line import HELP_SECTIONS, Setting, field_comments, section_text, settings_of
+from jaxlc.config.command_line import (
+    HELP_SECTIONS,
+    Setting,
+    field_comments,
+    section_text,
+    settings_of,
+)
 from jaxlc.hlo.memory_dump import Launches, LiveTensor
 from jaxlc.plan.memory import Memory
 from jaxlc.plan.packing_estimates import PackingEstimate, PackingEstimates
@@ -62,7 +70,13 @@ def plan_fields() -> str:
     lines = [*record_rows(PlanRecord), ""]
     for heading, kind in _RECORDS.items():
         lines += [f"## `{heading}`", "", _first_paragraph(kind), "", *record_rows(kind), ""]
-    lines += ["## Configs with stages", "", _first_paragraph(StagesPlan), "", *record_rows(StagesPlan)]
+    lines += [
+        "## Configs with stages",
+        "",
+        _first_paragraph(StagesPlan),
+        "",
+        *record_rows(StagesPlan),
+    ]
     lines += ["", "Each element of `stages`:", "", *record_rows(StagePlan)]
     return "\n".join(lines)
 
@@ -75,7 +89,9 @@ def record_rows(kind: type) -> Iterator[str]:
         heading = next((heading for heading in _RECORDS if heading.split(".")[-1] == name), None)
         if not comments[name] and heading is None:
             raise ValueError(f"the field {name} of {kind.__name__} has no comment")
-        text = _cell(comments[name]) if heading is None else f"[fields](#{heading.replace('.', '')})"
+        text = (
+            _cell(comments[name]) if heading is None else f"[fields](#{heading.replace('.', '')})"
+        )
         yield f"| `{name}` | {_type_text(hint)} | {text} |"
     for name in _DERIVED.get(kind, ()):
         value = inspect.getattr_static(kind, name)

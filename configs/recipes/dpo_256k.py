@@ -1,10 +1,12 @@
-r"""DPO with LoRA on pairs of answers to prompts of up to 262,144 tokens, on 8 H100s: Llama 3.1 8B. Variants: mini.
+r"""DPO with LoRA on pairs of answers to prompts of up to 262,144 tokens, on 8 H100s: Llama 3.1 8B.
+Variants: mini.
 
     jaxlc train --config=dpo_256k:mini        # in miniature, on 8 simulated CPU devices
     jaxlc plan --config=dpo_256k --topology=h100:1x8 --document_lengths=tree:245760+2x8192
 
-The two answers of a pair continue one prompt, which is computed once, and the reference is the model without adapters
-(docs/post_training.md). beta is that of the paper (arXiv:2305.18290); the other settings are our choice. To train:
+The two answers of a pair continue one prompt, which is computed once, and the reference is the
+model without adapters (docs/post_training.md). beta is that of the paper (arXiv:2305.18290); the
+other settings are our choice. To train:
 
     jaxlc train --config=dpo_256k --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct \
       --config.data.traces=PAIRS.jsonl
@@ -27,9 +29,13 @@ def get_config(variant: str = "") -> ConfigDict:
     config.lora.rank = 32
     config.data.update(sources=(), traces="pairs/*.jsonl", seq_len=262_144)
     config.posttrain.update(loss="dpo", beta=0.1, reference="base")
-    config.optimizer.update(learning_rate=5e-6, schedule="cosine", warmup_steps=20, weight_decay=0.0)
+    config.optimizer.update(
+        learning_rate=5e-6, schedule="cosine", warmup_steps=20, weight_decay=0.0
+    )
     config.train.update(steps=200, global_batch_size=16, gradient_accumulation_steps=16)
-    config.train.update(checkpoint_every_steps=20, eval_sequences=4, eval_every_steps=50, checkpoint_frozen=False)
+    config.train.update(
+        checkpoint_every_steps=20, eval_sequences=4, eval_every_steps=50, checkpoint_frozen=False
+    )
 
     if variant == "mini":
         shrink_for_cpu(config)

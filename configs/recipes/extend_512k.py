@@ -1,12 +1,14 @@
-r"""ProLong: extends Llama 3 8B Instruct to 524,288 tokens in two stages, then fine-tunes it. Variants: mini.
+r"""ProLong: extends Llama 3 8B Instruct to 524,288 tokens in two stages, then fine-tunes it.
+Variants: mini.
 
     jaxlc train --config=extend_512k:mini     # the same stages in miniature, on 8 simulated CPU devices
     jaxlc plan --config=extend_512k --topology=h100:8x8 --price_per_gpu_hour=2.5
 
-Lengths, steps, batch sizes, learning rates, RoPE bases and shares of the data are those of Gao et al. 2024
-(arXiv:2410.02660) and of their training scripts train_64K.sh, train_512K.sh and train_sft.sh
-(github.com/princeton-nlp/ProLong); docs/recipes.md has them. To train on 64 H100s, start one process per GPU
-(docs/clusters.md), with the texts of each source in prolong/NAME, or in --config.data.mixture.NAME.paths:
+Lengths, steps, batch sizes, learning rates, RoPE bases and shares of the data are those of Gao et
+al. 2024 (arXiv:2410.02660) and of their training scripts train_64K.sh, train_512K.sh and
+train_sft.sh (github.com/princeton-nlp/ProLong); docs/recipes.md has them. To train on 64 H100s,
+start one process per GPU (docs/clusters.md), with the texts of each source in prolong/NAME, or in
+--config.data.mixture.NAME.paths:
 
     jaxlc train --config=extend_512k --config.model.init_from=meta-llama/Meta-Llama-3-8B-Instruct
 """
@@ -28,9 +30,11 @@ _PASSKEY = dict(tasks=("passkey",), num_examples=8, batch_size=8)
 def get_config(variant: str = "") -> ConfigDict:
     check_variant(variant, VARIANTS)
     config = defaults()
-    config.model.update(preset="llama3.1-8b", rope_scaling="none")  # Llama 3 has the same shape and no RoPE scaling
+    # Llama 3 has the same shape and no RoPE scaling
+    config.model.update(preset="llama3.1-8b", rope_scaling="none")
     config.mesh.update(fsdp=8, context=8)  # 8 nodes of 8
-    config.attention.strategy = "ulysses"  # context ranks of one node; the plan finds it faster than the ring
+    # context ranks of one node; the plan finds it faster than the ring
+    config.attention.strategy = "ulysses"
     config.runtime.topology = "h100:8x8"
     config.data.mixture = _sources()
     config.optimizer.update(beta1=0.9, beta2=0.95, weight_decay=0.1, max_grad_norm=1.0)
@@ -97,14 +101,19 @@ def _shrink(config: ConfigDict) -> None:
     shrink_for_cpu(config)
     config.mesh.update(fsdp=2, context=4)
     config.train.update(eval_sequences=2, eval_every_steps=0, checkpoint_every_steps=4)
-    config.data.mixture = {name: fields | dict(paths="python-stdlib") for name, fields in _sources().items()}
-    config.data.mixture.ultrachat.paths = __file__.removesuffix("extend_512k.py") + "mini_chats.jsonl"
+    config.data.mixture = {
+        name: fields | dict(paths="python-stdlib") for name, fields in _sources().items()
+    }
+    config.data.mixture.ultrachat.paths = (
+        __file__.removesuffix("extend_512k.py") + "mini_chats.jsonl"
+    )
     mixtures = {
         "64k": _shares(dict(code=1.0)),
         "512k": _shares(dict(code_512k=0.5, code=0.5), chunk_tokens=256),
         "sft": _shares(dict(ultrachat=1.0)),
     }
-    sizes = {"64k": (12, 256, 8), "512k": (10, 2048, 2), "sft": (6, 512, 4)}  # steps, seq_len, global batch size
+    # steps, seq_len, global batch size
+    sizes = {"64k": (12, 256, 8), "512k": (10, 2048, 2), "sft": (6, 512, 4)}
     stages = []
     for stage in config.stages:
         num_steps, seq_len, batch_size = sizes[stage.name]
@@ -117,7 +126,12 @@ def _shrink(config: ConfigDict) -> None:
             min_scores = ("passkey@512=0",)
         stages.append(
             stage.changed(
-                steps=num_steps, data=data, optimizer=optimizer, train=train, evals=evals, min_scores=min_scores
+                steps=num_steps,
+                data=data,
+                optimizer=optimizer,
+                train=train,
+                evals=evals,
+                min_scores=min_scores,
             )
         )
     config.stages = stages

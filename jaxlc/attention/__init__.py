@@ -1,6 +1,7 @@
 """Attention over a sequence that is split across devices.
 
-The public API: `attend`, `dot_product_attention` and, of linear attention, `gated_delta_rule` and `short_convolution`.
+The public API: `attend`, `dot_product_attention` and, of linear attention, `gated_delta_rule` and
+`short_convolution`.
 """
 
 from jaxlc.attention.api import attend, dot_product_attention

@@ -1,5 +1,5 @@
-"""The public functions of attention over a split sequence: `attend`, and `dot_product_attention` with the signature of
-`jax.nn.dot_product_attention`.
+"""The public functions of attention over a split sequence: `attend`, and `dot_product_attention`
+with the signature of `jax.nn.dot_product_attention`.
 
 Both check their arguments and call `strategies.sharded_attention.make`.
 """
@@ -59,34 +59,37 @@ def attend(
     token_order: TokenOrder = "natural",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention over a sequence split on a mesh axis. Works under `jit`, `grad`, `vmap` and `jax.checkpoint`.
+    """Exact attention over a sequence split on a mesh axis. Works under `jit`, `grad`, `vmap` and
+    `jax.checkpoint`.
 
-    Inside a `shard_map` over `context_axis`, arrays are local shards, and the ranks of the axis hold consecutive parts
-    of `token_order`. Elsewhere they are global arrays.
+    Inside a `shard_map` over `context_axis`, arrays are local shards, and the ranks of the axis
+    hold consecutive parts of `token_order`. Elsewhere they are global arrays.
 
     Args:
-      q_BTNH: queries, any float dtype. N must be a multiple of K.
-      k_BSKH, v_BSKH: keys and values, S == T.
-      mesh: a mesh with axes of type Auto. None: only inside `shard_map`; kernels are chosen for `jax.devices()[0]`.
-      strategy: how the sequence is split: "ring", "all_gather", "ulysses" or "hybrid" (not inside `shard_map`).
-      kernel: "auto", or the name of a kernel, which then never falls back to another one.
-      causal: whether a query attends to its own and earlier positions only.
-      window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
-      segment_ids: [B, T] int32. Tokens attend within their own segment only; 0 is padding. The tokens of a segment must
-        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under `jit`, are not
-        checked, and the results for other segments are undefined. None: one segment.
-      ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the context size.
-      scale: multiplies q . k. None: 1/sqrt(H).
-      sinks: [N], a logit per query head in the denominator of the softmax, as in gpt-oss. None: no sinks.
-      context_axis, batch_axes, head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
+      q_BTNH: queries, any float dtype. N must be a multiple of K. k_BSKH, v_BSKH: keys and values,
+      S == T. mesh: a mesh with axes of type Auto. None: only inside `shard_map`; kernels are chosen
+      for `jax.devices()[0]`. strategy: how the sequence is split: "ring", "all_gather", "ulysses"
+      or "hybrid" (not inside `shard_map`). kernel: "auto", or the name of a kernel, which then
+      never falls back to another one. causal: whether a query attends to its own and earlier
+      positions only. window: a query attends to itself and the window - 1 tokens before it;
+      requires causal. None: all earlier tokens. segment_ids: [B, T] int32. Tokens attend within
+      their own segment only; 0 is padding. The tokens of a segment must
+        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under
+        `jit`, are not checked, and the results for other segments are undefined. None: one segment.
+      ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the
+      context size. scale: multiplies q . k. None: 1/sqrt(H). sinks: [N], a logit per query head in
+      the denominator of the softmax, as in gpt-oss. None: no sinks. context_axis, batch_axes,
+      head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
         B, "tensor" for N, as far as the mesh has them. Arrays are replicated over other axes.
-      token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which saves an exchange.
-      return_lse: also return the log-sum-exp of each query's scores, which is differentiable, too.
+      token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which
+      saves an exchange. return_lse: also return the log-sum-exp of each query's scores, which is
+      differentiable, too.
     Returns:
-      out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32). Fully masked queries: 0, and sink or -inf.
+      out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32). Fully masked queries: 0,
+      and sink or -inf.
     Raises:
-      UserError: a shape does not split over the mesh, or a name is unknown.
-      Unsupported: the strategy or kernel does not support the problem; the message has the value and the limit. Or a
+      UserError: a shape does not split over the mesh, or a name is unknown. Unsupported: the
+      strategy or kernel does not support the problem; the message has the value and the limit. Or a
         segment is not contiguous.
     """
     call = _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order)
@@ -111,7 +114,9 @@ class _Call(NamedTuple):
     token_order: TokenOrder
 
 
-def _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order) -> _Call:
+def _checked_call(
+    mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order
+) -> _Call:
     if window is not None and (window < 1 or not causal):
         raise UserError(
             f"invalid window={window} with causal={causal}: expected window of at least 1 token, and causal=True"
@@ -121,8 +126,12 @@ def _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, 
             f"invalid ulysses_ranks={ulysses_ranks} for strategy {strategy!r}: expected None unless strategy='hybrid'"
         )
     if token_order not in get_args(TokenOrder):
-        raise UserError(f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}")
-    config = AttentionConfig(strategy=known_strategy(strategy), kernel=kernel, ulysses_degree=ulysses_ranks or 1)
+        raise UserError(
+            f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
+        )
+    config = AttentionConfig(
+        strategy=known_strategy(strategy), kernel=kernel, ulysses_degree=ulysses_ranks or 1
+    )
     return _Call(mesh, config, causal, window, scale, token_order)
 
 
@@ -130,7 +139,9 @@ def _check_split(q_BTNH, k_BSKH, segments_BT, call: _Call, axes: AttentionAxes) 
     heads = f"{q_BTNH.shape[2]} query and {k_BSKH.shape[2]} key/value heads"
     check_split(q_BTNH.shape[:3], k_BSKH.shape[2], call.mesh, axes, heads=heads)
     if segments_BT is not None:
-        check_contiguous(segments_BT, call.mesh.shape[axes.context] if call.token_order == "zigzag" else 1)
+        check_contiguous(
+            segments_BT, call.mesh.shape[axes.context] if call.token_order == "zigzag" else 1
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
@@ -146,7 +157,9 @@ def _attend_global(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, call: _Call, ax
 def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, context_axis: str):
     """`attend` inside the caller's `shard_map`, where the context axis is Manual."""
     if call.config.strategy == "hybrid":
-        raise Unsupported("unsupported: strategy hybrid inside shard_map (supported: ring, all_gather, ulysses)")
+        raise Unsupported(
+            "unsupported: strategy hybrid inside shard_map (supported: ring, all_gather, ulysses)"
+        )
     if q_btnH.shape[1] % 2:
         raise UserError(
             f"a local shard of {q_btnH.shape[1]} tokens has no two equal chunks; use an even number of tokens"
@@ -161,11 +174,16 @@ def _attend_local(q_btnH, k_bskH, v_bskH, segments_bt, sinks_n, call: _Call, con
         ranks=(Ranks(context_axis, lax.axis_size(context_axis)),),
         token_order=call.token_order,
     )
-    ranges = None if segments_bt is None else prepare_shard(TokenInfo(None, segments_bt), kernel=None, **settings)
+    ranges = (
+        None
+        if segments_bt is None
+        else prepare_shard(TokenInfo(None, segments_bt), kernel=None, **settings)
+    )
     return attend_shard(q_btnH, k_bskH, v_bskH, ranges, sinks_n, kernel=kernel, **settings)
 
 
-_KERNELS = {None: "auto", "xla": "blockwise", "cudnn": "cudnn"}  # `implementation` of jax.nn -> kernel
+# `implementation` of jax.nn -> kernel
+_KERNELS = {None: "auto", "xla": "blockwise", "cudnn": "cudnn"}
 
 
 def dot_product_attention(
@@ -188,21 +206,24 @@ def dot_product_attention(
     head_axis: str | None = None,
     strategy: str = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jax.nn.dot_product_attention` over a sequence split on a mesh axis; arrays in natural token order.
+    """`jax.nn.dot_product_attention` over a sequence split on a mesh axis; arrays in natural token
+    order.
 
-    The results are equal up to rounding, with one exception: the residual of a query beyond its length is -inf.
+    The results are equal up to rounding, with one exception: the residual of a query beyond its
+    length is -inf.
 
     Args:
-      query: [B, T, N, H] or [T, N, H].
-      key, value: [B, S, K, H] or [S, K, H] with S == T, of the dtype of query.
-      bias, mask: must be None.
-      query_seq_lengths, key_value_seq_lengths: int32 [B]. Either the same array for both, or query_seq_lengths alone
+      query: [B, T, N, H] or [T, N, H]. key, value: [B, S, K, H] or [S, K, H] with S == T, of the
+      dtype of query. bias, mask: must be None. query_seq_lengths, key_value_seq_lengths: int32 [B].
+      Either the same array for both, or query_seq_lengths alone
         with is_causal=True.
-      local_window_size: (left, right): a query attends to the `left` tokens before it, itself and the `right` tokens
-        after it. An integer w is (w, w). right must be 0 unless is_causal=True, which masks later tokens.
-      implementation: the kernel: None is "auto" of `attend`, "xla" is "blockwise", "cudnn" is "cudnn".
-      return_residual: also return the log-sum-exp [B, T, N] or [T, N], without gradient, in the dtype of key.
-      scale, mesh, context_axis, batch_axes, head_axis, strategy: see `attend`. [T, N, H] is not split over batch axes.
+      local_window_size: (left, right): a query attends to the `left` tokens before it, itself and
+        the `right` tokens after it. An integer w is (w, w). right must be 0 unless is_causal=True,
+        which masks later tokens.
+      implementation: the kernel: None is "auto" of `attend`, "xla" is "blockwise", "cudnn" is
+      "cudnn". return_residual: also return the log-sum-exp [B, T, N] or [T, N], without gradient,
+      in the dtype of key. scale, mesh, context_axis, batch_axes, head_axis, strategy: see `attend`.
+      [T, N, H] is not split over batch axes.
     Returns:
       out of the shape and dtype of query, or (out, residual).
     Raises:
@@ -226,12 +247,16 @@ def dot_product_attention(
     out = out_BTNH.reshape(query.shape)
     if not return_residual:
         return out
-    return out, lax.stop_gradient(lse_BNT.swapaxes(1, 2).reshape(query.shape[:-1]).astype(key.dtype))
+    return out, lax.stop_gradient(
+        lse_BNT.swapaxes(1, 2).reshape(query.shape[:-1]).astype(key.dtype)
+    )
 
 
 def _kernel(implementation: str | None) -> str:
     if implementation not in _KERNELS:
-        raise UserError(f"invalid implementation={implementation!r}: expected None, 'xla' or 'cudnn'")
+        raise UserError(
+            f"invalid implementation={implementation!r}: expected None, 'xla' or 'cudnn'"
+        )
     return _KERNELS[implementation]
 
 
@@ -242,7 +267,9 @@ def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array, bias, ma
             f"invalid shapes {shapes}: expected query [B, T, N, H], key and value [B, S, K, H], all with or without B"
         )
     if not query.dtype == key.dtype == value.dtype:
-        raise UserError(f"invalid dtypes {query.dtype}, {key.dtype} and {value.dtype}: expected equal dtypes")
+        raise UserError(
+            f"invalid dtypes {query.dtype}, {key.dtype} and {value.dtype}: expected equal dtypes"
+        )
     for name, array in (("bias", bias), ("mask", mask)):
         if array is not None:
             raise Unsupported(
@@ -255,13 +282,19 @@ def _check_operands(query: jax.Array, key: jax.Array, value: jax.Array, bias, ma
         )
 
 
-def _causal_window(is_causal: bool, local_window_size: int | tuple[int, int] | None) -> tuple[bool, int | None]:
+def _causal_window(
+    is_causal: bool, local_window_size: int | tuple[int, int] | None
+) -> tuple[bool, int | None]:
     """`causal` and `window` of `attend`, which includes the query's own token."""
     if local_window_size is None:
         return is_causal, None
-    left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    left, right = (
+        (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    )
     if left < 0 or right < 0:
-        raise Unsupported(f"unsupported: local_window_size={local_window_size} (supported: 0 and positive sizes)")
+        raise Unsupported(
+            f"unsupported: local_window_size={local_window_size} (supported: 0 and positive sizes)"
+        )
     if right and not is_causal:
         raise Unsupported(
             f"unsupported: local_window_size={local_window_size} with is_causal=False, a window over later tokens"
@@ -270,11 +303,13 @@ def _causal_window(is_causal: bool, local_window_size: int | tuple[int, int] | N
     return True, left + 1
 
 
-def _sequence_lengths(query: jax.Array, causal: bool, query_lengths, key_lengths) -> jax.Array | None:
+def _sequence_lengths(
+    query: jax.Array, causal: bool, query_lengths, key_lengths
+) -> jax.Array | None:
     """The number of tokens of each sequence that are not padding. None: all.
 
-    Segment ids mask padded queries and keys together. That is exact if both have the same length, and if queries attend
-    to earlier keys only.
+    Segment ids mask padded queries and keys together. That is exact if both have the same length,
+    and if queries attend to earlier keys only.
     """
     if query_lengths is None and key_lengths is None:
         return None
@@ -287,7 +322,9 @@ def _sequence_lengths(query: jax.Array, causal: bool, query_lengths, key_lengths
     lengths = jnp.asarray(query_lengths)
     batch = query.shape[0] if query.ndim == 4 else 1
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
-        raise UserError(f"invalid query_seq_lengths {lengths.dtype}{lengths.shape}: expected int32 of shape ({batch},)")
+        raise UserError(
+            f"invalid query_seq_lengths {lengths.dtype}{lengths.shape}: expected int32 of shape ({batch},)"
+        )
     return lengths
 
 

@@ -3,8 +3,9 @@
     forward:  (q_BTNH, k_BSKH, v_BSKH, ranges, spec) -> (out_BTNH, lse_BNT)
     backward: (q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse)) -> (dq, dk, dv)
 
-`ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents, sliding windows, and the
-blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
+`ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents,
+sliding windows, and the blocks of these that strategies compute, all have this form. Kernels get
+neither positions nor segment ids.
 
 A kernel may have these functions, too:
 
@@ -12,30 +13,32 @@ A kernel may have these functions, too:
                        every layer; forward and backward then take its result as `ranges`
     forward_calls, backward_calls    return `CallResults` instead
     forward_in_layer(q_BTNH, k_BLSKH, v_BLSKH, layer, ranges, spec)    forward over the keys of one layer of a KV cache,
-                       without a copy of the layer. The ranges are [B, P]: T/P consecutive queries, a power of 2 from
-                       16, share one
+                       without a copy of the layer. The ranges are [B, P]: T/P consecutive queries,
+                       a power of 2 from 16, share one
 
-`lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
-two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
-tiles. The backward takes out and lse over *all* keys on all devices, even where k and v are one block. Its dk and dv
-are the gradients of that block, its dq is the contribution of that block to dq.
+`lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With
+it, results over two disjoint sets of keys merge exactly (`merge.py`), so the same two functions
+compose over KV blocks, ring steps and tiles. The backward takes out and lse over *all* keys on all
+devices, even where k and v are one block. Its dk and dv are the gradients of that block, its dq is
+the contribution of that block to dq.
 
-Results are in q's dtype or in float32, whichever the kernel writes. Callers sum and merge them in float32.
+Results are in q's dtype or in float32, whichever the kernel writes. Callers sum and merge them in
+float32.
 
 A query without visible keys (a fully masked row) has out 0, lse -inf and gradient 0.
 
-Attention sinks
----------------
-Each query head may have a logit that joins the denominator of its softmax and has no value (gpt-oss).
+Attention sinks --------------- Each query head may have a logit that joins the denominator of its
+softmax and has no value (gpt-oss).
 
     out' = out exp(lse - lse')        lse' = log(e^lse + e^sink)
     dsink = -sum over batch and tokens of exp(sink - lse') (dout' . out' - dlse')
 
-out and lse are the results over all keys: a sink joins once, after the last merge over blocks, ring steps and ranks.
-The probabilities with the sink are exp(score - lse'), which a kernel's backward computes from the lse that it is given.
-So the backward calls the same kernels with out' and lse', and gives exact dq, dk and dv. Automatic differentiation of
-the product above would be exact, too, but its gradient of the lse costs a second backward call of some kernels.
-A fully masked row has out' 0, lse' equal to the sink, and gradient 0.
+out and lse are the results over all keys: a sink joins once, after the last merge over blocks, ring
+steps and ranks. The probabilities with the sink are exp(score - lse'), which a kernel's backward
+computes from the lse that it is given. So the backward calls the same kernels with out' and lse',
+and gives exact dq, dk and dv. Automatic differentiation of the product above would be exact, too,
+but its gradient of the lse costs a second backward call of some kernels. A fully masked row has
+out' 0, lse' equal to the sink, and gradient 0.
 """
 
 import math
@@ -49,15 +52,20 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The static parameters of an attention call; hashable, so that it can be a static argument of `jit`."""
+    """The static parameters of an attention call; hashable, so that it can be a static argument of
+    `jit`.
+    """
 
     # With ranges, a kernel need not read causal and window; see KeyRanges.
     causal: bool = True  # a query attends to keys of its segment at its own and earlier positions
-    window: int | None = None  # a query attends to itself and the window - 1 tokens before it; only with causal
+    # a query attends to itself and the window - 1 tokens before it; only with causal
+    window: int | None = None
     scale: float | None = None  # multiplies q . k; None: 1/sqrt(H)
-    # The calls of ring steps have few documents: those that ranks share at most (sharding/document_layout.py).
+    # The calls of ring steps have few documents: those that ranks share at most
+    # (sharding/document_layout.py).
     few_documents: bool = False
-    skips_ring_steps: bool = False  # ring steps after step 1 do not run if no document needs them; with key ranges
+    # ring steps after step 1 do not run if no document needs them; with key ranges
+    skips_ring_steps: bool = False
     query_block_tokens: int = 256  # upper limits of the block sizes of kernels that work in blocks
     key_block_tokens: int = 256
 
@@ -69,15 +77,17 @@ class AttentionSpec:
 
 
 class KeyRanges(NamedTuple):
-    """The attention mask: query t attends to the keys start_BT[t] <= s < end_BT[t], which are indices of k_BSKH.
+    """The attention mask: query t attends to the keys start_BT[t] <= s < end_BT[t], which are
+    indices of k_BSKH.
 
-    int32, O(T) memory; start and end are in 0 .. S. start == end == 0 for a fully masked row. A dense mask exists per
-    block only. A call without ranges has an implicit mask: if the spec is causal, tokens are in natural order, the last
-    query is aligned with the last key, and a query attends to the keys at its own and earlier indices, up to `window`
-    of them; otherwise to all keys. `key_ranges.py` computes ranges from positions and segment ids.
+    int32, O(T) memory; start and end are in 0 .. S. start == end == 0 for a fully masked row. A
+    dense mask exists per block only. A call without ranges has an implicit mask: if the spec is
+    causal, tokens are in natural order, the last query is aligned with the last key, and a query
+    attends to the keys at its own and earlier indices, up to `window` of them; otherwise to all
+    keys. `key_ranges.py` computes ranges from positions and segment ids.
 
-    The spec of a call with ranges says which form they have: with `causal`, the last key of a query is the one at its
-    own index, otherwise all queries of a document have the same range.
+    The spec of a call with ranges says which form they have: with `causal`, the last key of a query
+    is the one at its own index, otherwise all queries of a document have the same range.
     """
 
     start_BT: jax.Array
@@ -88,14 +98,17 @@ class KeyRanges(NamedTuple):
         return (self.start_BT[:, :, None] <= keys_S) & (keys_S < self.end_BT[:, :, None])
 
     def within(self, first_key, num_keys: int) -> "KeyRanges":
-        """The ranges against the keys first_key .. first_key + num_keys - 1, counted from first_key."""
+        """The ranges against the keys first_key .. first_key + num_keys - 1, counted from
+        first_key.
+        """
         start_BT, end_BT = (jnp.clip(x - first_key, 0, num_keys) for x in self)
         is_empty_BT = start_BT >= end_BT
         return KeyRanges(*(jnp.where(is_empty_BT, 0, x) for x in (start_BT, end_BT)))
 
 
 class TreeRanges(NamedTuple):
-    """The mask of documents that share a prefix: a query attends to the keys of two disjoint ranges.
+    """The mask of documents that share a prefix: a query attends to the keys of two disjoint
+    ranges.
 
     Kernels take one range per query. `kernels.choose.SharedPrefixKernel` calls them once for each.
     """
@@ -105,7 +118,9 @@ class TreeRanges(NamedTuple):
 
 
 class QueryResults(NamedTuple):
-    """The inputs of the backward that have one row per query: the results over all keys, and their gradients."""
+    """The inputs of the backward that have one row per query: the results over all keys, and their
+    gradients.
+    """
 
     out_BTNH: jax.Array
     lse_BNT: jax.Array
@@ -114,22 +129,32 @@ class QueryResults(NamedTuple):
 
 
 class CallResults(NamedTuple):
-    """The results of a kernel's calls, and what is left to do: elementwise, so that a caller's sums fuse with it."""
+    """The results of a kernel's calls, and what is left to do: elementwise, so that a caller's sums
+    fuse with it.
+    """
 
     results: Any  # a tree of arrays
-    joined: Callable[[Any], tuple[jax.Array, ...]]  # `results` -> the results of the kernel's forward or backward
+    # `results` -> the results of the kernel's forward or backward
+    joined: Callable[[Any], tuple[jax.Array, ...]]
 
     def values(self) -> tuple[jax.Array, ...]:
         """The results of the kernel's forward or backward."""
         return self.joined(self.results)
 
 
-def implicit_ranges(spec: AttentionSpec, num_queries: int, num_keys: int) -> tuple[jax.Array | None, jax.Array | None]:
-    """(start_T, end_T) of a call without ranges, int32. A start of None is 0, an end of None is num_keys."""
+def implicit_ranges(
+    spec: AttentionSpec, num_queries: int, num_keys: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(start_T, end_T) of a call without ranges, int32. A start of None is 0, an end of None is
+    num_keys.
+    """
     if not spec.causal:
         return None, None
-    end_T = jnp.arange(num_keys - num_queries + 1, num_keys + 1, dtype=jnp.int32)  # 0 and below before all keys
-    return None if spec.window is None else jnp.maximum(end_T - spec.window, 0), jnp.maximum(end_T, 0)
+    # 0 and below before all keys
+    end_T = jnp.arange(num_keys - num_queries + 1, num_keys + 1, dtype=jnp.int32)
+    return None if spec.window is None else jnp.maximum(end_T - spec.window, 0), jnp.maximum(
+        end_T, 0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,22 +168,32 @@ class AttentionProblem:
     value_dim: int
     window: int | None
     implicit_positions: bool  # no ranges are passed; see KeyRanges
-    document_ranges: bool = False  # the ranges are of packed documents over a rank's own tokens or a ring step
+    # the ranges are of packed documents over a rank's own tokens or a ring step
+    document_ranges: bool = False
     num_elements: int = 0  # elements of the larger of q and k per kernel call; 0 if unknown
-    cudnn_version: tuple[int, ...] | None = None  # installed; (): not found. None: the GPU is absent, any is assumed
+    # installed; (): not found. None: the GPU is absent, any is assumed
+    cudnn_version: tuple[int, ...] | None = None
 
 
 class Kernel(Protocol):
-    """Attention of one device's queries over one block of keys, without mesh or collectives. Modules implement it."""
+    """Attention of one device's queries over one block of keys, without mesh or collectives.
+    Modules implement it.
+    """
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
-        """Why the kernel does not support `problem`: the value and the limit. None: it is supported.
+        """Why the kernel does not support `problem`: the value and the limit. None: it is
+        supported.
 
         Example: "head dim 256 (supported: multiples of 8 up to 128)".
         """
 
     def forward(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        ranges: KeyRanges | None,
+        spec: AttentionSpec,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (out_BTNH, in q's dtype or float32, and lse_BNT, float32)."""
 
@@ -180,14 +215,22 @@ def calls_of(kernel: "Kernel", direction: Literal["forward", "backward"], *opera
     return calls(*operands) if calls else CallResults(getattr(kernel, direction)(*operands), tuple)
 
 
-def prepared(kernel: Kernel | None, ranges: KeyRanges | None, num_keys: int, spec: AttentionSpec) -> Any:
-    """What `kernel` takes as `ranges`, over num_keys keys: the result of its `prepare`, or the ranges themselves."""
+def prepared(
+    kernel: Kernel | None, ranges: KeyRanges | None, num_keys: int, spec: AttentionSpec
+) -> Any:
+    """What `kernel` takes as `ranges`, over num_keys keys: the result of its `prepare`, or the
+    ranges themselves.
+    """
     prepare = getattr(kernel, "prepare", None)
     return ranges if prepare is None or ranges is None else prepare(ranges, num_keys, spec)
 
 
-def join(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) with the sinks in the denominator, in the dtypes of the arguments; without sinks, the arguments."""
+def join(
+    out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) with the sinks in the denominator, in the dtypes of the arguments; without sinks,
+    the arguments.
+    """
     if sinks_N is None:
         return out_BTNH, lse_BNT
     joined_BNT = jnp.logaddexp(lse_BNT, sinks_N[:, None].astype(jnp.float32))
@@ -204,4 +247,6 @@ def gradient(sinks_N: jax.Array, results: QueryResults) -> jax.Array:
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
     delta_BTN = jnp.sum(out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32), axis=-1)
     probability_BNT = jnp.exp(sinks_N[:, None].astype(jnp.float32) - lse_BNT)
-    return -jnp.sum(probability_BNT * (delta_BTN.swapaxes(1, 2) - dlse_BNT), axis=(0, 2)).astype(sinks_N.dtype)
+    return -jnp.sum(probability_BNT * (delta_BTN.swapaxes(1, 2) - dlse_BNT), axis=(0, 2)).astype(
+        sinks_N.dtype
+    )

@@ -1,9 +1,10 @@
 """Attention masks as one contiguous range of keys per query.
 
-Causal masks, documents and sliding windows have this form for every block of keys in which the tokens of a document
-are contiguous, with ascending positions. That holds for a whole packed sequence in natural order and for any of its
-tokens in ascending order: a rank's tokens in zigzag order, a halo followed by its chunk, slices of these. It holds for
-a rank's tokens under per-document sharding (sharding/document_layout.py). It does not hold for documents that are
+Causal masks, documents and sliding windows have this form for every block of keys in which the
+tokens of a document are contiguous, with ascending positions. That holds for a whole packed
+sequence in natural order and for any of its tokens in ascending order: a rank's tokens in zigzag
+order, a halo followed by its chunk, slices of these. It holds for a rank's tokens under
+per-document sharding (sharding/document_layout.py). It does not hold for documents that are
 interleaved, nor for the tokens of all ranks in layout order.
 """
 
@@ -20,35 +21,46 @@ from jaxlc.sharding.mesh import Ranks
 class TokenInfo(NamedTuple):
     """Positions and segment ids of tokens, int32.
 
-    Only differences of positions within a segment matter, so positions may count from the start of the sequence or
-    restart with each document. Segment id 0 is padding, which neither attends nor is attended to.
+    Only differences of positions within a segment matter, so positions may count from the start of
+    the sequence or restart with each document. Segment id 0 is padding, which neither attends nor
+    is attended to.
     """
 
     positions_BT: jax.Array | None  # None: only if no mask is causal
     segments_BT: jax.Array | None  # None: one document, without padding
-    # The segment id of the prefix that a token's document continues, 0 if it continues none: its tokens attend to the
-    # whole prefix, too. Positions then count on from the prefix. None: no document continues another one.
+    # The segment id of the prefix that a token's document continues, 0 if it continues none: its
+    # tokens attend to the whole prefix, too. Positions then count on from the prefix. None: no
+    # document continues another one.
     prefixes_BT: jax.Array | None = None
 
     def map(self, function) -> "TokenInfo":
         return TokenInfo(*(None if x is None else function(x) for x in self))
 
 
-def key_ranges(queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec) -> KeyRanges | TreeRanges | None:
-    """The ranges of queries over keys. None: nothing is masked, since there are no segment ids and no causal mask.
+def key_ranges(
+    queries: TokenInfo, keys: TokenInfo, spec: AttentionSpec
+) -> KeyRanges | TreeRanges | None:
+    """The ranges of queries over keys. None: nothing is masked, since there are no segment ids and
+    no causal mask.
 
     A query attends to a key if their segment ids are equal and not 0 and, if the spec is causal, if
-    0 <= query position - key position < window. It also attends to the keys of its document's prefix, in the window.
+    0 <= query position - key position < window. It also attends to the keys of its document's
+    prefix, in the window.
 
-    O((T + S) log S) time and O(T + S) memory. The caller ensures that documents are contiguous, see the docstring of
-    the module; it is not checked.
+    O((T + S) log S) time and O(T + S) memory. The caller ensures that documents are contiguous, see
+    the docstring of the module; it is not checked.
     """
     q_segments_BT, k_segments_BS = queries.segments_BT, keys.segments_BT
     if q_segments_BT is None:
         if not spec.causal:
             return None
-        q_segments_BT, k_segments_BS = jnp.ones_like(queries.positions_BT), jnp.ones_like(keys.positions_BT)
-    own = _ranges_in_documents(q_segments_BT, queries, keys._replace(segments_BT=k_segments_BS), spec)
+        q_segments_BT, k_segments_BS = (
+            jnp.ones_like(queries.positions_BT),
+            jnp.ones_like(keys.positions_BT),
+        )
+    own = _ranges_in_documents(
+        q_segments_BT, queries, keys._replace(segments_BT=k_segments_BS), spec
+    )
     if queries.prefixes_BT is None:
         return own
     return TreeRanges(own, _ranges_in_documents(queries.prefixes_BT, queries, keys, spec))
@@ -63,13 +75,16 @@ def _ranges_in_documents(
         bisect, document_end_BT = jax.vmap(_first_key_from), end_BT
         end_BT = bisect(keys.positions_BT, queries.positions_BT + 1, first_BT, document_end_BT)
         if spec.window is not None:
-            first_BT = bisect(keys.positions_BT, queries.positions_BT + 1 - spec.window, first_BT, document_end_BT)
+            first_BT = bisect(
+                keys.positions_BT, queries.positions_BT + 1 - spec.window, first_BT, document_end_BT
+            )
     is_empty_BT = first_BT >= end_BT
     return KeyRanges(*(jnp.where(is_empty_BT, 0, x).astype(jnp.int32) for x in (first_BT, end_BT)))
 
 
 def seen_by(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
-    """bool, the shape of the keys: whether a query at a later position has the key in its sliding window.
+    """bool, the shape of the keys: whether a query at a later position has the key in its sliding
+    window.
 
     The documents of the queries are contiguous, with ascending positions.
     """
@@ -81,24 +96,33 @@ def seen_by(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
 
 
 def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
-    """bool, the shape of the keys: whether a query whose document continues the key's has it in its window."""
+    """bool, the shape of the keys: whether a query whose document continues the key's has it in its
+    window.
+    """
 
     def of_sequence(k_positions_S, k_segments_S, positions_T, prefixes_T):
-        by_prefix_T = jnp.lexsort((positions_T, prefixes_T))  # the nearest query of each prefix comes first
+        # the nearest query of each prefix comes first
+        by_prefix_T = jnp.lexsort((positions_T, prefixes_T))
         sorted_T = prefixes_T[by_prefix_T]
         first_S = jnp.minimum(jnp.searchsorted(sorted_T, k_segments_S), len(sorted_T) - 1)
         distance_S = positions_T[by_prefix_T][first_S] - k_positions_S
         return (k_segments_S != 0) & (sorted_T[first_S] == k_segments_S) & (distance_S < window)
 
-    return jax.vmap(of_sequence)(keys.positions_BT, keys.segments_BT, queries.positions_BT, queries.prefixes_BT)
+    return jax.vmap(of_sequence)(
+        keys.positions_BT, keys.segments_BT, queries.positions_BT, queries.prefixes_BT
+    )
 
 
 def first_own_key(queries: TokenInfo, keys: TokenInfo) -> jax.Array:
-    """int32, the shape of the queries: the index of the first key of each query's document; any if there is none."""
+    """int32, the shape of the queries: the index of the first key of each query's document; any if
+    there is none.
+    """
     return jax.vmap(_document_ranges)(queries.segments_BT, keys.segments_BT)[0]
 
 
-def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | TreeRanges | None:
+def ring_key_ranges(
+    tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks
+) -> KeyRanges | TreeRanges | None:
     """The ranges of this rank's tokens over the block of each ring step, int32 [ring steps, b, t].
 
     In step i, the block has the tokens of rank - i. Call inside `shard_map`.
@@ -110,7 +134,9 @@ def ring_key_ranges(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> Key
     return jax.vmap(lambda block: key_ranges(tokens, block, spec))(blocks)
 
 
-def ring_key_ranges_of_halves(tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks) -> KeyRanges | None:
+def ring_key_ranges_of_halves(
+    tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks
+) -> KeyRanges | None:
     """As `ring_key_ranges`, over each half of each block: int32 [ring steps, halves, b, t].
 
     The tokens of a document need be contiguous only within each half.
@@ -133,23 +159,37 @@ def _ring_blocks(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
     return tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis)[sources])
 
 
-def _document_ranges(q_segments_T: jax.Array, k_segments_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First and last + 1 key of each query's document. Segment ids may be any integers in any order."""
+def _document_ranges(
+    q_segments_T: jax.Array, k_segments_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """First and last + 1 key of each query's document. Segment ids may be any integers in any
+    order.
+    """
     by_segment_S = jnp.argsort(k_segments_S, stable=True)
     sorted_S = k_segments_S[by_segment_S]
-    left_T, right_T = (jnp.searchsorted(sorted_S, q_segments_T, side=side) for side in ("left", "right"))
+    left_T, right_T = (
+        jnp.searchsorted(sorted_S, q_segments_T, side=side) for side in ("left", "right")
+    )
     num_keys_T = jnp.where(q_segments_T == 0, 0, right_T - left_T)
     first_T = by_segment_S[jnp.minimum(left_T, len(k_segments_S) - 1)]
     return first_T, first_T + num_keys_T
 
 
-def _first_key_from(k_positions_S: jax.Array, position_T: jax.Array, first_T: jax.Array, end_T: jax.Array):
-    """The first key in [first, end) whose position is at least `position`, or end; positions ascend in the range."""
+def _first_key_from(
+    k_positions_S: jax.Array, position_T: jax.Array, first_T: jax.Array, end_T: jax.Array
+):
+    """The first key in [first, end) whose position is at least `position`, or end; positions ascend
+    in the range.
+    """
 
     def halve(_, bounds):
         low_T, high_T = bounds  # the result is in [low, high]
         middle_T = (low_T + high_T) // 2
-        is_before = (low_T < high_T) & (k_positions_S[jnp.minimum(middle_T, len(k_positions_S) - 1)] < position_T)
-        return jnp.where(is_before, middle_T + 1, low_T), jnp.where(is_before, high_T, jnp.maximum(low_T, middle_T))
+        is_before = (low_T < high_T) & (
+            k_positions_S[jnp.minimum(middle_T, len(k_positions_S) - 1)] < position_T
+        )
+        return jnp.where(is_before, middle_T + 1, low_T), jnp.where(
+            is_before, high_T, jnp.maximum(low_T, middle_T)
+        )
 
     return lax.fori_loop(0, len(k_positions_S).bit_length(), halve, (first_T, end_T))[0]

@@ -1,28 +1,28 @@
-"""Attention of a tile's queries inside `shard_map`: to the KV blocks of all groups, or to the keys in a sliding window.
+"""Attention of a tile's queries inside `shard_map`: to the KV blocks of all groups, or to the keys
+in a sliding window.
 
-All keys
---------
-A tile's queries attend to the group's own KV block and to the blocks of all other groups. query_tiles.py has the
-definitions of tile, group and block. A block consists of J sub-chunks of equal length, and a tile's queries are P of
-them: sub-chunk 2i of a tile is from rank i's chunk lo, 2i + 1 from its chunk hi.
+All keys -------- A tile's queries attend to the group's own KV block and to the blocks of all other
+groups. query_tiles.py has the definitions of tile, group and block. A block consists of J
+sub-chunks of equal length, and a tile's queries are P of them: sub-chunk 2i of a tile is from rank
+i's chunk lo, 2i + 1 from its chunk hi.
 
 A KV block step is one kernel call: one sub-chunk of queries attends to one sub-chunk of keys, or to
-m = `subchunks_per_step` neighboring ones. The more keys a step has, the less the merges of partial results cost. In its
-own block, a rank's two query sub-chunks have index p and J - 1 - p, and as many fully visible sub-chunks before them.
-That makes J/m - 1 steps of m sub-chunks and m - 1 steps of one sub-chunk for every p, since the two remainders of a
-division by m add up to m - 1.
+m = `subchunks_per_step` neighboring ones. The more keys a step has, the less the merges of partial
+results cost. In its own block, a rank's two query sub-chunks have index p and J - 1 - p, and as
+many fully visible sub-chunks before them. That makes J/m - 1 steps of m sub-chunks and m - 1 steps
+of one sub-chunk for every p, since the two remainders of a division by m add up to m - 1.
 
 K and V are one array, so that one permute sends both. Arrays without a shape suffix:
 
     kv_block, dkv_block, block, dblock    [2, b, s, k, H]: K and V, or their gradients; s: tokens of a block
 
-Sliding windows
----------------
-A tile's queries attend to the keys in their window; sequence by sequence, sub-chunk by sub-chunk, with one kernel call
-for each. A call has as many keys as a sub-chunk can need: its own tokens, the window - 1 before it, and the tokens that
-were received (strategies/window_exchange.py). They are one slice of the extended keys, or of the whole sequence on a
-single group. The prefix of the first branches of a sub-chunk may end before this slice, so the call has one more slice,
-of the last window - 1 tokens of that prefix. The prefixes of the other branches are in the sub-chunk.
+Sliding windows --------------- A tile's queries attend to the keys in their window; sequence by
+sequence, sub-chunk by sub-chunk, with one kernel call for each. A call has as many keys as a
+sub-chunk can need: its own tokens, the window - 1 before it, and the tokens that were received
+(strategies/window_exchange.py). They are one slice of the extended keys, or of the whole sequence
+on a single group. The prefix of the first branches of a sub-chunk may end before this slice, so the
+call has one more slice, of the last window - 1 tokens of that prefix. The prefixes of the other
+branches are in the sub-chunk.
 
     kv_ext, dkv_ext    [2, b, S, k, H]: K and V of the extended keys, or their gradients
 """
@@ -63,8 +63,8 @@ class GroupState(NamedTuple):
     num_tiles: int
     subchunks_per_step: int  # divides half a block
     tile: jax.Array | int
-    # Keys of each half of each ring step's block for the group's queries, [ring steps, halves, b, s]; for a sliding
-    # window, see kv_blocks.py.
+    # Keys of each half of each ring step's block for the group's queries, [ring steps, halves, b,
+    # s]; for a sliding window, see kv_blocks.py.
     ranges: Any
 
     @property
@@ -83,12 +83,18 @@ class GroupState(NamedTuple):
         return jnp.where(subchunk % 2 == 0, index, self.num_block_subchunks - 1 - index)
 
     def to_subchunks(self, x_btnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
-        """A rank's tokens of the tile, [..., t, n, ...], to sub-chunks of the group, [P, ..., t, n / ranks, ...]."""
+        """A rank's tokens of the tile, [..., t, n, ...], to sub-chunks of the group, [P, ..., t, n
+        / ranks, ...].
+        """
         if self.inner.size > 1:
             heads_dim = tokens_dim + 1
-            x_btnH = lax.all_to_all(x_btnH, self.inner.axis, split_axis=heads_dim, concat_axis=tokens_dim, tiled=True)
+            x_btnH = lax.all_to_all(
+                x_btnH, self.inner.axis, split_axis=heads_dim, concat_axis=tokens_dim, tiled=True
+            )
         before, after = x_btnH.shape[:tokens_dim], x_btnH.shape[tokens_dim + 1 :]
-        return jnp.moveaxis(x_btnH.reshape(*before, self.num_tile_subchunks, -1, *after), tokens_dim, 0)
+        return jnp.moveaxis(
+            x_btnH.reshape(*before, self.num_tile_subchunks, -1, *after), tokens_dim, 0
+        )
 
     def from_subchunks(self, x_PbtnH: jax.Array, tokens_dim: int = 1) -> jax.Array:
         """The inverse of `to_subchunks`."""
@@ -97,7 +103,9 @@ class GroupState(NamedTuple):
         if self.inner.size == 1:
             return x_btnH
         heads_dim = tokens_dim + 1
-        return lax.all_to_all(x_btnH, self.inner.axis, split_axis=tokens_dim, concat_axis=heads_dim, tiled=True)
+        return lax.all_to_all(
+            x_btnH, self.inner.axis, split_axis=tokens_dim, concat_axis=heads_dim, tiled=True
+        )
 
     def slice_kv(self, block: jax.Array, first, num_subchunks: int = 1) -> jax.Array:
         """The keys and values of sub-chunks `first` to `first + num_subchunks` of a block."""
@@ -111,25 +119,36 @@ class GroupState(NamedTuple):
 
     def forward(self, q_PbtnH: jax.Array, kv_block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(out_PbtnH, lse_Pbnt) over the keys of all groups, float32."""
-        block = self._send(kv_block, after=q_PbtnH)  # overlaps with attention over the group's own block
+        # overlaps with attention over the group's own block
+        block = self._send(kv_block, after=q_PbtnH)
 
         def attend(step: KVBlockStep, block):
             k_bskH, v_bskH = self.slice_kv(block, step.first_kv_subchunk, step.num_kv_subchunks)
-            return self.kernel.forward(_at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._ranges(step), step.spec)
+            return self.kernel.forward(
+                _at(q_PbtnH, step.query_subchunk), k_bskH, v_bskH, self._ranges(step), step.spec
+            )
 
         def merge_step(step: KVBlockStep, block, results):
             merged = merge(*(_at(x, step.query_subchunk) for x in results), *attend(step, block))
-            return tuple(_update(x, new, step.query_subchunk) for x, new in zip(results, merged, strict=True))
+            return tuple(
+                _update(x, new, step.query_subchunk) for x, new in zip(results, merged, strict=True)
+            )
 
         subchunks = jnp.arange(self.num_tile_subchunks)
-        out_PbtnH, lse_Pbnt = lax.map(lambda subchunk: attend(self._diagonal_step(subchunk), kv_block), subchunks)
+        out_PbtnH, lse_Pbnt = lax.map(
+            lambda subchunk: attend(self._diagonal_step(subchunk), kv_block), subchunks
+        )
         results = out_PbtnH.astype(jnp.float32), lse_Pbnt
-        results = self._own_block_steps(lambda step, carry: merge_step(step, kv_block, carry), results)
+        results = self._own_block_steps(
+            lambda step, carry: merge_step(step, kv_block, carry), results
+        )
         if self.outer.size == 1:
             return results
 
         def attend_block(ring_step, block, results):
-            return self._remote_block_steps(ring_step, lambda step, carry: merge_step(step, block, carry), results)
+            return self._remote_block_steps(
+                ring_step, lambda step, carry: merge_step(step, block, carry), results
+            )
 
         def loop_body(ring_step, carry):
             block, results = carry
@@ -140,8 +159,11 @@ class GroupState(NamedTuple):
         block, results = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
         return attend_block(self.outer.size - 1, block, results)
 
-    def backward(self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_block, dkv_block) -> tuple[jax.Array, jax.Array]:
-        """(dq_PbtnH float32, dkv_block with the contribution of these queries, from every group, added).
+    def backward(
+        self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_block, dkv_block
+    ) -> tuple[jax.Array, jax.Array]:
+        """(dq_PbtnH float32, dkv_block with the contribution of these queries, from every group,
+        added).
 
         Args:
           out_PbtnH, lse_Pbnt: over all keys.
@@ -155,7 +177,9 @@ class GroupState(NamedTuple):
             q, out, lse, dout = (_at(x, step.query_subchunk) for x in queries)
             ranges, results = self._ranges(step), QueryResults(out, lse, dout, jnp.zeros_like(lse))
             dq, dk, dv = self.kernel.backward(q, k_bskH, v_bskH, ranges, step.spec, results)
-            total = self.slice_kv(dblock, step.first_kv_subchunk, step.num_kv_subchunks) + jnp.stack([dk, dv])
+            total = self.slice_kv(
+                dblock, step.first_kv_subchunk, step.num_kv_subchunks
+            ) + jnp.stack([dk, dv])
             return dq, self.update_kv(dblock, total, step.first_kv_subchunk)
 
         def add_step(step: KVBlockStep, block, gradients):
@@ -169,18 +193,24 @@ class GroupState(NamedTuple):
 
         dkv_block, dq_PbtnH = lax.scan(diagonal, dkv_block, jnp.arange(self.num_tile_subchunks))
         gradients = dq_PbtnH.astype(jnp.float32), dkv_block
-        gradients = self._own_block_steps(lambda step, carry: add_step(step, kv_block, carry), gradients)
+        gradients = self._own_block_steps(
+            lambda step, carry: add_step(step, kv_block, carry), gradients
+        )
         if self.outer.size == 1:
             return gradients
 
         def add_block(ring_step, block, gradients):
-            return self._remote_block_steps(ring_step, lambda step, carry: add_step(step, block, carry), gradients)
+            return self._remote_block_steps(
+                ring_step, lambda step, carry: add_step(step, block, carry), gradients
+            )
 
         def loop_body(ring_step, carry):
             block, (dq_PbtnH, dblock) = carry
             dblock = self._send_in_place(dblock)
             in_flight = self._send(block, after=dblock)
-            return lax.optimization_barrier((in_flight, add_block(ring_step, block, (dq_PbtnH, dblock))))
+            return lax.optimization_barrier(
+                (in_flight, add_block(ring_step, block, (dq_PbtnH, dblock)))
+            )
 
         carry = lax.optimization_barrier((block, gradients))
         block, (dq_PbtnH, dblock) = lax.fori_loop(1, self.outer.size - 1, loop_body, carry)
@@ -209,29 +239,39 @@ class GroupState(NamedTuple):
         def num_short(rank):
             return self.index_in_block(2 * rank) % per_step
 
-        carry = self._steps_of_all_ranks(num_long, self.num_block_subchunks // per_step - 1, long_step, carry)
+        carry = self._steps_of_all_ranks(
+            num_long, self.num_block_subchunks // per_step - 1, long_step, carry
+        )
         return self._steps_of_all_ranks(num_short, per_step - 1, short_step, carry)
 
     def _remote_block_steps(self, ring_step, run_step: Callable, carry):
         """Runs the steps for the block of the group that is `ring_step` groups before this one.
 
-        All query sub-chunks attend to the first half of an earlier group's block. Those of chunk hi attend to the whole
-        block of a later group. As in ring.py, `jnp.where` selects between the two.
+        All query sub-chunks attend to the first half of an earlier group's block. Those of chunk hi
+        attend to the whole block of a later group. As in ring.py, `jnp.where` selects between the
+        two.
         """
         per_step, spec = self.subchunks_per_step, _not_causal(self.spec)
         steps_per_pair = self.num_block_subchunks // per_step
-        num_lo_steps = jnp.where(lax.axis_index(self.outer.axis) >= ring_step, steps_per_pair // 2, 0)
+        num_lo_steps = jnp.where(
+            lax.axis_index(self.outer.axis) >= ring_step, steps_per_pair // 2, 0
+        )
 
         def long_step(subchunk, number, carry):
-            return run_step(KVBlockStep(subchunk, number * per_step, per_step, ring_step, spec), carry)
+            return run_step(
+                KVBlockStep(subchunk, number * per_step, per_step, ring_step, spec), carry
+            )
 
         return self._steps_of_all_ranks(lambda rank: num_lo_steps, steps_per_pair, long_step, carry)
 
-    def _steps_of_all_ranks(self, num_lo_steps: Callable, steps_per_pair: int, run_step: Callable, carry):
-        """`carry = run_step(subchunk, number, carry)` for the two query sub-chunks of each rank of the group.
+    def _steps_of_all_ranks(
+        self, num_lo_steps: Callable, steps_per_pair: int, run_step: Callable, carry
+    ):
+        """`carry = run_step(subchunk, number, carry)` for the two query sub-chunks of each rank of
+        the group.
 
-        The sub-chunk of chunk lo has the numbers 0 .. num_lo_steps(rank) - 1. That of chunk hi has the rest of the
-        pair's steps, counted from 0.
+        The sub-chunk of chunk lo has the numbers 0 .. num_lo_steps(rank) - 1. That of chunk hi has
+        the rest of the pair's steps, counted from 0.
         """
 
         def loop_body(index, carry):
@@ -249,11 +289,16 @@ class GroupState(NamedTuple):
 
     def _ranges_of(self, ranges: KeyRanges, step: KVBlockStep) -> KeyRanges:
         half_subchunks = self.num_block_subchunks // 2  # the keys of a step are in one half
-        half, first_kv_subchunk = step.first_kv_subchunk // half_subchunks, step.first_kv_subchunk % half_subchunks
+        half, first_kv_subchunk = (
+            step.first_kv_subchunk // half_subchunks,
+            step.first_kv_subchunk % half_subchunks,
+        )
         ranges_bs = KeyRanges(*(_at(_at(x, step.ring_step), half) for x in ranges))
         tokens = ranges_bs.start_BT.shape[1] // self.num_block_subchunks
         first_query = self.index_in_block(step.query_subchunk) * tokens
-        ranges_bt = KeyRanges(*(lax.dynamic_slice_in_dim(x, first_query, tokens, 1) for x in ranges_bs))
+        ranges_bt = KeyRanges(
+            *(lax.dynamic_slice_in_dim(x, first_query, tokens, 1) for x in ranges_bs)
+        )
         return ranges_bt.within(first_kv_subchunk * tokens, step.num_kv_subchunks * tokens)
 
     @jax.named_scope(scopes.RING_SEND)
@@ -261,15 +306,18 @@ class GroupState(NamedTuple):
         """Sends x to the next group; returns the x of the previous one.
 
         Args:
-          after: values that must be available before the transfer starts. Transfers run one at a time, so one that
-            overlaps with attention must not delay another that attention depends on.
+          after: values that must be available before the transfer starts. Transfers run one at a
+            time, so one that overlaps with attention must not delay another that attention depends
+            on.
         """
         size = self.outer.size
         if size == 1:
             return x
         if after is not None:
             x, _ = lax.optimization_barrier((x, after))
-        return lax.ppermute(x, self.outer.axis, [(group, (group + 1) % size) for group in range(size)])
+        return lax.ppermute(
+            x, self.outer.axis, [(group, (group + 1) % size) for group in range(size)]
+        )
 
     def _send_in_place(self, block: jax.Array) -> jax.Array:
         """`_send` one sub-chunk at a time, so that only one is in flight, not a second block."""
@@ -281,7 +329,9 @@ class GroupState(NamedTuple):
 
 
 def _not_causal(spec: AttentionSpec) -> AttentionSpec:
-    """The spec off the diagonal, where a sub-chunk of keys is either fully visible or not used at all."""
+    """The spec off the diagonal, where a sub-chunk of keys is either fully visible or not used at
+    all.
+    """
     return AttentionSpec(**{**vars(spec), "causal": False})
 
 
@@ -313,7 +363,9 @@ class _Slice(NamedTuple):
 
 
 class SlidingSteps(NamedTuple):
-    """As `GroupState.forward` and `backward`; its spec has the window, and its ranges are over the extended keys."""
+    """As `GroupState.forward` and `backward`; its spec has the window, and its ranges are over the
+    extended keys.
+    """
 
     group: GroupState
 
@@ -329,14 +381,18 @@ class SlidingSteps(NamedTuple):
         out, lse = lax.map(attend, jnp.arange(q_PbtnH.shape[0] * q_PbtnH.shape[1]))
         return out.reshape(q_PbtnH.shape), lse.reshape(*q_PbtnH.shape[:2], *lse.shape[2:])
 
-    def backward(self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_ext, dkv_ext) -> tuple[jax.Array, jax.Array]:
+    def backward(
+        self, q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH, kv_ext, dkv_ext
+    ) -> tuple[jax.Array, jax.Array]:
         """(dq_PbtnH, dkv_ext with the contribution of these queries added)."""
         kernel, spec = self.group.kernel, self.group.spec
 
         def add_call(dkv_ext, call):
             slices, ranges = self._keys(call, q_PbtnH.shape, kv_ext.shape[2])
             k_1skH, v_1skH = _taken(kv_ext, slices)
-            q, out, lse, dout = (_call_at(x, call) for x in (q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH))
+            q, out, lse, dout = (
+                _call_at(x, call) for x in (q_PbtnH, out_PbtnH, lse_Pbnt, dout_PbtnH)
+            )
             results = QueryResults(out, lse, dout, jnp.zeros_like(lse))
             dq, *dkv = kernel.backward(q, k_1skH, v_1skH, ranges, spec, results)
             return _with_added(dkv_ext, slices, jnp.stack(dkv)), dq
@@ -344,20 +400,27 @@ class SlidingSteps(NamedTuple):
         dkv_ext, dq = lax.scan(add_call, dkv_ext, jnp.arange(q_PbtnH.shape[0] * q_PbtnH.shape[1]))
         return dq.reshape(q_PbtnH.shape), dkv_ext
 
-    def _keys(self, call, q_shape: tuple[int, ...], num_extended: int) -> tuple[list[_Slice], KeyRanges | TreeRanges]:
-        """The slices of the extended keys that a call has, and the ranges of its queries [1, t] over them."""
+    def _keys(
+        self, call, q_shape: tuple[int, ...], num_extended: int
+    ) -> tuple[list[_Slice], KeyRanges | TreeRanges]:
+        """The slices of the extended keys that a call has, and the ranges of its queries [1, t]
+        over them.
+        """
         batch, num_tokens = q_shape[1:3]
         sequence, first_query = call % batch, self.group.index_in_block(call // batch) * num_tokens
         ranges = self.group.ranges
         ranges_bt = ranges.ranges_bt if isinstance(ranges, WindowKeys) else ranges
-        ranges_1t = jax.tree.map(lambda x: lax.dynamic_slice(x, (sequence, first_query), (1, num_tokens)), ranges_bt)
+        ranges_1t = jax.tree.map(
+            lambda x: lax.dynamic_slice(x, (sequence, first_query), (1, num_tokens)), ranges_bt
+        )
         num_keys = self._num_keys(num_tokens, num_extended)
         if isinstance(ranges_1t, KeyRanges):
             first = _first_key(ranges_1t, num_keys, num_extended)
             return [_Slice(sequence, first, num_keys)], ranges_1t.within(first, num_keys)
         first = _first_key(ranges_1t.own, num_keys, num_extended)
         own, near = (x.within(first, num_keys) for x in ranges_1t)
-        # No prefix is in part before the slice: it would end in the sub-chunk, with its window in the slice.
+        # No prefix is in part before the slice: it would end in the sub-chunk, with its window in
+        # the slice.
         starts_1t, ends_1t = ranges_1t.prefix
         is_far_1t = (starts_1t < ends_1t) & ((starts_1t < first) | (first + num_keys < ends_1t))
         far = KeyRanges(*(jnp.where(is_far_1t, x, 0) for x in ranges_1t.prefix))
@@ -372,21 +435,32 @@ class SlidingSteps(NamedTuple):
         """Of the slice that has a call's own tokens."""
         group = self.group
         num_received = 0
-        if group.outer.size > 1 and not (isinstance(group.ranges, WindowKeys) and group.ranges.shared_prefixes):
+        if group.outer.size > 1 and not (
+            isinstance(group.ranges, WindowKeys) and group.ranges.shared_prefixes
+        ):
             num_tokens = num_queries * group.num_block_subchunks
-            num_received = num_extended_keys(num_tokens, group.spec, group.outer, CHUNKS) - num_tokens // CHUNKS
+            num_received = (
+                num_extended_keys(num_tokens, group.spec, group.outer, CHUNKS)
+                - num_tokens // CHUNKS
+            )
         return min(num_queries + group.spec.window - 1 + num_received, num_extended)
 
 
 def _first_key(ranges: KeyRanges, num_keys: int, num_extended: int) -> jax.Array:
-    """The first of `num_keys` keys that contain the keys of all queries; any if the queries have none."""
+    """The first of `num_keys` keys that contain the keys of all queries; any if the queries have
+    none.
+    """
     is_empty = ranges.start_BT >= ranges.end_BT
     first = jnp.where(is_empty, num_extended, ranges.start_BT).min()
     return jnp.minimum(first, num_extended - num_keys)
 
 
 def _taken(x_ext: jax.Array, slices: Sequence[_Slice]) -> jax.Array:
-    return jnp.concatenate([part.of(x_ext) for part in slices], axis=2) if len(slices) > 1 else slices[0].of(x_ext)
+    return (
+        jnp.concatenate([part.of(x_ext) for part in slices], axis=2)
+        if len(slices) > 1
+        else slices[0].of(x_ext)
+    )
 
 
 def _with_added(x_ext: jax.Array, slices: Sequence[_Slice], x: jax.Array) -> jax.Array:

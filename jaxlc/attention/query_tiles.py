@@ -10,28 +10,31 @@
     dkv = tiled.add_exchanged(dkv, ranges)                  after the last query
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                for each tile
 
-Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced. `tiles_of`
-splits a sequence in layout order into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
-functions: forward and backward are separate calls.
+Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be
+traced. `tiles_of` splits a sequence in layout order into tiles. dkv has the shape of kv in float32.
+JAX differentiates none of these functions: forward and backward are separate calls.
 
-A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j consists of sub-
-chunk j of lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups
-form a ring of size `outer`: inner is 1 for strategy ring, outer is 1 for ulysses. So a group has a block of J = 2 inner
-n sub-chunks in natural order. Of tile j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and
-J-1-p (the mirror image) in the block. Every tile then has the same work:
+A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j
+consists of sub- chunk j of lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks
+exchange heads for tokens, and the groups form a ring of size `outer`: inner is 1 for strategy ring,
+outer is 1 for ulysses. So a group has a block of J = 2 inner n sub-chunks in natural order. Of tile
+j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and J-1-p (the mirror
+image) in the block. Every tile then has the same work:
 
     own block                  sub-chunk p attends to the p sub-chunks before it and causally to itself; so does J-1-p
     block of an earlier group  both sub-chunks attend to the first half of the block
     block of a later group     the mirror image attends to the whole block
 
-The work is done in KV block steps (kv_blocks.py): kernel calls of a sub-chunk of queries over some sub-chunks of keys,
-so that a kernel's workspace does not grow with the sequence. Sends of K/V overlap with these steps, as in ring.py. Of K
-and V, a device stores its own block, the current one and the one in flight.
+The work is done in KV block steps (kv_blocks.py): kernel calls of a sub-chunk of queries over some
+sub-chunks of keys, so that a kernel's workspace does not grow with the sequence. Sends of K/V
+overlap with these steps, as in ring.py. Of K and V, a device stores its own block, the current one
+and the one in flight.
 
-In the backward pass, dK/dV are sent along with their block. The array that is sent is the sum over all tiles so far,
-the owner's accumulator itself, so that there is no second array of its size. It is sent sub-chunk by sub-chunk, in
-place, before the steps instead of overlapping with them. The time of these sends is small compared with the steps of a
-long sequence; a second float32 array would not be small.
+In the backward pass, dK/dV are sent along with their block. The array that is sent is the sum over
+all tiles so far, the owner's accumulator itself, so that there is no second array of its size. It
+is sent sub-chunk by sub-chunk, in place, before the steps instead of overlapping with them. The
+time of these sends is small compared with the steps of a long sequence; a second float32 array
+would not be small.
 """
 
 import functools
@@ -86,26 +89,31 @@ def make_tiled(
     kv_tokens_per_step: int | None = None,
     shared_prefixes: bool = False,
 ) -> "TiledAttention":
-    """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document with mirrored pieces
-    (`document_order`).
+    """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document
+    with mirrored pieces (`document_order`).
 
     Args:
-      tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the heads of a rank after
-        the exchange. With too many tiles, these are too few to occupy the GPU.
-      num_kv_heads: K.
-      window: a query attends to itself and the window - 1 tokens before it. None: to all earlier tokens.
-      scale: multiplies q . k. None: 1/sqrt(H).
-      kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
-        18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
-        TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
-      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: with mirrored
-        pieces, a query would not reach all blocks of its prefix.
+      tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the
+        heads of a rank after the exchange. With too many tiles, these are too few to occupy the
+        GPU.
+      num_kv_heads: K. window: a query attends to itself and the window - 1 tokens before it. None:
+      to all earlier tokens. scale: multiplies q . k. None: 1/sqrt(H). kv_tokens_per_step: limit of
+      the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
+        18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time
+        (estimated, at 600 TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see
+        `_max_kv_tokens`.
+      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order:
+        with mirrored pieces, a query would not reach all blocks of its prefix.
     Raises:
       Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
     """
     if config.strategy == "all_gather":
-        raise Unsupported("unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)")
-    inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[config.strategy]
+        raise Unsupported(
+            "unsupported: strategy all_gather with layer tiles (supported: ring, ulysses, hybrid)"
+        )
+    inner_size = {"ring": 1, "ulysses": mesh.shape[CONTEXT], "hybrid": config.ulysses_degree}[
+        config.strategy
+    ]
     split_mesh, (outer, inner) = split_context(mesh, inner_size)
     tensor = mesh.shape[TENSOR]
     kv_heads_stored = num_kv_heads if num_kv_heads % tensor == 0 else tensor
@@ -133,8 +141,9 @@ def make_tiled(
 class TiledAttention:
     """Attention by tiles; see the docstring of the module.
 
-    Arrays without a shape suffix: kv and dkv are K and V, or their gradients, of the whole sequence, block by block,
-    [2, B, S, K, H]. kv_block and dkv_block are a rank's shard of them, [2, b, s, k, H].
+    Arrays without a shape suffix: kv and dkv are K and V, or their gradients, of the whole
+    sequence, block by block, [2, B, S, K, H]. kv_block and dkv_block are a rank's shard of them,
+    [2, b, s, k, H].
     """
 
     config: AttentionConfig
@@ -143,7 +152,8 @@ class TiledAttention:
     inner: Ranks  # the ranks of a group, which exchange heads for tokens
     tiles: int
     num_kv_heads: int
-    kv_heads_stored: int  # num_kv_heads, or the number of tensor ranks if that is larger (heads are repeated)
+    # num_kv_heads, or the number of tensor ranks if that is larger (heads are repeated)
+    kv_heads_stored: int
     window: int | None
     scale: float | None
     kv_tokens_per_step: int | None
@@ -174,12 +184,14 @@ class TiledAttention:
         """The mask as key ranges, once per training step.
 
         Args:
-          positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one document.
-          q_like: of `ShardedAttention.prepare`; not used, since each call has other slices of the ranges.
-          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`.
+          positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one
+          document. q_like: of `ShardedAttention.prepare`; not used, since each call has other
+          slices of the ranges. prefixes_BT: int32, with `shared_prefixes`; see
+          `key_ranges.TokenInfo`.
         Returns:
-          The ranges of each group's tokens over each half of the block of each ring step, [ring steps, halves, B, S],
-          or None for one document. With a sliding window, the result of `window_exchange.prepare`.
+          The ranges of each group's tokens over each half of the block of each ring step, [ring
+          steps, halves, B, S], or None for one document. With a sliding window, the result of
+          `window_exchange.prepare`.
         """
         if segments_BT is None and self.window is None:
             return None
@@ -198,20 +210,27 @@ class TiledAttention:
 
         def local(kv_block, k_btkH, v_btkH, tile):
             group = self._group(tile)
-            kv_subchunks = group.to_subchunks(jnp.stack([k_btkH, v_btkH]), tokens_dim=2)  # [P, 2, b, t, k, H]
+            # [P, 2, b, t, k, H]
+            kv_subchunks = group.to_subchunks(jnp.stack([k_btkH, v_btkH]), tokens_dim=2)
 
             def put_subchunk(kv_block, operands):
                 subchunk, kv = operands
                 return group.update_kv(kv_block, kv, group.index_in_block(subchunk)), None
 
-            return lax.scan(put_subchunk, kv_block, (jnp.arange(group.num_tile_subchunks), kv_subchunks))[0]
+            return lax.scan(
+                put_subchunk, kv_block, (jnp.arange(group.num_tile_subchunks), kv_subchunks)
+            )[0]
 
         k_BtKH, v_BtKH = (repeat_heads(x, self.split_mesh.shape[TENSOR]) for x in (k_BtKH, v_BtKH))
-        split = self._split(local, (self._blocks, self._specs.heads, self._specs.heads, _REPLICATED), self._blocks)
+        split = self._split(
+            local, (self._blocks, self._specs.heads, self._specs.heads, _REPLICATED), self._blocks
+        )
         return split(kv, k_BtKH, v_BtKH, tile)
 
     def exchange(self, kv: jax.Array, ranges) -> jax.Array:
-        """kv as `forward` and `backward` take it: for a sliding window, with the tokens that it reaches elsewhere."""
+        """kv as `forward` and `backward` take it: for a sliding window, with the tokens that it
+        reaches elsewhere.
+        """
         return self._exchange(window_exchange.extend, kv, ranges)
 
     def add_exchanged(self, dkv: jax.Array, ranges) -> jax.Array:
@@ -223,12 +242,16 @@ class TiledAttention:
             return kv
 
         def local(kv_block, ranges_bs):
-            return jax.vmap(lambda x_bskH: exchange(x_bskH, ranges_bs, self._spec, self.outer))(kv_block)
+            return jax.vmap(lambda x_bskH: exchange(x_bskH, ranges_bs, self._spec, self.outer))(
+                kv_block
+            )
 
         return self._split(local, (self._blocks, self._ranges), self._blocks)(kv, ranges)
 
     def take(self, dkv: jax.Array, tile) -> tuple[jax.Array, jax.Array]:
-        """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` wrote for this tile."""
+        """(dk_BtKH, dv_BtKH), float32: the gradients of the keys and values that `put` wrote for
+        this tile.
+        """
 
         def local(dkv_block, tile):
             group = self._group(tile)
@@ -237,7 +260,9 @@ class TiledAttention:
             dk_btkH, dv_btkH = group.from_subchunks(dkv_subchunks, tokens_dim=2)
             return dk_btkH, dv_btkH
 
-        split = self._split(local, (self._blocks, _REPLICATED), (self._specs.heads, self._specs.heads))
+        split = self._split(
+            local, (self._blocks, _REPLICATED), (self._specs.heads, self._specs.heads)
+        )
         dk_BtKH, dv_BtKH = split(dkv, tile)
         return self._sum_repeated(dk_BtKH), self._sum_repeated(dv_BtKH)
 
@@ -282,14 +307,16 @@ class TiledAttention:
         """The gradients of `forward`'s out.
 
         Returns:
-          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of the sinks, float32
-          (None without sinks).
+          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of
+          the sinks, float32 (None without sinks).
         """
         group_of = self._group_with_kernel(q_BtNH, ranges)
 
         def local(q_btnH, kv_block, dkv_block, tile, out_btnH, lse_bnt, dout_btnH, ranges_bs):
             group = group_of(tile, ranges_bs)
-            q, out, lse_Pbtn, dout = map(group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH))
+            q, out, lse_Pbtn, dout = map(
+                group.to_subchunks, (q_btnH, out_btnH, lse_bnt.swapaxes(1, 2), dout_btnH)
+            )
             results = out, lse_Pbtn.swapaxes(2, 3), dout
             dq_PbtnH, dkv_block = self._steps(group).backward(q, *results, kv_block, dkv_block)
             return group.from_subchunks(dq_PbtnH.astype(q_btnH.dtype)), dkv_block
@@ -311,22 +338,31 @@ class TiledAttention:
         ).kernel  # fmt: skip
         if self.shared_prefixes and ranges is not None:
             kernel = SharedPrefixKernel(kernel)
-        return functools.partial(self._group, kernel=kernel, subchunks_per_step=self._subchunks_per_step(q_BtNH))
+        return functools.partial(
+            self._group, kernel=kernel, subchunks_per_step=self._subchunks_per_step(q_BtNH)
+        )
 
     def _subchunks_per_step(self, q_BtNH: jax.Array) -> int:
-        """The divisor of half a block's sub-chunks with the fewest kernel calls, within the limit of their keys."""
+        """The divisor of half a block's sub-chunks with the fewest kernel calls, within the limit
+        of their keys.
+        """
         subchunk_tokens = q_BtNH.shape[1] // (2 * self.outer.size * self.inner.size)
         max_tokens = self.kv_tokens_per_step or self._max_kv_tokens(q_BtNH)
         half_block = self.inner.size * self.tiles
-        allowed = [n for n in range(1, half_block + 1) if half_block % n == 0 and n * subchunk_tokens <= max_tokens]
+        allowed = [
+            n
+            for n in range(1, half_block + 1)
+            if half_block % n == 0 and n * subchunk_tokens <= max_tokens
+        ]
         # Of a pair of sub-chunks: long steps in each block, short ones in the own block.
         return min(allowed, key=lambda n: (self.outer.size * 2 * half_block // n + n, n), default=1)
 
     def _max_kv_tokens(self, q_BtNH: jax.Array) -> int:
         """Keys of a kernel call whose arrays take `_KV_BYTES` per entry of the tile's queries.
 
-        For a key these are K and V, their gradients with float32 sums, and the gradients by query head that kernels
-        write for grouped queries. After the exchange of heads for tokens, a rank has more queries and fewer heads.
+        For a key these are K and V, their gradients with float32 sums, and the gradients by query
+        head that kernels write for grouped queries. After the exchange of heads for tokens, a rank
+        has more queries and fewer heads.
         """
         num_queries = q_BtNH.shape[1] // self.outer.size
         num_heads = q_BtNH.shape[2]
@@ -335,7 +371,9 @@ class TiledAttention:
     def _steps(self, group: GroupState) -> GroupState | SlidingSteps:
         return group if self.window is None else SlidingSteps(group)
 
-    def _group(self, tile, ranges_bs=None, kernel: Kernel | None = None, subchunks_per_step: int = 1) -> GroupState:
+    def _group(
+        self, tile, ranges_bs=None, kernel: Kernel | None = None, subchunks_per_step: int = 1
+    ) -> GroupState:
         return GroupState(
             kernel=kernel,
             spec=self._spec,
@@ -374,9 +412,12 @@ class TiledAttention:
             local = jax.named_scope(scopes.SLIDING_WINDOW)(local)
         local = jax.named_scope(scopes.CORE_ATTENTION)(local)
         # check_vma: see sharded_attention.py.
-        return jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 _REPLICATED = PartitionSpec()
-# A layer's other activations of a tile take about 50 bytes per entry of the queries (with an MLP of 3.5 x model.dim).
+# A layer's other activations of a tile take about 50 bytes per entry of the queries (with an MLP of
+# 3.5 x model.dim).
 _KV_BYTES = 20

@@ -1,9 +1,10 @@
 """Passes recurrent states along a sequence that is split over ranks; for code inside `shard_map`.
 
-A kind of layers describes what consecutive tokens do to a state S [K, V] as an affine map, S -> M S + U. All that ranks
-exchange is the map of each of their fragments, whose size does not depend on the number of tokens: in each of the two
-directions at most log2(ranks) + 1 collective permutes. A rank has one fragment, or two in zigzag order: the first
-fragments are in the order of the ranks, and the second ones in reverse order.
+A kind of layers describes what consecutive tokens do to a state S [K, V] as an affine map, S -> M S
++ U. All that ranks exchange is the map of each of their fragments, whose size does not depend on
+the number of tokens: in each of the two directions at most log2(ranks) + 1 collective permutes. A
+rank has one fragment, or two in zigzag order: the first fragments are in the order of the ranks,
+and the second ones in reverse order.
 
     entering_states    the states that enter all groups of tokens of a rank
     tile_states        the same, of layers that run in tiles
@@ -26,7 +27,8 @@ from jaxlc.sharding.mesh import Ranks
 
 
 def predecessors(fragments: Sequence[jax.Array], ranks: Ranks) -> list[jax.Array]:
-    """What the fragment before each of this rank's fragments has in its place; zeros before the sequence.
+    """What the fragment before each of this rank's fragments has in its place; zeros before the
+    sequence.
 
     Args:
       fragments: one array for each fragment of this rank, in the order of the sequence.
@@ -55,8 +57,8 @@ def is_first(ranks: Ranks) -> jax.Array | bool:
 
 
 class Affine(NamedTuple):
-    """The map of a state that enters tokens to the state that leaves them: S -> M S + U. With prefixes, K counts the
-    rows of both states."""
+    """The map of a state that enters tokens to the state that leaves them: S -> M S + U. With
+    prefixes, K counts the rows of both states."""
 
     M: jax.Array  # [..., K, K]
     U: jax.Array  # [..., K, V]
@@ -73,7 +75,8 @@ def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, d
     """The map of no tokens."""
     shape = num_sequences, num_heads, key_dim
     return Affine(
-        jnp.broadcast_to(jnp.eye(key_dim, dtype=dtype), (*shape, key_dim)), jnp.zeros((*shape, value_dim), dtype)
+        jnp.broadcast_to(jnp.eye(key_dim, dtype=dtype), (*shape, key_dim)),
+        jnp.zeros((*shape, value_dim), dtype),
     )
 
 
@@ -81,20 +84,26 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Arra
     """An einsum that accumulates in float32 or wider, and returns that.
 
     Args:
-      dtype: of the factors. None, float32, float64: exact products; bfloat16: products of tensor cores.
+      dtype: of the factors. None, float32, float64: exact products; bfloat16: products of tensor
+        cores.
     """
     result = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
     if dtype is not None and jnp.finfo(dtype).bits < 32:
-        return jnp.einsum(subscripts, a.astype(dtype), b.astype(dtype), preferred_element_type=result)
-    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=result)
+        return jnp.einsum(
+            subscripts, a.astype(dtype), b.astype(dtype), preferred_element_type=result
+        )
+    return jnp.einsum(
+        subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=result
+    )
 
 
 @jax.named_scope(scopes.DELTA_STATES)
 def entering_states(maps: list[Affine], ranks: Ranks) -> list[jax.Array]:
-    """The state that enters each group of tokens, [groups, B, H, K, V] for each fragment. Sequences start with 0.
+    """The state that enters each group of tokens, [groups, B, H, K, V] for each fragment. Sequences
+    start with 0.
 
-    Rematerialization knows the states that enter fragments as "delta_states"; where they are saved, the exchange is not
-    repeated.
+    Rematerialization knows the states that enter fragments as "delta_states"; where they are saved,
+    the exchange is not repeated.
 
     Args:
       maps: of the groups of each fragment of this rank, arrays [groups, B, ...].
@@ -103,34 +112,45 @@ def entering_states(maps: list[Affine], ranks: Ranks) -> list[jax.Array]:
 
 
 @jax.named_scope(scopes.DELTA_STATES)
-def states_of_groups(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int) -> jax.Array:
+def states_of_groups(
+    maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int
+) -> jax.Array:
     """As `entering_states`, [G, B, H, K, V], of fragments with any numbers of groups.
 
     Args:
-      maps: of all groups of this rank, arrays [G, B, ...].
-      fragment_GB: of `document_fragments.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
+      maps: of all groups of this rank, arrays [G, B, ...]. fragment_GB: of
+      `document_fragments.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
     """
     return _states_of_groups(maps, fragment_GB, ranks, num_fragments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _entering(maps: list[Affine], ranks: Ranks, direction: int) -> list[jax.Array]:
-    """As `entering_states`; the first fragments are in the order of the ranks if `direction` is 1, or else -1."""
+    """As `entering_states`; the first fragments are in the order of the ranks if `direction` is 1,
+    or else -1.
+    """
     return _group_states(maps, _fragment_states(list(map(total, maps)), ranks, direction))
 
 
 def _entering_forward(maps, ranks, direction):
     # Named inside the rule: see strategies/ring.py.
-    fragment_states = checkpoint_name(_fragment_states(list(map(total, maps)), ranks, direction), "delta_states")
+    fragment_states = checkpoint_name(
+        _fragment_states(list(map(total, maps)), ranks, direction), "delta_states"
+    )
     return _group_states(maps, fragment_states), (maps, fragment_states)
 
 
 def _entering_backward(ranks, direction, residuals, gradients):
-    """S' = M S + U backwards: the gradient of S is M^T dS' plus the gradient of its uses, an affine map as well."""
+    """S' = M S + U backwards: the gradient of S is M^T dS' plus the gradient of its uses, an affine
+    map as well.
+    """
     maps, fragment_states = residuals
-    # Backwards, the second fragments of zigzag order are the first, again in the order of the ranks.
+    # Backwards, the second fragments of zigzag order are the first, again in the order of the
+    # ranks.
     transposed = [Affine(fragment.M.mT[::-1], dS[::-1]) for fragment, dS in zip(maps, gradients)]
-    reversed_states = _entering(transposed[::-1], ranks, direction if len(maps) == 2 else -direction)
+    reversed_states = _entering(
+        transposed[::-1], ranks, direction if len(maps) == 2 else -direction
+    )
     leaving = [states[::-1] for states in reversed_states[::-1]]
     entering = _group_states(maps, fragment_states)
     return ([Affine(product("...iv,...jv->...ij", dS, S), dS) for dS, S in zip(leaving, entering)],)
@@ -140,12 +160,16 @@ _entering.defvjp(_entering_forward, _entering_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _states_of_groups(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int) -> jax.Array:
+def _states_of_groups(
+    maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int
+) -> jax.Array:
     return _spread(maps, fragment_GB, _chain_states(maps, fragment_GB, ranks, num_fragments))
 
 
 def _groups_forward(maps, fragment_GB, ranks, num_fragments):
-    fragment_states = checkpoint_name(_chain_states(maps, fragment_GB, ranks, num_fragments), "delta_states")
+    fragment_states = checkpoint_name(
+        _chain_states(maps, fragment_GB, ranks, num_fragments), "delta_states"
+    )
     return _spread(maps, fragment_GB, fragment_states), (maps, fragment_GB, fragment_states)
 
 
@@ -162,7 +186,9 @@ def _groups_backward(ranks, num_fragments, residuals, dS):
 _states_of_groups.defvjp(_groups_forward, _groups_backward)
 
 
-def _chain_states(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int) -> jax.Array:
+def _chain_states(
+    maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragments: int
+) -> jax.Array:
     """The state that enters each fragment, [F, B, H, K, V]. Chains are independent of each other."""
     totals = _totals(maps, fragment_GB, num_fragments)
 
@@ -175,7 +201,9 @@ def _chain_states(maps: Affine, fragment_GB: jax.Array, ranks: Ranks, num_fragme
 
 
 def _totals(maps: Affine, fragment_GB: jax.Array, num_fragments: int) -> Affine:
-    """The map of all groups of each fragment, arrays [F, B, ...]; without groups, the map of no tokens."""
+    """The map of all groups of each fragment, arrays [F, B, ...]; without groups, the map of no
+    tokens.
+    """
     empty = _empty(jax.tree.map(lambda x: x[0], maps))
 
     def step(before, group):
@@ -187,12 +215,16 @@ def _totals(maps: Affine, fragment_GB: jax.Array, num_fragments: int) -> Affine:
     is_group_FGB = fragment_GB == jnp.arange(num_fragments)[:, None, None]
     last_FB = jnp.max(jnp.where(is_group_FGB, jnp.arange(len(fragment_GB))[:, None], -1), axis=1)
     index_FB = jnp.maximum(last_FB, 0)[..., None, None, None]
-    last = jax.tree.map(lambda x: jnp.take_along_axis(x, index_FB, axis=0, mode="promise_in_bounds"), until)
+    last = jax.tree.map(
+        lambda x: jnp.take_along_axis(x, index_FB, axis=0, mode="promise_in_bounds"), until
+    )
     return _where(_like_maps(last_FB >= 0), last, empty)
 
 
 def _spread(maps: Affine, fragment_GB: jax.Array, fragment_states: jax.Array) -> jax.Array:
-    """The state that enters each group, [G, B, ...], from those that enter the fragments, [F, B, ...]."""
+    """The state that enters each group, [G, B, ...], from those that enter the fragments, [F, B,
+    ...].
+    """
 
     def step(S, group):
         group_map, fragment_B, is_first_B = group
@@ -219,7 +251,8 @@ def _fragment_states(totals: list[Affine], ranks: Ranks, direction: int) -> list
     """The state that enters each fragment."""
     first, *second = totals
     entering = [_before(first, ranks, direction).U]
-    for fragment in second:  # of zigzag order, from the last rank, where it follows the first one, to the first rank
+    # of zigzag order, from the last rank, where it follows the first one, to the first rank
+    for fragment in second:
         turn, is_turn = first(entering[0]), is_last(ranks)
         fragment = fragment._replace(U=jnp.where(is_turn, fragment(turn), fragment.U))
         entering.append(jnp.where(is_turn, turn, _before(fragment, ranks, -direction).U))
@@ -271,9 +304,11 @@ def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), a, b)
 
 
-def continued_states(maps: Affine, initial_BHKV: jax.Array, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
-    """The state that enters each group of this rank's only fragment, of a sequence that starts with `initial_BHKV`; and
-    the state after the last token of all ranks."""
+def continued_states(
+    maps: Affine, initial_BHKV: jax.Array, ranks: Ranks
+) -> tuple[jax.Array, jax.Array]:
+    """The state that enters each group of this rank's only fragment, of a sequence that starts with
+    `initial_BHKV`; and the state after the last token of all ranks."""
     states = _states(maps, _before(total(maps), ranks, 1)(initial_BHKV))
     last = jax.tree.map(lambda x: x[-1], maps)(states[-1])
     if ranks.size > 1:
@@ -282,8 +317,9 @@ def continued_states(maps: Affine, initial_BHKV: jax.Array, ranks: Ranks) -> tup
 
 
 def tile_states(maps: Affine, ranks: Ranks) -> jax.Array:
-    """The states that enter both pieces of all tiles of a rank, [tiles, 2, B, H, K, V], from their maps, [tiles, 2,
-    ...]. The pieces of the second fragment are in reverse order (`attention/query_tiles.py`)."""
+    """The states that enter both pieces of all tiles of a rank, [tiles, 2, B, H, K, V], from their
+    maps, [tiles, 2, ...]. The pieces of the second fragment are in reverse order
+    (`attention/query_tiles.py`)."""
     first, second = (jax.tree.map(lambda x, i=i: x[:, i], maps) for i in range(2))
     entering = entering_states([first, jax.tree.map(lambda x: x[::-1], second)], ranks)
     return jnp.stack([entering[0], entering[1][::-1]], axis=1)

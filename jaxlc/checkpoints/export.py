@@ -1,8 +1,8 @@
 """Writes the parameters of a checkpoint as a directory that `transformers` opens.
 
-Besides weights and config.json, it has the tokenizer, the chat template and settings of generation: inference engines
-read the chat template from chat_template.jinja, and the tokens that end an answer from generation_config.json,
-config.json and the eos_token of tokenizer_config.json.
+Besides weights and config.json, it has the tokenizer, the chat template and settings of generation:
+inference engines read the chat template from chat_template.jinja, and the tokens that end an answer
+from generation_config.json, config.json and the eos_token of tokenizer_config.json.
 """
 
 import contextlib
@@ -16,7 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, existing_step, read_meta
+from jaxlc.checkpoints.files import (
+    BASE,
+    CHECKPOINTS_DIRECTORY,
+    committed_steps,
+    existing_step,
+    read_meta,
+)
 from jaxlc.checkpoints.restore import StoredParams
 from jaxlc.config import Config, from_dict
 from jaxlc.config.models.config_json import config_json_of, family_of
@@ -38,7 +44,13 @@ from jaxlc.core.files import local_path, write_errors_explained
 from jaxlc.core.text import print_to_stderr
 from jaxlc.data.tokens.chat_templates import ChatTemplate, end_of_turn_id, without_generation_tags
 from jaxlc.data.tokens.encoder import stops_of, trained_template
-from jaxlc.data.tokens.tokenizers import Tokenizer, load_tokenizer, starting_with, tokenizer_file, tokenizer_of
+from jaxlc.data.tokens.tokenizers import (
+    Tokenizer,
+    load_tokenizer,
+    starting_with,
+    tokenizer_file,
+    tokenizer_of,
+)
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.files import TensorFiles, TensorWriter
 from jaxlc.hf.load import Layout, layouts_of, paths_of
@@ -49,11 +61,13 @@ _TEMPLATE_FILE, _TOKENIZER_SETTINGS = "chat_template.jinja", "tokenizer_config.j
 _TOKENIZER_SETTINGS_BEFORE = "special_tokens_map.json"  # transformers 4 prefers its tokens
 
 
-def write_text_files(config: Config, source: Pretrained | None, target: Path, *, longest: int) -> dict[str, Any]:
+def write_text_files(
+    config: Config, source: Pretrained | None, target: Path, *, longest: int
+) -> dict[str, Any]:
     """Writes the files to `target`; returns the fields of config.json that follow from them.
 
-    The files of the model that training started from are copied. They change if the run trained on chats, or on longer
-    sequences.
+    The files of the model that training started from are copied. They change if the run trained on
+    chats, or on longer sequences.
 
     Args:
       longest: tokens of the longest sequences that the model was trained on.
@@ -63,9 +77,16 @@ def write_text_files(config: Config, source: Pretrained | None, target: Path, *,
     _copy(config, source, target)
     changes: dict[str, Any] = {}
     has_tokenizer = (target / TOKENIZER_FILE).is_file()
-    tokenizer = tokenizer_of(replace(config.data, tokenizer=str(target))) if has_tokenizer else load_tokenizer("bytes")
+    tokenizer = (
+        tokenizer_of(replace(config.data, tokenizer=str(target)))
+        if has_tokenizer
+        else load_tokenizer("bytes")
+    )
     if tokenizer.start_ids.tolist() != tokenizer.own_start_ids.tolist():
-        _write(target / TOKENIZER_FILE, starting_with(tokenizer.start_ids, read_json(target / TOKENIZER_FILE)))
+        _write(
+            target / TOKENIZER_FILE,
+            starting_with(tokenizer.start_ids, read_json(target / TOKENIZER_FILE)),
+        )
     template = trained_template(config, tokenizer) if has_tokenizer else None
     known = eos_token_ids(source.directory) if source else []
     stop_ids = stops_of(config, tokenizer, source, template).ids
@@ -81,29 +102,40 @@ def write_text_files(config: Config, source: Pretrained | None, target: Path, *,
 
 
 def _copy(config: Config, source: Pretrained | None, target: Path) -> None:
-    """Copies the tokenizer of the run, with its chat template, and the generation settings of its model."""
+    """Copies the tokenizer of the run, with its chat template, and the generation settings of its
+    model.
+    """
     base = None if source is None else source.directory
     directory = _tokenizer_directory(config, base)
     for name in TEXT_FILES:
         origin = base if name == GENERATION_FILE else directory
         if origin is not None and (origin / name).is_file():
             copy_file(origin, name, target)
-    if _read(target / GENERATION_FILE) == {}:  # turns off the fallback of transformers to config.json
+    # turns off the fallback of transformers to config.json
+    if _read(target / GENERATION_FILE) == {}:
         (target / GENERATION_FILE).unlink(missing_ok=True)
 
 
 def _tokenizer_directory(config: Config, base: Path | None) -> Path | None:
-    """The directory of the run's tokenizer: `base`, a copy that is always there, or of another tokenizer."""
+    """The directory of the run's tokenizer: `base`, a copy that is always there, or of another
+    tokenizer.
+    """
     if config.data.tokenizer == "bytes":
         return base
     own = tokenizer_file(config.data.tokenizer)
     copy = None if base is None else base / TOKENIZER_FILE
-    if copy is not None and copy.is_file() and (not own.is_file() or own.read_bytes() == copy.read_bytes()):
+    if (
+        copy is not None
+        and copy.is_file()
+        and (not own.is_file() or own.read_bytes() == copy.read_bytes())
+    ):
         return base
     return own.parent
 
 
-def _write_template(config: Config, template: ChatTemplate, tokenizer: Tokenizer, target: Path) -> dict[str, Any]:
+def _write_template(
+    config: Config, template: ChatTemplate, tokenizer: Tokenizer, target: Path
+) -> dict[str, Any]:
     """Writes the template without tags that inference engines cannot parse.
 
     Returns:
@@ -123,14 +155,20 @@ def _write_template(config: Config, template: ChatTemplate, tokenizer: Tokenizer
 
 
 def _write_tokenizer_settings(target: Path, changes: dict[str, Any], longest: int) -> None:
-    """Writes `changes` and, if the run trained on longer texts, the length to which tokenizers truncate."""
+    """Writes `changes` and, if the run trained on longer texts, the length to which tokenizers
+    truncate.
+    """
     path = target / _TOKENIZER_SETTINGS
     before = _read(path) or dict[str, Any]()
     if not before and changes:
         before = dict(tokenizer_class="PreTrainedTokenizerFast")
     limit = before.get("model_max_length")
     changes |= dict(model_max_length=longest) if limit is not None and limit < longest else {}
-    after = {name: value for name, value in (before | changes).items() if changes.get(name, value) is not None}
+    after = {
+        name: value
+        for name, value in (before | changes).items()
+        if changes.get(name, value) is not None
+    }
     if after != before:
         _write(path, after)
     older = _read(target / _TOKENIZER_SETTINGS_BEFORE)
@@ -139,9 +177,15 @@ def _write_tokenizer_settings(target: Path, changes: dict[str, Any], longest: in
 
 
 def _known_ids(source: Pretrained | None) -> dict[str, int]:
-    """The special tokens of config.json, which transformers ignores if there is a generation_config.json."""
+    """The special tokens of config.json, which transformers ignores if there is a
+    generation_config.json.
+    """
     content = {} if source is None else source.config_json()
-    return {name: content[name] for name in ("bos_token_id", "pad_token_id") if content.get(name) is not None}
+    return {
+        name: content[name]
+        for name in ("bos_token_id", "pad_token_id")
+        if content.get(name) is not None
+    }
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -153,7 +197,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}  # name -> names in safetensors and in config.json
+# name -> names in safetensors and in config.json
+DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}
 
 
 def export(
@@ -198,7 +243,9 @@ def export(
             else:
                 content |= write_text_files(config, source, partial, longest=longest)
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
-                _write_weights(config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9))
+                _write_weights(
+                    config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9)
+                )
             if target.is_dir():
                 target.rmdir()
             partial.rename(target)
@@ -212,7 +259,9 @@ def _is_run(init_from: str) -> bool:
 
 
 def _base_of_adapters(config: Config) -> str:
-    """What peft opens as the base of the adapters of a run, or "". Prints how to get the weights of training."""
+    """What peft opens as the base of the adapters of a run, or "". Prints how to get the weights of
+    training.
+    """
     base, frozen = config.model.init_from, config.precision.frozen
     if _is_run(base):
         print_to_stderr(
@@ -238,30 +287,49 @@ def _stored_dtypes(model: str) -> set[str]:
 def _longest_sequence(directory: Path, step: int) -> int:
     """The longest sequences, in tokens, that the model of a checkpoint was trained on.
 
-    A run keeps the checkpoint at the end of each stage. The run that it started from counts too, if it still exists.
+    A run keeps the checkpoint at the end of each stage. The run that it started from counts too, if
+    it still exists.
     """
     longest, init_from = 0, ""
     for number in committed_steps(directory):
         if number <= step:
             with contextlib.suppress(UserError):  # another checkpoint, which cannot be read
                 stored = read_meta(directory, number)["config"]
-                longest, init_from = max(longest, stored["data"]["seq_len"]), stored["model"]["init_from"]
+                longest, init_from = (
+                    max(longest, stored["data"]["seq_len"]),
+                    stored["model"]["init_from"],
+                )
     if _is_run(init_from):
         source = locate(init_from)
-        longest = max(longest, _longest_sequence(source.directory.parent, int(source.directory.name)))
+        longest = max(
+            longest, _longest_sequence(source.directory.parent, int(source.directory.name))
+        )
     return longest
 
 
 def _write_weights(
-    config: Config, family: Family, params: StoredParams, target: Path, dtype: str, max_shard_bytes: int
+    config: Config,
+    family: Family,
+    params: StoredParams,
+    target: Path,
+    dtype: str,
+    max_shard_bytes: int,
 ) -> None:
-    """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their tensors."""
+    """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their
+    tensors.
+    """
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
-    float32_names = {name for layout in layouts.values() if layout.tensor.is_float32 for name in layout.names}
+    float32_names = {
+        name for layout in layouts.values() if layout.tensor.is_float32 for name in layout.names
+    }
     with TensorWriter(
-        target, _shapes(layouts), dtype=dtype, max_shard_bytes=max_shard_bytes, float32_names=float32_names
+        target,
+        _shapes(layouts),
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        float32_names=float32_names,
     ) as files:
         paths = list(abstract)
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
@@ -269,7 +337,9 @@ def _write_weights(
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 for place, weight in zip(layout.places, layout.arrays(array), strict=True):
                     merged = weight if adapter is None else adapter.merged(weight, place)
-                    files.write(layout.name_at(place), layout.to_stored(merged), layout.region_at(place))
+                    files.write(
+                        layout.name_at(place), layout.to_stored(merged), layout.region_at(place)
+                    )
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,5 +1,5 @@
-"""The files of checkpoints: which are committed, their metadata, and names, shapes, dtypes and checksums of their
-arrays.
+"""The files of checkpoints: which are committed, their metadata, and names, shapes, dtypes and
+checksums of their arrays.
 
 `jaxlc.checkpoints.save` describes the directories.
 """
@@ -34,7 +34,10 @@ from jaxlc.step.state import DEVICE, is_on_host, to_memory_kind
 
 def shapes_of(tree) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays as stored: a PRNG key is stored as its words."""
-    words = {name: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x for name, x in named_leaves(tree)}
+    words = {
+        name: jax.eval_shape(jax.random.key_data, x) if _is_key(x) else x
+        for name, x in named_leaves(tree)
+    }
     return {name: tuple(x.shape) for name, x in words.items()}
 
 
@@ -70,7 +73,9 @@ def words_as_keys(tree, like):
 
 
 def named_leaves(tree) -> list[tuple[str, jax.Array]]:
-    """(name, leaf) pairs; the name is the path, equal for a tree and for Orbax's copy of it as nested dicts."""
+    """(name, leaf) pairs; the name is the path, equal for a tree and for Orbax's copy of it as
+    nested dicts.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
@@ -90,14 +95,21 @@ def summaries_of(state) -> dict[str, Summary]:
     names, leaves = [name for name, _ in named_leaves(state)], jax.tree.leaves(state)
     groups = [[leaf] for leaf in leaves] if is_on_host(state) else [leaves]
     words = np.concatenate([np.asarray(_words(group)) for group in groups])
-    return {name: Summary(checksum, bool(is_finite)) for name, (checksum, is_finite) in zip(names, words.tolist())}
+    return {
+        name: Summary(checksum, bool(is_finite))
+        for name, (checksum, is_finite) in zip(names, words.tolist())
+    }
 
 
 def stored_summary(array: np.ndarray) -> Summary:
-    """The summary of an array of a checkpoint, a PRNG key as its words. Needs host memory for one copy of it."""
+    """The summary of an array of a checkpoint, a PRNG key as its words. Needs host memory for one
+    copy of it.
+    """
     is_floating = jnp.issubdtype(array.dtype, jnp.floating)
     is_finite = not is_floating or bool(np.isfinite(array).all())
-    bits = array if array.dtype == np.bool_ else array.view(f"uint{8 * min(array.dtype.itemsize, 4)}")
+    bits = (
+        array if array.dtype == np.bool_ else array.view(f"uint{8 * min(array.dtype.itemsize, 4)}")
+    )
     return Summary(int(bits.sum(dtype=np.uint64) % 2**32), is_finite)
 
 
@@ -107,14 +119,20 @@ def checksums_of(state) -> dict[str, int]:
 
 
 def model_fingerprint(config: Config, params) -> str:
-    """Equal for equal parameters and settings of a model, on any mesh and from any directory. It reads no file."""
+    """Equal for equal parameters and settings of a model, on any mesh and from any directory. It
+    reads no file.
+    """
     settings = dataclasses.replace(config.model, init_from="", preset="")
     return fingerprint_of((sorted(checksums_of(params).items()), settings, config.lora))
 
 
 def nonfinite_param(summaries: dict[str, Summary]) -> str | None:
     """The problem of the first parameter that is not finite; None: all are finite."""
-    names = (name for name, summary in summaries.items() if name.startswith("params/") and not summary.is_finite)
+    names = (
+        name
+        for name, summary in summaries.items()
+        if name.startswith("params/") and not summary.is_finite
+    )
     return next((f"array {name} has NaN or infinite values" for name in names), None)
 
 
@@ -123,8 +141,8 @@ def nonfinite_param(summaries: dict[str, Summary]) -> str | None:
 def _words(arrays: list[jax.Array]) -> jax.Array:
     """Checksum, and 1 if it is finite, of each array: uint32 [arrays, 2].
 
-    The checksum is the sum of the bits as unsigned integers modulo 2^32. It does not depend on the order of summation,
-    hence not on the sharding.
+    The checksum is the sum of the bits as unsigned integers modulo 2^32. It does not depend on the
+    order of summation, hence not on the sharding.
     """
 
     def words(x: jax.Array) -> jax.Array:
@@ -144,15 +162,19 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 CHECKPOINTS_DIRECTORY = "checkpoints"
-# In the names of directories that are no checkpoints: incomplete ones of Orbax, and ones that a run could not read.
+# In the names of directories that are no checkpoints: incomplete ones of Orbax, and ones that a run
+# could not read.
 TEMPORARY, UNREADABLE = ".orbax-checkpoint-tmp", ".unreadable"
 _next_hook = sys.__unraisablehook__  # in a command, the hook of `jaxlc.core.interrupts`
 DIGEST = "sha256"  # key of the stored meta: the digest of its other entries
-BASE = "base"  # key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
+# key of the stored meta: identifies the frozen parameters, which the checkpoint does not contain
+BASE = "base"
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does not exist."""
+    """The steps of the committed checkpoints in `directory`, in ascending order; empty if it does
+    not exist.
+    """
     paths = directory.iterdir() if directory.is_dir() else ()
     return sorted(int(path.name) for path in paths if path.name.isdigit())
 
@@ -167,9 +189,13 @@ def existing_step(directory: Path, step: int | None) -> int:
     if not directory.parent.exists():
         raise UserError(f"{directory.parent} does not exist: pass the workdir of a run")
     if not steps:
-        raise UserError(f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/")
+        raise UserError(
+            f"no checkpoint in {directory}: pass the workdir of a run, which has a directory checkpoints/"
+        )
     if step is not None and step not in steps:
-        raise UserError(f"no checkpoint of step {step} in {directory}; existing steps: {', '.join(map(str, steps))}")
+        raise UserError(
+            f"no checkpoint of step {step} in {directory}; existing steps: {', '.join(map(str, steps))}"
+        )
     return steps[-1] if step is None else step
 
 
@@ -192,7 +218,9 @@ def stored_dtypes(checkpoint: Path) -> dict[str, np.dtype]:
 
 
 def unreadable(directory: Path, step: int, problem: str) -> UserError:
-    """The error for a checkpoint that cannot be read; it lists the other checkpoints of the directory."""
+    """The error for a checkpoint that cannot be read; it lists the other checkpoints of the
+    directory.
+    """
     others = [other for other in committed_steps(directory) if other != step]
     return UserError(
         f"the checkpoint of step {step} in {directory} cannot be read ({problem});"
@@ -210,7 +238,8 @@ def on_every_process(read: Callable):
             raise  # such as out of memory: the checkpoint is not damaged
         except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
             problem = first_words(error)
-        if problem is not None:  # only then, because it takes a second in a process with many objects
+        # only then, because it takes a second in a process with many objects
+        if problem is not None:
             collect_abandoned_reads()
     wait_for_processes("checkpoint read")  # the times to read parts of it differ
     failed = multihost_utils.process_allgather(np.array(problem is not None)).reshape(-1)
@@ -229,9 +258,10 @@ def first_words(error: Exception) -> str:
 def quiet_failures() -> Iterator[None]:
     """Suppresses the tracebacks of reads that Orbax abandons when another read fails.
 
-    Python reports an abandoned read through `sys.unraisablehook`, when TensorStore ends it and when it is garbage
-    collected. So the hook is replaced until these reads are collected. Automatic collection is off meanwhile, because
-    it could run in any thread: in one that was inside a JAX callback it crashed the process (JAX 0.12.0.1).
+    Python reports an abandoned read through `sys.unraisablehook`, when TensorStore ends it and when
+    it is garbage collected. So the hook is replaced until these reads are collected. Automatic
+    collection is off meanwhile, because it could run in any thread: in one that was inside a JAX
+    callback it crashed the process (JAX 0.12.0.1).
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     was_enabled = gc.isenabled()
@@ -247,8 +277,9 @@ def quiet_failures() -> Iterator[None]:
 def quiet_saves() -> None:
     """Suppresses the tracebacks of Orbax's threads about a save that fails, until the process ends.
 
-    `Checkpoints` raises the error itself. The threads log it as well, and asyncio does so when it collects tasks.
-    Writes that end later find a closed event loop, which TensorStore reports to `sys.unraisablehook`.
+    `Checkpoints` raises the error itself. The threads log it as well, and asyncio does so when it
+    collects tasks. Writes that end later find a closed event loop, which TensorStore reports to
+    `sys.unraisablehook`.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_has_no_traceback)  # has no effect the second time
@@ -267,10 +298,11 @@ def _report_unraisable(unraisable: Any) -> None:
 
 
 def collect_abandoned_reads(seconds: float = 10.0) -> None:
-    """Collects the reads that Orbax abandoned; it waits for TensorStore, which keeps each of them until it has ended.
+    """Collects the reads that Orbax abandoned; it waits for TensorStore, which keeps each of them
+    until it has ended.
 
-    Such a read is an asyncio task that is not done although its event loop is closed. After `seconds` the rest is left
-    to later collections.
+    Such a read is an asyncio task that is not done although its event loop is closed. After
+    `seconds` the rest is left to later collections.
     """
     deadline = time.monotonic() + seconds
     gc.collect()
@@ -308,6 +340,8 @@ def digest_of(meta: dict) -> str:
 def read_checksums_and_shapes(directory: Path) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Name -> checksum, and name -> shape, of all arrays of one checkpoint."""
     checksums = read_json_file(directory / "checksums" / "metadata")
-    shapes = shapes_of(ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree)
+    shapes = shapes_of(
+        ocp.StandardCheckpointHandler().metadata(epath.Path(directory) / "state").tree
+    )
     assert checksums.keys() == shapes.keys()
     return checksums, shapes

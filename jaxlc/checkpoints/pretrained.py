@@ -1,9 +1,9 @@
-"""The parameters of `model.init_from`, sharded as the training state, and frozen parameters that no checkpoint
-contains.
+"""The parameters of `model.init_from`, sharded as the training state, and frozen parameters that no
+checkpoint contains.
 
-With config.train.checkpoint_frozen=False, frozen parameters come from config.model.init_from, or are the initial values
-of config.train.seed. A checkpoint stores their fingerprint, so that a run does not resume, and is not loaded, with
-another base model.
+With config.train.checkpoint_frozen=False, frozen parameters come from config.model.init_from, or
+are the initial values of config.train.seed. A checkpoint stores their fingerprint, so that a run
+does not resume, and is not loaded, with another base model.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ from jaxlc.step.step import TrainStep
 
 
 def check_pretrained(step: TrainStep) -> None:
-    """Checks config.model.init_from as `load_pretrained` does, but reads only the headers of its files.
+    """Checks config.model.init_from as `load_pretrained` does, but reads only the headers of its
+    files.
 
     Raises:
       UserError: the model cannot be read, or differs from the config.
@@ -45,8 +46,11 @@ def check_pretrained(step: TrainStep) -> None:
         open_files(pretrained.directory, family, abstract, dims, model=model)
 
 
-def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None = None) -> tuple[dict, str]:
-    """The parameters of config.model.init_from, with the shardings of `step`, and a line that describes them.
+def load_pretrained(
+    step: TrainStep, progress: Callable[[int, int], None] | None = None
+) -> tuple[dict, str]:
+    """The parameters of config.model.init_from, with the shardings of `step`, and a line that
+    describes them.
 
     Adapters of LoRA have their initial values.
 
@@ -80,20 +84,25 @@ def load_pretrained(step: TrainStep, progress: Callable[[int, int], None] | None
 
 
 def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
-    """The model of config.model.init_from, the names of the parameters that it does not have, which are adapters, and
-    the shapes and dimensions of the others.
+    """The model of config.model.init_from, the names of the parameters that it does not have, which
+    are adapters, and the shapes and dimensions of the others.
 
     Raises:
       UserError: the model cannot be found, or its description differs from the config.
     """
     config = step.config
     if step.model is not None:
-        raise Unsupported("unsupported: config.model.init_from with a custom model, which has its own init()")
+        raise Unsupported(
+            "unsupported: config.model.init_from with a custom model, which has its own init()"
+        )
     pretrained = locate(config.model.init_from, with_weights=True)
     kinds = dict.fromkeys(pretrained.model_settings().get("kinds", {}), defaults_of(KindConfig))
     kinds |= to_dict(config)["model"]["kinds"]
-    with_overrides(pretrained, config.model.by_path | {"kinds": kinds})  # a config that was loaded before may differ
-    adapter_names = frozenset(filter(is_adapter, lora.names_of(step.dims))) if config.lora.rank else frozenset()
+    # a config that was loaded before may differ
+    with_overrides(pretrained, config.model.by_path | {"kinds": kinds})
+    adapter_names = (
+        frozenset(filter(is_adapter, lora.names_of(step.dims))) if config.lora.rank else frozenset()
+    )
     abstract, _ = lora.split(step.abstract_state.params, adapter_names)
     dims, _ = lora.split(step.dims, adapter_names)
     return pretrained, adapter_names, abstract, dims
@@ -106,7 +115,9 @@ def _check_is_whole(run: Pretrained) -> None:
       UserError: it does not.
     """
     stored = run.run_config()
-    if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get("checkpoint_frozen", True):
+    if stored.get("lora", {}).get("rank") or not stored.get("train", {}).get(
+        "checkpoint_frozen", True
+    ):
         raise UserError(
             f"{run.directory.absolute()} has adapters or lacks the frozen parameters: export the run with `jaxlc"
             " export`, which gives a whole model, and use the result as config.model.init_from"
@@ -114,8 +125,9 @@ def _check_is_whole(run: Pretrained) -> None:
 
 
 def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
-    """The parameters of a checkpoint. They are restored in the dtypes in which they are stored, whose checksums the
-    checkpoint has, and converted to the dtypes of `abstract`, some at a time."""
+    """The parameters of a checkpoint. They are restored in the dtypes in which they are stored,
+    whose checksums the checkpoint has, and converted to the dtypes of `abstract`, some at a time.
+    """
     dtypes = stored_dtypes(checkpoint)
     paths, targets = zip(*jax.tree.leaves_with_path(abstract))
     names = ["/".join(("params", *(key.key for key in path))) for path in paths]
@@ -124,27 +136,35 @@ def _restored_as(checkpoint: Path, abstract, vocab_size: int) -> dict:
         for name, target in zip(names, targets)
     ]
     if stored == list(targets):
-        return restore_params(checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size)
+        return restore_params(
+            checkpoint.parent, int(checkpoint.name), abstract, vocab_size=vocab_size
+        )
     converted: list[jax.Array] = []
     for group in groups_of(map(bytes_per_device, stored)):
         tree: dict = {}
         for index in group:
             lora.insert(tree, [key.key for key in paths[index]], stored[index])
-        params = restore_params(checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True)
+        params = restore_params(
+            checkpoint.parent, int(checkpoint.name), tree, vocab_size=vocab_size, only_these=True
+        )
         converted += _converted(jax.tree.leaves(params), [targets[index] for index in group])
     return jax.tree.unflatten(jax.tree.structure(abstract), converted)
 
 
 def _converted(arrays: list[jax.Array], targets: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     def convert(arrays):
-        return [to_memory_kind(x, DEVICE).astype(target.dtype) for x, target in zip(arrays, targets)]
+        return [
+            to_memory_kind(x, DEVICE).astype(target.dtype) for x, target in zip(arrays, targets)
+        ]
 
     shardings = [target.sharding for target in targets]
     return jax.block_until_ready(jax.jit(convert, out_shardings=shardings)(arrays))
 
 
 def without_frozen(step: TrainStep, state: TrainState) -> TrainState:
-    """The part of the state that a checkpoint without frozen parameters contains; of arrays or their shapes."""
+    """The part of the state that a checkpoint without frozen parameters contains; of arrays or
+    their shapes.
+    """
     return state._replace(params=lora.split(state.params, step.frozen)[0])
 
 
@@ -154,10 +174,14 @@ def checkpoint_part(step: TrainStep, state: TrainState) -> TrainState:
 
 
 def base_meta(step: TrainStep, params) -> dict[str, dict[str, str]]:
-    """Entries of a checkpoint's meta that identify the frozen parameters; empty if the checkpoint contains them."""
+    """Entries of a checkpoint's meta that identify the frozen parameters; empty if the checkpoint
+    contains them.
+    """
     if step.config.train.checkpoint_frozen:
         return {}
-    return {BASE: dict(init_from=step.config.model.init_from, fingerprint=_fingerprint(step, params))}
+    return {
+        BASE: dict(init_from=step.config.model.init_from, fingerprint=_fingerprint(step, params))
+    }
 
 
 def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path) -> dict:
@@ -169,7 +193,9 @@ def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path
     Raises:
       UserError: the frozen parameters differ from the ones that the checkpoint was trained on.
     """
-    params = load_pretrained(step)[0] if step.config.model.init_from else step.init_params(step.frozen)
+    params = (
+        load_pretrained(step)[0] if step.config.model.init_from else step.init_params(step.frozen)
+    )
     if _fingerprint(step, params) != base["fingerprint"]:
         raise UserError(
             f"the frozen parameters of {checkpoint} are not those of {_source(step)}: it was trained on"
@@ -187,7 +213,9 @@ def restore_all_params(step: TrainStep, directory: Path, step_number: int, meta:
     vocab_size, abstract = step.config.model.vocab_size, step.abstract_state.params
     if BASE not in meta:
         is_finite = step.model is None
-        return restore_params(directory, step_number, abstract, vocab_size=vocab_size, finite_params=is_finite)
+        return restore_params(
+            directory, step_number, abstract, vocab_size=vocab_size, finite_params=is_finite
+        )
     abstract_trainable, _ = lora.split(abstract, step.frozen)
     trainable = restore_params(directory, step_number, abstract_trainable, vocab_size=vocab_size)
     return with_base(step, trainable, meta[BASE], directory / str(step_number))
@@ -201,4 +229,8 @@ def _fingerprint(step: TrainStep, params) -> str:
 
 def _source(step: TrainStep) -> str:
     init_from = step.config.model.init_from
-    return f"config.model.init_from={init_from}" if init_from else f"config.train.seed={step.config.train.seed}"
+    return (
+        f"config.model.init_from={init_from}"
+        if init_from
+        else f"config.train.seed={step.config.train.seed}"
+    )

@@ -1,5 +1,5 @@
-"""Reads the arrays of a checkpoint, on any mesh or to host memory a part at a time, and compares them with their
-checksums.
+"""Reads the arrays of a checkpoint, on any mesh or to host memory a part at a time, and compares
+them with their checksums.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,10 +38,13 @@ class RestoreTarget(NamedTuple):
     """What a checkpoint is restored to."""
 
     abstract_state: Any  # pytree of jax.ShapeDtypeStruct with the target shardings, on any mesh
-    # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may differ.
+    # Required value of `meta["config"]["model"]`; `preset` and `init_from` are only names and may
+    # differ.
     model: dict
-    trained: dict = {}  # required values of the settings that select the trained parameters, by their paths
-    without_frozen: Any = None  # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
+    # required values of the settings that select the trained parameters, by their paths
+    trained: dict = {}
+    # as abstract_state, for checkpoints without frozen parameters, whose meta has BASE
+    without_frozen: Any = None
 
 
 class Description(NamedTuple):
@@ -54,7 +57,8 @@ class Description(NamedTuple):
 
 
 def read_description(directory: Path, target: RestoreTarget):
-    """Returns (Description, None), or (None, the problem of the checkpoint); the same on every process.
+    """Returns (Description, None), or (None, the problem of the checkpoint); the same on every
+    process.
 
     Raises:
       UserError: the checkpoint has a different model or other trained parameters.
@@ -74,21 +78,23 @@ def read_description(directory: Path, target: RestoreTarget):
     if problem:
         return None, problem
     checksums, stored_shapes = described
-    padded = check_same_shapes(directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"])
+    padded = check_same_shapes(
+        directory, stored_shapes, shapes_of(abstract_state), model["vocab_size"]
+    )
     return Description(meta, abstract_state, checksums, padded), None
 
 
 def _by_path(model: dict) -> dict:
     """The stored settings of a model by their paths; those of kinds in one dictionary."""
     kinds = {"kinds": model.get("kinds", {})}
-    return flattened({"model": {name: value for name, value in model.items() if name != "kinds"}}) | {
-        f"model.{name}": value for name, value in kinds.items()
-    }
+    return flattened(
+        {"model": {name: value for name, value in model.items() if name != "kinds"}}
+    ) | {f"model.{name}": value for name, value in kinds.items()}
 
 
 def check_latest(directory: Path, target_of: Callable[[int], RestoreTarget]) -> dict | None:
-    """The meta of the latest checkpoint that is not damaged, as far as its arrays need not be read; None:
-    there is none.
+    """The meta of the latest checkpoint that is not damaged, as far as its arrays need not be read;
+    None: there is none.
 
     Args:
       target_of: returns the target of the checkpoint of a step.
@@ -111,13 +117,15 @@ def restore_params(
     only_these: bool = False,
     finite_params: bool = True,
 ):
-    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
+    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads
+    nothing else.
 
     Args:
       only_these: `abstract_params` is a part of the tree of all parameters.
       finite_params: see `jaxlc.checkpoints.save.Checkpoints`.
     Raises:
-      UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or infinite values.
+      UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or
+        infinite values.
     """
     path, target = directory / str(step), {"params": abstract_params}
     described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
@@ -138,22 +146,33 @@ def restore_params(
     arguments = ocp.args.PyTreeRestore(
         target,
         restore_args=jax.tree.map(
-            lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded),
+            lambda x: ocp.ArrayRestoreArgs(
+                sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=not padded
+            ),
             target,
         ),
         partial_restore=True,
     )
-    restored, problem = read_arrays(path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded, finite_params)
+    restored, problem = read_arrays(
+        path, ocp.PyTreeCheckpointHandler(), arguments, checksums, padded, finite_params
+    )
     if problem:
         raise unreadable(directory, step, problem)
     return restored["params"]
 
 
 def read_arrays(
-    directory: Path, handler: Any, arguments: Any, checksums: dict[str, int], padded: set[str], finite_params: bool
+    directory: Path,
+    handler: Any,
+    arguments: Any,
+    checksums: dict[str, int],
+    padded: set[str],
+    finite_params: bool,
 ):
     """Returns (arrays, None), or (None, the problem); the same on every process."""
-    arrays, problem = on_every_process(lambda: handler.restore(epath.Path(directory) / "state", args=arguments))
+    arrays, problem = on_every_process(
+        lambda: handler.restore(epath.Path(directory) / "state", args=arguments)
+    )
     if problem:
         return None, problem
     summaries = summaries_of(arrays)
@@ -174,9 +193,11 @@ def _check_same_settings(directory: Path, stored: dict, required: dict) -> None:
 
 
 def check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size: int) -> set[str]:
-    """Returns the names of the arrays that differ only in vocabulary padding, which depends on the mesh.
+    """Returns the names of the arrays that differ only in vocabulary padding, which depends on the
+    mesh.
 
-    The values of the padding have no effect, so such an array may be truncated, or padded with zeros.
+    The values of the padding have no effect, so such an array may be truncated, or padded with
+    zeros.
     """
     padded = set()
     for name in sorted(stored.keys() | current.keys()):
@@ -196,15 +217,19 @@ def check_same_shapes(directory: Path, stored: dict, current: dict, vocab_size: 
 class StoredParams:
     """The parameters of one checkpoint, adapters included, without vocabulary padding."""
 
-    def __init__(self, workdir: Path, step: int, config: Config, *, load_all: Callable[[], Any] | None = None):
+    def __init__(
+        self, workdir: Path, step: int, config: Config, *, load_all: Callable[[], Any] | None = None
+    ):
         """
         Args:
-          load_all: returns all parameters, with the base model. None: the checkpoint contains the frozen
-            parameters, and only those that are asked for are read.
+          load_all: returns all parameters, with the base model. None: the checkpoint contains the
+            frozen parameters, and only those that are asked for are read.
         """
         self._workdir, self._step, self._config, self._load_all = workdir, step, config, load_all
         model = config.model
-        self.abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, config.lora)))
+        self.abstract = dict(
+            paths_of(decoder.abstract_params(model, model.vocab_size, config.lora))
+        )
 
     def read(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
         """The parameters with these paths, in the dtype in which they are stored.
@@ -213,7 +238,10 @@ class StoredParams:
           UserError: the checkpoint, or the base model that it needs, cannot be read.
         """
         if self._load_all is not None:
-            return {path: self._loaded[path][tuple(slice(n) for n in self.abstract[path].shape)] for path in paths}
+            return {
+                path: self._loaded[path][tuple(slice(n) for n in self.abstract[path].shape)]
+                for path in paths
+            }
         tree: dict = {}
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         for path in paths:
@@ -221,7 +249,9 @@ class StoredParams:
             shape = jax.ShapeDtypeStruct(self.abstract[path].shape, dtype, sharding=on_host)
             lora.insert(tree, path.split("/"), shape)
         vocab_size = self._config.model.vocab_size
-        restored = restore_params(self._directory, self._step, tree, vocab_size=vocab_size, only_these=True)
+        restored = restore_params(
+            self._directory, self._step, tree, vocab_size=vocab_size, only_these=True
+        )
         return {path: np.asarray(param) for path, param in paths_of(restored)}
 
     @property

@@ -1,5 +1,5 @@
-"""Checkpoints, written by Orbax: one directory of them, or a local one for each process. A kill at any time leaves the
-committed checkpoints valid.
+"""Checkpoints, written by Orbax: one directory of them, or a local one for each process. A kill at
+any time leaves the committed checkpoints valid.
 
 DIRECTORY/STEP/             a committed checkpoint; Orbax writes to a temporary name and renames it when it is complete
     state/                  the arrays, readable on any mesh and by any number of processes
@@ -46,14 +46,17 @@ from jaxlc.runtime import watchdog
 from jaxlc.step.state import is_on_host
 
 _UNNEEDED_WARNING = "Global object size logging disabled"
-_PLACE = "place"  # key of the meta of a local checkpoint: the mesh and the number of processes that have written it
+# key of the meta of a local checkpoint: the mesh and the number of processes that have written it
+_PLACE = "place"
 
 
 class Storage:
-    """A directory that all processes share, or one of each process. Every process must call every method.
+    """A directory that all processes share, or one of each process. Every process must call every
+    method.
 
-    In a directory of each process, which may be on a disk of its machine, it writes all parts of arrays that it has. So
-    such a checkpoint is complete if each process has its directory of that step, and only the same mesh can read it.
+    In a directory of each process, which may be on a disk of its machine, it writes all parts of
+    arrays that it has. So such a checkpoint is complete if each process has its directory of that
+    step, and only the same mesh can read it.
     """
 
     def __init__(self, directory: Path, policy: Any, *, is_local: bool, finite_params: bool):
@@ -69,7 +72,9 @@ class Storage:
         processes = ocp.options.MultiprocessingOptions()
         if is_local:
             logging.getLogger("absl").addFilter(_is_needed)  # has no effect the second time
-            processes = ocp.options.MultiprocessingOptions(primary_host=None, barrier_sync_key_prefix="local")
+            processes = ocp.options.MultiprocessingOptions(
+                primary_host=None, barrier_sync_key_prefix="local"
+            )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
             cleanup_tmp_directories=True,  # incomplete checkpoints of killed runs
@@ -89,19 +94,26 @@ class Storage:
         self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def _array_handler(self) -> ocp.PyTreeCheckpointHandler:
-        # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
-        # needs and which keeps its size. `StandardSave` writes the same files, but lacks this option.
+        # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory
+        # first, which the step needs and which keeps its size. `StandardSave` writes the same
+        # files, but lacks this option.
         if not self._is_local:
             return ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
-        arrays = ocp.type_handlers.ArrayHandler(primary_host=None, replica_id=None, use_replica_parallel=False)
+        arrays = ocp.type_handlers.ArrayHandler(
+            primary_host=None, replica_id=None, use_replica_parallel=False
+        )
         return ocp.PyTreeCheckpointHandler(
             multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None),
-            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, arrays)
+            ),
             enable_pinned_host_transfer=False,
         )
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in ascending order, without one that is still being written."""
+        """The steps of the complete checkpoints, in ascending order, without one that is still
+        being written.
+        """
         steps = committed_steps(self.directory)
         return _common(steps) if self._is_local else steps
 
@@ -110,7 +122,8 @@ class Storage:
         return step in self._manager.all_steps()
 
     def save(self, step: int, state, meta: dict, summaries: dict[str, Summary]) -> None:
-        """Copies the state from the devices and returns; the checkpoint is written in the background.
+        """Copies the state from the devices and returns; the checkpoint is written in the
+        background.
 
         Args:
           summaries: of the arrays of `state`.
@@ -120,15 +133,19 @@ class Storage:
         arguments = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
             meta=ocp.args.JsonSave(meta | {DIGEST: digest_of(meta)}),
-            checksums=ocp.args.JsonSave({name: summary.checksum for name, summary in summaries.items()}),
+            checksums=ocp.args.JsonSave(
+                {name: summary.checksum for name, summary in summaries.items()}
+            ),
         )
-        self._manager.save(step, args=arguments, force=True)  # force: the caller decides when to save
+        # force: the caller decides when to save
+        self._manager.save(step, args=arguments, force=True)
 
     def restore(self, step: int, target: RestoreTarget):
-        """Returns ((state, meta), None), or (None, the problem of the checkpoint); the same on every process.
+        """Returns ((state, meta), None), or (None, the problem of the checkpoint); the same on
+        every process.
 
-        It uses Orbax's handler, not its manager: the manager's restore has a barrier, at which the other processes
-        would wait for a process that failed to read its part.
+        It uses Orbax's handler, not its manager: the manager's restore has a barrier, at which the
+        other processes would wait for a process that failed to read its part.
 
         Raises:
           UserError: the checkpoint has a different model or other trained parameters.
@@ -141,15 +158,21 @@ class Storage:
         if self._is_local and meta.pop(_PLACE, None) != _place_of(abstract_state):
             return None, "another mesh, or another number of processes, has written it"
         stored = keys_as_words(abstract_state) if self._is_local else abstract_state
-        arguments = ocp.args.PyTreeRestore(stored, restore_args=_restore_args(stored, strict=not padded))
+        arguments = ocp.args.PyTreeRestore(
+            stored, restore_args=_restore_args(stored, strict=not padded)
+        )
         handler = self._array_handler()
-        state, problem = read_arrays(directory, handler, arguments, checksums, padded, self._finite_params)
+        state, problem = read_arrays(
+            directory, handler, arguments, checksums, padded, self._finite_params
+        )
         if problem:
             return None, problem
         return (words_as_keys(state, abstract_state) if self._is_local else state, meta), None
 
     def delete_superfluous(self) -> None:
-        """Process 0 deletes the complete checkpoints of a shared directory that the policy no longer preserves."""
+        """Process 0 deletes the complete checkpoints of a shared directory that the policy no
+        longer preserves.
+        """
         infos = [SimpleNamespace(step=step) for step in self._manager.all_steps()]
         kept = self._policy.should_preserve(infos, context=None)
         for info, is_kept in zip(infos, kept):
@@ -209,8 +232,8 @@ def _restore_args(abstract_state, *, strict: bool):
 def _barrier_of_savers() -> Callable[..., None]:
     """Orbax's barrier, except that a background thread whose save has failed does not wait at it.
 
-    The other processes wait for its part of the checkpoint, so nobody would see the error before the barrier's timeout
-    of 20 minutes: not even this process, which waits for the thread.
+    The other processes wait for its part of the checkpoint, so nobody would see the error before
+    the barrier's timeout of 20 minutes: not even this process, which waits for the thread.
     """
     wait = ocp.multihost.get_barrier_sync_fn()
 
@@ -244,16 +267,20 @@ class Checkpoints:
     ):
         """
         Args:
-          keep: number of latest checkpoints that are kept.
-          keep_steps: steps whose checkpoints are kept as well.
-          keep_every: checkpoints of multiples of this step are kept as well; 0: none.
-          keep_best: number of checkpoints of each stage that are kept as well, those with the lowest held-out losses.
-          warn: called with one line for each damaged checkpoint that `restore_latest` skips.
-          finite_params: a checkpoint with NaN or infinite parameters is not saved, and counts as damaged. False for
+          keep: number of latest checkpoints that are kept. keep_steps: steps whose checkpoints are
+          kept as well. keep_every: checkpoints of multiples of this step are kept as well; 0: none.
+          keep_best: number of checkpoints of each stage that are kept as well, those with the
+          lowest held-out losses. warn: called with one line for each damaged checkpoint that
+          `restore_latest` skips. finite_params: a checkpoint with NaN or infinite parameters is not
+          saved, and counts as damaged. False for
             custom models, whose parameters may be infinite.
           local_directory: of local checkpoints, which may be on a disk of each machine.
         """
-        self._directory, self._warn, self._finite_params = Path(directory).absolute(), warn, finite_params
+        self._directory, self._warn, self._finite_params = (
+            Path(directory).absolute(),
+            warn,
+            finite_params,
+        )
         self._evaluations = Evaluations(self._directory, keep_best, warn)
         policy = policy_of(keep, keep_steps, keep_every, self._evaluations)
         self._shared = Storage(self._directory, policy, is_local=False, finite_params=finite_params)
@@ -264,22 +291,25 @@ class Checkpoints:
             self._local = Storage(path, latest, is_local=True, finite_params=finite_params)
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in ascending order, without one that is still being written."""
+        """The steps of the complete checkpoints, in ascending order, without one that is still
+        being written.
+        """
         return sorted({*self._shared.steps(), *self._local_steps()})
 
     def _local_steps(self) -> list[int]:
         return [] if self._local is None else self._local.steps()
 
     def save(self, step: int, state, meta: dict, *, is_local: bool = False) -> bool:
-        """Copies the state from the devices and returns; the checkpoint is written in the background.
+        """Copies the state from the devices and returns; the checkpoint is written in the
+        background.
 
-        If some arrays are in host memory, it returns when the checkpoint is committed. A saved step is not saved again.
-        Before, it waits for the checkpoint before.
+        If some arrays are in host memory, it returns when the checkpoint is committed. A saved step
+        is not saved again. Before, it waits for the checkpoint before.
 
         Args:
-          state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated afterwards.
-          meta: JSON values, among them `meta["config"]["model"]`, which `restore_latest` compares.
-          is_local: saves a local checkpoint.
+          state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated
+          afterwards. meta: JSON values, among them `meta["config"]["model"]`, which
+          `restore_latest` compares. is_local: saves a local checkpoint.
         Returns:
           Whether the step was not saved before.
         Raises:
@@ -305,7 +335,9 @@ class Checkpoints:
         return True
 
     def evaluation(self, step: int) -> dict[str, Any]:
-        """What is known of the checkpoint of `step`: "eval_loss", None if it was not finite, and "scores" by name."""
+        """What is known of the checkpoint of `step`: "eval_loss", None if it was not finite, and
+        "scores" by name.
+        """
         return self._evaluations.of(step)
 
     def add_evaluation(self, step: int, **values: Any) -> None:
@@ -328,7 +360,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """After an exception in the block, waits for the checkpoint that is still being written, for a limited time.
+        """After an exception in the block, waits for the checkpoint that is still being written,
+        for a limited time.
 
         Not after Ctrl-C.
         """
@@ -358,8 +391,8 @@ class Checkpoints:
         """Waits until the last checkpoint is committed.
 
         Args:
-          is_done: the run is complete, so its local checkpoints are deleted, and those that its last evaluation has
-            made superfluous.
+          is_done: the run is complete, so its local checkpoints are deleted, and those that its
+            last evaluation has made superfluous.
         """
         self.wait()
         if is_done:
@@ -373,7 +406,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self, storage: Storage) -> Iterator[None]:
-        """Errors of files become a WriteError; the run explains a full disk of the shared directory itself.
+        """Errors of files become a WriteError; the run explains a full disk of the shared directory
+        itself.
 
         Raises:
           WriteError: a file cannot be written.
@@ -386,10 +420,16 @@ class Checkpoints:
                 yield
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
-            except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others
+            except (
+                Exception
+            ) as error:  # Orbax and TensorStore raise Exception, ValueError and others
                 if full_disk_reason(error):
                     raise
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else first_words(error)
+                reason = (
+                    error.strerror
+                    if isinstance(error, OSError) and error.strerror
+                    else first_words(error)
+                )
                 kept = ", ".join(map(str, committed_steps(storage.directory))) or "none"
                 raise WriteError(
                     f"cannot write a checkpoint to {storage.directory} ({reason}); complete checkpoints there: {kept};"
@@ -397,17 +437,19 @@ class Checkpoints:
                 ) from error
 
     def restore_latest(self, target_of: Callable[[int], RestoreTarget]):
-        """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.
+        """Returns (state, meta) of the latest valid checkpoint, or None if there are no
+        checkpoints.
 
-        Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can be saved again. Local
-        checkpoints are used if they are later than the others, and deleted if they cannot be used.
+        Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can
+        be saved again. Local checkpoints are used if they are later than the others, and deleted if
+        they cannot be used.
 
         Args:
           target_of: returns the target of the checkpoint of a step.
 
         Raises:
-          UserError: the checkpoint has a different model or other trained parameters, or there are checkpoints and
-            none can be read.
+          UserError: the checkpoint has a different model or other trained parameters, or there are
+            checkpoints and none can be read.
         """
         local, shared = self._local_steps(), self._shared.steps()
         damaged: dict[int, str] = {}
@@ -437,7 +479,9 @@ class Checkpoints:
         return None
 
     def _delete_local(self, valid: Sequence[int]) -> None:
-        """Deletes the local checkpoints of other steps, such as those that some processes do not have."""
+        """Deletes the local checkpoints of other steps, such as those that some processes do not
+        have.
+        """
         if self._local is not None:
             self._local.delete_except(valid)
 

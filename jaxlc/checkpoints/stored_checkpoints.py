@@ -1,9 +1,10 @@
-"""The checkpoints in a directory, as `jaxlc checkpoint` lists, verifies and deletes them, and their evaluations. No
-accelerator is needed.
+"""The checkpoints in a directory, as `jaxlc checkpoint` lists, verifies and deletes them, and their
+evaluations. No accelerator is needed.
 
-A checkpoint is written before its parameters are evaluated, since an evaluation may fail. So held-out losses and scores
-are in a file of their own, DIRECTORY/evaluations.json: {STEP: {"eval_loss": LOSS, "scores": {NAME: SCORE}}}. They
-say which checkpoints are the best. Those are kept, the latest, every n-th, and those at stage boundaries.
+A checkpoint is written before its parameters are evaluated, since an evaluation may fail. So
+held-out losses and scores are in a file of their own, DIRECTORY/evaluations.json: {STEP:
+{"eval_loss": LOSS, "scores": {NAME: SCORE}}}. They say which checkpoints are the best. Those are
+kept, the latest, every n-th, and those at stage boundaries.
 
 `jaxlc.checkpoints.save` describes the directories.
 """
@@ -40,7 +41,8 @@ from jaxlc.runtime.watchdog import text_of_process_0
 
 EVALUATIONS_FILE = "evaluations.json"  # in the directory of the checkpoints
 EVAL_LOSS, SCORES = "eval_loss", "scores"
-EVALUATED = "evaluated"  # key of the stored meta: the names of the evaluations that follow the checkpoint
+# key of the stored meta: the names of the evaluations that follow the checkpoint
+EVALUATED = "evaluated"
 
 
 def read_evaluations(directory: Path) -> dict[int, dict[str, Any]]:
@@ -52,16 +54,19 @@ def read_evaluations(directory: Path) -> dict[int, dict[str, Any]]:
     """
     path = directory / EVALUATIONS_FILE
     stored = read_json_file(path) if path.exists() else {}
-    if not isinstance(stored, dict) or not all(isinstance(values, dict) for values in stored.values()):
+    if not isinstance(stored, dict) or not all(
+        isinstance(values, dict) for values in stored.values()
+    ):
         raise ValueError(f"{path} has another form")
     return {int(step): values for step, values in stored.items()}
 
 
 class Evaluations:
-    """What is known of the parameters of each checkpoint; equal on all processes, and process 0 writes the file.
+    """What is known of the parameters of each checkpoint; equal on all processes, and process 0
+    writes the file.
 
-    It is also a policy of Orbax, which preserves the checkpoints with the lowest held-out losses of each stage, and
-    those that wait for their evaluation.
+    It is also a policy of Orbax, which preserves the checkpoints with the lowest held-out losses of
+    each stage, and those that wait for their evaluation.
     """
 
     def __init__(self, directory: Path, num_best: int, warn: Callable[[str], None]):
@@ -135,7 +140,9 @@ class Evaluations:
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
-def policy_of(keep: int, keep_steps: Sequence[int], keep_every: int, evaluations: Evaluations) -> Any:
+def policy_of(
+    keep: int, keep_steps: Sequence[int], keep_every: int, evaluations: Evaluations
+) -> Any:
     """The policy with the arguments of `Checkpoints`."""
     policies = ocp.checkpoint_managers
     kept: list[Any] = [policies.LatestN(keep), policies.CustomSteps(list(keep_steps)), evaluations]
@@ -164,7 +171,9 @@ def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
         evaluations = read_evaluations(directory)
     except (OSError, ValueError):  # damaged: a run that resumes says so
         evaluations = {}
-    return [_stored(directory / str(step), step, evaluations) for step in committed_steps(directory)]
+    return [
+        _stored(directory / str(step), step, evaluations) for step in committed_steps(directory)
+    ]
 
 
 def _stored(path: Path, step: int, evaluations: dict[int, dict[str, Any]]) -> StoredCheckpoint:
@@ -215,7 +224,9 @@ def _problem_of(path: Path) -> str | None:
                 return f"array {name} has the wrong checksum"
     except MemoryError:
         raise
-    except Exception as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
+    except (
+        Exception
+    ) as error:  # Orbax and TensorStore raise Exception, ValueError and others for damaged files
         return first_words(error)
     return nonfinite_param(summaries)
 
@@ -231,7 +242,9 @@ def arrays_of(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:
         restore_args = jax.tree.unflatten(
             treedef, [ocp.RestoreArgs(restore_type=np.ndarray) for _ in range(treedef.num_leaves)]
         )
-        arguments = ocp.args.PyTreeRestore(jax.tree.unflatten(treedef, selected), restore_args=restore_args)
+        arguments = ocp.args.PyTreeRestore(
+            jax.tree.unflatten(treedef, selected), restore_args=restore_args
+        )
         restored = handler.restore(epath.Path(state), args=arguments)
         yield name, np.asarray(jax.tree.leaves(restored)[number])
 
@@ -252,7 +265,9 @@ def no_run_in(workdir: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint, or what is left of one. It first gets a temporary name: a kill leaves no damaged one."""
+    """Deletes a checkpoint, or what is left of one. It first gets a temporary name: a kill leaves
+    no damaged one.
+    """
     temporary = path
     if path.name.isdigit():
         temporary = path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))

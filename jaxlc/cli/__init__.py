@@ -1,6 +1,8 @@
-"""The command line: each verb is a module here, whose `main` gets the arguments, with the program's name first.
+"""The command line: each verb is a module here, whose `main` gets the arguments, with the program's
+name first.
 
-A verb is imported when it runs, and imports what needs JAX after its arguments are parsed: so `--help` is fast.
+A verb is imported when it runs, and imports what needs JAX after its arguments are parsed: so
+`--help` is fast.
 """
 
 import importlib
@@ -30,7 +32,8 @@ VERBS = {  # and their lines in `jaxlc --help`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: sys.argv, program name first) and returns the exit status.
+    """Runs the command line `argv` (default: sys.argv, program name first) and returns the exit
+    status.
 
     Raises:
       SystemExit: the verb ended with its own exit status.
@@ -47,7 +50,10 @@ def _run(arguments: list[str]) -> int:
         return 0
     name = arguments[0]
     if name not in VERBS:
-        print(f"error: unknown command {name!r}: {meaning_of(name) or did_you_mean(name, VERBS)}", file=sys.stderr)
+        print(
+            f"error: unknown command {name!r}: {meaning_of(name) or did_you_mean(name, VERBS)}",
+            file=sys.stderr,
+        )
         return 2
     return importlib.import_module(f"jaxlc.cli.{name}").main([f"jaxlc {name}", *arguments[1:]])
 

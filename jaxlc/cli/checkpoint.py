@@ -2,10 +2,11 @@
        jaxlc checkpoint verify WORKDIR [--steps=STEP,...]
        jaxlc checkpoint rm WORKDIR [--steps=STEP,...] [--incomplete]
 
-ls lists the checkpoints of a run, with their size, the held-out loss of their step, and what is incomplete or was
-unreadable. verify reads all arrays of the checkpoints, in host memory and one at a time, and compares them with their
-checksums; its exit status is 1 if one of them is damaged. rm deletes the checkpoints of these steps, but never all of
-them, and with --incomplete what killed runs have left. No accelerator is used.
+ls lists the checkpoints of a run, with their size, the held-out loss of their step, and what is
+incomplete or was unreadable. verify reads all arrays of the checkpoints, in host memory and one at
+a time, and compares them with their checksums; its exit status is 1 if one of them is damaged. rm
+deletes the checkpoints of these steps, but never all of them, and with --incomplete what killed
+runs have left. No accelerator is used.
 """
 
 import os
@@ -65,10 +66,21 @@ def _list(directory: Path, flags: Flags) -> int:
     rows = [("step", "stage", "GiB", "written", "held-out loss", "")]
     for item in stored_checkpoints(directory):
         loss = "" if item.eval_loss is None else f"{item.eval_loss:.4f}"
-        rows.append((str(item.step), item.stage, f"{item.num_bytes / 2**30:.3f}", item.written, loss, item.problem))
+        rows.append(
+            (
+                str(item.step),
+                item.stage,
+                f"{item.num_bytes / 2**30:.3f}",
+                item.written,
+                loss,
+                item.problem,
+            )
+        )
     print("\n".join(aligned(rows, "rlrlrl")))
     for path in unfinished:
-        print(f"{path.name}: incomplete or unreadable; `jaxlc checkpoint rm {flags.workdir} --incomplete` deletes it")
+        print(
+            f"{path.name}: incomplete or unreadable; `jaxlc checkpoint rm {flags.workdir} --incomplete` deletes it"
+        )
     return 0
 
 
@@ -91,7 +103,9 @@ def _remove(directory: Path, flags: Flags) -> int:
     from jaxlc.checkpoints.stored_checkpoints import leftovers, no_run_in, remove
 
     if not flags.steps and not flags.incomplete:
-        raise UserError("nothing to delete: name checkpoints with --steps=STEP,..., or use --incomplete")
+        raise UserError(
+            "nothing to delete: name checkpoints with --steps=STEP,..., or use --incomplete"
+        )
     if not flags.incomplete:
         existing_step(directory, None)
     if flags.steps and not set(committed_steps(directory)) - set(flags.steps):

@@ -1,11 +1,11 @@
 """usage: jaxlc data report --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
        jaxlc data show --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--num=3]
 
-report prints the documents and tokens of each source by length, and the shares and epochs of the run, and writes a
-picture of them to WORKDIR/data.png; of traces also groups, shared prefixes and rewards. show prints documents, rendered
-chats, groups of traces and prompts of rollouts as the run uses them, with the tokens that have a loss in green, or in
-brackets where the output has no colors. Sources that are not tokenized yet are tokenized, as a run would do. JAX does
-not start.
+report prints the documents and tokens of each source by length, and the shares and epochs of the
+run, and writes a picture of them to WORKDIR/data.png; of traces also groups, shared prefixes and
+rewards. show prints documents, rendered chats, groups of traces and prompts of rollouts as the run
+uses them, with the tokens that have a loss in green, or in brackets where the output has no colors.
+Sources that are not tokenized yet are tokenized, as a run would do. JAX does not start.
 """
 
 import os
@@ -31,7 +31,8 @@ class Flags(ConfigFlags):
     uses_devices: ClassVar[bool] = False
 
     action: str  # report or show
-    num: From1[int] | None = None  # show: number of documents, prompts or groups of each source; default: 3
+    # show: number of documents, prompts or groups of each source; default: 3
+    num: From1[int] | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,7 +82,10 @@ def _report(command: ParsedCommand[Flags]) -> int:
         path = Path(command.workdir) / PLOT_FILE
         advice = "use a different --workdir"
         make_writable(path.parent, advice)
-        with full_disk_explained(path.parent, lambda: f"free space, or {advice}"), replacing(path) as out:
+        with (
+            full_disk_explained(path.parent, lambda: f"free space, or {advice}"),
+            replacing(path) as out,
+        ):
             report_figure(list(views.values()), stages).savefig(out, format="png")
         print(f"\nplot  {displayed(path)}")
     else:

@@ -1,6 +1,7 @@
 """usage: jaxlc eval SOURCE ... --lengths=TOKENS,TOKENS [--tasks=TASK,TASK]
 
-Evaluates runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss by position.
+Evaluates runs and Hugging Face directories at chosen context lengths: needle, passkey, RULER, loss
+by position.
 """
 
 import functools
@@ -24,14 +25,19 @@ class Flags(ModelFlags, EvalSettings):
     positional: ClassVar[tuple[str, ...]] = ("sources",)
 
     sources: tuple[str, ...]  # workdir of a run, Hugging Face directory or hub id; or several
-    tasks: tuple[str, ...] = (NEEDLE,)  # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
-    lengths: tuple[Tokens, ...] = ()  # context lengths in tokens, such as 4096,65536,1M; new tokens of the answer count
-    out: str = ""  # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
+    # needle, passkey, loss, ruler, or tasks of RULER, separated by commas
+    tasks: tuple[str, ...] = (NEEDLE,)
+    # context lengths in tokens, such as 4096,65536,1M; new tokens of the answer count
+    lengths: tuple[Tokens, ...] = ()
+    # directory of the results; default: SOURCE/evals, and runs/NAME/evals for a hub id
+    out: str = ""
     step: tuple[int, ...] = ()  # checkpoints to use, separated by commas; default: the latest
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
+    UserError.
+    """
     kept = "interrupted; finished predictions are kept, and the same command resumes"
     return run_main(_evaluate, argv, description=__doc__, flags=Flags, interrupted=kept)
 
@@ -40,10 +46,14 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
     """Evaluates all checkpoints of all sources and draws the figures."""
     flags = command.flags
     if not flags.lengths:
-        raise UserError("no --lengths: pass context lengths in tokens, such as --lengths=4096,65536")
+        raise UserError(
+            "no --lengths: pass context lengths in tokens, such as --lengths=4096,65536"
+        )
     if flags.simulated_devices:
         jaxlc.start(simulated_devices=flags.simulated_devices)
-    settings = eval_settings({field.name: getattr(flags, field.name) for field in fields(EvalSettings)})
+    settings = eval_settings(
+        {field.name: getattr(flags, field.name) for field in fields(EvalSettings)}
+    )
     import_jax()
     from jaxlc.evals.evaluate_run import check_before_loading, evaluate_run
     from jaxlc.evals.figures import draw_maps, draw_overlays
@@ -51,7 +61,11 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
 
     for source in flags.sources:
         check_before_loading(source, settings)
-    outs, scores, directories = _directories(flags.sources, flags.out), dict[str, list](), dict[str, Path]()
+    outs, scores, directories = (
+        _directories(flags.sources, flags.out),
+        dict[str, list](),
+        dict[str, Path](),
+    )
     report = functools.partial(print, flush=True)
     for source, name, out in zip(flags.sources, _names(flags.sources), outs, strict=True):
         with full_disk_explained(out, _kept):
@@ -60,13 +74,16 @@ def _evaluate(command: ParsedCommand[Flags]) -> int:
                 label = name if result.is_pretrained else f"{name} step-{result.step}"
                 if len(flags.sources) > 1 or len(flags.step) > 1:
                     print(label)
-                scores[label] = evaluate_run(result, settings, out, report, chat_template=flags.chat_template)
+                scores[label] = evaluate_run(
+                    result, settings, out, report, chat_template=flags.chat_template
+                )
                 _print_figures(draw_maps(scores[label], out))
                 directories[label] = out / f"step-{result.step}"
     if len(scores) > 1:
         print("\n".join(["", *comparison(scores), ""]))
     if len(flags.sources) == 1 and not result.is_pretrained:
-        directories = {path.name: path for path in step_directories(outs[0])}  # earlier evaluations as well
+        # earlier evaluations as well
+        directories = {path.name: path for path in step_directories(outs[0])}
     figures = local_path(flags.out) if flags.out else outs[0]
     with full_disk_explained(figures, _kept):
         _print_figures(draw_overlays(directories, figures))
@@ -78,8 +95,8 @@ def _kept() -> str:
 
 
 def _directories(sources: Sequence[str], out: str) -> list[Path]:
-    """The directory of the results of each source: SOURCE/evals or, with `out`, a directory in it if there are several
-    sources.
+    """The directory of the results of each source: SOURCE/evals or, with `out`, a directory in it
+    if there are several sources.
 
     Raises:
       UserError: a directory is not writable.

@@ -1,7 +1,7 @@
 """usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters]
 
-Writes the weights of a run as a Hugging Face directory, which transformers and other programs open. It needs no
-accelerator, and host memory for the largest parameter, stacked over the layers.
+Writes the weights of a run as a Hugging Face directory, which transformers and other programs open.
+It needs no accelerator, and host memory for the largest parameter, stacked over the layers.
 """
 
 import os
@@ -26,12 +26,21 @@ class Flags(VerbFlags):
     step: int | None = None  # checkpoint to export; default: the latest
     dtype: Literal["bf16", "fp32"] = "bf16"  # data type of the weights, bf16 or fp32
     max_shard_gb: Above0[float] = 5.0  # size limit of a file in GB
-    adapters: bool = False  # write the adapters of LoRA alone, for peft, in float32, instead of merging them
+    # write the adapters of LoRA alone, for peft, in float32, instead of merging them
+    adapters: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_export, argv, description=__doc__, flags=Flags, interrupted="interrupted; nothing was written")
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
+    UserError.
+    """
+    return run_main(
+        _export,
+        argv,
+        description=__doc__,
+        flags=Flags,
+        interrupted="interrupted; nothing was written",
+    )
 
 
 def _export(command: ParsedCommand[Flags]) -> int:
@@ -40,5 +49,7 @@ def _export(command: ParsedCommand[Flags]) -> int:
         target = jaxlc.export(**vars(command.flags))
     print(f"wrote {target}")
     if not command.flags.adapters and is_own_format(read_json(target / CONFIG_FILE)):
-        print("model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)")
+        print(
+            "model_type jaxlc: no family of transformers has its layers; jaxlc reads it (config.model.init_from)"
+        )
     return 0

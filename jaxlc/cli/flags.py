@@ -23,8 +23,10 @@ _IMAGES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 class ModelFlags(VerbFlags):
     """The flags of every verb that generates text."""
 
-    chat_template: str = ""  # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
-    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    # chat: chatml, llama3 or a Jinja file, for a model without template or with another one
+    chat_template: str = ""
+    # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    mesh: str | None = None
     simulated_devices: int = 0  # number of CPU devices to simulate
 
 
@@ -32,8 +34,10 @@ class ModelFlags(VerbFlags):
 class TargetFlags(StageFlags):
     """The flags of every verb that compiles for absent GPUs."""
 
-    topology: str = ""  # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
-    constants: str = ""  # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
+    # target GPUs, NVLink domains x GPUs per domain: h100:8x8; default: config.runtime.topology
+    topology: str = ""
+    # JSON file of measured efficiencies and latencies; default: those of jaxlc/core/hardware.py
+    constants: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,9 @@ def import_jax() -> None:
 
 
 def start_on_cpu() -> None:
-    """Starts JAX on the CPU, whether or not there are GPUs, and without XLA's log messages about them."""
+    """Starts JAX on the CPU, whether or not there are GPUs, and without XLA's log messages about
+    them.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # errors are raised as exceptions
     from jaxlc.runtime.start import start
@@ -79,14 +85,19 @@ def target_topology(topology: str, config: Config) -> str:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, lines elsewhere."""
+    """Yields a function that shows what is compiled, on stderr: a spinner in a terminal, lines
+    elsewhere.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     disabled = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=disabled) as bars, contextlib.ExitStack() as lines:
+    with (
+        Progress(*columns, console=console, transient=True, disable=disabled) as bars,
+        contextlib.ExitStack() as lines,
+    ):
         task = bars.add_task("starting", total=None)
 
         def starting(description: str) -> None:
@@ -111,7 +122,9 @@ def mesh_sizes(mesh: str | None) -> dict[str, int] | None:
     for part in mesh.split(","):
         axis, _, size = part.partition("=")
         if not size.isdecimal() or int(size) < 1:
-            raise UserError(f"invalid value {mesh!r} for --mesh: expected sizes of axes, such as context=4,tensor=2")
+            raise UserError(
+                f"invalid value {mesh!r} for --mesh: expected sizes of axes, such as context=4,tensor=2"
+            )
         hint_at(f"mesh.{axis.strip()}")  # raises for an unknown one
         sizes[axis.strip()] = int(size)
     return sizes
@@ -132,11 +145,15 @@ def check_output_file(flag: str, path: str | Path, *, is_image: bool = False) ->
     if path.is_dir():
         raise UserError(f"--{flag}={path} is a directory; choose the name of a file")
     if not directory.is_dir():
-        raise UserError(f"--{flag}={path}: the directory does not exist; create it, or choose another file")
+        raise UserError(
+            f"--{flag}={path}: the directory does not exist; create it, or choose another file"
+        )
     if not os.access(path if path.exists() else directory, os.W_OK):
         raise UserError(f"--{flag}={path}: no permission to write this file; choose another file")
     if is_image and path.suffix.lower() not in _IMAGES:
-        raise UserError(f"invalid --{flag}={path}: expected a file name that ends with {', '.join(_IMAGES)}")
+        raise UserError(
+            f"invalid --{flag}={path}: expected a file name that ends with {', '.join(_IMAGES)}"
+        )
 
 
 def write_json(path: str | Path, values: dict[str, Any]) -> None:

@@ -35,7 +35,9 @@ class Flags(ModelFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
+    UserError.
+    """
     return run_main(_generate, argv, description=__doc__, flags=Flags)
 
 

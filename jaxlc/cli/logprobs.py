@@ -1,9 +1,11 @@
-"""usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1] [--entropy]
+"""usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1]
+[--entropy]
 
-Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a Hugging Face directory.
-The output has one JSON line per record, in order, and a run that is interrupted resumes after the last one. What the
-values depend on, such as the model, is in OUT.header.json: the command does not add to values of something else. Logits
-exist for a chunk of tokens at a time.
+Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a
+Hugging Face directory. The output has one JSON line per record, in order, and a run that is
+interrupted resumes after the last one. What the values depend on, such as the model, is in
+OUT.header.json: the command does not add to values of something else. Logits exist for a chunk of
+tokens at a time.
 """
 
 import json
@@ -42,18 +44,25 @@ class Flags(VerbFlags):
     source: str  # workdir of a run, Hugging Face directory or hub id
     traces: str  # file of traces: .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow
     out: str  # .jsonl file to write: the records of traces with one more field
-    field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"  # the field to add
+    # the field to add
+    field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"
     temperature: Above0[float] = 1.0  # logits are divided by it, as in sampling
     entropy: bool = False  # also write the entropies of the next token, in the field entropies
     step: int | None = None  # checkpoint to use; default: the latest
-    chat_template: str = ""  # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer
-    mesh: str | None = None  # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer
+    chat_template: str = ""
+    # sizes of mesh axes, such as context=4,tensor=2; default: the mesh of the run
+    mesh: str | None = None
     simulated_devices: int = 0  # number of CPU devices to simulate
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
-    return run_main(_score, argv, description=__doc__, flags=Flags, interrupted=f"interrupted; {_KEPT}")
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
+    UserError.
+    """
+    return run_main(
+        _score, argv, description=__doc__, flags=Flags, interrupted=f"interrupted; {_KEPT}"
+    )
 
 
 def _score(command: ParsedCommand[Flags]) -> int:
@@ -86,9 +95,14 @@ def _score(command: ParsedCommand[Flags]) -> int:
         temperature=flags.temperature, entropy=flags.entropy,
     )  # fmt: skip
     # Processes must agree, also on file systems that show them different states of the file.
-    num_done = int(broadcast_one_to_all(np.int32(_num_records(out, header) if jax.process_index() == 0 else 0)))
+    num_done = int(
+        broadcast_one_to_all(np.int32(_num_records(out, header) if jax.process_index() == 0 else 0))
+    )
     num_records = 0
-    with full_disk_explained(out, lambda: f"{_KEPT} after you free space"), _opened(out, jax.process_index()) as file:
+    with (
+        full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
+        _opened(out, jax.process_index()) as file,
+    ):
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
@@ -105,7 +119,9 @@ def _score(command: ParsedCommand[Flags]) -> int:
                 print(f"{num_records:,} records", flush=True)
     for warning in encoder.notes.lines(str(source)):
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs")
+    print(
+        f"wrote {out}: {num_records:,} records, {min(num_done, num_records):,} of them in earlier runs"
+    )
     return 0
 
 
@@ -126,7 +142,8 @@ def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:
 
 
 def _num_records(out: Path, header: dict[str, Any]) -> int:
-    """Records that an earlier run wrote; removes a line that it did not finish. Writes the header of a new file.
+    """Records that an earlier run wrote; removes a line that it did not finish. Writes the header
+    of a new file.
 
     Raises:
       UserError: the file has another header or none. It is not changed.

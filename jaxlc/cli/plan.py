@@ -1,8 +1,10 @@
-"""usage: jaxlc plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE ...] [--advise]
+"""usage: jaxlc plan --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE
+...] [--advise]
 
-Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels and estimated time.
-For a config with stages it compiles the step of every stage and prints one table; --stage=NAME plans one of them.
-With --prompt_tokens it prints the memory of the KV cache of `jaxlc generate` instead, and compiles nothing.
+Compiles the training step ahead of time, without a GPU, and prints its memory, collectives, kernels
+and estimated time. For a config with stages it compiles the step of every stage and prints one
+table; --stage=NAME plans one of them. With --prompt_tokens it prints the memory of the KV cache of
+`jaxlc generate` instead, and compiles nothing.
 """
 
 from collections.abc import Sequence
@@ -27,20 +29,28 @@ from jaxlc.core.text import gib
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(NodeFlags):
-    transport: str = ""  # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
+    # short for --config.runtime.transport: auto, nccl, nvshmem, symmetric or peer
+    transport: str = ""
     json: str = ""  # output file for the plan as JSON, for jaxlc.plan.Plan.from_json
     html: str = ""  # output file for the plan as a page with figures, such as plan.html
-    timeline: str = ""  # output file for a plot of one layer's estimated timeline, such as timeline.png
-    evaluation: bool = False  # also compile the evaluation of held-out sequences and print its peak memory
-    document_lengths: str = ""  # estimate packed sequences too: corpus, mix, or lengths: 65536,1024x64,tree:8192+4x512
-    prompt_tokens: Tokens | None = None  # print the memory of generation after a prompt of this length, such as 1M
-    advise: bool = False  # if the step does not fit, compile it with changed settings until some fit
+    # output file for a plot of one layer's estimated timeline, such as timeline.png
+    timeline: str = ""
+    # also compile the evaluation of held-out sequences and print its peak memory
+    evaluation: bool = False
+    # estimate packed sequences too: corpus, mix, or lengths: 65536,1024x64,tree:8192+4x512
+    document_lengths: str = ""
+    # print the memory of generation after a prompt of this length, such as 1M
+    prompt_tokens: Tokens | None = None
+    # if the step does not fit, compile it with changed settings until some fit
+    advise: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line `argv`, program name first; returns the exit status."""
     command_line = " ".join(["jaxlc plan", *argv[1:]])
-    return run_main(lambda command: _plan(command, command_line), argv, description=__doc__, flags=Flags)
+    return run_main(
+        lambda command: _plan(command, command_line), argv, description=__doc__, flags=Flags
+    )
 
 
 def _plan(command: ParsedCommand[Flags], command_line: str) -> int:
@@ -100,8 +110,12 @@ def _print_generation_memory(config: Config, topology: str, prompt_tokens: int) 
     from jaxlc.step.step import build_step
 
     gpus = parse_topology(topology)
-    memory = generation_memory(build_step(on_gpus(config, gpus), make_mesh(gpus, config.mesh)), 1, prompt_tokens)
-    print(f"generation on {gpus}, GiB per GPU, without temporaries; one sequence of {prompt_tokens:,} tokens")
+    memory = generation_memory(
+        build_step(on_gpus(config, gpus), make_mesh(gpus, config.mesh)), 1, prompt_tokens
+    )
+    print(
+        f"generation on {gpus}, GiB per GPU, without temporaries; one sequence of {prompt_tokens:,} tokens"
+    )
     print(f"  KV cache  {gib(memory.cache_bytes):>9}")
     print(f"  weights   {gib(memory.weights_bytes):>9}")
 
@@ -115,4 +129,6 @@ def _check_output_files(flags: Flags, num_stages: int) -> None:
         if name != "json":
             errors.require("matplotlib", f"--{name}")
             if num_stages > 1:
-                raise UserError(f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME")
+                raise UserError(
+                    f"unsupported: --{name} for {num_stages} stages; choose one with --stage=NAME"
+                )

@@ -1,8 +1,8 @@
 """usage: jaxlc preflight --config=NAME[:VARIANT] [--config.SECTION.KEY=VALUE ...] [--workdir=DIR]
 
-Checks the machines of a run before it starts: versions, clocks, host names, limits, free memory and disk, the shared
-file system, the speed of each device. Start it as the training command, with the same launcher and arguments. Exit
-status 0: the run can start; 2: the reasons are printed.
+Checks the machines of a run before it starts: versions, clocks, host names, limits, free memory and
+disk, the shared file system, the speed of each device. Start it as the training command, with the
+same launcher and arguments. Exit status 0: the run can start; 2: the reasons are printed.
 """
 
 from collections.abc import Sequence

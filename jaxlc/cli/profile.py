@@ -1,7 +1,7 @@
 """usage: jaxlc profile TRACE [--plan=FILE] [--topology=GPU:DOMAINSxGPUS]
 
-Compares a trace of training steps with the plan's estimate, by class of kernels and by ring step. Trace the steps with
---config.profile.steps=10:13; the trace is then in WORKDIR/profile.
+Compares a trace of training steps with the plan's estimate, by class of kernels and by ring step.
+Trace the steps with --config.profile.steps=10:13; the trace is then in WORKDIR/profile.
 """
 
 import os
@@ -26,7 +26,9 @@ class Flags(VerbFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
+    UserError.
+    """
     return run_main(_compare, argv, description=__doc__, flags=Flags)
 
 
@@ -39,7 +41,11 @@ def _compare(command: ParsedCommand[Flags]) -> int:
     from jaxlc.profile import compare
 
     result = compare(
-        flags.trace, plan=flags.plan, topology=flags.topology, constants=flags.constants, num_steps=flags.steps
+        flags.trace,
+        plan=flags.plan,
+        topology=flags.topology,
+        constants=flags.constants,
+        num_steps=flags.steps,
     )
     print(result)
     if flags.json:

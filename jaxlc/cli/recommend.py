@@ -1,7 +1,9 @@
-"""usage: jaxlc recommend --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE ...]
+"""usage: jaxlc recommend --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
+[--config.SECTION.KEY=VALUE ...]
 
-Searches mesh, attention strategy, microbatches and memory settings, without a GPU: compiles candidates ahead of time
-(AOT), prints up to three meshes to measure, and writes a config file. --model instead of --config needs no config:
+Searches mesh, attention strategy, microbatches and memory settings, without a GPU: compiles
+candidates ahead of time (AOT), prints up to three meshes to measure, and writes a config file.
+--model instead of --config needs no config:
 
     jaxlc recommend --model=llama3.1-8b --seq_len=1M --topology=h100:1x8
 
@@ -42,19 +44,24 @@ class Flags(NodeFlags):
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
-    # times for packed sequences with these documents, as those of jaxlc plan: corpus, mix, or lengths such as
-    # 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
+    # times for packed sequences with these documents, as those of jaxlc plan: corpus, mix, or
+    # lengths such as 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
     document_lengths: str = ""
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M
     search_minutes: Above0[float] = 8.0  # time limit of the search
-    workers: From1[int] | None = None  # number of concurrent compilations; default: as many as cores and memory allow
+    # number of concurrent compilations; default: as many as cores and memory allow
+    workers: From1[int] | None = None
     out: str = "recommended.py"  # config file to write
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns its status: 1 if nothing fits, 130 after Ctrl-C."""
+    """Runs the command line `argv`, program name first; returns its status: 1 if nothing fits, 130
+    after Ctrl-C.
+    """
     kept = "interrupted; compiled steps are kept, and the same command resumes"
-    return run_main(_recommend, argv, description=__doc__, flags=Flags, base=base_config, interrupted=kept)
+    return run_main(
+        _recommend, argv, description=__doc__, flags=Flags, base=base_config, interrupted=kept
+    )
 
 
 def _recommend(command: ParsedCommand[Flags]) -> int:
@@ -69,7 +76,9 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     from jaxlc.simulate.roofline import from_file
     from jaxlc.simulate.topology import topology as parse_topology
 
-    options = dict(devices_per_process=flags.devices_per_process, host_memory_gib=flags.host_memory_gib)
+    options = dict(
+        devices_per_process=flags.devices_per_process, host_memory_gib=flags.host_memory_gib
+    )
     gpus = parse_topology(topology, **options)
     roofline = from_file(flags.constants)
     points = Path("runs") / f"recommend_{Path(command.workdir if source else model).name}"
@@ -77,8 +86,11 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     for stage in stages:
         if flags.document_lengths:
             read_documents(stage.config, flags.document_lengths)  # raises an error
-        # The devices raise an error here, rather than for every candidate, if the compiler is not installed.
-        log(f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}")
+        # The devices raise an error here, rather than for every candidate, if the compiler is not
+        # installed.
+        log(
+            f"searching: {stage.name + ', ' if stage.name else ''}{gpus}, {len(gpus.devices)} GPUs, {flags.goal}"
+        )
         result = recommend(
             space.unchecked(stage.config, _ANY_MACHINE),
             gpus,
@@ -97,13 +109,22 @@ def _recommend(command: ParsedCommand[Flags]) -> int:
     if len(best) < len(stages):
         return 1
     configs = [  # with the sizes of memory pools that the steps need
-        with_settings(stage.config, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0})
+        with_settings(
+            stage.config, candidate.settings | row["pools"] | {"runtime.simulated_devices": 0}
+        )
         for stage, (candidate, row) in zip(stages, best)
     ]
-    texts = (": ".join(filter(None, (stage.name, row_text(row)))) for stage, (_, row) in zip(stages, best))
+    texts = (
+        ": ".join(filter(None, (stage.name, row_text(row))))
+        for stage, (_, row) in zip(stages, best)
+    )
     title = f"Recommended for {gpus}, {flags.goal}: {'; '.join(texts)}."
-    path.write_text(config_source(source, model, title, _base(source, model, stages), configs), encoding="utf-8")
-    print(f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS")
+    path.write_text(
+        config_source(source, model, title, _base(source, model, stages), configs), encoding="utf-8"
+    )
+    print(
+        f"wrote {path}: jaxlc plan --config={path}; jaxlc train --config={path} --config.data.sources=TEXTS"
+    )
     return 0
 
 
@@ -114,18 +135,24 @@ def check_path(path: Path) -> None:
       UserError: the file cannot be written, or this command did not write the existing file.
     """
     if path.suffix != ".py":
-        raise UserError(f"invalid --out={path}: expected the name of a config file, such as recommended.py")
+        raise UserError(
+            f"invalid --out={path}: expected the name of a config file, such as recommended.py"
+        )
     check_output_file("out", path)
     if not path.exists():
         return
     from jaxlc.search.recommendation import MARK
 
     if MARK not in path.read_text(errors="replace"):
-        raise UserError(f"--out={path}: the file exists, and this command did not write it; choose another name")
+        raise UserError(
+            f"--out={path}: the file exists, and this command did not write it; choose another name"
+        )
 
 
 def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile":
-    """Compiles each candidate in a process of its own; results are rows of points.jsonl, as those of a sweep."""
+    """Compiles each candidate in a process of its own; results are rows of points.jsonl, as those
+    of a sweep.
+    """
     start_seconds = time.monotonic()
 
     def compile_candidates(candidates: "Sequence[Candidate]", is_over: IsOver) -> list[Row]:
@@ -151,7 +178,9 @@ def _compile_in_processes(flags: Flags, topology: str, points: Path) -> "Compile
 
 
 def _base(source: str, model: str, stages: Sequence[Stage]) -> Sequence[Stage]:
-    """The given config, without overrides of the command line; of its stages those that --stage=NAME selects."""
+    """The given config, without overrides of the command line; of its stages those that
+    --stage=NAME selects.
+    """
     config = read_config(source) if source else defaults()
     if model:
         set_model(config, model)

@@ -1,8 +1,10 @@
-"""usage: jaxlc sweep --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS [--config.SECTION.KEY=VALUE ...]
+"""usage: jaxlc sweep --config=NAME[:VARIANT] --topology=GPU:DOMAINSxGPUS
+[--config.SECTION.KEY=VALUE ...]
 
-Compiles the training step ahead of time (AOT) for every mesh of the target GPUs, which need not be attached, and ranks
-the meshes by estimated tokens/s. The same command resumes an interrupted sweep. With --run, the steps are measured on
-the devices of this machine instead, one configuration at a time:
+Compiles the training step ahead of time (AOT) for every mesh of the target GPUs, which need not be
+attached, and ranks the meshes by estimated tokens/s. The same command resumes an interrupted sweep.
+With --run, the steps are measured on the devices of this machine instead, one configuration at a
+time:
 
     jaxlc sweep --config=256k:mini --run --axes=context,tensor
 """
@@ -32,14 +34,21 @@ from jaxlc.search.space import Point
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(TargetFlags):
-    axes: tuple[str, ...] = (CONTEXT, TENSOR, FSDP)  # mesh axes to vary; the others keep the size of the config
-    strategies: tuple[str, ...] = ()  # attention strategies to compare, such as ring,hybrid; default: the config's
-    remat: tuple[str, ...] = ()  # rematerialization policies to compare, such as attention,full; default: the config's
-    seq_len: tuple[Tokens, ...] = ()  # sequence lengths to compare, such as 64K,262144; default: the config's
-    transports: tuple[str, ...] = ()  # transports to compare, such as nccl,nvshmem; default: the config's
-    workers: From1[int] | None = None  # number of concurrent compilations; default: as many as cores and memory allow
+    # mesh axes to vary; the others keep the size of the config
+    axes: tuple[str, ...] = (CONTEXT, TENSOR, FSDP)
+    # attention strategies to compare, such as ring,hybrid; default: the config's
+    strategies: tuple[str, ...] = ()
+    # rematerialization policies to compare, such as attention,full; default: the config's
+    remat: tuple[str, ...] = ()
+    # sequence lengths to compare, such as 64K,262144; default: the config's
+    seq_len: tuple[Tokens, ...] = ()
+    # transports to compare, such as nccl,nvshmem; default: the config's
+    transports: tuple[str, ...] = ()
+    # number of concurrent compilations; default: as many as cores and memory allow
+    workers: From1[int] | None = None
     out: str = ""  # directory for points, ranking and plots; default: runs/sweep_NAME
-    run: bool = False  # measure on the devices of this machine, or on config.runtime.simulated_devices
+    # measure on the devices of this machine, or on config.runtime.simulated_devices
+    run: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,7 +91,9 @@ def _measured(config: Config, flags: Flags, out: Path) -> Ranking:
     """Measures every point on the devices of this machine, one at a time, and ranks them by speed."""
     for name in ("topology", "workers", "constants"):
         if value := getattr(flags, name):
-            raise UserError(f"--{name}={value} is unsupported with --run, which measures on this machine; remove one")
+            raise UserError(
+                f"--{name}={value} is unsupported with --run, which measures on this machine; remove one"
+            )
     log("starting JAX")
     # In another process: JAX in this one would reserve the memory of the devices.
     ((_, local),) = run_in_processes([config], runner.local_devices, num_workers=1)
@@ -91,26 +102,31 @@ def _measured(config: Config, flags: Flags, out: Path) -> Ranking:
     devices = f"{local['num_devices']} x {local['device']}"
     about: Row = dict(figures="measured", topology=devices, model=model_name(vars(config.model)))
     points = grid(config, local["num_devices"], flags)
-    return Ranking(tuple(ranked(runner.run(points, runner.measure_point, about=about, out=out, num_workers=1))))
+    return Ranking(
+        tuple(ranked(runner.run(points, runner.measure_point, about=about, out=out, num_workers=1)))
+    )
 
 
 def grid(config: Config, num_devices: int, flags: Flags) -> list[Point]:
     """All combinations of the values in the flags; logs the number of skipped duplicates.
 
-    With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is skipped where
-    context has no divisor that splits it into an all-to-all group and a ring: it would equal ulysses or ring. The
-    global batch size is that of `config`. Gradient accumulation steps follow from the number of replicas, so that the
-    microbatch per replica stays the same. Points that the config checks reject are included.
+    With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is
+    skipped where context has no divisor that splits it into an all-to-all group and a ring: it
+    would equal ulysses or ring. The global batch size is that of `config`. Gradient accumulation
+    steps follow from the number of replicas, so that the microbatch per replica stays the same.
+    Points that the config checks reject are included.
 
     Raises:
-      UserError: an unknown name; no mesh of these axes has `num_devices` devices, or none of them splits context for
-        hybrid.
+      UserError: an unknown name; no mesh of these axes has `num_devices` devices, or none of them
+        splits context for hybrid.
     """
     for axis in flags.axes:
         hint_at(f"mesh.{axis}")  # raises for an unknown one
     meshes = list(space.meshes(config, num_devices, flags.axes))
     if not meshes:
-        fixed = mesh_text({axis: size for axis, size in vars(config.mesh).items() if axis not in flags.axes})
+        fixed = mesh_text(
+            {axis: size for axis, size in vars(config.mesh).items() if axis not in flags.axes}
+        )
         raise UserError(
             f"no mesh of {num_devices} devices: --axes={','.join(flags.axes)} cannot complete {fixed};"
             " add axes to --axes"
@@ -143,10 +159,16 @@ def grid(config: Config, num_devices: int, flags: Flags) -> list[Point]:
             " Ulysses degree that divides the heads; add axes to --axes, or strategies to --strategies"
         )
     num_duplicates = len(meshes) * len(names) * math.prod(map(len, choices.values())) - len(points)
-    log(f"{len(points)} points" + (f"; {num_duplicates} duplicate configurations skipped" if num_duplicates else ""))
+    log(
+        f"{len(points)} points"
+        + (f"; {num_duplicates} duplicate configurations skipped" if num_duplicates else "")
+    )
     return points
 
 
 def _choices(flag: str, names: Sequence[str], config: Config, path: str) -> list[str]:
     """The values of a setting that a flag names; without any, the value of the config."""
-    return [typed(f"--{flag}", name, hint_at(path)) for name in dict.fromkeys(names or [space.value_of(config, path)])]
+    return [
+        typed(f"--{flag}", name, hint_at(path))
+        for name in dict.fromkeys(names or [space.value_of(config, path)])
+    ]

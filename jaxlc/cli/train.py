@@ -21,13 +21,19 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def train(command: ParsedCommand) -> int:
-    """Returns the exit status: 0; after SIGTERM 143, SIGHUP 129, Ctrl-C 130; 1 if a loss or gradient is not finite."""
+    """Returns the exit status: 0; after SIGTERM 143, SIGHUP 129, Ctrl-C 130; 1 if a loss or
+    gradient is not finite.
+    """
     peers.set_restart_hint(lambda: _latest_checkpoint(Path(command.workdir)))
     try:
         return _run(command)
-    except KeyboardInterrupt as interrupt:  # before the first step, after the last, or a second Ctrl-C
+    except (
+        KeyboardInterrupt
+    ) as interrupt:  # before the first step, after the last, or a second Ctrl-C
         peers.report_failure(interrupt)
-        raise KeyboardInterrupt(f"interrupted; {_latest_checkpoint(Path(command.workdir))}") from None
+        raise KeyboardInterrupt(
+            f"interrupted; {_latest_checkpoint(Path(command.workdir))}"
+        ) from None
     except Exception as error:
         peers.report_failure(error)
         raise

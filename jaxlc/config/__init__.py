@@ -1,4 +1,5 @@
-"""The settings of a run: `read_config()` or `defaults()` to edit, `load()` to check and freeze. Imports no jax.
+"""The settings of a run: `read_config()` or `defaults()` to edit, `load()` to check and freeze.
+Imports no jax.
 
 config = read_config("quickstart")
 config.train.steps = 20

@@ -1,9 +1,11 @@
-"""Command lines: `--config=NAME[:variant] --config.a.b=value --workdir=DIR --flag=value`. Imports no jax.
+"""Command lines: `--config=NAME[:variant] --config.a.b=value --workdir=DIR --flag=value`. Imports
+no jax.
 
-The flags of a verb are the fields of a dataclass: their types convert the values, as those of settings do, and their
-comments are the help.
+The flags of a verb are the fields of a dataclass: their types convert the values, as those of
+settings do, and their comments are the help.
 
-The settings as text for `--help`, from the sources of their classes: the comments of a field document it.
+The settings as text for `--help`, from the sources of their classes: the comments of a field
+document it.
 """
 
 import dataclasses
@@ -47,7 +49,9 @@ class Setting(NamedTuple):
 
 
 def settings_help(sections: Iterable[str] = HELP_SECTIONS) -> str:
-    """The settings of `sections`: key, default, description and, where they are few, the allowed values."""
+    """The settings of `sections`: key, default, description and, where they are few, the allowed
+    values.
+    """
     lines: list[str] = []
     for section in sections:
         lines.append(f"\n{section}: {section_text(section)}")
@@ -67,7 +71,10 @@ def settings_of(section: str) -> Iterator[Setting]:
     part = hint_at(path)
     comments, defaults = field_comments(part), defaults_of(part)
     if section.partition(".")[0] == "model" and "NAME" not in section:
-        defaults = dict.fromkeys(comments, "from the preset") | {"preset": DEFAULT_PRESET, "init_from": ""}
+        defaults = dict.fromkeys(comments, "from the preset") | {
+            "preset": DEFAULT_PRESET,
+            "init_from": "",
+        }
     for name, hint in fields_of(part).items():
         key, meaning = joined(path, name), comments.get(name, "").rstrip(".")
         if item_of(hint):
@@ -84,11 +91,16 @@ def _setting_help(setting: Setting) -> list[str]:
     """The lines of one setting, "SECTION.NAME=DEFAULT"."""
     text = textwrap.wrap(setting.meaning, _WIDTH - _KEY_WIDTH)
     flag = f"--config.{setting.key}={setting.default}"
-    return [f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}", *(" " * _KEY_WIDTH + line for line in text[1:])]
+    return [
+        f"  {flag:<{_KEY_WIDTH - 3}} {text[0]}",
+        *(" " * _KEY_WIDTH + line for line in text[1:]),
+    ]
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comments above and behind each field of a dataclass or NamedTuple, joined to one line; "" if it has none."""
+    """The comments above and behind each field of a dataclass or NamedTuple, joined to one line; ""
+    if it has none.
+    """
     parts = [part for part in reversed(cls.__mro__) if "__annotations__" in vars(part)]
     return {name: text for part in parts for name, text in _own_comments(part).items()}
 
@@ -116,9 +128,12 @@ _SETTING = "config."
 
 @dataclass(frozen=True, kw_only=True)
 class VerbFlags:
-    """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no value."""
+    """The flags of a verb: the fields of a subclass. `--flag_name=value` sets one; a bool needs no
+    value.
+    """
 
-    positional: ClassVar[tuple[str, ...]] = ()  # strings given without a name; a tuple of them takes the rest
+    # strings given without a name; a tuple of them takes the rest
+    positional: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +142,9 @@ class ConfigFlags(VerbFlags):
 
     uses_devices: ClassVar[bool] = True  # False: the mesh of the config need not divide its model
 
-    config: str = ""  # name of a shipped config or path of a .py file, with an optional variant: 256k, 256k:h100, my.py
+    # name of a shipped config or path of a .py file, with an optional variant: 256k, 256k:h100,
+    # my.py
+    config: str = ""
     workdir: str = ""  # directory for checkpoints, metrics and plots; default: runs/NAME[-variant]
 
 
@@ -160,7 +177,8 @@ class ParsedCommand(Generic[FlagsT]):
         return self.stages[0].config
 
 
-# The config to start from, made of that of --config, or None, and of the values of the flags; None: no config.
+# The config to start from, made of that of --config, or None, and of the values of the flags; None:
+# no config.
 Base = Callable[[ConfigDict | None, Mapping[str, Any]], ConfigDict | None]
 
 
@@ -173,13 +191,14 @@ def run_main(
     base: Base | None = None,
     interrupted: str = "interrupted",
 ) -> int:
-    """Parses `argv`, runs `main`, and returns the exit status: that of a UserError, 130 after Ctrl-C.
+    """Parses `argv`, runs `main`, and returns the exit status: that of a UserError, 130 after
+    Ctrl-C.
 
     The error, or the message of the interrupt, is printed as one line on stderr.
 
     Args:
-      flags, base: see `parse`.
-      interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt with a message replaces it.
+      flags, base: see `parse`. interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt
+      with a message replaces it.
     """
 
     def run() -> int:
@@ -198,14 +217,17 @@ def run_main(
     return streams.guarded(run)
 
 
-def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Base | None = None) -> ParsedCommand[Any]:
+def parse(
+    argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Base | None = None
+) -> ParsedCommand[Any]:
     """Reads a command line, program name first.
 
     Args:
       flags: the flags of the verb. A config is read if they are ConfigFlags.
       base: makes or changes the config by these flags, before overrides of settings are applied.
     Raises:
-      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
+      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or
+        fails.
     """
     values, overrides = _values(argv[1:], flags)
     parsed = flags(**values)
@@ -233,21 +255,31 @@ def parse(argv: Sequence[str], *, flags: type[VerbFlags] = ConfigFlags, base: Ba
         raise UserError(f"unknown --stage={name}: {advice}")
     path, _, variant = parsed.config.partition(":")
     stem = "-".join(filter(None, [Path(path).stem, variant.replace("/", "-")]))
-    return ParsedCommand(flags=parsed, stages=selected, workdir=str(local_path(parsed.workdir or f"runs/{stem}")))
+    return ParsedCommand(
+        flags=parsed, stages=selected, workdir=str(local_path(parsed.workdir or f"runs/{stem}"))
+    )
 
 
 def _hints(flags: type[VerbFlags]) -> dict[str, Any]:
     """The type of each flag, int for int | None, without its range."""
-    hints = {field.name: typing.get_type_hints(flags)[field.name] for field in dataclasses.fields(flags)}
+    hints = {
+        field.name: typing.get_type_hints(flags)[field.name] for field in dataclasses.fields(flags)
+    }
     kinds = {name: typing.get_args(hint) for name, hint in hints.items()}
-    return {name: kinds[name][0] if type(None) in kinds[name] else hint for name, hint in hints.items()}
+    return {
+        name: kinds[name][0] if type(None) in kinds[name] else hint for name, hint in hints.items()
+    }
 
 
-def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags by their names, and the settings by their paths. One with several values may be repeated.
+def _values(
+    arguments: Sequence[str], flags: type[VerbFlags]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flags by their names, and the settings by their paths. One with several values may be
+    repeated.
 
     Raises:
-      UserError: an unknown flag, an invalid value, or an argument without a name that is missing or one too many.
+      UserError: an unknown flag, an invalid value, or an argument without a name that is missing or
+        one too many.
     """
     hints, values, overrides = _hints(flags), dict[str, Any](), dict[str, Any]()
     words = iter(arguments)
@@ -263,7 +295,9 @@ def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str,
             raise UserError(f"invalid {word}: only a setting that is true or false has this form")
         if not has_value and hint is bool:
             value = str(not is_negated)
-        elif not has_value and (value := next(words, "--")).startswith("--"):  # as after an empty shell variable
+        elif not has_value and (value := next(words, "--")).startswith(
+            "--"
+        ):  # as after an empty shell variable
             raise UserError(f"Missing value for flag --{name}; write it as --name=value")
         given, key = (values, name) if name in hints else (overrides, name.removeprefix(_SETTING))
         if typing.get_origin(hint) is list:  # repeated as a whole, without commas
@@ -272,27 +306,36 @@ def _values(arguments: Sequence[str], flags: type[VerbFlags]) -> tuple[dict[str,
             value = typed(key if given is overrides else f"--{key}", value, hint)
         if given is values and value == "":
             raise UserError(f"invalid --{key}=: its value is empty; give one, or remove the flag")
-        if isinstance(value, (tuple, list)) and value:  # an empty list replaces the values before it
+        # an empty list replaces the values before it
+        if isinstance(value, (tuple, list)) and value:
             value = type(value)([*given.get(key, ()), *value])
         given[key] = value
     for field in dataclasses.fields(flags):
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise UserError(f"no {field.name.upper()} is given: {field_comments(flags)[field.name]}")
+            raise UserError(
+                f"no {field.name.upper()} is given: {field_comments(flags)[field.name]}"
+            )
     return values, overrides
 
 
-def _add_positional(values: dict[str, Any], word: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> None:
+def _add_positional(
+    values: dict[str, Any], word: str, hints: Mapping[str, Any], flags: type[VerbFlags]
+) -> None:
     """Adds an argument without a name to `values`."""
     for name in flags.positional:
         if not word:
-            raise UserError(f"invalid {name.upper()}: it is empty; expected {field_comments(flags)[name]}")
+            raise UserError(
+                f"invalid {name.upper()}: it is empty; expected {field_comments(flags)[name]}"
+            )
         is_tuple = typing.get_origin(hints[name]) is tuple
         if is_tuple or name not in values:
             values[name] = (*values.get(name, ()), word) if is_tuple else word
             return
     takes_config, name = issubclass(flags, ConfigFlags), word.partition("=")[0]
     is_config = word.partition(":")[0] in shipped_configs() or Path(word).suffix == ".py"
-    advice = f"did you mean --config={word}?" if is_config else "=" in word and _setting_advice(name)
+    advice = (
+        f"did you mean --config={word}?" if is_config else "=" in word and _setting_advice(name)
+    )
     form = "settings as --config.section.key=value" if takes_config else "flags as --name=value"
     raise UserError(f"{word!r} is not a flag: {(takes_config and advice) or f'write {form}'}")
 
@@ -301,7 +344,8 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     """The type of a flag or setting.
 
     Raises:
-      UserError: there is none; the message names the nearest flag, or the new spelling of an old one.
+      UserError: there is none; the message names the nearest flag, or the new spelling of an old
+        one.
     """
     takes_config = issubclass(flags, ConfigFlags)
     if name.startswith(_SETTING) and takes_config:
@@ -319,7 +363,9 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
         advice = f"did you mean --{nearest}?"
     else:
         expected = f"expected one of {', '.join(sorted(map('--{}'.format, known)))}"
-        advice = (takes_config and _setting_advice(new)) or expected + ", or --config.SECTION.NAME" * takes_config
+        advice = (
+            takes_config and _setting_advice(new)
+        ) or expected + ", or --config.SECTION.NAME" * takes_config
     raise UserError(f"unknown flag --{name}: {advice}")
 
 
@@ -347,8 +393,12 @@ def _help_sections(arguments: Sequence[str], flags: type[VerbFlags]) -> list[str
     return sections
 
 
-def help_text(description: str, flags: type[VerbFlags] = ConfigFlags, sections: Sequence[str] = ()) -> str:
-    """The text of `--help`: the settings of `sections`, or without sections the flags, and what each section is for."""
+def help_text(
+    description: str, flags: type[VerbFlags] = ConfigFlags, sections: Sequence[str] = ()
+) -> str:
+    """The text of `--help`: the settings of `sections`, or without sections the flags, and what
+    each section is for.
+    """
     if sections:
         return settings_help(sections).strip()
     lines = [description.strip(), "", *_flag_lines(flags)]
@@ -357,15 +407,23 @@ def help_text(description: str, flags: type[VerbFlags] = ConfigFlags, sections: 
             "",
             "Settings --config.SECTION.KEY=VALUE, by section (--help SECTION lists them, --help all lists all):",
         ]
-        first_sentences = [re.split(r"\.$|\. (?=[A-Z])", section_text(section))[0] for section in HELP_SECTIONS]
-        lines += [f"  {section:<12} {text}" for section, text in zip(HELP_SECTIONS, first_sentences)]
+        first_sentences = [
+            re.split(r"\.$|\. (?=[A-Z])", section_text(section))[0] for section in HELP_SECTIONS
+        ]
+        lines += [
+            f"  {section:<12} {text}" for section, text in zip(HELP_SECTIONS, first_sentences)
+        ]
     return "\n".join(lines)
 
 
 def _flag_lines(flags: type[VerbFlags]) -> Iterator[str]:
     comments = field_comments(flags)
-    for field in sorted(dataclasses.fields(flags), key=lambda field: field.name not in flags.positional):
+    for field in sorted(
+        dataclasses.fields(flags), key=lambda field: field.name not in flags.positional
+    ):
         name = field.name.upper() if field.name in flags.positional else f"--{field.name}"
-        has_default = field.default not in (dataclasses.MISSING, None, "", ()) and not isinstance(field.default, bool)
+        has_default = field.default not in (dataclasses.MISSING, None, "", ()) and not isinstance(
+            field.default, bool
+        )
         default = f"; default: {as_argument(field.default)}" if has_default else ""
         yield f"  {name:<22} {comments[field.name].rstrip('.')}{default}"

@@ -9,7 +9,10 @@ from jaxlc.config.values import as_argument, defaults_of
 from jaxlc.core import text as html
 
 # (section, setting) -> the class of the parts with names that it contains.
-NAMED_PARTS: dict[tuple[str, str], type] = {("data", "mixture"): SourceConfig, ("model", "kinds"): KindConfig}
+NAMED_PARTS: dict[tuple[str, str], type] = {
+    ("data", "mixture"): SourceConfig,
+    ("model", "kinds"): KindConfig,
+}
 Values = Mapping[str, Mapping[str, Any]]  # section -> name -> value
 
 
@@ -21,7 +24,9 @@ def differences(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
 
 
 def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yields (section, name, value, default) of each setting; the name is mixture.NAME.FIELD for those of a source."""
+    """Yields (section, name, value, default) of each setting; the name is mixture.NAME.FIELD for
+    those of a source.
+    """
     for section, fields in defaults.items():
         for name, default in fields.items():
             value = values.get(section, {}).get(name)
@@ -32,11 +37,21 @@ def _all_values(values: Values, defaults: Values) -> Iterator[tuple[str, str, An
             if (section, name) not in NAMED_PARTS:
                 for field, field_default in default.items():
                     own = value.get(field)
-                    yield section, f"{name}.{field}", field_default if own is None else own, field_default
+                    yield (
+                        section,
+                        f"{name}.{field}",
+                        field_default if own is None else own,
+                        field_default,
+                    )
                 continue
             for part, set_fields in value.items():
                 for field, field_default in defaults_of(NAMED_PARTS[section, name]).items():
-                    yield section, f"{name}.{part}.{field}", set_fields.get(field, field_default), field_default
+                    yield (
+                        section,
+                        f"{name}.{part}.{field}",
+                        set_fields.get(field, field_default),
+                        field_default,
+                    )
 
 
 def setting_text(value: Any) -> str:
@@ -57,15 +72,31 @@ def as_text(title: str, values: Values, defaults: Values) -> str:
 
 
 def as_html(title: str, values: Values, defaults: Values) -> str:
-    """A table of the differences, and all settings of the sections in `values` in a collapsed block."""
+    """A table of the differences, and all settings of the sections in `values` in a collapsed
+    block.
+    """
     rows: list[tuple[str, str, str, str]] = []
     last_section = ""
     for section, name, value, default in differences(values, defaults):
-        rows.append(("" if section == last_section else section, name, setting_text(value), setting_text(default)))
+        rows.append(
+            (
+                "" if section == last_section else section,
+                name,
+                setting_text(value),
+                setting_text(default),
+            )
+        )
         last_section = section
-    text = f"{title}: differences from the defaults" if rows else f"{title}: all settings have their defaults"
+    text = (
+        f"{title}: differences from the defaults"
+        if rows
+        else f"{title}: all settings have their defaults"
+    )
     header = ("section", "setting", "value", "default")
     summary = html.table(header, rows, caption=text) if rows else html.paragraph(text)
     shown = {section: fields for section, fields in defaults.items() if section in values}
-    lines = [f"{section}.{name} = {setting_text(value)}" for section, name, value, _ in _all_values(values, shown)]
+    lines = [
+        f"{section}.{name} = {setting_text(value)}"
+        for section, name, value, _ in _all_values(values, shown)
+    ]
     return summary + html.details(f"all {len(lines)} settings", html.preformatted("\n".join(lines)))

@@ -1,9 +1,10 @@
-"""Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by the name of a shipped
-one. Imports no jax.
+"""Config files: Python files that define `get_config(variant) -> ConfigDict`, found by path or by
+the name of a shipped one. Imports no jax.
 
 The config that a recommendation starts from: that of --config, or only a model. Imports no jax.
 
-Writes resolved settings as a config file: one setting per line, with its complete path. Imports no jax.
+Writes resolved settings as a config file: one setting per line, with its complete path. Imports no
+jax.
 """
 
 import inspect
@@ -32,7 +33,8 @@ _DEFAULT_SEQ_LEN = 131_072
 
 
 def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> ConfigDict | None:
-    """`config` with the model and sequence length of the flags; without it, the defaults with a model.
+    """`config` with the model and sequence length of the flags; without it, the defaults with a
+    model.
 
     Args:
       config: None: no --config is given.
@@ -51,7 +53,8 @@ def base_config(config: ConfigDict | None, flags: Mapping[str, str | None]) -> C
         config = defaults()
         config.data.seq_len = typed("--seq_len", length, Tokens) if length else _DEFAULT_SEQ_LEN
         num_sequences = max(1, TOKENS_PER_STEP // config.data.seq_len)
-        config.train.global_batch_size = 2 ** (num_sequences.bit_length() - 1)  # rounded down, so that GPUs divide it
+        # rounded down, so that GPUs divide it
+        config.train.global_batch_size = 2 ** (num_sequences.bit_length() - 1)
     elif length:
         if config.stages:
             raise UserError(
@@ -82,7 +85,8 @@ def set_model(config: ConfigDict, model: str) -> None:
 
 
 def unset_shape(config: ConfigDict, kept: Container[str] = ()) -> None:
-    """Removes the settings that model.init_from decides from a config that sets them for another model.
+    """Removes the settings that model.init_from decides from a config that sets them for another
+    model.
 
     Args:
       kept: paths that are not removed, such as "model.num_layers".
@@ -116,18 +120,25 @@ def file_text(title: str, base: str, settings: Mapping[str, Any], lines: Sequenc
       lines: statements before these are set.
     """
     body = [f"config = {base}", *lines, f"config.update_from_flattened_dict({as_python(settings)})"]
-    return _FILE.format(title=title, function=base.partition("(")[0], body=textwrap.indent("\n".join(body), "    "))
+    return _FILE.format(
+        title=title, function=base.partition("(")[0], body=textwrap.indent("\n".join(body), "    ")
+    )
 
 
 def config_text(stages: Sequence[Stage]) -> str:
     """The text of a config file, from which `read_config` and `load_stages` return `stages` again.
 
-    It does not depend on defaults, presets, or a config.json that may change later. Relative paths stay relative.
+    It does not depend on defaults, presets, or a config.json that may change later. Relative paths
+    stay relative.
     """
     first = stages[0]
-    settings = {path: x for path, x in _settings(first).items() if not (first.name and path in FROM_LENGTHS)}
+    settings = {
+        path: x for path, x in _settings(first).items() if not (first.name and path in FROM_LENGTHS)
+    }
     for index, stage in enumerate(stages[1:], start=1):
-        settings |= {f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)}
+        settings |= {
+            f"stages.{stage.name}.{path}": value for path, value in _changes(first, stage, index)
+        }
     heads = [f"    dict({_arguments(stage)})," for stage in stages if stage.name]
     return file_text(
         "All settings of a run as `jaxlc train` resolved them; --config=FILE reads them.",
@@ -140,8 +151,14 @@ def config_text(stages: Sequence[Stage]) -> str:
 def _arguments(stage: Stage) -> str:
     """The fields of a stage that are not sections, with its length in steps."""
     values = dict(name=stage.name, steps=stage.num_steps)
-    own = {name: getattr(stage, name) for name in defaults_of(StageConfig) if name not in ("steps", "tokens")}
-    values |= {name: value for name, value in own.items() if value != defaults_of(StageConfig)[name]}
+    own = {
+        name: getattr(stage, name)
+        for name in defaults_of(StageConfig)
+        if name not in ("steps", "tokens")
+    }
+    values |= {
+        name: value for name, value in own.items() if value != defaults_of(StageConfig)[name]
+    }
     return ", ".join(f"{name}={as_python(value)}" for name, value in values.items())
 
 
@@ -155,12 +172,16 @@ def _settings(stage: Stage) -> dict[str, Any]:
 
 def _changes(first: Stage, stage: Stage, index: int) -> Iterator[tuple[str, Any]]:
     """The settings with which a stage differs from the first one; `index`: its position, from 0."""
-    given = _settings(first) | {"data.seed": first.config.data.seed + index}  # the seed that a stage has by default
+    # the seed that a stage has by default
+    given = _settings(first) | {"data.seed": first.config.data.seed + index}
     for path, value in _settings(stage).items():
         is_derived = path in FROM_LENGTHS or refusal(stage.name, path)
         if stage.schedule == "continue" and path.removeprefix("optimizer.") in SCHEDULE:
             is_derived = True
-        is_new_mixture = path.startswith("data.mixture.") and stage.config.data.mixture != first.config.data.mixture
+        is_new_mixture = (
+            path.startswith("data.mixture.")
+            and stage.config.data.mixture != first.config.data.mixture
+        )
         if not is_derived and (is_new_mixture or path not in given or value != given[path]):
             yield path, value
 
@@ -171,7 +192,9 @@ _DIRECTORIES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name -> file of the configs that come with jaxlc: {"quickstart": .../configs/quickstart.py, ...}."""
+    """Name -> file of the configs that come with jaxlc: {"quickstart": .../configs/quickstart.py,
+    ...}.
+    """
     directory = next((directory for directory in _DIRECTORIES if directory.is_dir()), None)
     return {path.stem: path for path in sorted(directory.rglob("*.py"))} if directory else {}
 
@@ -181,23 +204,28 @@ def read_config(name: str) -> ConfigDict:
     """The ConfigDict of a config file, to edit and pass to `jaxlc.train.run` or `jaxlc.plan.plan`.
 
     Args:
-      name: the name of a shipped config or the path of a file that ends in .py; both may be followed by a colon and a
-        variant: "256k", "256k:h100", "my/config.py:small".
+      name: the name of a shipped config or the path of a file that ends in .py; both may be
+        followed by a colon and a variant: "256k", "256k:h100", "my/config.py:small".
     Raises:
       UserError: no such config or variant, or the file fails.
     """
     name, _, variant = name.partition(":")
     path = _find(name)
     try:
-        get_config = runpy.run_path(str(path)).get("get_config")  # names such as 256k.py cannot be imported
+        # names such as 256k.py cannot be imported
+        get_config = runpy.run_path(str(path)).get("get_config")
         takes_variant = bool(get_config and inspect.signature(get_config).parameters)
         config = get_config(*[variant] * takes_variant) if get_config else None
     except Exception as error:
         raise UserError(_error_text(error, name, path)) from error
     if get_config is None:
-        raise UserError(f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py")
+        raise UserError(
+            f"invalid config file {name}: expected a function get_config(variant), as in quickstart.py"
+        )
     if variant and not takes_variant:
-        raise UserError(f"unknown variant {variant!r}: get_config() of {name} has no parameter for it")
+        raise UserError(
+            f"unknown variant {variant!r}: get_config() of {name} has no parameter for it"
+        )
     if not isinstance(config, ConfigDict):
         raise UserError(
             f"invalid config file {name}: get_config returned {type(config).__name__}, expected the ConfigDict of"
@@ -218,15 +246,17 @@ def check_variant(variant: str, variants: Sequence[str]) -> None:
 
 
 def shrink_for_cpu(config: ConfigDict, *, simulated_devices: int = 8) -> None:
-    """For config files: shrinks `config` in place to a model and sequences that train on CPU in about a minute.
+    """For config files: shrinks `config` in place to a model and sequences that train on CPU in
+    about a minute.
 
-    Strategy, precision, rematerialization and offloading stay, so that the same code runs. The caller sets the mesh and
-    `memory.tile_tokens`, which depend on the config.
+    Strategy, precision, rematerialization and offloading stay, so that the same code runs. The
+    caller sets the mesh and `memory.tile_tokens`, which depend on the config.
 
     Args:
       simulated_devices: the number of CPU devices to simulate; the size of the mesh.
     """
-    config.model.update(preset="tiny", vocab_size=257, num_layers=2)  # 256 bytes and the end-of-document token
+    # 256 bytes and the end-of-document token
+    config.model.update(preset="tiny", vocab_size=257, num_layers=2)
     config.runtime.update(topology="", simulated_devices=simulated_devices)
     config.data.seq_len = 1024
     config.optimizer.update(learning_rate=3e-3, warmup_steps=5)
@@ -244,13 +274,22 @@ def _find(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         if path.suffix != ".py":
-            raise UserError(f"invalid config file {name!r}: expected a Python file that defines get_config(variant)")
+            raise UserError(
+                f"invalid config file {name!r}: expected a Python file that defines get_config(variant)"
+            )
         return path
     if name in PRESETS or (is_model_id(name) and path.suffix != ".py" and not path.parent.is_dir()):
         setting = "preset" if name in PRESETS else "init_from"
-        raise UserError(f"{name!r} is a model, not a config: use --config=64k --config.model.{setting}={name}")
-    # Suggestions for a path are files of its own directory, but only where the file name is close to one of them.
-    stems = {file.stem: str(file) for file in path.parent.glob("*.py")} if path.suffix or path.parent.name else {}
+        raise UserError(
+            f"{name!r} is a model, not a config: use --config=64k --config.model.{setting}={name}"
+        )
+    # Suggestions for a path are files of its own directory, but only where the file name is close
+    # to one of them.
+    stems = (
+        {file.stem: str(file) for file in path.parent.glob("*.py")}
+        if path.suffix or path.parent.name
+        else {}
+    )
     nearest = nearest_name(path.stem, [*stems, *shipped])
     question = f" (did you mean {stems.get(nearest, nearest)}?)" if nearest else ""
     raise UserError(
@@ -260,7 +299,9 @@ def _find(name: str) -> Path:
 
 
 def _error_text(error: Exception, name: str, path: Path) -> str:
-    """The error of the config file at `path` in one line, with the last line of the file that it passed through."""
+    """The error of the config file at `path` in one line, with the last line of the file that it
+    passed through.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     place = f"{path} line {own[-1].lineno}" if own else path

@@ -1,34 +1,35 @@
-"""Model FLOPs of a training step, pairs of queries and keys, and parameter counts. All printed rates, utilizations and
-estimates use them.
+"""Model FLOPs of a training step, pairs of queries and keys, and parameter counts. All printed
+rates, utilizations and estimates use them.
 
-Model FLOPs are those of the model's matrix products, independent of how the program computes them. They exclude
-recomputation (hardware FLOPs include it), the forward pass of a reference model, norms, RoPE, softmax and the
-optimizer.
+Model FLOPs are those of the model's matrix products, independent of how the program computes them.
+They exclude recomputation (hardware FLOPs include it), the forward pass of a reference model,
+norms, RoPE, softmax and the optimizer.
 
-Products with weights: a matrix with P entries costs 2 P FLOPs per token in the forward pass (a multiplication and an
-addition), 2 P for the gradient of its input, and 2 P for its own gradient, which a frozen matrix does not have. The
-gradient of the input is not needed below the lowest trained parameter: with a trained output head alone, the layers
-have a forward pass only. The matrices of adapters (LoRA) count like others. Of experts and their adapters, P counts
-those that a token is routed to. The embedding is a lookup and costs nothing. The output head is a product, also where
-it is the transposed embedding.
+Products with weights: a matrix with P entries costs 2 P FLOPs per token in the forward pass (a
+multiplication and an addition), 2 P for the gradient of its input, and 2 P for its own gradient,
+which a frozen matrix does not have. The gradient of the input is not needed below the lowest
+trained parameter: with a trained output head alone, the layers have a forward pass only. The
+matrices of adapters (LoRA) count like others. Of experts and their adapters, P counts those that a
+token is routed to. The embedding is a lookup and costs nothing. The output head is a product, also
+where it is the transposed embedding.
 
 Attention: a pair of a query and a key costs 2 H FLOPs for q . k and 2 H for the value in each of N
 heads, 4 N H in the forward and 8 N H in the backward.
 
-The kinds of layers give the FLOPs of a pair and of a token (`config.kinds.contract.MixingFlops`), in the backward twice
-those in the forward.
+The kinds of layers give the FLOPs of a pair and of a token (`config.kinds.contract.MixingFlops`),
+in the backward twice those in the forward.
 
 The number of pairs in a sequence of T tokens:
 
     full     T^2            the convention of Megatron-LM and PaLM (2204.02311, appendix B): 12 L N H T per token
     causal   T (T + 1) / 2  the pairs that a causal mask leaves: half
 
-In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2. A pair in a layer whose kind has
-other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`).
+In sliding layers with a window of W < T tokens they are T W and T W - W (W - 1) / 2. A pair in a
+layer whose kind has other heads counts as many pairs as it has FLOPs (`num_layers_by_kind`).
 
-A packed sequence has fewer pairs: the sum of the causal counts of its documents (`document_pairs`). So the causal FLOPs
-of packed sequences, and the utilization that is computed from them, are overestimates. State "causal", "full" or
-"documents" with every figure.
+A packed sequence has fewer pairs: the sum of the causal counts of its documents (`document_pairs`).
+So the causal FLOPs of packed sequences, and the utilization that is computed from them, are
+overestimates. State "causal", "full" or "documents" with every figure.
 
 Which parameters are trained, and how many, from the config alone. Imports no jax.
 """
@@ -56,7 +57,9 @@ def is_trained(name: str, lora: LoraConfig, train: TrainConfig) -> bool:
 
 
 def trains_layers(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> bool:
-    """Whether the embedding or a parameter of the layers is trained, so that gradients reach the layers."""
+    """Whether the embedding or a parameter of the layers is trained, so that gradients reach the
+    layers.
+    """
     names = {"embedding"}
     for (_, *kind), layers in model.layer_stacks.items():
         layer = model.of_kind(model.kinds_of_layers[layers[0]])
@@ -69,7 +72,8 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig, *, active: bool = F
     if not lora.rank:
         return 0
     return lora.rank * sum(
-        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora, active) for kind in model.used_kinds
+        model.num_layers_of(kind) * _adapter_size(model.of_kind(kind), lora, active)
+        for kind in model.used_kinds
     )
 
 
@@ -82,19 +86,24 @@ def _adapter_size(layer: LayerConfig, lora: LoraConfig, active: bool) -> int:
 
 
 def num_frozen_params(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> int:
-    """The number of entries of the frozen matrices; norms and biases, a few kilobytes, are not counted."""
+    """The number of entries of the frozen matrices; norms and biases, a few kilobytes, are not
+    counted.
+    """
     sizes = matrix_sizes(model, active=False)
     return sum(size for name, size in sizes.items() if not is_trained(name, lora, train))
 
 
 def matrix_sizes(model: ModelConfig, *, active: bool) -> dict[str, int]:
-    """Entries of each matrix, of all layers together, by the names in the parameter tree; with `active`, those that
-    multiply a token."""
+    """Entries of each matrix, of all layers together, by the names in the parameter tree; with
+    `active`, those that multiply a token."""
     vocabulary = ("embedding",) if model.tie_embeddings else ("embedding", "head")
     sizes = Counter(dict.fromkeys(vocabulary, model.vocab_size * model.model_dim))
-    for (_, *kind), layers in model.layer_stacks.items():  # the last layers have the names of the others
+    # the last layers have the names of the others
+    for (_, *kind), layers in model.layer_stacks.items():
         for name, matrix in layer_matrices(model.of_kind(model.kinds_of_layers[layers[0]])).items():
-            sizes["/".join(("layers", *kind, name))] += len(layers) * (matrix.active_size if active else matrix.size)
+            sizes["/".join(("layers", *kind, name))] += len(layers) * (
+                matrix.active_size if active else matrix.size
+            )
     return dict(sizes)
 
 
@@ -127,12 +136,16 @@ def step_flops(
     """Model FLOPs of forward and backward.
 
     Args:
-      num_tokens: of the step, padding included.
-      num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
+      num_tokens: of the step, padding included. num_pairs: pairs of a query and a key, summed over
+      the sequences of the step and over the layers.
     """
-    mixing = float(_flops_per_pair(model)) * num_pairs + num_tokens * sum_over_layers(model, _flops_per_token)
+    mixing = float(_flops_per_pair(model)) * num_pairs + num_tokens * sum_over_layers(
+        model, _flops_per_token
+    )
     num_passes = 3 if trains_layers(model, lora, train) else 1
-    return StepFlops(2.0 * num_tokens * sum(product_entries(model, lora, train)), num_passes * mixing)
+    return StepFlops(
+        2.0 * num_tokens * sum(product_entries(model, lora, train)), num_passes * mixing
+    )
 
 
 def product_entries(model: ModelConfig, lora: LoraConfig, train: TrainConfig) -> ProductEntries:
@@ -142,7 +155,9 @@ def product_entries(model: ModelConfig, lora: LoraConfig, train: TrainConfig) ->
         del sizes["embedding"]
     num_adapters = num_adapter_params(model, lora, active=True)
     forward = sum(sizes.values()) + num_adapters
-    weight_gradients = sum(size for name, size in sizes.items() if is_trained(name, lora, train)) + num_adapters
+    weight_gradients = (
+        sum(size for name, size in sizes.items() if is_trained(name, lora, train)) + num_adapters
+    )
     if trains_layers(model, lora, train):
         input_gradients = forward
     else:
@@ -151,7 +166,9 @@ def product_entries(model: ModelConfig, lora: LoraConfig, train: TrainConfig) ->
     return ProductEntries(forward, input_gradients, weight_gradients)
 
 
-def document_pairs(model: ModelConfig, lengths: Sequence[int], prefix_lengths: Sequence[int] = ()) -> float:
+def document_pairs(
+    model: ModelConfig, lengths: Sequence[int], prefix_lengths: Sequence[int] = ()
+) -> float:
     """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers.
 
     Args:
@@ -160,14 +177,16 @@ def document_pairs(model: ModelConfig, lengths: Sequence[int], prefix_lengths: S
     earlier = prefix_lengths if len(prefix_lengths) else [0] * len(lengths)
     return sum(
         layers * (causal_pairs(int(before + length), window) - causal_pairs(int(before), window))
-        for window, layers in ((model.window_of(kind), layers) for kind, layers in num_layers_by_kind(model).items())
+        for window, layers in (
+            (model.window_of(kind), layers) for kind, layers in num_layers_by_kind(model).items()
+        )
         for before, length in zip(earlier, lengths, strict=True)
     )
 
 
 def num_layers_by_kind(model: ModelConfig) -> dict[str, float]:
-    """Layers of each kind with pairs, as the number of layers with the heads of the model whose pairs have as many
-    FLOPs."""
+    """Layers of each kind with pairs, as the number of layers with the heads of the model whose
+    pairs have as many FLOPs."""
     weights: dict[str, float] = {}
     for kind in model.used_kinds:
         layer = model.of_kind(kind)
@@ -178,7 +197,9 @@ def num_layers_by_kind(model: ModelConfig) -> dict[str, float]:
 
 
 def _flops_per_pair(model: ModelConfig) -> int:
-    """Of a layer with the heads of the model: 2 H for q . k and 2 H for the value, in each of N heads."""
+    """Of a layer with the heads of the model: 2 H for q . k and 2 H for the value, in each of N
+    heads.
+    """
     return 4 * model.num_heads * model.head_dim
 
 
@@ -191,17 +212,22 @@ def causal_pairs(seq_len: int, window: int | None = None) -> int:
 def full_pairs(model: ModelConfig, seq_len: int) -> float:
     """Pairs of one sequence without a causal mask, but with windows, summed over the layers."""
     layers = num_layers_by_kind(model).items()
-    return seq_len * sum(number * min(model.window_of(kind) or seq_len, seq_len) for kind, number in layers)
+    return seq_len * sum(
+        number * min(model.window_of(kind) or seq_len, seq_len) for kind, number in layers
+    )
 
 
 def num_matmul_params(model: ModelConfig) -> int:
-    """The number of entries of all weight matrices in matrix products: the layers and the output head."""
+    """The number of entries of all weight matrices in matrix products: the layers and the output
+    head.
+    """
     return sum_over_layers(model, _layer_matmul_params) + model.model_dim * model.vocab_size
 
 
 def num_params(model: ModelConfig) -> int:
     """The number of parameters, without the padding of the vocabulary."""
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim  # tied: counted as the head
+    # tied: counted as the head
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.model_dim
     vectors = sum_over_layers(model, _num_vector_entries) + model.model_dim
     return num_matmul_params(model) + embedding + vectors
 
@@ -214,7 +240,9 @@ def sum_over_layers(model: ModelConfig, count: Callable[[LayerConfig], int]) -> 
 def _num_vector_entries(layer: LayerConfig) -> int:
     """Entries of all parameters of a layer that are not in `layer_matrices`."""
     num_norms = 4 if layer.norm_placement == "pre_and_post" else 2
-    return num_norms * layer.model_dim + sum(block.num_vector_entries(layer) for block in blocks_of(layer))
+    return num_norms * layer.model_dim + sum(
+        block.num_vector_entries(layer) for block in blocks_of(layer)
+    )
 
 
 def _flops_per_token(layer: LayerConfig) -> int:

@@ -1,6 +1,7 @@
 """The frozen config of a run, its default values, and its representations. Imports no jax.
 
-Stages of a config: their own settings, and the settings of sections that they change. Imports no jax.
+Stages of a config: their own settings, and the settings of sections that they change. Imports no
+jax.
 """
 
 import typing
@@ -35,9 +36,12 @@ class Config(RunConfig):
         """Model FLOPs of one optimizer step over all devices.
 
         Args:
-          num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
+          num_pairs: pairs of a query and a key, summed over the sequences of the step and over the
+            layers.
         """
-        return step_flops(self.model, self.lora, self.train, num_tokens=self.tokens_per_step, num_pairs=num_pairs)
+        return step_flops(
+            self.model, self.lora, self.train, num_tokens=self.tokens_per_step, num_pairs=num_pairs
+        )
 
     def __repr__(self) -> str:
         return differences.as_text("Config", to_dict(self), default_values(self.model.preset))
@@ -53,18 +57,24 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The config as plain JSON types; `load(ConfigDict(to_dict(config)))` equals `config`."""
     values = {section: _plain(getattr(config, section)) for section in SECTIONS}
     for section, name in NAMED_PARTS:
-        values[section][name] = {part.pop("name"): part for part in map(_plain, values[section][name])}
+        values[section][name] = {
+            part.pop("name"): part for part in map(_plain, values[section][name])
+        }
     return values
 
 
 def _plain(part: Any) -> dict[str, Any]:
     """The values of a section, source or kind of layers, with lists for tuples."""
     values = {name: plain(value) for name, value in vars(part).items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
 
 
 def default_values(preset: str) -> dict[str, dict[str, Any]]:
-    """The default of every setting, section by section; for the model, those of `preset`, a key of PRESETS."""
+    """The default of every setting, section by section; for the model, those of `preset`, a key of
+    PRESETS.
+    """
     sections = {section: defaults_of(cls) for section, cls in SECTIONS.items()}
     sections["model"] = {name: plain(value) for name, value in vars(PRESETS[preset]).items()}
     sections["model"]["preset"] = DEFAULT_PRESET
@@ -73,7 +83,8 @@ def default_values(preset: str) -> dict[str, dict[str, Any]]:
     return sections
 
 
-# Settings that a stage may change: whole sections, and single settings of others. The rest belongs to the run.
+# Settings that a stage may change: whole sections, and single settings of others. The rest belongs
+# to the run.
 _SECTIONS = ("attention", "data", "evals", "memory", "mesh", "optimizer", "train")
 _MODEL_PREFIXES = ("rope_theta", "rope_scaling", "sliding_rope_theta")
 _RUN_SETTINGS = (
@@ -81,25 +92,32 @@ _RUN_SETTINGS = (
     "train.seed", "train.keep_checkpoints", "train.keep_every_steps", "train.keep_best_checkpoints",
     "train.local_checkpoints", "train.wandb_project",
 )  # fmt: skip
-FROM_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")  # set by the lengths of stages
+# set by the lengths of stages
+FROM_LENGTHS = ("train.steps", "optimizer.schedule_steps", "optimizer.schedule_start")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """One stage: its name, length and border, and the settings that it changes, as --config.stages.NAME.SECTION.KEY."""
+    """One stage: its name, length and border, and the settings that it changes, as
+    --config.stages.NAME.SECTION.KEY.
+    """
 
     name: str  # name of the stage in metrics, plots and messages: letters, digits, "_", "-"
     steps: int = 0  # optimizer steps of the stage; 0: derived from tokens
-    tokens: int = 0  # tokens of the stage, padding included, rounded up to whole steps; 0: derived from steps
-    # learning-rate schedule. new: that of the stage's optimizer settings, over its own steps, with its own warm-up.
-    # continue: the stage before started a schedule over the steps of both.
+    # tokens of the stage, padding included, rounded up to whole steps; 0: derived from steps
+    tokens: int = 0
+    # learning-rate schedule. new: that of the stage's optimizer settings, over its own steps, with
+    # its own warm-up. continue: the stage before started a schedule over the steps of both.
     schedule: Literal["new", "continue"] = "new"
-    # optimizer state at the start of the stage. carry: that of the stage before. reset: moments and update count of 0.
+    # optimizer state at the start of the stage. carry: that of the stage before. reset: moments and
+    # update count of 0.
     optimizer_state: Literal["carry", "reset"] = "carry"
-    # gate: with a held-out loss above this limit at its end, in nats, the run stops before the next stage. 0: none.
+    # gate: with a held-out loss above this limit at its end, in nats, the run stops before the next
+    # stage. 0: none.
     max_eval_loss: float = 0.0
-    # gate: with a score of config.evals below its limit at its end, the run stops before the next stage; a list of
-    # TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for context_gain_N.
+    # gate: with a score of config.evals below its limit at its end, the run stops before the next
+    # stage; a list of TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for
+    # context_gain_N.
     min_scores: tuple[str, ...] = ()
 
 
@@ -107,7 +125,8 @@ class StageConfig:
 class Stage(StageConfig):
     """A stage that `load_stages` resolved. A config without stages is one stage without a name.
 
-    `steps` and `tokens` are as in the config, 0 where not set; `num_steps` and `num_tokens` are always known.
+    `steps` and `tokens` are as in the config, 0 where not set; `num_steps` and `num_tokens` are
+    always known.
     """
 
     config: Config  # complete; train.steps is the global step at which the stage ends
@@ -141,19 +160,34 @@ def refusal(stage: str, path: str) -> str:
     is_allowed = name.startswith(_MODEL_PREFIXES) if section == "model" else section in _SECTIONS
     if not name or (is_allowed and path not in _RUN_SETTINGS):
         return ""
-    reason = "stages change only RoPE settings of the model" if section == "model" else "all stages share it"
+    reason = (
+        "stages change only RoPE settings of the model"
+        if section == "model"
+        else "all stages share it"
+    )
     return f"unsupported: config.stages.{stage}.{path}; {reason}, so set config.{path}"
 
 
-def merged_settings(values: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def merged_settings(
+    values: Mapping[str, Any], stage: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """The settings of a config with the changes of a stage; every section is a new dictionary.
 
-    The mixture of a stage names its sources; their other fields are those of the config's source of the same name.
+    The mixture of a stage names its sources; their other fields are those of the config's source of
+    the same name.
     """
-    merged = {section: {**values.get(section, {}), **stage.get(section, {})} for section in SECTIONS}
-    own, data, mixture = stage.get("data", {}), merged["data"], values.get("data", {}).get("mixture", {})
+    merged = {
+        section: {**values.get(section, {}), **stage.get(section, {})} for section in SECTIONS
+    }
+    own, data, mixture = (
+        stage.get("data", {}),
+        merged["data"],
+        values.get("data", {}).get("mixture", {}),
+    )
     if "mixture" in own:
-        data["mixture"] = {name: {**mixture.get(name, {}), **fields} for name, fields in own["mixture"].items()}
+        data["mixture"] = {
+            name: {**mixture.get(name, {}), **fields} for name, fields in own["mixture"].items()
+        }
     if "mixture" in own and "sources" not in own:
         data.pop("sources", None)
     if "sources" in own and "mixture" not in own:

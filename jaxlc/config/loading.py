@@ -2,11 +2,13 @@
 
 The file that `data.chat_template` may name. Imports no jax.
 
-Stages: parts of a run with their own length, RoPE, schedule, mesh and data, which one command trains in order.
+Stages: parts of a run with their own length, RoPE, schedule, mesh and data, which one command
+trains in order.
 
-`config.loading` is a list of dictionaries. Each has the fields of `StageConfig` and, by section, the settings that the
-stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536), model=dict(rope_theta=8e6))`. `load_stages`
-resolves each stage to a complete `Config`. Imports no jax.
+`config.loading` is a list of dictionaries. Each has the fields of `StageConfig` and, by section,
+the settings that the stage changes: `dict(name="64k", steps=5000, data=dict(seq_len=65_536),
+model=dict(rope_theta=8e6))`. `load_stages` resolves each stage to a complete `Config`. Imports no
+jax.
 """
 
 import itertools
@@ -20,7 +22,15 @@ from ml_collections import ConfigDict
 from jaxlc.config.checks.all_checks import check
 from jaxlc.config.checks.stage_checks import SCHEDULE, check_used, contradictions, run_problems
 from jaxlc.config.differences import NAMED_PARTS
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, Stage, StageConfig, merged_settings, to_dict
+from jaxlc.config.frozen import (
+    DEFAULT_PRESET,
+    SECTIONS,
+    Config,
+    Stage,
+    StageConfig,
+    merged_settings,
+    to_dict,
+)
 from jaxlc.config.models.model_schema import model_from, with_scaling
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.models.pretrained import locate, with_overrides
@@ -34,8 +44,12 @@ ADVICE = f"set --config.data.chat_template to {', '.join(CHAT_TEMPLATES)} or a J
 
 
 def template_path(setting: str) -> Path | None:
-    """The path in data.chat_template; None if it is empty, one of CHAT_TEMPLATES or the text of a template."""
-    return None if not setting or setting in CHAT_TEMPLATES or "{" in setting else local_path(setting)
+    """The path in data.chat_template; None if it is empty, one of CHAT_TEMPLATES or the text of a
+    template.
+    """
+    return (
+        None if not setting or setting in CHAT_TEMPLATES or "{" in setting else local_path(setting)
+    )
 
 
 def read_template(path: Path, advice: str = ADVICE) -> str:
@@ -50,28 +64,40 @@ def read_template(path: Path, advice: str = ADVICE) -> str:
 
     try:
         text = path.read_text(encoding="utf-8")
-        # The tag `generation` of published templates is an extension of `jaxlc.data.tokens.chat_templates`.
+        # The tag `generation` of published templates is an extension of
+        # `jaxlc.data.tokens.chat_templates`.
         without_tag = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", text)
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without_tag)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}") from error
-    except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
+        raise UserError(
+            f"cannot read the chat template {str(path)!r} ({reason_of(error)}): {advice}"
+        ) from error
+    except (
+        jinja2.TemplateSyntaxError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: a number of 5,000 digits
         line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise UserError(f"{path}{line} is not a valid Jinja template ({reason_of(error)})") from error
+        raise UserError(
+            f"{path}{line} is not a valid Jinja template ({reason_of(error)})"
+        ) from error
     return text
 
 
 def load(config: ConfigDict | Config, *, on_devices: bool = True) -> Config:
-    """Checks a config and freezes it. Missing settings get their defaults; a Config is checked again.
+    """Checks a config and freezes it. Missing settings get their defaults; a Config is checked
+    again.
 
     Args:
       on_devices: whether the mesh must divide the model and the sequences.
     Raises:
-      UserError: an unknown setting, a value of the wrong type or out of range, or two values that contradict each
-        other. The message is one line with the value and what to do.
+      UserError: an unknown setting, a value of the wrong type or out of range, or two values that
+        contradict each other. The message is one line with the value and what to do.
     """
     if not isinstance(config, ConfigDict | Config):
-        raise UserError(f"invalid config {config!r}: expected what jaxlc.config.read_config or defaults returns")
+        raise UserError(
+            f"invalid config {config!r}: expected what jaxlc.config.read_config or defaults returns"
+        )
     values = to_dict(config) if isinstance(config, Config) else config.to_dict()
     return from_dict(values, on_devices=on_devices)
 
@@ -87,13 +113,19 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
     parts: dict[str, Any] = converted("", values)
     if stages := parts.pop("stages", {}):
         names = ", ".join(stages)
-        raise UserError(f"the config has the stages {names}: use jaxlc.config.load_stages, and the config of one stage")
+        raise UserError(
+            f"the config has the stages {names}: use jaxlc.config.load_stages, and the config of one stage"
+        )
     sections = {
-        section: {name: value for name, value in parts.get(section, {}).items() if value is not None}
+        section: {
+            name: value for name, value in parts.get(section, {}).items() if value is not None
+        }
         for section in SECTIONS
     }
     kinds = sections["model"].pop("kinds", {})
-    model = {path: value for path, value in flattened(sections["model"]).items() if value is not None}
+    model = {
+        path: value for path, value in flattened(sections["model"]).items() if value is not None
+    }
     sections["model"] = _with_shape(model | {"kinds": kinds})
     if "tokenizer" not in sections["data"] and sections["model"]["init_from"]:
         sections["data"] = locate(sections["model"]["init_from"]).data_settings() | sections["data"]
@@ -102,8 +134,11 @@ def from_dict(values: Mapping[str, Any], *, on_devices: bool = True) -> Config:
         # A checkpoint has the text, because the file may change or go away.
         sections["data"]["chat_template"] = read_template(template)
     for (section, setting), part in NAMED_PARTS.items():
-        fields_by_name = sorted(sections[section].get(setting, {}).items())  # the order in a config has no effect
-        sections[section][setting] = tuple(part(name=name, **fields) for name, fields in fields_by_name)
+        # the order in a config has no effect
+        fields_by_name = sorted(sections[section].get(setting, {}).items())
+        sections[section][setting] = tuple(
+            part(name=name, **fields) for name, fields in fields_by_name
+        )
     parts = {name: part(**sections[name]) for name, part in SECTIONS.items() if name != "model"}
     loaded = Config(model=model_from(sections["model"]), **parts)
     check(loaded, on_devices=on_devices)
@@ -126,22 +161,31 @@ def with_settings(config: Config, settings: dict[str, Any]) -> Config:
 def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
     """The settings of the model on top of those of init_from or of its preset.
 
-    A config that was loaded before has all of them, and init_from is not read again: the model may be gone.
+    A config that was loaded before has all of them, and init_from is not read again: the model may
+    be gone.
     """
     shape = {**PRESETS[model.get("preset", DEFAULT_PRESET)].by_path, "kinds": dict[str, Any]()}
     if shape.keys() <= model.keys():
         return model
     if not model.get("init_from"):
         return with_scaling(shape, model)
-    explicit = {name: value for name, value in model.items() if name not in ("preset", "init_from") and value != {}}
+    explicit = {
+        name: value
+        for name, value in model.items()
+        if name not in ("preset", "init_from") and value != {}
+    }
     settings = with_overrides(locate(model["init_from"]), explicit)
     return shape | settings | {"preset": DEFAULT_PRESET, "init_from": model["init_from"]}
 
 
 def load_stages(
-    config: "ConfigDict | Config | tuple[Stage, ...]", *, overrides: Iterable[str] = (), on_devices: bool = True
+    config: "ConfigDict | Config | tuple[Stage, ...]",
+    *,
+    overrides: Iterable[str] = (),
+    on_devices: bool = True,
 ) -> tuple[Stage, ...]:
-    """Checks and freezes every stage of a config; one stage without a name if it has none. Loaded stages are returned.
+    """Checks and freezes every stage of a config; one stage without a name if it has none. Loaded
+    stages are returned.
 
     Args:
       overrides: paths of settings of the config, such as "data.seq_len", that a stage must use.
@@ -159,7 +203,9 @@ def load_stages(
     return stages
 
 
-def _resolved(values: dict[str, Any], overrides: Iterable[str], on_devices: bool) -> tuple[Stage, ...]:
+def _resolved(
+    values: dict[str, Any], overrides: Iterable[str], on_devices: bool
+) -> tuple[Stage, ...]:
     """The stages of a config that has some."""
     changes: dict[str, dict[str, Any]] = values.pop("stages")
     used = [path for path in overrides if not path.startswith("stages.")]
@@ -168,7 +214,9 @@ def _resolved(values: dict[str, Any], overrides: Iterable[str], on_devices: bool
     for path in used:
         check_used(changes, path)
     own = [
-        StageConfig(name=name, **{key: value for key, value in changed.items() if key not in SECTIONS})
+        StageConfig(
+            name=name, **{key: value for key, value in changed.items() if key not in SECTIONS}
+        )
         for name, changed in changes.items()
     ]
     raise_first(contradictions(own, changes))
@@ -182,7 +230,9 @@ def _resolved(values: dict[str, Any], overrides: Iterable[str], on_devices: bool
             reset_step = first_steps[index]
         head = max(i for i in new_schedules if i <= index)
         end = min((i for i in new_schedules if i > index), default=len(own))
-        schedule = {name: value for name, value in merged[head]["optimizer"].items() if name in SCHEDULE}
+        schedule = {
+            name: value for name, value in merged[head]["optimizer"].items() if name in SCHEDULE
+        }
         settings["optimizer"] |= schedule | {
             "schedule_steps": first_steps[end] - first_steps[head],
             "schedule_start": first_steps[head] - reset_step,
@@ -195,20 +245,30 @@ def _resolved(values: dict[str, Any], overrides: Iterable[str], on_devices: bool
     return tuple(stages)
 
 
-def _load(name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]], on_devices: bool) -> Config:
-    """The config of a stage. Errors name the settings that the stage changes as config.stages.NAME.SECTION.KEY."""
+def _load(
+    name: str, own: Mapping[str, Any], settings: dict[str, dict[str, Any]], on_devices: bool
+) -> Config:
+    """The config of a stage. Errors name the settings that the stage changes as
+    config.stages.NAME.SECTION.KEY.
+    """
     try:
         return from_dict(settings, on_devices=on_devices)
     except UserError as error:
         message = str(error)
         for section in SECTIONS:
             for key in own.get(section, {}):
-                message = re.sub(rf"\bconfig\.{section}\.{key}\b", f"config.stages.{name}.{section}.{key}", message)
+                message = re.sub(
+                    rf"\bconfig\.{section}\.{key}\b",
+                    f"config.stages.{name}.{section}.{key}",
+                    message,
+                )
         raise UserError(f"stage {name}: {message}") from error
 
 
 def _num_steps(stage: StageConfig, settings: Mapping[str, Mapping[str, Any]]) -> int:
     """The optimizer steps of a stage."""
     seq_len = settings["data"].get("seq_len", DataConfig().seq_len)
-    tokens_per_step = seq_len * settings["train"].get("global_batch_size", TrainConfig().global_batch_size)
+    tokens_per_step = seq_len * settings["train"].get(
+        "global_batch_size", TrainConfig().global_batch_size
+    )
     return stage.steps or -(-stage.tokens // max(1, tokens_per_step))

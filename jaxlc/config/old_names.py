@@ -1,4 +1,5 @@
-"""Old names of settings, which config files, flags and stored configs may have: one table. Imports no jax.
+"""Old names of settings, which config files, flags and stored configs may have: one table. Imports
+no jax.
 
 To be removed in 2027-12.
 """

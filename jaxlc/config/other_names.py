@@ -1,4 +1,5 @@
-"""Names of settings and values in other programs: what they are called here, for error messages. Imports no jax.
+"""Names of settings and values in other programs: what they are called here, for error messages.
+Imports no jax.
 
 The programs are transformers, TRL, Axolotl, Megatron-LM, nanochat, torchtitan and MaxText.
 """
@@ -7,8 +8,8 @@ import functools
 import re
 from collections.abc import Container
 
-# The end of an error message <- names of settings. A name with a dot counts only in a section of that name, because its
-# last part has several meanings.
+# The end of an error message <- names of settings. A name with a dot counts only in a section of
+# that name, because its last part has several meanings.
 _SETTINGS = """
 use config.optimizer.learning_rate <- lr peak_lr max_lr base_lr embedding_lr unembedding_lr matrix_lr
 use config.optimizer.schedule <- lr_scheduler lr_scheduler_type lr_decay_style lr_schedule lr_schedule_type scheduler
@@ -257,24 +258,33 @@ orpo kto simpo ipo cpo ppo rloo bco gkd cosine_with_restarts polynomial inverse_
 
 
 def meaning_of(path: str) -> str:
-    """What to use instead of a setting of another program, as the end of a sentence; "" for an unknown name.
+    """What to use instead of a setting of another program, as the end of a sentence; "" for an
+    unknown name.
 
     Args:
       path: as typed, with or without sections: "optimizer.lr", "num-train-epochs".
     """
     *sections, name = path.lower().replace("-", "_").split(".")
     section, by_name = sections[-1] if sections else "", _by_name(_SETTINGS)
-    return by_name.get(f"{section}.{name}") or by_name.get(name) or by_name.get(f"{section}_{name}", "")
+    return (
+        by_name.get(f"{section}.{name}")
+        or by_name.get(name)
+        or by_name.get(f"{section}_{name}", "")
+    )
 
 
 def value_of(value: str, valid: Container[str]) -> str:
-    """What to use instead of a value of another program: one of the `valid` ones, or several; "" for an unknown one."""
+    """What to use instead of a value of another program: one of the `valid` ones, or several; ""
+    for an unknown one.
+    """
     text = _by_name(_VALUES).get(value.lower(), "")
     return text if re.split(",? ", text)[0] in valid else ""
 
 
 def has_no_equivalent(value: str) -> bool:
-    """Whether a value of another program is none of the valid ones, although it may be spelled like one."""
+    """Whether a value of another program is none of the valid ones, although it may be spelled like
+    one.
+    """
     return value.lower() in _WITHOUT_EQUIVALENT.split()
 
 

@@ -1,4 +1,6 @@
-"""The range of a number in settings and flags, declared with its type: `steps: From1[int]`. Imports no jax."""
+"""The range of a number in settings and flags, declared with its type: `steps: From1[int]`. Imports
+no jax.
+"""
 
 import dataclasses
 import functools
@@ -33,12 +35,23 @@ def ranges_of(section: type) -> dict[str, Range]:
     """The range of each number of a section, or of the flags of a verb, by its name."""
     hints = typing.get_type_hints(section, include_extras=True)
     parts = {name: (hint, *typing.get_args(hint)) for name, hint in hints.items()}
-    declared = {name: x.__metadata__[0] for name, xs in parts.items() for x in xs if typing.get_origin(x) is Annotated}
-    return {name: _FROM_0 for name, hint in hints.items() if hint in (int, float, int | None, float | None)} | declared
+    declared = {
+        name: x.__metadata__[0]
+        for name, xs in parts.items()
+        for x in xs
+        if typing.get_origin(x) is Annotated
+    }
+    return {
+        name: _FROM_0
+        for name, hint in hints.items()
+        if hint in (int, float, int | None, float | None)
+    } | declared
 
 
 def out_of_range(values: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yields (name, value, allowed range) of each number of a section, or of flags, that is out of range."""
+    """Yields (name, value, allowed range) of each number of a section, or of flags, that is out of
+    range.
+    """
     for name, allowed in ranges_of(type(values)).items():
         value = getattr(values, name)
         if value is not None and not allowed.holds(value):
@@ -51,7 +64,9 @@ def range_problems(section: str, values: Any) -> Iterator[str]:
     Args:
       values: the section, such as a `TrainConfig` for "train".
     """
-    yield from (invalid_value(f"{section}.{name}", *problem) for name, *problem in out_of_range(values))
+    yield from (
+        invalid_value(f"{section}.{name}", *problem) for name, *problem in out_of_range(values)
+    )
     for name, value in vars(values).items():
         if dataclasses.is_dataclass(value):
             yield from range_problems(f"{section}.{name}", value)

@@ -1,10 +1,12 @@
-"""The editable settings: a ConfigDict that checks names and values at the assignment. Imports no jax.
+"""The editable settings: a ConfigDict that checks names and values at the assignment. Imports no
+jax.
 
-The tree of settings: what is declared at a path "section[.NAME].field", and values with these types. Imports no jax.
+The tree of settings: what is declared at a path "section[.NAME].field", and values with these
+types. Imports no jax.
 
-A part of the tree is a dataclass: the config, a section, a source of data.mixture, a kind of model.kinds, or a stage.
-The last three have names: sources are declared as tuple[SourceConfig, ...], and are a dictionary NAME -> settings while
-they are edited.
+A part of the tree is a dataclass: the config, a section, a source of data.mixture, a kind of
+model.kinds, or a stage. The last three have names: sources are declared as tuple[SourceConfig,
+...], and are a dictionary NAME -> settings while they are edited.
 """
 
 import dataclasses
@@ -17,7 +19,14 @@ from typing import Any, SupportsIndex
 from ml_collections import ConfigDict, FieldReference, config_dict
 
 from jaxlc.config import differences
-from jaxlc.config.frozen import DEFAULT_PRESET, SECTIONS, Config, StageConfig, default_values, refusal
+from jaxlc.config.frozen import (
+    DEFAULT_PRESET,
+    SECTIONS,
+    Config,
+    StageConfig,
+    default_values,
+    refusal,
+)
 from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, KindConfig
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.config.old_names import check_same, new_path, renamed
@@ -31,18 +40,25 @@ NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
 
 
 def item_of(hint: Any) -> type | None:
-    """The class of the named parts in `hint`, such as SourceConfig for data.mixture; None for other types."""
+    """The class of the named parts in `hint`, such as SourceConfig for data.mixture; None for other
+    types.
+    """
     arguments = typing.get_args(hint)
     return arguments[0] if arguments and arguments[0] in NAMED else None
 
 
 @functools.cache
 def fields_of(part: type) -> dict[str, Any]:
-    """The settings and sections of a part with their declared types, not to be changed: {"data": int, ...}."""
+    """The settings and sections of a part with their declared types, not to be changed: {"data":
+    int, ...}.
+    """
     hints = typing.get_type_hints(part)
     if part in NAMED:
         del hints["name"]
-    own_parts: dict[type, dict[str, Any]] = {Config: {"stages": tuple[StageConfig, ...]}, StageConfig: SECTIONS}
+    own_parts: dict[type, dict[str, Any]] = {
+        Config: {"stages": tuple[StageConfig, ...]},
+        StageConfig: SECTIONS,
+    }
     return hints | own_parts.get(part, {})
 
 
@@ -56,11 +72,13 @@ def hint_at(path: str) -> Any:
     """The declared type at a path: int for "mesh.context", SourceConfig for "data.mixture.books".
 
     Raises:
-      SettingError: there is no such setting, and the message names the nearest one; or a stage cannot change it.
+      SettingError: there is no such setting, and the message names the nearest one; or a stage
+        cannot change it.
     """
     names = new_path(path).split(".") if path else []
     hint: Any = Config
-    part, prefix = Config, 0  # the innermost config, source or stage, and the number of names before its own
+    # the innermost config, source or stage, and the number of names before its own
+    part, prefix = Config, 0
     for index, name in enumerate(names):
         if item := item_of(hint):
             if not re.fullmatch(r"[\w-]+", name):
@@ -74,7 +92,9 @@ def hint_at(path: str) -> Any:
         if name not in fields:
             raise SettingError(_unknown(part, ".".join(names[:prefix]), ".".join(names[prefix:])))
         hint = fields[name]
-    if names[:1] == ["stages"] and (reason := refusal(names[1], ".".join(names[2:])) if names[2:] else ""):
+    if names[:1] == ["stages"] and (
+        reason := refusal(names[1], ".".join(names[2:])) if names[2:] else ""
+    ):
         raise SettingError(reason)
     return hint
 
@@ -93,10 +113,11 @@ def _unknown(part: type, prefix: str, path: str) -> str:
 
 
 def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
-    """What to set instead of an unknown path in `part`, as the end of a sentence; "" if no setting can be meant.
+    """What to set instead of an unknown path in `part`, as the end of a sentence; "" if no setting
+    can be meant.
 
-    It is what another program calls by this name, the setting of this name in another section, or one whose name is
-    spelled alike.
+    It is what another program calls by this name, the setting of this name in another section, or
+    one whose name is spelled alike.
 
     Args:
       form: how a path in `part` is written.
@@ -105,7 +126,9 @@ def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
     section, _, name = path.lower().rpartition(".")
     if meaning := meaning_of(path if section or part not in NAMED else f"{NAMED[part]}.{path}"):
         return re.sub(
-            r"config\.([\w.]+)", lambda match: form.format(match[1]) if match[1] in keys else match[0], meaning
+            r"config\.([\w.]+)",
+            lambda match: form.format(match[1]) if match[1] in keys else match[0],
+            meaning,
         )
     names = [key.rpartition(".")[2] for key in keys]
     nearest = nearest_name(name, names, cutoff=0.8)
@@ -119,7 +142,11 @@ def _keys(part: type) -> list[str]:
     """The paths of all settings in `part` that can be set there."""
     keys: list[str] = []
     for name, hint in fields_of(part).items():
-        keys += [f"{name}.{key}" for key in _all_keys(hint)] if dataclasses.is_dataclass(hint) else [name]
+        keys += (
+            [f"{name}.{key}" for key in _all_keys(hint)]
+            if dataclasses.is_dataclass(hint)
+            else [name]
+        )
     return [key for key in keys if part is not StageConfig or not refusal("", key)]
 
 
@@ -127,12 +154,17 @@ def _all_keys(part: type) -> list[str]:
     """The paths of the settings in a section, and in the sections within it."""
     keys: list[str] = []
     for name, hint in fields_of(part).items():
-        keys += [f"{name}.{key}" for key in _all_keys(hint)] if dataclasses.is_dataclass(hint) else [name]
+        keys += (
+            [f"{name}.{key}" for key in _all_keys(hint)]
+            if dataclasses.is_dataclass(hint)
+            else [name]
+        )
     return keys
 
 
 def items_of(path: str, value: Any) -> dict[str, Any]:
-    """The items of a value for the part or the named parts at `path`. A list of named parts has their names in it.
+    """The items of a value for the part or the named parts at `path`. A list of named parts has
+    their names in it.
 
     Raises:
       SettingError: it is no dictionary, or a list without names.
@@ -152,7 +184,9 @@ def items_of(path: str, value: Any) -> dict[str, Any]:
     for index, fields in enumerate(value):
         name = fields.get("name") if isinstance(fields, Mapping) else getattr(fields, "name", None)
         if not isinstance(name, str):
-            raise SettingError(f"invalid {NAMED[item]} {index} of config.{path}: expected a dictionary with a name")
+            raise SettingError(
+                f"invalid {NAMED[item]} {index} of config.{path}: expected a dictionary with a name"
+            )
         if name in items:
             names = ", ".join((*items, name))
             raise SettingError(f"config.{path} has two {NAMED[item]}s of the same name: {names}")
@@ -161,14 +195,20 @@ def items_of(path: str, value: Any) -> dict[str, Any]:
 
 
 def is_part(hint: Any) -> bool:
-    """Whether a declared type has settings in it, as sections, sources and stages, or a group of them, have."""
+    """Whether a declared type has settings in it, as sections, sources and stages, or a group of
+    them, have.
+    """
     return dataclasses.is_dataclass(hint) or item_of(hint) is not None
 
 
 def is_placeholder(path: str) -> bool:
-    """Whether the setting is None until it is set: its default comes from the preset or from model.init_from."""
+    """Whether the setting is None until it is set: its default comes from the preset or from
+    model.init_from.
+    """
     return path in ("data.tokenizer", "data.start_token") or (
-        path.startswith("model.") and not path.startswith("model.kinds") and not is_part(hint_at(path))
+        path.startswith("model.")
+        and not path.startswith("model.kinds")
+        and not is_part(hint_at(path))
     )
 
 
@@ -181,7 +221,8 @@ def converted(path: str, value: Any) -> Any:
     hint = hint_at(path)
     if is_part(hint):
         return {
-            name: converted(joined(path, name), item) for name, item in renamed(path, items_of(path, value)).items()
+            name: converted(joined(path, name), item)
+            for name, item in renamed(path, items_of(path, value)).items()
         }
     if value is None and is_placeholder(path):
         return None
@@ -192,10 +233,12 @@ def converted(path: str, value: Any) -> Any:
 
 
 def set_at(tree: Any, path: str, value: Any) -> None:
-    """Sets the value at a path such as "data.mixture.books.share" in nested dictionaries; a new NAME adds a source.
+    """Sets the value at a path such as "data.mixture.books.share" in nested dictionaries; a new
+    NAME adds a source.
 
     Raises:
-      SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as `converted`.
+      SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as
+        `converted`.
     """
     if not path:
         raise SettingError(_unknown(Config, "", path))
@@ -211,14 +254,19 @@ def set_at(tree: Any, path: str, value: Any) -> None:
 
 
 class Settings(ConfigDict):
-    """A part of the settings: all, as `defaults()` returns them, a section, the sources of a mixture, or a stage.
+    """A part of the settings: all, as `defaults()` returns them, a section, the sources of a
+    mixture, or a stage.
 
-    Values are converted to their declared types, as on the command line. Ranges and contradictions are checked later,
-    by `load`. Sources and stages have only the values that are set.
+    Values are converted to their declared types, as on the command line. Ranges and contradictions
+    are checked later, by `load`. Sources and stages have only the values that are set.
     """
 
-    def __init__(self, path: str = "", values: Mapping[str, Any] | None = None, is_locked: bool = False):
-        """The part at `path`, such as "", "data" or "data.mixture.NAME", with `values` on top of its defaults."""
+    def __init__(
+        self, path: str = "", values: Mapping[str, Any] | None = None, is_locked: bool = False
+    ):
+        """The part at `path`, such as "", "data" or "data.mixture.NAME", with `values` on top of
+        its defaults.
+        """
         super().__init__(type_safe=False, convert_dict=False)
         object.__setattr__(self, "_path", path)
         for name, value in {**_initial_values(path), **(values or {})}.items():
@@ -227,7 +275,8 @@ class Settings(ConfigDict):
             self.lock()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Sets a value, or a whole part. A dictionary for a section sets its values on top of the defaults.
+        """Sets a value, or a whole part. A dictionary for a section sets its values on top of the
+        defaults.
 
         Raises:
           SettingError: an unknown setting, or an invalid value.
@@ -239,7 +288,9 @@ class Settings(ConfigDict):
             return
         hint = hint_at(path)
         if item_of(hint) is StageConfig:
-            value = Stages(Settings(f"{path}.{name}", fields) for name, fields in items_of(path, value).items())
+            value = Stages(
+                Settings(f"{path}.{name}", fields) for name, fields in items_of(path, value).items()
+            )
         elif is_part(hint):
             is_same = isinstance(value, Settings) and value._path == path
             value = value if is_same else Settings(path, renamed(path, items_of(path, value)))
@@ -248,10 +299,12 @@ class Settings(ConfigDict):
         super().__setitem__(key, value)
 
     def __getattr__(self, attribute: str) -> Any:
-        """The value. Where none is set: the name or a default of a source or stage, no stages, or an empty section.
+        """The value. Where none is set: the name or a default of a source or stage, no stages, or
+        an empty section.
 
         Raises:
-          SettingError: there is no such setting or source, or the stage takes the value from the config.
+          SettingError: there is no such setting or source, or the stage takes the value from the
+            config.
         """
         if attribute in self.keys() or attribute.startswith("_"):
             return super().__getattr__(attribute)
@@ -270,10 +323,15 @@ class Settings(ConfigDict):
             return self[attribute]
         if part in NAMED:
             return defaults_of(part)[attribute]
-        raise SettingError(f"config.{path} is not set: the stage has the value of config.{path.split('.', 2)[2]}")
+        raise SettingError(
+            f"config.{path} is not set: the stage has the value of config.{path.split('.', 2)[2]}"
+        )
 
-    def update_from_flattened_dict(self, flattened_dict: Mapping[str, Any], strip_prefix: str = "") -> None:
-        """Sets values by their paths: {"mesh.context": 8}; see `ConfigDict.update_from_flattened_dict`.
+    def update_from_flattened_dict(
+        self, flattened_dict: Mapping[str, Any], strip_prefix: str = ""
+    ) -> None:
+        """Sets values by their paths: {"mesh.context": 8}; see
+        `ConfigDict.update_from_flattened_dict`.
 
         Raises:
           SettingError: an unknown setting, or an invalid value.
@@ -300,7 +358,11 @@ class Settings(ConfigDict):
         return Settings(self._path, self.to_dict(), is_locked=self.is_locked)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Settings, (self._path, dict(self.items(preserve_field_references=True)), self.is_locked)
+        return Settings, (
+            self._path,
+            dict(self.items(preserve_field_references=True)),
+            self.is_locked,
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -327,8 +389,11 @@ class Settings(ConfigDict):
         return differences.as_html(title, values, default_values(preset))
 
 
-class Stages(Sequence[Settings]):  # not a tuple: a FrozenConfigDict contains no tuples of ConfigDicts
-    """The stages of a config in their order; each is also an attribute by its name: config.stages.long.steps."""
+# not a tuple: a FrozenConfigDict contains no tuples of ConfigDicts
+class Stages(Sequence[Settings]):
+    """The stages of a config in their order; each is also an attribute by its name:
+    config.stages.long.steps.
+    """
 
     def __init__(self, stages: Iterable[Settings]):
         self._stages = tuple(stages)
@@ -362,8 +427,9 @@ class Stages(Sequence[Settings]):  # not a tuple: a FrozenConfigDict contains no
 def defaults() -> Settings:
     """All settings with their default values, for a config file or a notebook to edit.
 
-    `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the preset" until set.
-    `data.tokenizer` is a placeholder that means the tokenizer of `model.init_from`, or bytes.
+    `model.preset` names a model; the other fields of `model` are placeholders that mean "as in the
+    preset" until set. `data.tokenizer` is a placeholder that means the tokenizer of
+    `model.init_from`, or bytes.
     """
     return Settings()
 
@@ -379,6 +445,13 @@ def _initial_values(path: str) -> dict[str, Any]:
     elif inner:
         values = dict[str, Any]()  # a source, a kind or a stage has only what is set
     empty: dict[str, Any] = {}
-    values = {name: empty if is_part(hint_at(f"{path}.{name}")) else value for name, value in values.items()}
-    unset = [name for name in values if is_placeholder(f"{path}.{name}") and name not in ("preset", "init_from")]
+    values = {
+        name: empty if is_part(hint_at(f"{path}.{name}")) else value
+        for name, value in values.items()
+    }
+    unset = [
+        name
+        for name in values
+        if is_placeholder(f"{path}.{name}") and name not in ("preset", "init_from")
+    ]
     return values | {name: config_dict.placeholder(object) for name in unset}

@@ -1,4 +1,6 @@
-"""Values of settings: conversion to their declared types, and the errors for invalid ones. Imports no jax."""
+"""Values of settings: conversion to their declared types, and the errors for invalid ones. Imports
+no jax.
+"""
 
 import ast
 import dataclasses
@@ -22,7 +24,9 @@ _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0"
 
 
 class SettingError(UserError, AttributeError):
-    """An unknown setting, or an invalid value of a setting. It is also an AttributeError, so that `hasattr` works."""
+    """An unknown setting, or an invalid value of a setting. It is also an AttributeError, so that
+    `hasattr` works.
+    """
 
 
 def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = ()) -> str:
@@ -37,12 +41,17 @@ def invalid_value(path: str, value: Any, expected: str, names: Iterable[str] = (
         question = f" (did you mean {meant}?)"
     elif isinstance(value, str) and not other_names.has_no_equivalent(value):
         question = suggestion(value, names, cutoff=0.7)
-    problem = f"invalid {path}={value}" if path.startswith("--") else f"invalid value {value!r} for config.{path}"
+    problem = (
+        f"invalid {path}={value}"
+        if path.startswith("--")
+        else f"invalid value {value!r} for config.{path}"
+    )
     return f"{problem}: expected {expected}{question}"
 
 
 def typed(path: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`. Strings are accepted as on the command line: "1e3", "true", "a,b".
+    """`value` as the type `hint`. Strings are accepted as on the command line: "1e3", "true",
+    "a,b".
 
     Args:
       path: the setting or flag for the error, as for `invalid_value`.
@@ -75,7 +84,9 @@ def describe_type(hint: Any) -> str:
 def defaults_of(part: type) -> dict[str, Any]:
     """The default of each setting of a section, a source or a stage."""
     defaults = {field.name: field.default for field in dataclasses.fields(part)}
-    return {name: plain(value) for name, value in defaults.items() if value is not dataclasses.MISSING}
+    return {
+        name: plain(value) for name, value in defaults.items() if value is not dataclasses.MISSING
+    }
 
 
 def plain(value: Any) -> Any:
@@ -87,7 +98,11 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their paths: {"mesh.context": 8} for {"mesh": {"context": 8}}."""
     paths: dict[str, Any] = {}
     for name, value in values.items():
-        paths |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        paths |= (
+            flattened(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: value}
+        )
     return paths
 
 
@@ -97,7 +112,9 @@ def as_argument(value: object) -> str:
 
 
 def as_python(value: Any) -> str:
-    """A value, plain JSON types, as it is written in a config file; a list as a tuple, a dictionary in lines."""
+    """A value, plain JSON types, as it is written in a config file; a list as a tuple, a dictionary
+    in lines.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:_}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, str):
@@ -105,7 +122,13 @@ def as_python(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({''.join(f'{as_python(item)}, ' for item in value).rstrip(' ' if len(value) == 1 else ', ')})"
     if isinstance(value, dict):
-        return "".join(["{\n", *(f"    {as_python(key)}: {as_python(item)},\n" for key, item in value.items()), "}"])
+        return "".join(
+            [
+                "{\n",
+                *(f"    {as_python(key)}: {as_python(item)},\n" for key, item in value.items()),
+                "}",
+            ]
+        )
     return repr(value)
 
 
@@ -132,7 +155,13 @@ def _as_float(value: Any) -> float | None:
 
 
 def _as_boolean(value: Any) -> bool | None:
-    return _BOOLEANS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
+    return (
+        _BOOLEANS.get(value.lower())
+        if isinstance(value, str)
+        else value
+        if isinstance(value, bool)
+        else None
+    )
 
 
 def _as_string(value: Any) -> str | None:
@@ -147,7 +176,9 @@ def _as_tokens(value: Any) -> int | None:
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:
-    """The items of a list, a tuple, one path, or a string such as "a,b", "(0, 2)" or ""; [None] for any other value."""
+    """The items of a list, a tuple, one path, or a string such as "a,b", "(0, 2)" or ""; [None] for
+    any other value.
+    """
     if isinstance(value, str) and value[:1] in ("(", "["):
         try:
             value = ast.literal_eval(value)
@@ -163,7 +194,8 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 class _Kind(NamedTuple):
     """A type of a setting or flag."""
 
-    convert: Callable[[Any], Any]  # a value, or a string as on the command line, as this type; None: it is not
+    # a value, or a string as on the command line, as this type; None: it is not
+    convert: Callable[[Any], Any]
     words: str
     plural: str = ""  # after "a list of"
 
@@ -173,5 +205,9 @@ _KINDS: dict[Any, _Kind] = {
     float: _Kind(_as_float, "a finite number", "numbers"),
     bool: _Kind(_as_boolean, "true or false"),
     str: _Kind(_as_string, "a string", "strings"),
-    Tokens: _Kind(_as_tokens, "tokens, such as 131072, 32K or 1M (1M = 1,048,576)", "tokens, such as 4096,32K,1M"),
+    Tokens: _Kind(
+        _as_tokens,
+        "tokens, such as 131072, 32K or 1M (1M = 1,048,576)",
+        "tokens, such as 4096,32K,1M",
+    ),
 }

@@ -1,5 +1,5 @@
-"""Errors that users can fix: their classes, missing optional packages, and arguments of public functions. Imports no
-jax.
+"""Errors that users can fix: their classes, missing optional packages, and arguments of public
+functions. Imports no jax.
 """
 
 import builtins
@@ -22,15 +22,17 @@ from jaxlc.core.text import suggestion
 class UserError(ValueError):
     """Invalid user input: a config, a path or an environment.
 
-    The message names the invalid value and how to fix it. Commands print it in one line, without a traceback, and
-    exit with `exit_status`. In Python it is an ordinary ValueError.
+    The message names the invalid value and how to fix it. Commands print it in one line, without a
+    traceback, and exit with `exit_status`. In Python it is an ordinary ValueError.
     """
 
     exit_status = 2
 
 
 class WriteError(UserError):
-    """A file can no longer be written. The input is valid, so commands exit with 1, as after a fault."""
+    """A file can no longer be written. The input is valid, so commands exit with 1, as after a
+    fault.
+    """
 
     exit_status = 1
 
@@ -58,7 +60,9 @@ def raise_first(problems: Iterator[str]) -> None:
 
 
 class Unsupported(UserError, NotImplementedError):
-    """A model, a combination of settings or a device is unsupported. The message names the limit and the value."""
+    """A model, a combination of settings or a device is unsupported. The message names the limit
+    and the value.
+    """
 
 
 # Package -> the extra in pyproject.toml that installs it.
@@ -95,13 +99,20 @@ def require(package: str, feature: str) -> None:
       UserError: it is not.
     """
     if not is_installed(package):
-        raise UserError(f"{feature} needs the package {package}, which is not installed: {install_hint(package)}")
+        raise UserError(
+            f"{feature} needs the package {package}, which is not installed: {install_hint(package)}"
+        )
 
 
 Arguments = ParamSpec("Arguments")
 ReturnT = TypeVar("ReturnT")
 # What is accepted for some annotations. An array is no Sequence, but can be one of numbers.
-_ACCEPTED: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, Path: os.PathLike, Sequence: Iterable}
+_ACCEPTED: dict[Any, Any] = {
+    int: numbers.Integral,
+    float: numbers.Real,
+    Path: os.PathLike,
+    Sequence: Iterable,
+}
 
 
 class ArgumentError(UserError, TypeError):
@@ -109,7 +120,9 @@ class ArgumentError(UserError, TypeError):
 
 
 def checked(function: Callable[Arguments, ReturnT]) -> Callable[Arguments, ReturnT]:
-    """Decorates a function: before it runs, its arguments are checked. An ArgumentError has name, value and type."""
+    """Decorates a function: before it runs, its arguments are checked. An ArgumentError has name,
+    value and type.
+    """
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -118,20 +131,28 @@ def checked(function: Callable[Arguments, ReturnT]) -> Callable[Arguments, Retur
             arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         except TypeError as error:
             unknown = next((name for name in kwargs if name not in parameters), "")
-            raise ArgumentError(f"{function.__name__}() {error}{suggestion(unknown, parameters)}") from None
+            raise ArgumentError(
+                f"{function.__name__}() {error}{suggestion(unknown, parameters)}"
+            ) from None
         hints = typing.get_type_hints(function, localns=_Names(function.__globals__))
         for name, value in arguments.items():
             if not _fits(value, hints.get(name, Any)):
-                expected = re.sub(r"\w+\.|'", "", inspect.formatannotation(parameters[name].annotation))
+                expected = re.sub(
+                    r"\w+\.|'", "", inspect.formatannotation(parameters[name].annotation)
+                )
                 given = f"{name}={' '.join(reprlib.repr(value).split())}"
-                raise ArgumentError(f"invalid argument {given} of {function.__name__}(): expected {expected}")
+                raise ArgumentError(
+                    f"invalid argument {given} of {function.__name__}(): expected {expected}"
+                )
         return function(*args, **kwargs)
 
     return call
 
 
 class _Foreign(type):
-    """The type of a name that is imported for type checkers only. Numbers, texts and containers are no instances."""
+    """The type of a name that is imported for type checkers only. Numbers, texts and containers are
+    no instances.
+    """
 
     def __getattr__(cls, name: str) -> "_Foreign":
         if name.startswith("_"):

@@ -1,11 +1,13 @@
-"""Files: read without trust, replaced atomically, locked between processes, and errors of writing. Imports no jax.
+"""Files: read without trust, replaced atomically, locked between processes, and errors of writing.
+Imports no jax.
 
-Files of JSON and of arrays may be written by others: they are limited in size, and invalid Unicode and pointers of Git
-LFS are errors. A file is replaced atomically, so a process that is killed leaves the old file or none. A lock holds
-between processes, on one host or on a file system that they share. Errors of writing, such as a full disk, become
-errors that users can fix.
+Files of JSON and of arrays may be written by others: they are limited in size, and invalid Unicode
+and pointers of Git LFS are errors. A file is replaced atomically, so a process that is killed
+leaves the old file or none. A lock holds between processes, on one host or on a file system that
+they share. Errors of writing, such as a full disk, become errors that users can fix.
 
-Fingerprints of what results depend on: stored beside them, and compared before they are resumed or reused.
+Fingerprints of what results depend on: stored beside them, and compared before they are resumed or
+reused.
 """
 
 import errno
@@ -71,10 +73,15 @@ _OTHER_FORMATS = {  # end of the name of a file -> what to do
 
 
 def other_format(path: Path) -> str | None:
-    """What a file, or a directory without a model in safetensors files, has instead, and what to do; None if it is
-    unknown."""
+    """What a file, or a directory without a model in safetensors files, has instead, and what to
+    do; None if it is unknown."""
     names = [path.name] if path.is_file() else sorted(file.name for file in path.iterdir())
-    found = ((name, advice) for end, advice in _OTHER_FORMATS.items() for name in names if name.endswith(end))
+    found = (
+        (name, advice)
+        for end, advice in _OTHER_FORMATS.items()
+        for name in names
+        if name.endswith(end)
+    )
     name, advice = next(found, ("", ""))
     return f"has {name}: {advice}" if name else None
 
@@ -89,7 +96,9 @@ def check_no_pointers(directory: Path) -> None:
         if path.suffix in (".json", ".safetensors") and path.is_file():
             with path.open("rb") as file:
                 if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise UserError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in {directory}")
+                    raise UserError(
+                        f"{path} is a pointer of Git LFS, not the file: run `git lfs pull` in {directory}"
+                    )
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -100,7 +109,9 @@ def parse_json(text: bytes | str) -> Any:
     """
     try:
         value = json.loads(text)
-        has_surrogates = _ESCAPE.search(text) if isinstance(text, str) else _ESCAPE_BYTES.search(text)
+        has_surrogates = (
+            _ESCAPE.search(text) if isinstance(text, str) else _ESCAPE_BYTES.search(text)
+        )
         return valid_unicode(value) if has_surrogates else value
     except RecursionError as error:
         raise ValueError(f"it is nested too deeply: {error}") from None
@@ -139,7 +150,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             problem = reason_of(error)
         if problem:
-            raise UserError(f"line {number} of {path} is not a JSON object ({problem}); remove that line")
+            raise UserError(
+                f"line {number} of {path} is not a JSON object ({problem}); remove that line"
+            )
     return rows
 
 
@@ -173,7 +186,14 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
                 raise ValueError("it is compressed")
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (zipfile.BadZipFile, EOFError, MemoryError, NotImplementedError, SyntaxError, tokenize.TokenError) as error:
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        MemoryError,
+        NotImplementedError,
+        SyntaxError,
+        tokenize.TokenError,
+    ) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
@@ -181,7 +201,8 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file next to `path` that replaces it at the end; it is deleted on failure.
 
-    The file has the permissions of the process's umask, unlike files of `tempfile`, which only their owner can read.
+    The file has the permissions of the process's umask, unlike files of `tempfile`, which only
+    their owner can read.
 
     Raises:
       OSError: the file cannot be written; `filename` is set.
@@ -217,15 +238,16 @@ def locked(
     timeout_seconds: float = math.inf,
     on_unsupported: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Holds an advisory lock on the file `path`, which exists only while a process holds it or waits for it.
+    """Holds an advisory lock on the file `path`, which exists only while a process holds it or
+    waits for it.
 
-    The kernel releases the lock when its process ends, also if it is killed, so a file without a process is no
-    obstacle. On a file system without locks, processes do not wait.
+    The kernel releases the lock when its process ends, also if it is killed, so a file without a
+    process is no obstacle. On a file system without locks, processes do not wait.
 
     Args:
-      on_wait: called once with the name of the process that holds the lock, if this process has to wait.
-      timeout_seconds: the longest wait.
-      on_unsupported: called if the file system has no locks.
+      on_wait: called once with the name of the process that holds the lock, if this process has to
+      wait. timeout_seconds: the longest wait. on_unsupported: called if the file system has no
+      locks.
     Raises:
       LockHeld: another process still holds the lock after `timeout_seconds`.
       OSError: the file cannot be made.
@@ -234,7 +256,10 @@ def locked(
     def delete() -> None:
         path.unlink(missing_ok=True)
 
-    with _acquired(path, on_wait, timeout_seconds, on_unsupported) as file, interrupts.undone(delete):
+    with (
+        _acquired(path, on_wait, timeout_seconds, on_unsupported) as file,
+        interrupts.undone(delete),
+    ):
         try:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -245,7 +270,10 @@ def locked(
 
 
 def _acquired(
-    path: Path, on_wait: Callable[[str], None], timeout_seconds: float, on_unsupported: Callable[[], None]
+    path: Path,
+    on_wait: Callable[[str], None],
+    timeout_seconds: float,
+    on_unsupported: Callable[[], None],
 ) -> BinaryIO:
     """Returns the file with its lock; see `locked`."""
     has_waited, deadline = False, time.monotonic() + timeout_seconds
@@ -287,7 +315,8 @@ def _holder(file: BinaryIO) -> str:
 
 
 def _is_current(file: BinaryIO, path: Path) -> bool:
-    """Whether `path` still names `file`: another process may have deleted it just before it released its lock.
+    """Whether `path` still names `file`: another process may have deleted it just before it
+    released its lock.
 
     Raises:
       OSError: with an error number of _STALE, if it does not.
@@ -311,11 +340,14 @@ def local_path(value: str | Path) -> Path:
             f"unsupported: {value} is a URL, and jaxlc reads and writes only file systems of this machine: copy or"
             f" mount it, and pass the path{hub}"
         )
-    return Path(os.path.expanduser(value))  # unlike Path.expanduser, it does not raise for an unknown user
+    # unlike Path.expanduser, it does not raise for an unknown user
+    return Path(os.path.expanduser(value))
 
 
 def nearest_path(path: Path) -> Path | None:
-    """The path that exists and is most similar to one that does not: its last name differs, or one before it."""
+    """The path that exists and is most similar to one that does not: its last name differs, or one
+    before it.
+    """
     if path.parent.is_dir():
         name = nearest_name(path.name, (child.name for child in path.parent.iterdir()))
         return path.parent / name if name else None
@@ -326,10 +358,12 @@ def nearest_path(path: Path) -> Path | None:
 def file_inside(directory: Path, name: object) -> Path:
     """The file `name` of a directory that others may have written, such as a downloaded model.
 
-    A symbolic link may lead to another file of the directory, or, in the cache of the hub, of the same model.
+    A symbolic link may lead to another file of the directory, or, in the cache of the hub, of the
+    same model.
 
     Raises:
-      ValueError: the name has other parts than a file name, or the file is a link to a file elsewhere.
+      ValueError: the name has other parts than a file name, or the file is a link to a file
+        elsewhere.
     """
     if not isinstance(name, str) or name in ("", "..") or "\0" in name or Path(name).name != name:
         raise ValueError(f"{str(name)[:100]!r} is not the name of a file")
@@ -349,7 +383,8 @@ def displayed(path: Path) -> Path:
     return path.relative_to(directory) if path.is_relative_to(directory) else path
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: a limit of the shell or of the file system
+# the last: a limit of the shell or of the file system
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def make_writable(directory: Path, advice: str) -> None:
@@ -377,7 +412,8 @@ def write_errors_explained(place: Path | str, advice: str) -> Iterator[None]:
 
 
 def full_disk_reason(error: BaseException | None) -> str | None:
-    """The message of the operating system if a full disk, a quota or a limit has caused an error; None: neither.
+    """The message of the operating system if a full disk, a quota or a limit has caused an error;
+    None: neither.
 
     TensorStore raises a ValueError with that message.
     """
@@ -394,8 +430,8 @@ def full_disk_explained(directory: Path, kept: Callable[[], str]) -> Iterator[No
     """Raises an error that a full disk has caused as a DiskFullError with one sentence.
 
     Args:
-      directory: to which the block writes; an error that names its file is about the directory of that file.
-      kept: returns the end of the sentence: what is not lost, and how to continue.
+      directory: to which the block writes; an error that names its file is about the directory of
+      that file. kept: returns the end of the sentence: what is not lost, and how to continue.
     """
     try:
         yield

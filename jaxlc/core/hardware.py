@@ -1,5 +1,5 @@
-"""Peaks of GPUs, and fractions that links achieve, each number with its source. Efficiencies of kernels are in
-`jaxlc.simulate.roofline`.
+"""Peaks of GPUs, and fractions that links achieve, each number with its source. Efficiencies of
+kernels are in `jaxlc.simulate.roofline`.
 
 This module does not import jax.
 """
@@ -11,17 +11,21 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU. Rates are peaks; achieved rates are lower (an H100's bf16 product measured near 800e12 FLOP/s)."""
+    """One GPU. Rates are peaks; achieved rates are lower (an H100's bf16 product measured near
+    800e12 FLOP/s).
+    """
 
     name: str
-    device_kind: str  # equal to `jax.Device.device_kind`, so that variants with other figures do not match
+    # equal to `jax.Device.device_kind`, so that variants with other figures do not match
+    device_kind: str
     compute_capability: str  # equal to `jax.Device.compute_capability`
     bf16_flops_per_second: float  # dense: datasheets print twice as much, "with sparsity"
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float
     nvlink_bandwidth_bytes_per_second: float  # to all peers in total, in one direction
     network_bandwidth_bytes_per_second: float  # one network card per GPU, in one direction
-    host_bandwidth_bytes_per_second: float  # between a GPU and the memory of its host, in one direction
+    # between a GPU and the memory of its host, in one direction
+    host_bandwidth_bytes_per_second: float
 
 
 class Efficiency(NamedTuple):
@@ -31,28 +35,30 @@ class Efficiency(NamedTuple):
     backward: float
 
 
-# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any work: 1.3 and 1.4 us
-# in a CUDA graph, which XLA makes of chains of kernels; 3.6 and 5.3 us outside of one (benchmarks/2026-11-26-h100.md).
+# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any
+# work: 1.3 and 1.4 us in a CUDA graph, which XLA makes of chains of kernels; 3.6 and 5.3 us outside
+# of one (benchmarks/2026-11-26-h100.md).
 KERNEL_GAP_SECONDS = 1.4e-6
-# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what follows: 11 and 13 us,
-# with the kernel of the predicate (as above).
+# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what
+# follows: 11 and 13 us, with the kernel of the predicate (as above).
 SYNCHRONIZATION_SECONDS = 12e-6
-# The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
-# GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
-# (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
+# The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450 GB/s on 8
+# H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards
+# per node (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200
+# (Azure/AI-benchmarking-guide).
 LINK_EFFICIENCY = 0.8
-# The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
-# at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6. benchmarks/2026-11-26-h100.md: 55 GB/s from the
-# host over PCIe 5.0.
+# The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned
+# memory, one GPU at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
+# benchmarks/2026-11-26-h100.md: 55 GB/s from the host over PCIe 5.0.
 HOST_LINK_EFFICIENCY = 0.83
 # Launch and first byte of a copy to or from host memory: assumed.
 HOST_LATENCY_SECONDS = 10e-6
 
 
-# memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.
-# NVLink: half of the published total, which counts both directions.
-# Network: the cards of NVIDIA's own systems, from the datasheets named at each figure.
-# [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both citing NVIDIA's
+# memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs. NVLink:
+# half of the published total, which counts both directions. Network: the cards of NVIDIA's own
+# systems, from the datasheets named at each figure. [1] glennklockwood.com/garden/processors/h100
+# and /garden/peak-FLOPS, [2] .../processors/B200, both citing NVIDIA's
 #     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
 DEVICES = (
     Device(
@@ -70,7 +76,8 @@ DEVICES = (
         name="h100",
         device_kind="NVIDIA H100 80GB HBM3",
         compute_capability="9.0",
-        bf16_flops_per_second=989.4e12,  # 132 SMs x 4 tensor cores x 1024 FLOP a clock x 1.83 GHz [1]
+        # 132 SMs x 4 tensor cores x 1024 FLOP a clock x 1.83 GHz [1]
+        bf16_flops_per_second=989.4e12,
         memory_bytes=84_942_979_072,
         memory_bandwidth_bytes_per_second=3.35232e12,
         nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s
@@ -88,15 +95,18 @@ DEVICES = (
         network_bandwidth_bytes_per_second=50e9,  # as DGX H100
         host_bandwidth_bytes_per_second=63e9,  # PCIe 5.0 x16
     ),
-    # NVIDIA's datasheet of the GH200 Grace Hopper Superchip, with 96 GB of HBM3 and 480 GB of LPDDR5X.
+    # NVIDIA's datasheet of the GH200 Grace Hopper Superchip, with 96 GB of HBM3 and 480 GB of
+    # LPDDR5X.
     Device(
         name="gh200",
         device_kind="NVIDIA GH200 480GB",  # 480 GB is the memory of the CPU
         compute_capability="9.0",
         bf16_flops_per_second=989.4e12,  # the compute die is the H100's [1]
-        memory_bytes=101_870_000_000,  # 94.88 GiB, printed by PyTorch in github.com/Lightning-AI/litgpt/issues/1892
+        # 94.88 GiB, printed by PyTorch in github.com/Lightning-AI/litgpt/issues/1892
+        memory_bytes=101_870_000_000,
         memory_bandwidth_bytes_per_second=4.0e12,
-        nvlink_bandwidth_bytes_per_second=450e9,  # NVLink 4: 900 GB/s, with a switch, as in the NVL32
+        # NVLink 4: 900 GB/s, with a switch, as in the NVL32
+        nvlink_bandwidth_bytes_per_second=450e9,
         network_bandwidth_bytes_per_second=50e9,  # a ConnectX-7 of 400 Gb/s a superchip
         host_bandwidth_bytes_per_second=450e9,  # NVLink-C2C: 900 GB/s in both directions
     ),
@@ -115,22 +125,27 @@ DEVICES = (
         name="gb200",
         device_kind="NVIDIA GB200",
         compute_capability="10.0",
-        bf16_flops_per_second=2500e12,  # at 1,200 W: 5,000 TFLOPS with sparsity [2]; [3] says 2250e12
+        # at 1,200 W: 5,000 TFLOPS with sparsity [2]; [3] says 2250e12
+        bf16_flops_per_second=2500e12,
         memory_bytes=197_897_748_480,
         memory_bandwidth_bytes_per_second=7.928064e12,
         nvlink_bandwidth_bytes_per_second=900e9,  # NVLink 5: 1.8 TB/s
         network_bandwidth_bytes_per_second=50e9,  # GB200 NVL72: ConnectX-7, 400 Gb/s a GPU
-        host_bandwidth_bytes_per_second=225e9,  # NVLink-C2C: 900 GB/s in both directions per Grace, for two GPUs
+        # NVLink-C2C: 900 GB/s in both directions per Grace, for two GPUs
+        host_bandwidth_bytes_per_second=225e9,
     ),
 )
 
 
 def is_coherent_with_host(device_kind: str) -> bool:
-    """Whether GPU and CPU can access each other's memory over NVLink-C2C: on the Grace superchips GH200, GB200 and
-    GB300. Other GPUs use PCIe. C2C moves 900 GB/s, half of it in each direction (NVIDIA's GH200 datasheet)."""
+    """Whether GPU and CPU can access each other's memory over NVLink-C2C: on the Grace superchips
+    GH200, GB200 and GB300. Other GPUs use PCIe. C2C moves 900 GB/s, half of it in each direction
+    (NVIDIA's GH200 datasheet)."""
     return re.search(r"\bG[HB]\d{3}\b", device_kind, re.IGNORECASE) is not None
 
 
 def find(device_kind: str) -> Device | None:
     """The device with this name or `jax.Device.device_kind`; None if it is not listed, as for CPUs."""
-    return next((device for device in DEVICES if device_kind in (device.name, device.device_kind)), None)
+    return next(
+        (device for device in DEVICES if device_kind in (device.name, device.device_kind)), None
+    )

@@ -1,10 +1,12 @@
-"""Ctrl-C, SIGTERM and SIGHUP in a command of jaxlc: one sentence on stderr, and exit status 128 + the signal's number.
+"""Ctrl-C, SIGTERM and SIGHUP in a command of jaxlc: one sentence on stderr, and exit status 128 +
+the signal's number.
 
-Python raises KeyboardInterrupt wherever the program is, and some code turns it into another error or ignores it. While
-the main thread is in a call that does not return, such as a compilation of minutes, Python runs no handler: then a
-thread ends the process.
+Python raises KeyboardInterrupt wherever the program is, and some code turns it into another error
+or ignores it. While the main thread is in a call that does not return, such as a compilation of
+minutes, Python runs no handler: then a thread ends the process.
 
-`call_within` bounds calls that may hang, such as calls to a file system or to another process. Imports no jax.
+`call_within` bounds calls that may hang, such as calls to a file system or to another process.
+Imports no jax.
 """
 
 import contextlib
@@ -24,7 +26,8 @@ T = TypeVar("T")
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T | None:
-    """The result of `function`, called in a daemon thread; None if it raises or takes longer than `seconds`.
+    """The result of `function`, called in a daemon thread; None if it raises or takes longer than
+    `seconds`.
 
     A call that takes longer goes on in its thread, which does not keep the process from ending.
     """
@@ -42,7 +45,8 @@ def call_within(seconds: float, function: Callable[[], T]) -> T | None:
 
 _END_SECONDS = 5.0  # after a signal, for a command to end by itself
 _REPEAT_SECONDS = 1.0  # `timeout`, or the end of a terminal, may send the same signal twice
-# Code that turns KeyboardInterrupt into another error: imports of extension modules, and JAX's start of its plugins.
+# Code that turns KeyboardInterrupt into another error: imports of extension modules, and JAX's
+# start of its plugins.
 _CONVERTING_FILES = ("<frozen importlib._bootstrap>", "/jax/_src/xla_bridge.py")
 
 _sentence = ""  # set while a command runs
@@ -53,12 +57,14 @@ _stderr = 2  # a copy of the file descriptor, which `jaxlc.runtime.alarm` replac
 
 
 def install_for_command() -> None:
-    """Prepares the streams and handles Ctrl-C of a process that runs `jaxlc VERB`, or `python -m jaxlc.VERB`.
+    """Prepares the streams and handles Ctrl-C of a process that runs `jaxlc VERB`, or `python -m
+    jaxlc.VERB`.
 
     A process in which SIGINT is ignored, such as a background job of a shell, still ignores it.
     """
     global _stderr
-    if os.path.basename(sys.argv[0]) not in ("-m", "jaxlc"):  # "-m" while the packages of a module are imported
+    # "-m" while the packages of a module are imported
+    if os.path.basename(sys.argv[0]) not in ("-m", "jaxlc"):
         return
     text.prepare()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -69,8 +75,8 @@ def install_for_command() -> None:
 
 @contextlib.contextmanager
 def handled(sentence: str) -> Iterator[None]:
-    """While it is entered, SIGTERM and SIGHUP raise KeyboardInterrupt as well, unless they are ignored, as by nohup;
-    and every error that follows a signal leaves it as KeyboardInterrupt.
+    """While it is entered, SIGTERM and SIGHUP raise KeyboardInterrupt as well, unless they are
+    ignored, as by nohup; and every error that follows a signal leaves it as KeyboardInterrupt.
 
     Args:
       sentence: what the signal leaves behind; the message of a KeyboardInterrupt that has none.
@@ -137,12 +143,17 @@ def _handlers() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
     for number in numbers:
         signal.signal(number, _handle)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # the numbers of signals, from C
+    # the numbers of signals, from C
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     done = threading.Event()
     threading.Thread(target=_watch, args=[reader, done], name="jaxlc-signals", daemon=True).start()
     try:
@@ -157,8 +168,8 @@ def _handlers() -> Iterator[None]:
 
 
 def _watch(reader: int, done: threading.Event) -> None:
-    """Ends the process a while after a signal: the first one that `_handle` gets, or a second one of another handler,
-    such as the handler of `jaxlc.train.callbacks`."""
+    """Ends the process a while after a signal: the first one that `_handle` gets, or a second one
+    of another handler, such as the handler of `jaxlc.train.callbacks`."""
     first_seconds = None
     while data := os.read(reader, 1):
         if (number := data[0]) not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

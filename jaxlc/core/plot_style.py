@@ -1,4 +1,6 @@
-"""Colors and style of all figures. Importing this module does not import matplotlib, which is slow to import."""
+"""Colors and style of all figures. Importing this module does not import matplotlib, which is slow
+to import.
+"""
 
 import functools
 import io
@@ -13,7 +15,8 @@ if TYPE_CHECKING:
 
 BLUE, RED, TEAL, AMBER = "#1f5fa8", "#d1495b", "#2a9d8f", "#e9a23b"
 SKY, VIOLET = "#8fb4dc", "#7a5ea8"
-GRAY, SILVER, FAINT = "#6b7280", "#9aa5b1", "#dde1e6"  # secondary text and lines, background kernels, grid lines
+# secondary text and lines, background kernels, grid lines
+GRAY, SILVER, FAINT = "#6b7280", "#9aa5b1", "#dde1e6"
 CYCLE = (BLUE, RED, TEAL, AMBER, VIOLET, SKY, GRAY)  # colors of the lines or bars of one figure
 _LINES = ("-", "--", ":", "-.")
 HATCHES = ("", "///", "...", "xx")  # of bars, after each cycle of colors
@@ -28,13 +31,18 @@ def line_styles() -> "Iterator[dict[str, str]]":
 def new_figure(width: float, height: float, **options: Any) -> "Figure":
     """A matplotlib Figure that a notebook shows as a picture when it is the last value of a cell.
 
-    It does not use pyplot, which would keep a reference to the figure and change the backend of the notebook.
+    It does not use pyplot, which would keep a reference to the figure and change the backend of the
+    notebook.
 
     Args:
       width, height: in inches.
       options: further arguments of `matplotlib.figure.Figure`.
     """
-    arguments: dict[str, Any] = {"figsize": (width, height), "dpi": 110, "layout": "constrained"} | options
+    arguments: dict[str, Any] = {
+        "figsize": (width, height),
+        "dpi": 110,
+        "layout": "constrained",
+    } | options
     return _figure_class()(**arguments)
 
 

@@ -1,9 +1,11 @@
-"""Runs calls of a function in processes of their own, several at a time, so that a crash ends only one call.
+"""Runs calls of a function in processes of their own, several at a time, so that a crash ends only
+one call.
 
-A process neither is a fork, because JAX has threads, nor imports the main module of its parent, so that scripts need no
-`if __name__ == "__main__"`. It exits when its parent dies.
+A process neither is a fork, because JAX has threads, nor imports the main module of its parent, so
+that scripts need no `if __name__ == "__main__"`. It exits when its parent dies.
 
-Runs a function on configs, each in its own process, so that a crash or an exception fails only that config.
+Runs a function on configs, each in its own process, so that a crash or an exception fails only that
+config.
 
 Imports no jax, so that a worker process can set the environment before it imports jax.
 """
@@ -51,16 +53,17 @@ def run(
     environment: Mapping[str, str] | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any] | None]:
-    """Yields (number of the call, value) for each value of `function(*call)`, as soon as there is one.
+    """Yields (number of the call, value) for each value of `function(*call)`, as soon as there is
+    one.
 
-    Closing the iterator kills the processes. The last value of a call may also be a UserError that it raised, or
-    `Died`; other exceptions end its process with a traceback.
+    Closing the iterator kills the processes. The last value of a call may also be a UserError that
+    it raised, or `Died`; other exceptions end its process with a traceback.
 
     Args:
-      function: a function of a module that returns an iterable; it, the calls and the values are pickled.
-      is_reused: a process runs further calls after the first one.
-      environment: variables of the processes, besides the variables of this one.
-      is_over: called about twice a second; when it is true, the processes are killed.
+      function: a function of a module that returns an iterable; it, the calls and the values are
+      pickled. is_reused: a process runs further calls after the first one. environment: variables
+      of the processes, besides the variables of this one. is_over: called about twice a second;
+      when it is true, the processes are killed.
     Yields:
       None if there was no value for half a second.
     """
@@ -92,7 +95,9 @@ def run(
 
 
 class _Process:
-    """One process; its standard output and errors go to a file, because they would corrupt the display of progress."""
+    """One process; its standard output and errors go to a file, because they would corrupt the
+    display of progress.
+    """
 
     number = 0  # of its call
 
@@ -107,7 +112,8 @@ class _Process:
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, **environment},
             pass_fds=[other_end.fileno()],
-            process_group=0,  # the terminal sends Ctrl-C to the group of a command; only its first process must react
+            # the terminal sends Ctrl-C to the group of a command; only its first process must react
+            process_group=0,
         )
         other_end.close()  # otherwise the end of the process would not close the connection
 
@@ -159,35 +165,45 @@ def _exit_with_the_parent() -> None:
 
 
 Row = dict[str, Any]
-Work = Callable[[Config], Row]  # a module-level function, or a partial of one: it is pickled by name
+# a module-level function, or a partial of one: it is pickled by name
+Work = Callable[[Config], Row]
 
-# Host memory of one compilation: an 8B step for 64 GPUs took 0.65 GB (jax 0.10.1, kernel pallas); others take more.
+# Host memory of one compilation: an 8B step for 64 GPUs took 0.65 GB (jax 0.10.1, kernel pallas);
+# others take more.
 _COMPILE_BYTES = 2 * 2**30
 
 
 def run_in_processes(
-    configs: Sequence[Config], work: Work, num_workers: int, is_over: Callable[[], bool] = lambda: False
+    configs: Sequence[Config],
+    work: Work,
+    num_workers: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Row]]:
-    """Runs `work` on every config, `num_workers` at a time; yields (index, row) in order of completion.
+    """Runs `work` on every config, `num_workers` at a time; yields (index, row) in order of
+    completion.
 
-    Every row has a `status`: "done"; "refused" after a UserError; "failed" after any other exception, or if the process
-    died. `reason` is the error message, empty if done.
+    Every row has a `status`: "done"; "refused" after a UserError; "failed" after any other
+    exception, or if the process died. `reason` is the error message, empty if done.
 
     Args:
-      is_over: called about twice a second; when it is true, running processes are killed and have no rows.
+      is_over: called about twice a second; when it is true, running processes are killed and have
+        no rows.
     """
     pickled_work = pickle.dumps(work)
     calls = [(config, pickled_work) for config in configs]
     with contextlib.closing(run(_rows, calls, num_workers, is_over=is_over)) as results:
         for index, row in filter(None, results):
             if isinstance(row, Died):
-                row = dict(status="failed", reason=_exit_reason(row.exit_code, row.output.splitlines()))
+                row = dict(
+                    status="failed", reason=_exit_reason(row.exit_code, row.output.splitlines())
+                )
             yield index, row
 
 
 def default_num_workers() -> int:
     """The number of concurrent compilations that cores and available host memory allow."""
-    with contextlib.suppress(FileNotFoundError):  # /proc exists on Linux only; elsewhere use the number of cores
+    # /proc exists on Linux only; elsewhere use the number of cores
+    with contextlib.suppress(FileNotFoundError):
         memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available_bytes = 1024 * int(memory["MemAvailable"].split()[0])
         return max(1, min(_num_cores(), available_bytes // _COMPILE_BYTES))
@@ -209,17 +225,22 @@ def _rows(config: Config, pickled_work: bytes) -> Iterator[Row]:
         first_line = str(error).partition("\n")[0]
         row = dict(status="failed", reason=f"{type(error).__name__}: {first_line}")
     row["seconds"] = time.perf_counter() - start_seconds
-    row["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+    # KiB on Linux
+    row["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield row
 
 
 def _exit_reason(exit_code: int, lines: Sequence[str]) -> str:
-    """The error message for a process that exited without a row, with the end of its output: the errors of C++ code,
-    which a list of all flags may follow, or the last line."""
-    last_lines = "; ".join([line for line in lines if re.match(r"[EF]\d{4} ", line)][-2:] or lines[-1:])
+    """The error message for a process that exited without a row, with the end of its output: the
+    errors of C++ code, which a list of all flags may follow, or the last line."""
+    last_lines = "; ".join(
+        [line for line in lines if re.match(r"[EF]\d{4} ", line)][-2:] or lines[-1:]
+    )
     if exit_code >= 0:
         reason = f"the process exited with status {exit_code}"
     else:
         name = signal.Signals(-exit_code).name
-        reason = f"the process was killed by {name}" + (" (possibly out of host memory)" if name == "SIGKILL" else "")
+        reason = f"the process was killed by {name}" + (
+            " (possibly out of host memory)" if name == "SIGKILL" else ""
+        )
     return f"{reason}; its last output: {last_lines}" if last_lines else reason

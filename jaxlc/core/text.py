@@ -1,11 +1,13 @@
-"""Text for users: counts and sizes, suggestions for misspelled names, tables, progress lines, and standard output.
+"""Text for users: counts and sizes, suggestions for misspelled names, tables, progress lines, and
+standard output.
 
-Standard output and error of a command may have any encoding, a full disk, no reader, or be closed. Imports no jax.
+Standard output and error of a command may have any encoding, a full disk, no reader, or be closed.
+Imports no jax.
 
 HTML for `_repr_html_`: text tables and collapsible blocks, with inline styles only.
 
-Notebook front ends remove <style> elements and block external resources. Text takes the color of the page and
-backgrounds are transparent, so that the result is readable in light and dark themes.
+Notebook front ends remove <style> elements and block external resources. Text takes the color of
+the page and backgrounds are transparent, so that the result is readable in light and dark themes.
 """
 
 import codecs
@@ -40,7 +42,9 @@ def duration_text(seconds: float) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The name in `known` that is most similar to `name`; None if no similarity is at least `cutoff` (0 to 1)."""
+    """The name in `known` that is most similar to `name`; None if no similarity is at least
+    `cutoff` (0 to 1).
+    """
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -58,7 +62,9 @@ def did_you_mean(name: str, known: Iterable[str], form: str = "{}") -> str:
 
 
 def suggestion(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """ " (did you mean NAME?)" with the nearest name, or "" if none is near: for the end of a message."""
+    """ " (did you mean NAME?)" with the nearest name, or "" if none is near: for the end of a
+    message.
+    """
     nearest = nearest_name(name, known, cutoff)
     return "" if nearest is None else f" (did you mean {nearest}?)"
 
@@ -67,13 +73,17 @@ def aligned(rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
     """One line per row, with columns of equal width.
 
     Args:
-      align: one letter per column, l or r; "": the first column to the left, the others to the right.
+      align: one letter per column, l or r; "": the first column to the left, the others to the
+        right.
     """
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table)]
     align = align or "l" + "r" * (len(widths) - 1)
     pad = {"l": str.ljust, "r": str.rjust}
-    padded = ([pad[letter](cell, width) for cell, letter, width in zip(row, align, widths)] for row in table)
+    padded = (
+        [pad[letter](cell, width) for cell, letter, width in zip(row, align, widths)]
+        for row in table
+    )
     return ["  ".join(row).rstrip() for row in padded]
 
 
@@ -93,7 +103,8 @@ def print_to_stderr(line: str) -> None:
 def progress_lines(
     what: str, *, is_shown: bool = True, log: Callable[[str], None] = print_to_stderr
 ) -> Iterator[Update]:
-    """Prints "WHAT: 38%, 1:07 left" every 10 seconds while it is entered; nothing for work that is shorter.
+    """Prints "WHAT: 38%, 1:07 left" every 10 seconds while it is entered; nothing for work that is
+    shorter.
 
     A thread prints, so that a single long call has lines too: "WHAT: 0:20 so far".
 
@@ -117,7 +128,11 @@ def progress_lines(
         while not is_over.wait(SECONDS_BETWEEN_LINES):
             done, total = progress
             seconds = time.monotonic() - start_seconds
-            left = f"{done / total:.0%}, {duration_text(seconds * (total - done) / done)} left" if done else ""
+            left = (
+                f"{done / total:.0%}, {duration_text(seconds * (total - done) / done)} left"
+                if done
+                else ""
+            )
             log(f"{what}: {left or f'{duration_text(seconds)} so far'}")
 
     thread = threading.Thread(target=report, name="jaxlc-progress", daemon=True)
@@ -129,12 +144,14 @@ def progress_lines(
         thread.join()
 
 
-_ASCII = {"⟦": "[[", "⟧": "]]", "±": "+/-", "→": "->", "…": "..."}  # others are escaped, as in "\u2581"
+# others are escaped, as in "\u2581"
+_ASCII = {"⟦": "[[", "⟧": "]]", "±": "+/-", "→": "->", "…": "..."}
 
 
 def prepare() -> None:
     """Makes all streams accept all texts. A closed stream discards them."""
-    for descriptor in range(3):  # otherwise the next file that is opened gets the number of a closed stream
+    # otherwise the next file that is opened gets the number of a closed stream
+    for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
@@ -150,14 +167,17 @@ def prepare() -> None:
 def _encodable(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
-    forms = (_ASCII.get(each) or each.encode("ascii", "backslashreplace").decode() for each in characters)
+    forms = (
+        _ASCII.get(each) or each.encode("ascii", "backslashreplace").decode() for each in characters
+    )
     return "".join(forms), error.end
 
 
 def guarded(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit status: 141 if the reader of its output ended, as in `jaxlc --help | head`.
 
-    Output that cannot be written otherwise, such as to a full disk, is one sentence on stderr and status 1.
+    Output that cannot be written otherwise, such as to a full disk, is one sentence on stderr and
+    status 1.
     """
     try:
         status = command()
@@ -199,12 +219,16 @@ class _Outlasting:
 
 
 def outlast() -> None:
-    """Lets the process go on when nobody reads its output any more, as a run does, whose results are files."""
+    """Lets the process go on when nobody reads its output any more, as a run does, whose results
+    are files.
+    """
     sys.stdout, sys.stderr = map(_Outlasting, (sys.stdout, sys.stderr))
 
 
 def _discard(stream: TextIO) -> None:
-    """Discards what is printed from now on, and what Python prints at exit because it could not be written before."""
+    """Discards what is printed from now on, and what Python prints at exit because it could not be
+    written before.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -216,7 +240,13 @@ def _accepts(stream: TextIO, text: str) -> bool:
     return True
 
 
-def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str = "", align: str = "") -> str:
+def table(
+    header: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    *,
+    caption: str = "",
+    align: str = "",
+) -> str:
     """The table that a terminal shows, in a fixed-width font.
 
     Args:

@@ -1,8 +1,10 @@
-"""Training data: files -> documents -> token IDs -> token store on disk -> packed sequences -> sharded batches.
+"""Training data: files -> documents -> token IDs -> token store on disk -> packed sequences ->
+sharded batches.
 
-`open` returns the data source of a config: corpus, traces, rollouts, or batches of the caller. The state of the data
-pipeline is one number, the index of the next sequence. Sequence i is a pure function of (sources, tokenizer, seed, i),
-so a run resumes with the same sequences on any mesh and any number of processes.
+`open` returns the data source of a config: corpus, traces, rollouts, or batches of the caller. The
+state of the data pipeline is one number, the index of the next sequence. Sequence i is a pure
+function of (sources, tokenizer, seed, i), so a run resumes with the same sequences on any mesh and
+any number of processes.
 """
 
 from typing import Any
@@ -13,7 +15,9 @@ __all__ = ["Corpus", "Examples", "open", "open_corpus", "show"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports names that use the readers of `jaxlc.posttrain`, which are built on modules of this package."""
+    """Imports names that use the readers of `jaxlc.posttrain`, which are built on modules of this
+    package.
+    """
     if name == "open":
         from jaxlc.data import data_sources
 

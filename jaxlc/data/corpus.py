@@ -1,4 +1,5 @@
-"""Opens the corpus of a config: tokenized, split into training and held-out documents, and packed into sequences.
+"""Opens the corpus of a config: tokenized, split into training and held-out documents, and packed
+into sequences.
 
 It is checked for enough text, with warnings about its text.
 """
@@ -16,8 +17,21 @@ from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import no_progress
 from jaxlc.data.sequences.mixture import MixedSequences, PackedText
-from jaxlc.data.sequences.packing import PackedSequences, Split, overlong_rule, packed_source, split_documents
-from jaxlc.data.sequences.source import MANY, DataSource, Inputs, ShownTokens, SourceShare, SourceView
+from jaxlc.data.sequences.packing import (
+    PackedSequences,
+    Split,
+    overlong_rule,
+    packed_source,
+    split_documents,
+)
+from jaxlc.data.sequences.source import (
+    MANY,
+    DataSource,
+    Inputs,
+    ShownTokens,
+    SourceShare,
+    SourceView,
+)
 from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.records import RECORD_SUFFIXES
@@ -39,7 +53,8 @@ def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str
     """
     num_chunks, num_without = (0, 0) if sequences is None else sequences.num_without_loss()
     rule = (
-        "overlong=truncate or cut separates long prompts from their answers; use a larger config.data.seq_len, or drop"
+        "overlong=truncate or cut separates long prompts from their answers; use a"
+        " larger config.data.seq_len, or drop"
     )
     if num_without == num_chunks > 0:
         raise UserError(f"{what}: no chat has a token in the loss, of {num_chunks:,}: {rule}")
@@ -50,7 +65,9 @@ def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str
         )
 
 
-def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], setting: str) -> list[SourceFile]:
+def without_eval_files(
+    files: list[SourceFile], eval_files: list[SourceFile], setting: str
+) -> list[SourceFile]:
     """The files to train on.
 
     Raises:
@@ -61,14 +78,16 @@ def without_eval_files(files: list[SourceFile], eval_files: list[SourceFile], se
     if not files:
         raise UserError(f"{setting} is empty: set it to the files to train on")
     if not train_files:
-        raise UserError(f"all files of {setting} are in data.eval_sources: add files to train on to {setting}")
+        raise UserError(
+            f"all files of {setting} are in data.eval_sources: add files to train on to {setting}"
+        )
     return train_files
 
 
 def check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
-    """Checks before tokenizing that `files` may contain `min_tokens` tokens: at most one per byte, and two per document
-    for its end and for a space that a tokenizer prepends. A file of records may be compressed, or have bad records,
-    which are better errors.
+    """Checks before tokenizing that `files` may contain `min_tokens` tokens: at most one per byte,
+    and two per document for its end and for a space that a tokenizer prepends. A file of records
+    may be compressed, or have bad records, which are better errors.
 
     Raises:
       UserError: they cannot.
@@ -78,7 +97,9 @@ def check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
         check_num_tokens(max_tokens, min_tokens, "at most ", files[0].setting)
 
 
-def check_num_tokens(num_tokens: int, min_tokens: int, at_most: str, setting: str = "data.sources") -> None:
+def check_num_tokens(
+    num_tokens: int, min_tokens: int, at_most: str, setting: str = "data.sources"
+) -> None:
     """Checks that there are `min_tokens` tokens to train on.
 
     Args:
@@ -96,8 +117,8 @@ def check_num_tokens(num_tokens: int, min_tokens: int, at_most: str, setting: st
 
 
 def check_ids(store: TokenStore, tokenizer: Tokenizer, vocab_size: int, setting: str) -> None:
-    """Checks that a model with `vocab_size` tokens has those of a store. A tokenizer may have tokens that the model
-    lacks, such as that of images; so all tokens are read in this case only.
+    """Checks that a model with `vocab_size` tokens has those of a store. A tokenizer may have
+    tokens that the model lacks, such as that of images; so all tokens are read in this case only.
 
     Raises:
       UserError: a token is not in the model.
@@ -115,8 +136,11 @@ def check_ids(store: TokenStore, tokenizer: Tokenizer, vocab_size: int, setting:
             )
 
 
-def text_warnings(store: TokenStore, split: Split, setting: str, has_own_text: bool) -> Iterator[str]:
-    """Yields warnings about text that is not UTF-8, and about documents of which only the tail is held out.
+def text_warnings(
+    store: TokenStore, split: Split, setting: str, has_own_text: bool
+) -> Iterator[str]:
+    """Yields warnings about text that is not UTF-8, and about documents of which only the tail is
+    held out.
 
     Args:
       has_own_text: False: invalid UTF-8 is expected, as in some files of Python's standard library.
@@ -148,7 +172,8 @@ class CorpusSource:
     name: str  # "" for data.sources
     share: float  # fraction of the training tokens, as set; the shares of a corpus sum to 1
     train: PackedSequences
-    heldout: PackedSequences | None  # None: held-out text is from data.eval_sources, or no document is selected
+    # None: held-out text is from data.eval_sources, or no document is selected
+    heldout: PackedSequences | None
 
     def share_of(self, num_tokens: int, total: int) -> SourceShare:
         """The share of `num_tokens` tokens of this source in `total`."""
@@ -163,7 +188,9 @@ class CorpusSource:
         )
 
     def view(self, tokenizer: Tokenizer) -> SourceView:
-        """All documents, training and held-out ones, and those of an epoch in the order of its sequences."""
+        """All documents, training and held-out ones, and those of an epoch in the order of its
+        sequences.
+        """
         store = self.train.store
         # The last token of a document predicts nothing.
         num_loss_tokens = int(store.offsets[-1]) - store.num_documents
@@ -183,16 +210,22 @@ class CorpusSource:
             num_documents = int(sequence["segment_ids"].max())
             for number in range(1, num_documents + 1):
                 is_document = sequence["segment_ids"] == number
-                tokens, has_loss = sequence["tokens"][is_document], sequence["loss_weights"][is_document] > 0
+                tokens, has_loss = (
+                    sequence["tokens"][is_document],
+                    sequence["loss_weights"][is_document] > 0,
+                )
                 is_complete = tokens[-1] == tokenizer.end_of_document_id
                 end = "" if is_complete else ", without its end"
-                yield ShownTokens(f"sequence {i}, document {number} of {num_documents}{end}", tokens, has_loss)
+                yield ShownTokens(
+                    f"sequence {i}, document {number} of {num_documents}{end}", tokens, has_loss
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(DataSource):
-    """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`: `num_documents` and
-    `num_tokens` of all sources; `num_sequences` and `epoch_tokens` per epoch of the mixture."""
+    """A tokenized, split and packed corpus. Sizes are properties of `train` and `heldout`:
+    `num_documents` and `num_tokens` of all sources; `num_sequences` and `epoch_tokens` per epoch of
+    the mixture."""
 
     train: PackedText
     heldout: PackedText  # other documents or the tail of one, in the same order in every epoch
@@ -222,19 +255,23 @@ def open_corpus(
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
 ) -> Corpus:
-    """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
+    """Reads and tokenizes the sources (once, then they are cached), splits them by document, and
+    packs them.
 
     Args:
       log: prints one line while the corpus is opened.
       tokenizer: of the config, if it is loaded already.
       vocab_size: of the model, which may lack tokens of the tokenizer; None: any token may occur.
     Raises:
-      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
+      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is
+        not in the model.
     """
     tokenizer = tokenizer or tokenizer_of(config)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
     check_max_tokens(eval_files, 1)
-    opener = _StoreOpener(config, tokenizer, eval_files, progress, log, vocab_size or tokenizer.vocab_size)
+    opener = _StoreOpener(
+        config, tokenizer, eval_files, progress, log, vocab_size or tokenizer.vocab_size
+    )
     return _open_mixture(opener) if config.mixture else _open_sources(opener)
 
 
@@ -260,9 +297,12 @@ class _StoreOpener:
         """The files to train on.
 
         Raises:
-          UserError: they do not exist, cannot contain `min_tokens` tokens, or `phone-book` cannot be written.
+          UserError: they do not exist, cannot contain `min_tokens` tokens, or `phone-book` cannot
+            be written.
         """
-        named = [str(phone_book_file(self.config)) if path == PHONE_BOOK else path for path in paths]
+        named = [
+            str(phone_book_file(self.config)) if path == PHONE_BOOK else path for path in paths
+        ]
         files, num_duplicates = list_files(named, setting, text_suffixes)
         train_files = without_eval_files(files, self._eval_files, setting)
         check_max_tokens(train_files, min_tokens)
@@ -272,7 +312,9 @@ class _StoreOpener:
                 " trained on"
             )
         if num_duplicates:
-            self.warnings.append(f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch")
+            self.warnings.append(
+                f"{setting}: duplicate files: {num_duplicates:,}; each file is used once per epoch"
+            )
         return train_files
 
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
@@ -282,9 +324,19 @@ class _StoreOpener:
         return store
 
     def open_eval_store(self) -> TokenStore | None:
-        return self.open(self._eval_files, Fields(self.config.text_field)) if self._eval_files else None
+        return (
+            self.open(self._eval_files, Fields(self.config.text_field))
+            if self._eval_files
+            else None
+        )
 
-    def split(self, store: TokenStore, eval_store: TokenStore | None, setting: str, has_own_text: bool = True) -> Split:
+    def split(
+        self,
+        store: TokenStore,
+        eval_store: TokenStore | None,
+        setting: str,
+        has_own_text: bool = True,
+    ) -> Split:
         split = split_documents(store, self.config.eval_fraction, eval_store, setting)
         self.warnings += text_warnings(store, split, setting, has_own_text)
         return split
@@ -296,18 +348,27 @@ def _open_sources(opener: _StoreOpener) -> Corpus:
     files = opener.files(config.sources, "data.sources", config.seq_len)
     eval_store = opener.open_eval_store()
     store = opener.open(files, Fields(config.text_field))
-    has_own_text = config.sources != (PYTHON_STDLIB,)  # Python's library has test files in other encodings
+    # Python's library has test files in other encodings
+    has_own_text = config.sources != (PYTHON_STDLIB,)
     split = opener.split(store, eval_store, "data.sources", has_own_text)
     train = PackedSequences(split.store, split.train_ids, config.seq_len, config.seed)
     check_num_tokens(train.num_tokens, config.seq_len, "")
     heldout = PackedSequences(split.heldout_store, split.heldout_ids, config.seq_len, seed=None)
     heldout_identity = config.eval_fraction if eval_store is None else eval_store.fingerprint
-    identity = (store.fingerprint, tokenizer.fingerprint, config.seq_len, heldout_identity, config.seed)
+    identity = (
+        store.fingerprint,
+        tokenizer.fingerprint,
+        config.seq_len,
+        heldout_identity,
+        config.seed,
+    )
     return Corpus(
         tokenizer=tokenizer,
         train=train,
         heldout=heldout,
-        sources=(CorpusSource(name="", share=1.0, train=train, heldout=None if eval_store else heldout),),
+        sources=(
+            CorpusSource(name="", share=1.0, train=train, heldout=None if eval_store else heldout),
+        ),
         fingerprint=_hash(identity),
         warnings=tuple(opener.warnings),
     )
@@ -318,7 +379,9 @@ def _open_mixture(opener: _StoreOpener) -> Corpus:
     config, tokenizer = opener.config, opener.tokenizer
     configs = [source for source in config.mixture if source.share > 0]
     # Before anything is tokenized.
-    files = [opener.files(source.paths, _setting(source), 1, source.text_suffixes) for source in configs]
+    files = [
+        opener.files(source.paths, _setting(source), 1, source.text_suffixes) for source in configs
+    ]
     eval_store = opener.open_eval_store()
     fields = [Fields.from_config(source) for source in configs]
     stores = [opener.open(*arguments) for arguments in zip(files, fields)]
@@ -331,13 +394,20 @@ def _open_mixture(opener: _StoreOpener) -> Corpus:
         heldout = _mixed_heldout(sources)
         heldout_identity = config.eval_fraction
     else:
-        heldout = PackedSequences(eval_store, np.arange(eval_store.num_documents), config.seq_len, seed=None)
+        heldout = PackedSequences(
+            eval_store, np.arange(eval_store.num_documents), config.seq_len, seed=None
+        )
         heldout_identity = eval_store.fingerprint
-    described = [(*_identity(source, total_share), store.fingerprint) for source, store in zip(configs, stores)]
+    described = [
+        (*_identity(source, total_share), store.fingerprint)
+        for source, store in zip(configs, stores)
+    ]
     identity = (described, tokenizer.fingerprint, config.seq_len, heldout_identity, config.seed)
     return Corpus(
         tokenizer=tokenizer,
-        train=MixedSequences([source.train for source in sources], [source.share for source in sources]),
+        train=MixedSequences(
+            [source.train for source in sources], [source.share for source in sources]
+        ),
         heldout=heldout,
         sources=tuple(sources),
         fingerprint=_hash(identity),
@@ -346,7 +416,11 @@ def _open_mixture(opener: _StoreOpener) -> Corpus:
 
 
 def _open_source(
-    opener: _StoreOpener, source: SourceConfig, store: TokenStore, eval_store: TokenStore | None, share: float
+    opener: _StoreOpener,
+    source: SourceConfig,
+    store: TokenStore,
+    eval_store: TokenStore | None,
+    share: float,
 ) -> CorpusSource:
     """Splits and packs one source of a mixture.
 
@@ -354,7 +428,9 @@ def _open_source(
       UserError: it selects no document.
     """
     config = opener.config
-    split = opener.split(store, eval_store, _setting(source), has_own_text=source.paths != (PYTHON_STDLIB,))
+    split = opener.split(
+        store, eval_store, _setting(source), has_own_text=source.paths != (PYTHON_STDLIB,)
+    )
     num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
     if num_overlong and overlong_rule(source) != "cut":
         rule = {"drop": "dropped", "truncate": "truncated"}[overlong_rule(source)]
@@ -365,9 +441,13 @@ def _open_source(
     train = packed_source(split.store, split.train_ids, source, config.seq_len, config.seed)
     heldout = None
     if eval_store is None:
-        heldout = packed_source(split.heldout_store, split.heldout_ids, source, config.seq_len, None)
+        heldout = packed_source(
+            split.heldout_store, split.heldout_ids, source, config.seq_len, None
+        )
         if heldout is None:
-            opener.warnings.append(f"{_setting(source)}: no held-out document has a length that this source uses")
+            opener.warnings.append(
+                f"{_setting(source)}: no held-out document has a length that this source uses"
+            )
     if train is None:
         longest = int(np.diff(store.offsets).max())
         raise UserError(
@@ -395,12 +475,18 @@ def _mixed_heldout(sources: Sequence[CorpusSource]) -> MixedSequences:
 
 
 def _identity(source: SourceConfig, total_share: float) -> tuple:
-    """The settings of a source on which its sequences depend. Fields with their defaults are not in it, so that new
-    fields do not change it."""
+    """The settings of a source on which its sequences depend. Fields with their defaults are not in
+    it, so that new fields do not change it."""
     fields = dataclasses.asdict(source).items()
-    changed = sorted((name, value) for name, value in fields if name not in ("name", "paths", "share"))
+    changed = sorted(
+        (name, value) for name, value in fields if name not in ("name", "paths", "share")
+    )
     defaults = defaults_of(SourceConfig)
-    return source.name, source.share / total_share, [item for item in changed if item[1] != defaults[item[0]]]
+    return (
+        source.name,
+        source.share / total_share,
+        [item for item in changed if item[1] != defaults[item[0]]],
+    )
 
 
 def _setting(source: SourceConfig) -> str:

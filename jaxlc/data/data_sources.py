@@ -1,4 +1,6 @@
-"""The four data sources of a run, chosen by a table: corpus, traces, rollouts, and batches of the caller."""
+"""The four data sources of a run, chosen by a table: corpus, traces, rollouts, and batches of the
+caller.
+"""
 
 from typing import Any
 
@@ -11,7 +13,9 @@ from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.traces import Traces
 
-SOURCES: dict[str, type[DataSource]] = dict(batches=OwnBatches, rollouts=Rollouts, traces=Traces, corpus=Corpus)
+SOURCES: dict[str, type[DataSource]] = dict(
+    batches=OwnBatches, rollouts=Rollouts, traces=Traces, corpus=Corpus
+)
 
 
 def open(  # noqa: A001
@@ -35,13 +39,21 @@ def open(  # noqa: A001
     is_matching = is_trained and kind != "batches"
     tokenizer = load_matching_tokenizer(config) if is_matching else tokenizer_of(config.data)
     vocab_size = config.model.vocab_size if is_trained else tokenizer.vocab_size
-    inputs = Inputs(tokenizer=tokenizer, vocab_size=vocab_size, batches=batches, eval_batches=eval_batches, **options)
+    inputs = Inputs(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        batches=batches,
+        eval_batches=eval_batches,
+        **options,
+    )
     return SOURCES[kind].open(config, inputs)
 
 
 def _kind(config: Config, batches: Batches | None, eval_batches: Batches | None) -> str:
     if batches is None and eval_batches is not None:
-        raise UserError("eval_batches without batches: pass both, or neither to train on the corpus of config.data")
+        raise UserError(
+            "eval_batches without batches: pass both, or neither to train on the corpus of config.data"
+        )
     if batches is not None and config.rollouts.source:
         raise UserError(
             f"batches with config.rollouts.source={config.rollouts.source!r}: pass one of them; rollouts replace"
@@ -62,8 +74,8 @@ def _kind(config: Config, batches: Batches | None, eval_batches: Batches | None)
 
 
 def load_matching_tokenizer(config: Config) -> Tokenizer:
-    """Loads the tokenizer of `config`. That of a pretrained model may have tokens that the model lacks; the readers of
-    data and prompts refuse them where they occur.
+    """Loads the tokenizer of `config`. That of a pretrained model may have tokens that the model
+    lacks; the readers of data and prompts refuse them where they occur.
 
     Raises:
       UserError: it cannot be loaded, or the model has too few tokens.

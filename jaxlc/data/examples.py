@@ -1,4 +1,6 @@
-"""Examples of the training data: documents, chats, traces and prompts as a run uses them, with their loss mask."""
+"""Examples of the training data: documents, chats, traces and prompts as a run uses them, with
+their loss mask.
+"""
 
 import functools
 import html
@@ -23,7 +25,9 @@ _FIRST_TOKENS, _LAST_TOKENS = 200, 50  # shown of a longer run of tokens with or
 _COLOR, _NO_COLOR = "\x1b[32m", "\x1b[0m"  # green
 _BRACKETS = ("⟦", "⟧")
 _LOSS_STYLE = "background:rgba(0,160,90,0.25)"
-_TEXT_STYLE = "background:transparent;color:currentColor;font-size:12px;margin:4px 0;white-space:pre-wrap"
+_TEXT_STYLE = (
+    "background:transparent;color:currentColor;font-size:12px;margin:4px 0;white-space:pre-wrap"
+)
 # Control characters, which would move the cursor of a terminal, as pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
@@ -80,7 +84,10 @@ class Examples:
         for source in self.sources:
             lines += ["", source.heading]
             for example in source.examples:
-                runs = [f"{before}{run.text}{after}" if run.has_loss else run.text for run in example.runs]
+                runs = [
+                    f"{before}{run.text}{after}" if run.has_loss else run.text
+                    for run in example.runs
+                ]
                 lines += ["", f"--- {example.heading}", "".join(runs)]
         return "\n".join(lines)
 
@@ -94,15 +101,22 @@ class Examples:
             parts.append(paragraph(source.heading))
             for example in source.examples:
                 runs = ((html.escape(run.text), run.has_loss) for run in example.runs)
-                spans = [f"<span style='{_LOSS_STYLE}'>{text}</span>" if loss else text for text, loss in runs]
-                parts += [paragraph(example.heading), f"<pre style='{_TEXT_STYLE}'>{''.join(spans)}</pre>"]
+                spans = [
+                    f"<span style='{_LOSS_STYLE}'>{text}</span>" if loss else text
+                    for text, loss in runs
+                ]
+                parts += [
+                    paragraph(example.heading),
+                    f"<pre style='{_TEXT_STYLE}'>{''.join(spans)}</pre>",
+                ]
         return "\n".join(parts)
 
 
 @checked
 def show(config: ConfigDict | Config, *, num: int = 3) -> Examples:
-    """Examples of the training data of a config, from its first sequences: what a chat template makes of chats, which
-    tokens have a loss, and where documents begin and end. Sources that are not tokenized yet are tokenized.
+    """Examples of the training data of a config, from its first sequences: what a chat template
+    makes of chats, which tokens have a loss, and where documents begin and end. Sources that are
+    not tokenized yet are tokenized.
 
     Args:
       config: a ConfigDict or Config. A source of several stages is shown with the first of them.
@@ -113,7 +127,9 @@ def show(config: ConfigDict | Config, *, num: int = 3) -> Examples:
     return examples_of_stages(load_stages(config), num)
 
 
-def examples_of_stages(stages: Sequence[Stage], num: int, log: Callable[[str], None] | None = None) -> Examples:
+def examples_of_stages(
+    stages: Sequence[Stage], num: int, log: Callable[[str], None] | None = None
+) -> Examples:
     """As `show`.
 
     Args:
@@ -133,12 +149,15 @@ def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
     """What a run trains on; for rollouts of the policy, their prompts.
 
     Args:
-      log: prints one line while a corpus is opened, and lines about its progress are printed then, too.
+      log: prints one line while a corpus is opened, and lines about its progress are printed then,
+        too.
     Raises:
       UserError: as `data_sources.open`.
     """
     progress = functools.partial(progress_lines, is_shown=log is not None)
-    return data_sources.open(config, is_trained=False, progress=progress, log=log or (lambda line: None))
+    return data_sources.open(
+        config, is_trained=False, progress=progress, log=log or (lambda line: None)
+    )
 
 
 def _source_examples(view: SourceView, num: int, tokenizer: Tokenizer) -> SourceExamples:

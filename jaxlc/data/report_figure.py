@@ -22,7 +22,9 @@ def report_figure(sources: Sequence[SourceView], stages: Sequence[StageShares]) 
     height = 0.8 / len(stages)
     for number, stage in enumerate(stages):
         cycle, place = divmod(number, len(plot_style.CYCLE))
-        style = dict(color=plot_style.CYCLE[place], hatch=plot_style.HATCHES[cycle % len(plot_style.HATCHES)])
+        style = dict(
+            color=plot_style.CYCLE[place], hatch=plot_style.HATCHES[cycle % len(plot_style.HATCHES)]
+        )
         style |= dict(edgecolor="white", linewidth=0)
         by_name = {share.name: share for share in stage.shares}
         at = rows + (number - (len(stages) - 1) / 2) * height
@@ -30,8 +32,14 @@ def report_figure(sources: Sequence[SourceView], stages: Sequence[StageShares]) 
         num_epochs = [by_name[name].num_epochs if name in by_name else 0 for name in names]
         shares.barh(at, realized, 0.9 * height, **style, label=stage.name or "the run")
         bars = epochs.barh(at, num_epochs, 0.9 * height, **style)
-        epochs.bar_label(bars, [f"{count:.3g}" if count else "" for count in num_epochs], padding=3, fontsize=8)
-    for axes, label in ((lengths, "tokens"), (shares, "share of the tokens (%)"), (epochs, "epochs")):
+        epochs.bar_label(
+            bars, [f"{count:.3g}" if count else "" for count in num_epochs], padding=3, fontsize=8
+        )
+    for axes, label in (
+        (lengths, "tokens"),
+        (shares, "share of the tokens (%)"),
+        (epochs, "epochs"),
+    ):
         plot_style.style_axes(axes, grid="x")
         axes.set_xlabel(label)
     epochs.margins(x=0.15)
@@ -39,7 +47,9 @@ def report_figure(sources: Sequence[SourceView], stages: Sequence[StageShares]) 
         _draw_legend(shares, "outside lower right", "stage")
     lengths.set_yticks(rows, names)
     lengths.invert_yaxis()
-    plot_style.set_title(figure, "Tokens of each source by document length; shares and epochs of the run")
+    plot_style.set_title(
+        figure, "Tokens of each source by document length; shares and epochs of the run"
+    )
     return figure
 
 

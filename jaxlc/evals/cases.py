@@ -1,8 +1,9 @@
 """The cases of an evaluation that are scored by generated text: needle, passkey and RULER.
 
-Needle and passkey are a number at a chosen depth of a text of an exact length. Needle in a haystack hides it in prose
-(Kamradt 2023). The passkey task hides it in a text without meaning, a group of sentences that is repeated (Mohtashami
-and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording is ours.
+Needle and passkey are a number at a chosen depth of a text of an exact length. Needle in a haystack
+hides it in prose (Kamradt 2023). The passkey task hides it in a text without meaning, a group of
+sentences that is repeated (Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2); the wording
+is ours.
 """
 
 import bisect
@@ -16,7 +17,14 @@ from jaxlc.config import EvalsConfig
 from jaxlc.config.checks.stage_checks import NEEDLE, PASSKEY, RULER
 from jaxlc.core.files import fingerprint_of
 from jaxlc.evals import ruler
-from jaxlc.evals.haystack import CountTokens, Example, Prose, largest_example, prose_of, sentences_of
+from jaxlc.evals.haystack import (
+    CountTokens,
+    Example,
+    Prose,
+    largest_example,
+    prose_of,
+    sentences_of,
+)
 from jaxlc.evals.predictions import Case, match_all
 from jaxlc.evals.ruler import read_hotpotqa, read_squad
 
@@ -24,12 +32,28 @@ NEW_TOKENS = 16
 _NEEDLE = "The secret number of {name} is {value}."
 _QUESTION = "\n\nWhat is the secret number of {name}?"
 _PREFIX = " The secret number of {name} is"
-_NAMES = ("Alma", "Boris", "Clara", "Daniel", "Edith", "Felix", "Greta", "Henry", "Ines", "Jonas", "Karla", "Leo")
+_NAMES = (
+    "Alma",
+    "Boris",
+    "Clara",
+    "Daniel",
+    "Edith",
+    "Felix",
+    "Greta",
+    "Henry",
+    "Ines",
+    "Jonas",
+    "Karla",
+    "Leo",
+)
 _WORDS_PER_SIZE = 4
 
-_KEY_INTRODUCTION = "A pass key is hidden in a long text without meaning. Find it and remember it.\n\n"
+_KEY_INTRODUCTION = (
+    "A pass key is hidden in a long text without meaning. Find it and remember it.\n\n"
+)
 _KEY_FILLER = (
-    "Rain falls on the roof. The river runs past the mill. Smoke rises from the chimney. The wind turns the leaves."
+    "Rain falls on the roof. The river runs past the mill. Smoke rises from the"
+    " chimney. The wind turns the leaves."
 )
 _KEY = "The pass key is {key}. Remember that {key} is the pass key."
 _KEY_QUESTION = "\n\nWhat is the pass key?"
@@ -49,9 +73,9 @@ def needle_example(
     """A text in which the number of one name is asked.
 
     Args:
-      length: tokens of the prompt and of the new tokens together, which are not exceeded.
-      depth: 0 .. 1, of the needle that is asked for, between two sentences of the text; other needles are anywhere.
-      num_needles: numbers of different names; at most 12.
+      length: tokens of the prompt and of the new tokens together, which are not exceeded. depth: 0
+      .. 1, of the needle that is asked for, between two sentences of the text; other needles are
+      anywhere. num_needles: numbers of different names; at most 12.
     Raises:
       UserError: the length is too small.
     """
@@ -66,7 +90,9 @@ def needle_example(
         needles = sorted(zip(depths, names, values), reverse=True)
         ends = list(itertools.accumulate(map(len, sentences)))
         for at, name, value in needles:
-            sentences.insert(bisect.bisect(ends, at * ends[-1]), _NEEDLE.format(name=name, value=value))
+            sentences.insert(
+                bisect.bisect(ends, at * ends[-1]), _NEEDLE.format(name=name, value=value)
+            )
         asked = {"name": names[0]}
         return Example(
             prompt=" ".join(sentences) + _QUESTION.format(**asked),
@@ -75,10 +101,14 @@ def needle_example(
             depth=depth,
         )
 
-    return largest_example(make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="needle")
+    return largest_example(
+        make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="needle"
+    )
 
 
-def passkey_example(length: int, depth: float, index: int, count_tokens: CountTokens, *, seed: int = 0) -> Example:
+def passkey_example(
+    length: int, depth: float, index: int, count_tokens: CountTokens, *, seed: int = 0
+) -> Example:
     """A text with a pass key of five digits, which is asked for at the end.
 
     Args:
@@ -99,14 +129,19 @@ def passkey_example(length: int, depth: float, index: int, count_tokens: CountTo
             depth=depth,
         )
 
-    return largest_example(make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="passkey")
+    return largest_example(
+        make, count_tokens, length, new_tokens=NEW_TOKENS, smallest=1, task="passkey"
+    )
 
 
 _QUESTION_TASKS = ("qa_1", "qa_2")
 
 
-def text_cases(settings: EvalsConfig, count_tokens: CountTokens) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Yields the cases of each length, in the order needle, passkey, RULER, and what they score: fields of `ScoreRow`.
+def text_cases(
+    settings: EvalsConfig, count_tokens: CountTokens
+) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Yields the cases of each length, in the order needle, passkey, RULER, and what they score:
+    fields of `ScoreRow`.
 
     Raises:
       UserError: a file with prose or questions cannot be read.
@@ -153,14 +188,25 @@ def _cases_at_depths(
                 new_tokens=NEW_TOKENS,
                 data=fingerprint_of(prose.words if materials else ""),
             )
-            yield case, dict(task=task, haystack=haystack, length=length, depth=depth, num_needles=num_needles)
+            yield (
+                case,
+                dict(
+                    task=task,
+                    haystack=haystack,
+                    length=length,
+                    depth=depth,
+                    num_needles=num_needles,
+                ),
+            )
 
 
 def _ruler_tasks(settings: EvalsConfig) -> list[str]:
     """The names of RULER's tasks. "ruler" includes a question task only if its data set is given."""
     data_sets = dict(squad=settings.squad, hotpotqa=settings.hotpotqa)
     available = [
-        name for name, task in ruler.TASKS.items() if name not in _QUESTION_TASKS or data_sets[task.settings["dataset"]]
+        name
+        for name, task in ruler.TASKS.items()
+        if name not in _QUESTION_TASKS or data_sets[task.settings["dataset"]]
     ]
     names = (name for task in settings.tasks for name in (available if task == RULER else [task]))
     return list(dict.fromkeys(name for name in names if name in ruler.TASKS))

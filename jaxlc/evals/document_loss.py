@@ -1,12 +1,14 @@
-"""Loss of documents at an exact length: by position, of the last tokens, and the gain of full context.
+"""Loss of documents at an exact length: by position, of the last tokens, and the gain of full
+context.
 
-The documents have at least the length and are cut to it, so every position has the same documents. Means over tokens
-have 95% intervals of a bootstrap over documents (`jaxlc.evals.document_loss.estimate`).
+The documents have at least the length and are cut to it, so every position has the same documents.
+Means over tokens have 95% intervals of a bootstrap over documents
+(`jaxlc.evals.document_loss.estimate`).
 
 Loss by position with 95% intervals, from sums per document and position bin. NumPy only.
 
-The documents of an evaluation are the samples, not its tokens: the losses of the tokens of a document are correlated,
-and intervals that treat tokens as independent are too narrow.
+The documents of an evaluation are the samples, not its tokens: the losses of the tokens of a
+document are correlated, and intervals that treat tokens as independent are too narrow.
 """
 
 import hashlib
@@ -38,17 +40,20 @@ class Estimates(NamedTuple):
     """Arrays of equal length, one entry per mean."""
 
     mean: np.ndarray  # float64
-    low: np.ndarray  # float64: ends of the 95% interval; NaN with fewer than MIN_DOCUMENTS documents
+    # float64: ends of the 95% interval; NaN with fewer than MIN_DOCUMENTS documents
+    low: np.ndarray
     high: np.ndarray
     documents: np.ndarray  # int64: number of documents with target tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DocumentSums:
-    """Sums over the target tokens of each document, by position: the number of earlier tokens of the document.
+    """Sums over the target tokens of each document, by position: the number of earlier tokens of
+    the document.
 
-    A document is a piece of a packed sequence with one segment id. The parts of a document that is longer than a
-    sequence are in several sequences and count as several documents. Documents without a target token do not count.
+    A document is a piece of a packed sequence with one segment id. The parts of a document that is
+    longer than a sequence are in several sequences and count as several documents. Documents
+    without a target token do not count.
     """
 
     edges: np.ndarray  # int64 [bins + 1]; bin b holds positions edges[b] <= position < edges[b + 1]
@@ -102,12 +107,14 @@ def position_edges(num_tokens: int) -> np.ndarray:
     return np.append(edges[edges < num_tokens], num_tokens)
 
 
-def sum_documents(sequence: dict[str, np.ndarray], losses_S: np.ndarray, edges: np.ndarray) -> DocumentSums:
+def sum_documents(
+    sequence: dict[str, np.ndarray], losses_S: np.ndarray, edges: np.ndarray
+) -> DocumentSums:
     """The sums of one sequence.
 
     Args:
-      sequence: loss_weights, positions and segment_ids of its tokens, [S] each.
-      losses_S: loss of each token in nats, in the same order; used only where the loss weight is not 0.
+      sequence: loss_weights, positions and segment_ids of its tokens, [S] each. losses_S: loss of
+      each token in nats, in the same order; used only where the loss weight is not 0.
     """
     is_target = sequence["loss_weights"] > 0
     weights = sequence["loss_weights"][is_target].astype(np.float64)
@@ -119,7 +126,9 @@ def sum_documents(sequence: dict[str, np.ndarray], losses_S: np.ndarray, edges: 
     def sum_cells(values: np.ndarray) -> np.ndarray:
         return np.bincount(cells, values, len(segments) * num_bins).reshape(len(segments), num_bins)
 
-    return DocumentSums(edges=edges, weight=sum_cells(weights), loss=sum_cells(weights * losses_S[is_target]))
+    return DocumentSums(
+        edges=edges, weight=sum_cells(weights), loss=sum_cells(weights * losses_S[is_target])
+    )
 
 
 def concatenate(sums: Sequence[DocumentSums]) -> DocumentSums:
@@ -131,18 +140,23 @@ def concatenate(sums: Sequence[DocumentSums]) -> DocumentSums:
     )
 
 
-def estimate(loss: np.ndarray, weight: np.ndarray, num_resamples: int = _NUM_RESAMPLES) -> Estimates:
-    """Ratios sum(loss) / sum(weight) over documents, with 95% intervals of the bootstrap over documents.
+def estimate(
+    loss: np.ndarray, weight: np.ndarray, num_resamples: int = _NUM_RESAMPLES
+) -> Estimates:
+    """Ratios sum(loss) / sum(weight) over documents, with 95% intervals of the bootstrap over
+    documents.
 
-    Each resample draws as many documents as there are, with replacement, and computes the ratios again. The interval
-    is the expanded percentile interval of Hesterberg (2015, "What Teachers Should Know About the Bootstrap", section
-    5.3, arXiv:1411.5279): the percentiles of a plain bootstrap interval are too narrow for few documents, so they are
-    moved outwards by the ratio of Student's t to the normal distribution, and by sqrt(n / (n - 1)). n is the effective
-    number of documents, sum(weight)^2 / sum(weight^2) (Kish), because a few long documents may have most tokens.
+    Each resample draws as many documents as there are, with replacement, and computes the ratios
+    again. The interval is the expanded percentile interval of Hesterberg (2015, "What Teachers
+    Should Know About the Bootstrap", section 5.3, arXiv:1411.5279): the percentiles of a plain
+    bootstrap interval are too narrow for few documents, so they are moved outwards by the ratio of
+    Student's t to the normal distribution, and by sqrt(n / (n - 1)). n is the effective number of
+    documents, sum(weight)^2 / sum(weight^2) (Kish), because a few long documents may have most
+    tokens.
 
-    In simulations with skewed losses and documents of unequal length this interval contains the true mean in 90% to
-    93% of cases with 5 documents, in 93% to 97% with 8 or more, and in 85% to 88% with 4. Fewer than 5 documents
-    therefore get no interval.
+    In simulations with skewed losses and documents of unequal length this interval contains the
+    true mean in 90% to 93% of cases with 5 documents, in 93% to 97% with 8 or more, and in 85% to
+    88% with 4. Fewer than 5 documents therefore get no interval.
 
     Args:
       loss, weight: float64 [documents, means].
@@ -155,8 +169,10 @@ def estimate(loss: np.ndarray, weight: np.ndarray, num_resamples: int = _NUM_RES
         effective = weight.sum(0) ** 2 / (weight**2).sum(0)
     for i in np.flatnonzero((num_documents >= MIN_DOCUMENTS) & np.isfinite(mean)):
         n = max(effective[i], 2.0)
-        tail = ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, 0.025))  # approaches 0.025 for many documents
-        low[i], high[i] = np.nanquantile(resampled[:, i], [tail, 1 - tail])  # NaN: resamples without weight
+        # approaches 0.025 for many documents
+        tail = ndtr(np.sqrt(n / (n - 1)) * stdtrit(n - 1, 0.025))
+        # NaN: resamples without weight
+        low[i], high[i] = np.nanquantile(resampled[:, i], [tail, 1 - tail])
     return Estimates(mean, low, high, num_documents)
 
 
@@ -170,17 +186,24 @@ def _resampled_ratios(loss: np.ndarray, weight: np.ndarray, num_resamples: int) 
 
 
 def _resampled_counts(num_documents: int, num_resamples: int) -> Iterator[np.ndarray]:
-    """Yields how often each document is in each resample, float64 [resamples of the chunk, documents]."""
+    """Yields how often each document is in each resample, float64 [resamples of the chunk,
+    documents].
+    """
     generator = np.random.default_rng(0)
     chunk = max(1, _MAX_COUNTS // max(1, num_documents))
     for begin in range(0, num_resamples if num_documents else 0, chunk):
         size = min(chunk, num_resamples - begin)
         drawn = generator.integers(num_documents, size=(size, num_documents))
         cells = drawn + num_documents * np.arange(size)[:, None]
-        yield np.bincount(cells.ravel(), minlength=size * num_documents).reshape(size, -1).astype(np.float64)
+        yield (
+            np.bincount(cells.ravel(), minlength=size * num_documents)
+            .reshape(size, -1)
+            .astype(np.float64)
+        )
 
 
-TokenLosses = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> losses of tokens 1 .. T - 1 in nats [B, T - 1]
+# tokens [B, T] -> losses of tokens 1 .. T - 1 in nats [B, T - 1]
+TokenLosses = Callable[[np.ndarray], np.ndarray]
 _SETTING = "documents"  # named in errors
 
 
@@ -199,14 +222,19 @@ class DocumentLosses:
     length: int
     by_position: DocumentSums  # position: number of earlier tokens
     last: np.ndarray  # float64 [documents]: mean loss of the last tokens
-    limited: dict[int, np.ndarray]  # context limit -> the same of the same tokens with limited context
+    # context limit -> the same of the same tokens with limited context
+    limited: dict[int, np.ndarray]
 
     def gain(self, limit: int) -> np.ndarray:
-        """Loss with limited context minus loss with full context of each document; positive if full context helps."""
+        """Loss with limited context minus loss with full context of each document; positive if full
+        context helps.
+        """
         return self.limited[limit] - self.last
 
 
-def read_cut_documents(settings: EvalsConfig, length: int, tokenizer: Tokenizer) -> list[CutDocument]:
+def read_cut_documents(
+    settings: EvalsConfig, length: int, tokenizer: Tokenizer
+) -> list[CutDocument]:
     """The first `settings.num_examples` documents with at least `length` tokens, cut to `length`.
 
     Raises:
@@ -214,9 +242,18 @@ def read_cut_documents(settings: EvalsConfig, length: int, tokenizer: Tokenizer)
     """
     files = list_files(settings.documents, _SETTING).files
     fields = Fields(text=settings.text_field)
-    documents = itertools.chain.from_iterable(read_documents(file, fields, Notes()) for file in files)
-    cut = (CutDocument(name=document.name, ids=_first_ids(document, length, tokenizer)) for document in documents)
-    long = list(itertools.islice((document for document in cut if len(document.ids) == length), settings.num_examples))
+    documents = itertools.chain.from_iterable(
+        read_documents(file, fields, Notes()) for file in files
+    )
+    cut = (
+        CutDocument(name=document.name, ids=_first_ids(document, length, tokenizer))
+        for document in documents
+    )
+    long = list(
+        itertools.islice(
+            (document for document in cut if len(document.ids) == length), settings.num_examples
+        )
+    )
     if not long:
         raise UserError(
             f"no document of {', '.join(settings.documents)} has {length:,} tokens: use a smaller length or longer"
@@ -246,8 +283,8 @@ def losses_of(
 ) -> DocumentLosses:
     """The losses of documents of equal length; those that `directory` has are not computed again.
 
-    Limited context: the model gets the last tokens and the `limit` tokens before them. A limit that is not smaller than
-    the number of tokens before the last ones limits nothing, and is not used.
+    Limited context: the model gets the last tokens and the `limit` tokens before them. A limit that
+    is not smaller than the number of tokens before the last ones limits nothing, and is not used.
 
     Args:
       identity, replaces: as in `predictions.run_case`.
@@ -259,13 +296,18 @@ def losses_of(
     def make_rows(indices: list[int]) -> list[dict]:
         ids_BT = np.stack([documents[index].ids for index in indices])
         losses_BT = token_losses(ids_BT).astype(np.float64)
-        limited = {limit: token_losses(ids_BT[:, -num_last - limit :])[:, -num_last:] for limit in limits}
+        limited = {
+            limit: token_losses(ids_BT[:, -num_last - limit :])[:, -num_last:] for limit in limits
+        }
         return [
             dict(
                 document=documents[index].name,
                 loss_sums=np.add.reduceat(losses_BT[i], edges[:-1]).tolist(),
                 last_loss=losses_BT[i, -num_last:].mean(),
-                limited_losses={str(limit): losses[i].mean(dtype=np.float64) for limit, losses in limited.items()},
+                limited_losses={
+                    str(limit): losses[i].mean(dtype=np.float64)
+                    for limit, losses in limited.items()
+                },
             )
             for i, index in enumerate(indices)
         ]
@@ -273,16 +315,24 @@ def losses_of(
     content = hashlib.sha256(b"".join(document.ids.tobytes() for document in documents)).hexdigest()
     header = dict(case=f"{LOSS}-{length}", documents=content, context_limits=limits, **identity)
     path, batch_size = directory / f"{LOSS}-{length}.jsonl", settings.batch_size
-    rows = resumed_rows(path, header, len(documents), make_rows, batch_size=batch_size, replaces=replaces)
+    rows = resumed_rows(
+        path, header, len(documents), make_rows, batch_size=batch_size, replaces=replaces
+    )
     return _losses_of_rows(length, rows)
 
 
 def stored_losses(directory: Path) -> list[DocumentLosses]:
-    """The losses in the directory of a checkpoint that belong to the model of its scores, shorter lengths first."""
+    """The losses in the directory of a checkpoint that belong to the model of its scores, shorter
+    lengths first.
+    """
     paths = {int(path.stem.partition("-")[2]): path for path in directory.glob(f"{LOSS}-*.jsonl")}
     models = {row.model for row in read_scores(directory)}
     texts = {length: paths[length].read_text() for length in sorted(paths)}
-    stored = {length: list(stored_rows(x)) for length, x in texts.items() if stored_header(x).get("model") in models}
+    stored = {
+        length: list(stored_rows(x))
+        for length, x in texts.items()
+        if stored_header(x).get("model") in models
+    }
     return [_losses_of_rows(length, rows) for length, rows in stored.items() if rows]
 
 
@@ -291,10 +341,13 @@ def _losses_of_rows(length: int, rows: Sequence[dict]) -> DocumentLosses:
     weight = np.tile(np.diff(edges).astype(np.float64), (len(rows), 1))
     return DocumentLosses(
         length=length,
-        by_position=DocumentSums(edges=edges, weight=weight, loss=np.array([row["loss_sums"] for row in rows])),
+        by_position=DocumentSums(
+            edges=edges, weight=weight, loss=np.array([row["loss_sums"] for row in rows])
+        ),
         last=np.array([row["last_loss"] for row in rows]),
         limited={
-            int(limit): np.array([row["limited_losses"][limit] for row in rows]) for limit in rows[0]["limited_losses"]
+            int(limit): np.array([row["limited_losses"][limit] for row in rows])
+            for limit in rows[0]["limited_losses"]
         },
     )
 
@@ -308,12 +361,17 @@ def loss_rows(losses: DocumentLosses, documents: str, seconds: float) -> Iterato
     """
     num_last = num_last_tokens(losses.length)
     num_tokens = losses.by_position.weight[0].sum()
-    values = {LOSS: losses.by_position.loss.sum(1) / num_tokens, f"{LOSS}_last_{num_last}": losses.last}
+    values = {
+        LOSS: losses.by_position.loss.sum(1) / num_tokens,
+        f"{LOSS}_last_{num_last}": losses.last,
+    }
     values |= {f"context_gain_{limit}": losses.gain(limit) for limit in losses.limited}
     for task, means in values.items():
         count = len(means)
         interval = estimate(means[:, None], np.ones((count, 1)))
-        low, high = (None if np.isnan(end[0]) else float(end[0]) for end in (interval.low, interval.high))
+        low, high = (
+            None if np.isnan(end[0]) else float(end[0]) for end in (interval.low, interval.high)
+        )
         error = means.std(ddof=1) / np.sqrt(count) if count > 1 else np.nan
         yield ScoreRow(
             task=task, haystack=documents, length=losses.length, score=float(means.mean()),

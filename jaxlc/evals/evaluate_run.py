@@ -1,5 +1,5 @@
-"""Long-context evaluations of a model: `jaxlc.evaluate`, and `config.evals` during training, with the live parameters
-and in the same process.
+"""Long-context evaluations of a model: `jaxlc.evaluate`, and `config.evals` during training, with
+the live parameters and in the same process.
 """
 
 import dataclasses
@@ -27,7 +27,13 @@ from jaxlc.evals.document_loss import TokenLosses, evaluate_loss, read_cut_docum
 from jaxlc.evals.figures import draw_maps, draw_overlays
 from jaxlc.evals.haystack import Example
 from jaxlc.evals.predictions import ScoreRow, run_case, step_directories, store_scores
-from jaxlc.generation.generate_text import PromptEncoder, encoder_of, generator_of, stops_for, warn_beyond_context
+from jaxlc.generation.generate_text import (
+    PromptEncoder,
+    encoder_of,
+    generator_of,
+    stops_for,
+    warn_beyond_context,
+)
 from jaxlc.generation.generator import Generator
 from jaxlc.step.language_model import LanguageModel, TrainedModel
 from jaxlc.step.step import TrainStep
@@ -45,11 +51,14 @@ class EvaluatedModel:
     generator: Callable[[], Generator]  # the same one in every call
     stops: Stops
     directory: Path  # where its results are written
-    fingerprint: str  # of parameters and settings, in the first line of its results, which must be equal to resume
+    # of parameters and settings, in the first line of its results, which must be equal to resume
+    fingerprint: str
     replaces: bool = False  # results of another identity are replaced instead of refused
 
     def evaluate(self, settings: EvalsConfig, report: Report) -> list[ScoreRow]:
-        """Evaluates the model, writes the scores, and returns them; `report` is called with each score."""
+        """Evaluates the model, writes the scores, and returns them; `report` is called with each
+        score.
+        """
         rows = []
         for row in self._rows(settings):
             rows.append(replace(row, model=self.fingerprint))
@@ -64,7 +73,12 @@ class EvaluatedModel:
         template = self.encode.template
         if LOSS in settings.tasks:
             yield from evaluate_loss(
-                settings, tokenizer, self._losses_after_start, self.directory, identity, self.replaces
+                settings,
+                tokenizer,
+                self._losses_after_start,
+                self.directory,
+                identity,
+                self.replaces,
             )
         for case, subject in text_cases(settings, self.encode.counter()):
             start = time.monotonic()
@@ -72,21 +86,31 @@ class EvaluatedModel:
                 case,
                 self._generate,
                 self.directory,
-                identity | dict(template=template and fingerprint_of(template.source), stops=[*self.stops]),
+                identity
+                | dict(template=template and fingerprint_of(template.source), stops=[*self.stops]),
                 batch_size=settings.batch_size,
                 replaces=self.replaces,
             )
-            yield ScoreRow(**subject, **score._asdict(), seconds=round(time.monotonic() - start, 1), chat=settings.chat)
+            yield ScoreRow(
+                **subject,
+                **score._asdict(),
+                seconds=round(time.monotonic() - start, 1),
+                chat=settings.chat,
+            )
 
     def _losses_after_start(self, ids_BT: np.ndarray) -> np.ndarray:
-        """`token_losses` of texts that start with the start tokens of the model, whose own losses do not count."""
+        """`token_losses` of texts that start with the start tokens of the model, whose own losses
+        do not count.
+        """
         start_ids = self.encode.tokenizer.start_ids
         starts = np.broadcast_to(start_ids, (len(ids_BT), len(start_ids)))
         return self.token_losses(np.concatenate([starts, ids_BT], axis=1))[:, len(start_ids) :]
 
     def _generate(self, examples: Sequence[Example], new_tokens: int) -> list[str]:
         ids = [self.encode(example.prompt, example.answer_prefix) for example in examples]
-        generations = self.generator()(ids, max_tokens=new_tokens, stop=self.stops.texts, stop_ids=self.stops.ids)
+        generations = self.generator()(
+            ids, max_tokens=new_tokens, stop=self.stops.texts, stop_ids=self.stops.ids
+        )
         return [generation.text for generation in generations]
 
 
@@ -152,16 +176,24 @@ class NamedScore(NamedTuple):
 
 
 class TrainingScorer:
-    """Computes the scores of config.evals. Its programs are compiled once, for all evaluations of a stage.
+    """Computes the scores of config.evals. Its programs are compiled once, for all evaluations of a
+    stage.
 
-    Losses of documents use the live parameters. Generation copies them once in the compute dtype, sharded as they are,
-    and frees the copy after the evaluation; the KV cache is sharded over context and tensor. Compiled programs remain.
+    Losses of documents use the live parameters. Generation copies them once in the compute dtype,
+    sharded as they are, and frees the copy after the evaluation; the KV cache is sharded over
+    context and tensor. Compiled programs remain.
     """
 
     def __init__(self, step: TrainStep, tokenizer: Tokenizer):
         self._step, self._tokenizer = step, tokenizer
-        self._settings = dataclasses.replace(step.config.evals, lengths=lengths_in_training(step.config))
-        template = fitting_template(step.config.data.chat_template, tokenizer) if self._settings.chat else None
+        self._settings = dataclasses.replace(
+            step.config.evals, lengths=lengths_in_training(step.config)
+        )
+        template = (
+            fitting_template(step.config.data.chat_template, tokenizer)
+            if self._settings.chat
+            else None
+        )
         self._encode = PromptEncoder(tokenizer=tokenizer, template=template)
         self._model: LanguageModel | None = None
         self._generator: Generator | None = None
@@ -177,11 +209,14 @@ class TrainingScorer:
         except UserError as error:
             raise UserError(f"config.evals: {error}") from error
 
-    def __call__(self, params: dict, step: int, workdir: Path, log: Callable[[str], None]) -> list[NamedScore]:
-        """Evaluates the parameters of `step` and writes predictions, scores and figures to `workdir`/evals.
+    def __call__(
+        self, params: dict, step: int, workdir: Path, log: Callable[[str], None]
+    ) -> list[NamedScore]:
+        """Evaluates the parameters of `step` and writes predictions, scores and figures to
+        `workdir`/evals.
 
-        Predictions of the same parameters that an interrupted evaluation has stored there are used. Every process of a
-        run makes the same call.
+        Predictions of the same parameters that an interrupted evaluation has stored there are used.
+        Every process of a run makes the same call.
 
         Args:
           log: prints a line.
@@ -207,7 +242,10 @@ class TrainingScorer:
             token_losses=self._model.token_losses,
             generator=generator,
             stops=stops_of(
-                config, self._tokenizer, original_of(config.model.init_from, workdir), self._encode.template
+                config,
+                self._tokenizer,
+                original_of(config.model.init_from, workdir),
+                self._encode.template,
             ),
             directory=out / f"step-{step}",
             fingerprint=model_fingerprint(config, params),
@@ -234,12 +272,16 @@ def make_scorer(step: TrainStep, tokenizer: Tokenizer) -> TrainingScorer | None:
     if not step.config.evals.tasks:
         return None
     if step.model is not None:
-        raise Unsupported("config.evals.tasks is unsupported with a custom model, whose attention has no KV cache")
+        raise Unsupported(
+            "config.evals.tasks is unsupported with a custom model, whose attention has no KV cache"
+        )
     return TrainingScorer(step, tokenizer)
 
 
 def _strongly_typed(x: jax.Array) -> jax.Array:
-    """The initial norm scales are weakly typed, and trained ones are not: programs would be compiled twice."""
+    """The initial norm scales are weakly typed, and trained ones are not: programs would be
+    compiled twice.
+    """
     return x.astype(x.dtype) if x.weak_type else x
 
 

@@ -35,7 +35,8 @@ def depth_figure(rows: Sequence[ScoreRow], title: str) -> "Figure":
         scores[depths.index(row.depth), lengths.index(row.length)] = row.score
     figure = new_figure(2.2 + 0.8 * len(lengths), 1.6 + 0.45 * len(depths), dpi=150)
     axes = figure.subplots()
-    # A map whose lightness increases: readers with any color vision, and gray prints, keep the order.
+    # A map whose lightness increases: readers with any color vision, and gray prints, keep the
+    # order.
     image = axes.imshow(scores, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     for (y, x), score in np.ndenumerate(scores):
         if not np.isnan(score):
@@ -50,7 +51,8 @@ def depth_figure(rows: Sequence[ScoreRow], title: str) -> "Figure":
 
 
 def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> "Figure":
-    """Scores against length, the mean over tasks, with standard errors; one line for each checkpoint or model.
+    """Scores against length, the mean over tasks, with standard errors; one line for each
+    checkpoint or model.
 
     Args:
       runs: label -> its rows, in percent.
@@ -61,8 +63,12 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> "Figure":
         lengths = sorted({row.length for row in rows})
         groups = [[row for row in rows if row.length == length] for length in lengths]
         means = [np.mean([row.score for row in group]) for group in groups]
-        errors = [np.sqrt(np.nansum([row.standard_error**2 for row in group])) / len(group) for group in groups]
-        # Later lines are thinner and their markers smaller, so that equal lines are seen one inside the other.
+        errors = [
+            np.sqrt(np.nansum([row.standard_error**2 for row in group])) / len(group)
+            for group in groups
+        ]
+        # Later lines are thinner and their markers smaller, so that equal lines are seen one inside
+        # the other.
         size = (len(runs) - 1 - index) % _NUM_WIDTHS
         axes.errorbar(
             lengths, means, yerr=errors, fmt="o", **line, capsize=3 + 2 * size,
@@ -72,7 +78,10 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> "Figure":
     axes.xaxis.set_major_formatter(_token_count)
     tasks = sorted({row.task for rows in runs.values() for row in rows})
     axes.set(xlabel="length in tokens", ylabel="score, %", ylim=(-3, 103))
-    axes.set_title("Score by length, mean of " + (tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks"), loc="left")
+    axes.set_title(
+        "Score by length, mean of " + (tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks"),
+        loc="left",
+    )
     if len(runs) > 4:  # a longer legend would cover lines
         figure.legend(loc="outside right upper", frameon=False)
     else:
@@ -82,7 +91,8 @@ def score_figure(runs: Mapping[str, Sequence[ScoreRow]]) -> "Figure":
 
 
 def loss_figure(runs: Mapping[str, DocumentLosses]) -> "Figure":
-    """Loss against position, with its 95% interval if there are enough documents; one line per model.
+    """Loss against position, with its 95% interval if there are enough documents; one line per
+    model.
 
     Args:
       runs: label -> its losses.
@@ -91,16 +101,31 @@ def loss_figure(runs: Mapping[str, DocumentLosses]) -> "Figure":
     axes = figure.subplots()
     for line, (label, losses) in zip(line_styles(), runs.items()):
         columns = losses.by_position.by_position("loss")
-        center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))  # 1 is the first position
-        axes.fill_between(center, columns["low"], columns["high"], color=line["color"], alpha=0.18, linewidth=0)
-        gains = [f"{losses.gain(limit).mean():+z.3f} nats over {limit:,}" for limit in losses.limited]
-        axes.plot(center, columns["loss"], "o", **line, markersize=3, linewidth=1.2, label="; ".join([label, *gains]))
+        # 1 is the first position
+        center = np.sqrt((columns["first_position"] + 1) * (columns["last_position"] + 1))
+        axes.fill_between(
+            center, columns["low"], columns["high"], color=line["color"], alpha=0.18, linewidth=0
+        )
+        gains = [
+            f"{losses.gain(limit).mean():+z.3f} nats over {limit:,}" for limit in losses.limited
+        ]
+        axes.plot(
+            center,
+            columns["loss"],
+            "o",
+            **line,
+            markersize=3,
+            linewidth=1.2,
+            label="; ".join([label, *gains]),
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(_token_count)
     axes.set(xlabel="position in the document, in tokens", ylabel="loss, nats per token")
     lengths = sorted({losses.length for losses in runs.values()})
     counts = sorted({losses.by_position.num_documents for losses in runs.values()})
-    has_interval = any(np.isfinite(losses.by_position.by_position("loss")["low"]).any() for losses in runs.values())
+    has_interval = any(
+        np.isfinite(losses.by_position.by_position("loss")["low"]).any() for losses in runs.values()
+    )
     title = f"Loss by position, {_either(counts)} documents of {_either(lengths)} tokens"
     axes.set_title(title + ", 95% intervals" * has_interval, loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8, title="gain of full context", title_fontsize=8)
@@ -116,7 +141,9 @@ _MAPS = {NEEDLE: "Needle in a haystack", PASSKEY: "Pass key"}
 
 
 def draw_maps(rows: Sequence[ScoreRow], out: Path) -> list[Path]:
-    """Writes needle.png and passkey.png of the scores of one model; returns the files, none without matplotlib."""
+    """Writes needle.png and passkey.png of the scores of one model; returns the files, none without
+    matplotlib.
+    """
     if not errors.is_installed("matplotlib"):
         return []
 
@@ -138,7 +165,10 @@ def draw_overlays(directories: Mapping[str, Path], out: Path) -> list[Path]:
         return []
 
     figures = {}
-    scores = {label: [row for row in read_scores(path) if row.unit == "%"] for label, path in directories.items()}
+    scores = {
+        label: [row for row in read_scores(path) if row.unit == "%"]
+        for label, path in directories.items()
+    }
     if scores := {label: rows for label, rows in scores.items() if rows}:
         figures["scores.png"] = score_figure(scores)
     losses = {label: stored_losses(path) for label, path in directories.items()}

@@ -1,8 +1,9 @@
-"""usage: python -m jaxlc.evals.harness --model_args path=SOURCE --tasks TASK,TASK [flags of `lm_eval run`]
+"""usage: python -m jaxlc.evals.harness --model_args path=SOURCE --tasks TASK,TASK [flags of
+`lm_eval run`]
 
 Evaluates a run or a Hugging Face directory with lm-evaluation-harness
-(https://github.com/EleutherAI/lm-evaluation-harness). Arguments of the model, as NAME=VALUE,NAME=VALUE: path, step,
-max_length, chat_template, seed, data, fsdp, context and tensor.
+(https://github.com/EleutherAI/lm-evaluation-harness). Arguments of the model, as
+NAME=VALUE,NAME=VALUE: path, step, max_length, chat_template, seed, data, fsdp, context and tensor.
 
 From Python: `lm_eval.simple_evaluate(HarnessModel(path), tasks=[...])`. Needs the package lm_eval.
 """
@@ -40,9 +41,11 @@ _MAX_NEW_TOKENS = 256  # default of tasks without a limit, as for the model `hf`
 
 @register_model(NAME)
 class HarnessModel(TemplateLM):
-    """A model for lm-evaluation-harness, with the tokens and rules of its model `hf` for the exported directory.
+    """A model for lm-evaluation-harness, with the tokens and rules of its model `hf` for the
+    exported directory.
 
-    Every process of a run makes the same requests; process 0 returns the results of `simple_evaluate`, the others None.
+    Every process of a run makes the same requests; process 0 returns the results of
+    `simple_evaluate`, the others None.
     """
 
     def __init__(
@@ -59,34 +62,43 @@ class HarnessModel(TemplateLM):
     ):
         """
         Args:
-          path: workdir of a run, a Hugging Face directory, or a loaded `Result`.
-          step: the checkpoint of the run. None: the latest one.
-          batch_size: requests that are computed together.
-          max_length: tokens of a request, of which longer ones lose the first; the window of rolling log-likelihoods.
+          path: workdir of a run, a Hugging Face directory, or a loaded `Result`. step: the
+          checkpoint of the run. None: the latest one. batch_size: requests that are computed
+          together. max_length: tokens of a request, of which longer ones lose the first; the window
+          of rolling log-likelihoods.
             0: max_position_embeddings of a Hugging Face directory, data.seq_len of a run.
-          device: of PyTorch, which lm_eval always passes; it has no effect.
-          chat_template: chatml, llama3 or a Jinja file, used with --apply_chat_template. "": the template of the run
+          device: of PyTorch, which lm_eval always passes; it has no effect. chat_template: chatml,
+          llama3 or a Jinja file, used with --apply_chat_template. "": the template of the run
             or of the tokenizer.
-          seed: of sampling; each request has its own random numbers, in batches of any size. --gen_kwargs seed=N goes
-            first. None: the third number of --seed, as for the model `hf`.
+          seed: of sampling; each request has its own random numbers, in batches of any size.
+            --gen_kwargs seed=N goes first. None: the third number of --seed, as for the model `hf`.
           mesh: sizes of mesh axes, such as context=4. None: the mesh of the run.
         Raises:
           UserError: an unknown argument, or the model cannot be loaded.
         """
         super().__init__()
         if unknown := mesh.keys() - set(MESH_AXES):
-            expected = ", ".join(["path", "step", "max_length", "chat_template", "seed", *MESH_AXES])
+            expected = ", ".join(
+                ["path", "step", "max_length", "chat_template", "seed", *MESH_AXES]
+            )
             raise UserError(f"unknown argument {min(unknown)!r} of the model: expected {expected}")
         if not str(batch_size).isdecimal() or not int(batch_size):
             raise UserError(f"invalid --batch_size={batch_size}: expected a number of at least 1")
-        self._result = path if isinstance(path, TrainedModel) else jaxlc.load(path, step=step, mesh=mesh or None)
+        self._result = (
+            path
+            if isinstance(path, TrainedModel)
+            else jaxlc.load(path, step=step, mesh=mesh or None)
+        )
         self._tokenizer, self._template_setting = self._result.tokenizer, chat_template
-        self.batch_size, self._seed = int(batch_size), _seed_of_lm_eval() if seed is None else int(seed)
+        self.batch_size, self._seed = (
+            int(batch_size),
+            _seed_of_lm_eval() if seed is None else int(seed),
+        )
         self.max_length = int(max_length) or _trained_length(self._result)
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
-            # lm_eval shares the requests out by `rank`, which stays 0. It reads this variable to find the process
-            # that reports.
+            # lm_eval shares the requests out by `rank`, which stays 0. It reads this variable to
+            # find the process that reports.
             os.environ["LOCAL_RANK"] = str(jax.process_index())
 
     @property
@@ -98,14 +110,20 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """What the first token of a text follows."""
         bos = self._special_id("bos_token")
-        return next(iter(self._tokenizer.start_ids.tolist()), self.eot_token_id) if bos is None else bos
+        return (
+            next(iter(self._tokenizer.start_ids.tolist()), self.eot_token_id)
+            if bos is None
+            else bos
+        )
 
     @property
     def tokenizer_name(self) -> str:
         return str(self._result.workdir).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The source of the template. Raises UserError for a name, which is an argument of the model."""
+        """The source of the template. Raises UserError for a name, which is an argument of the
+        model.
+        """
         if isinstance(chat_template, str):
             raise UserError(
                 f"invalid --apply_chat_template {chat_template}: pass it without a value, and"
@@ -113,27 +131,46 @@ class HarnessModel(TemplateLM):
             )
         return self._template.source
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """The prompt of a chat; without `add_generation_prompt` its last message is continued."""
         return self._template.prompt(chat_history, continues_last=not add_generation_prompt).text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text with special tokens; start tokens come first unless the text has them."""
         ids = self._encode(string)
-        has_start = add_special_tokens is None and has_bos_prefix(string, self._special_texts.get("bos_token"))
-        return ids if add_special_tokens is False or has_start else [*self._tokenizer.start_ids.tolist(), *ids]
+        has_start = add_special_tokens is None and has_bos_prefix(
+            string, self._special_texts.get("bos_token")
+        )
+        return (
+            ids
+            if add_special_tokens is False or has_start
+            else [*self._tokenizer.start_ids.tolist(), *ids]
+        )
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, in windows of at most `max_length` tokens that do not overlap."""
+    def loglikelihood_rolling(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of whole texts, in windows of at most `max_length` tokens that do not
+        overlap.
+        """
         windows = [
-            [make_disjoint_window(window) for window in self._windows(self.tok_encode(request.args[0]))]
+            [
+                make_disjoint_window(window)
+                for window in self._windows(self.tok_encode(request.args[0]))
+            ]
             for request in requests
         ]
-        scored = iter(self._loglikelihood_tokens([(("", ""), *pair) for pairs in windows for pair in pairs]))
+        scored = iter(
+            self._loglikelihood_tokens([(("", ""), *pair) for pairs in windows for pair in pairs])
+        )
         return [sum(next(scored)[0] for _ in pairs) for pairs in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continues prompts up to a stop string, an end-of-text token or the number of tokens of the task."""
+        """Continues prompts up to a stop string, an end-of-text token or the number of tokens of
+        the task.
+        """
         ordered = Collator(
             [(*request.args, index) for index, request in enumerate(requests)],
             sort_fn=lambda request: (-len(request[0]), request[0]),
@@ -149,10 +186,13 @@ class HarnessModel(TemplateLM):
     def _windows(self, ids: list[int]) -> Iterable[tuple[list[int], list[int]]]:
         return get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests, disable_tqdm: bool = False, **_
+    ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding gives it.
 
-        Requests of equal input, such as answers of one token to the same question, are computed once.
+        Requests of equal input, such as answers of one token to the same question, are computed
+        once.
 
         Args:
           requests: (texts, ids of the context, ids of the continuation).
@@ -170,10 +210,16 @@ class HarnessModel(TemplateLM):
                     " merges it into the last token of the context; change where the task splits the text"
                 )
             context = context or [self.prefix_token_id]  # as for an empty text
-            by_input.setdefault((*context, *continuation)[-self.max_length - 1 : -1], []).append(index)
-        inputs = sorted(by_input, key=len, reverse=True)  # the longest first: it shows whether the memory suffices
+            by_input.setdefault((*context, *continuation)[-self.max_length - 1 : -1], []).append(
+                index
+            )
+        # the longest first: it shows whether the memory suffices
+        inputs = sorted(by_input, key=len, reverse=True)
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        batches = [inputs[first : first + self.batch_size] for first in range(0, len(inputs), self.batch_size)]
+        batches = [
+            inputs[first : first + self.batch_size]
+            for first in range(0, len(inputs), self.batch_size)
+        ]
         for batch in self._shown(batches, "loglikelihood"):
             parts = [[(index, requests[index][2]) for index in by_input[ids]] for ids in batch]
             candidates = [[token for _, x in part for token in x] for part in parts]
@@ -181,18 +227,25 @@ class HarnessModel(TemplateLM):
                 [position for _, x in part for position in range(len(ids) - len(x), len(ids))]
                 for ids, part in zip(batch, parts)
             ]
-            num_candidates = 2 ** (max(map(len, candidates)) - 1).bit_length()  # few sizes, few compiled programs
+            # few sizes, few compiled programs
+            num_candidates = 2 ** (max(map(len, candidates)) - 1).bit_length()
             log_probs_Bn, is_best_Bn = self._result.model.log_probs(
-                self._rows(batch, len(batch[0])), *(self._rows(x, num_candidates) for x in (positions, candidates))
+                self._rows(batch, len(batch[0])),
+                *(self._rows(x, num_candidates) for x in (positions, candidates)),
             )
             for part, log_probs_n, is_best_n in zip(parts, log_probs_Bn, is_best_Bn):
                 ends = np.cumsum([len(x) for _, x in part])
                 for (index, x), end in zip(part, ends):
                     its = slice(end - len(x), end)
-                    results[index] = float(log_probs_n[its].sum(dtype=np.float64)), bool(is_best_n[its].all())
+                    results[index] = (
+                        float(log_probs_n[its].sum(dtype=np.float64)),
+                        bool(is_best_n[its].all()),
+                    )
         return results
 
-    def _generate(self, prompts: Sequence[str], settings: dict, indices: Sequence[int]) -> list[str]:
+    def _generate(
+        self, prompts: Sequence[str], settings: dict, indices: Sequence[int]
+    ) -> list[str]:
         """The continuations of a batch of prompts, with their indices among all requests."""
         wanted = normalize_gen_kwargs(settings, _MAX_NEW_TOKENS)
         max_tokens, stop = wanted.pop("max_gen_toks"), wanted.pop("until", None) or []
@@ -212,7 +265,9 @@ class HarnessModel(TemplateLM):
         generations = generator_of(self._result)(
             [np.array(row, np.int32) for row in self._filled(ids)],
             max_tokens=max_tokens,
-            sampling=Sampling(temperature=temperature, top_p=top_p if temperature else 1.0, seed=seed),
+            sampling=Sampling(
+                temperature=temperature, top_p=top_p if temperature else 1.0, seed=seed
+            ),
             stop=[*stop, *self._stops.texts],
             stop_ids=[*self._stops.ids, self.eot_token_id],
             indices=self._filled(indices),
@@ -220,11 +275,17 @@ class HarnessModel(TemplateLM):
         return [generation.text for generation in generations[: len(prompts)]]
 
     def _rows(self, rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-        """int32 [batch_size, length]: shorter rows are padded at the end, and rows repeat in an incomplete batch."""
-        return np.array([[*row, *[0] * (length - len(row))] for row in self._filled(rows)], np.int32)
+        """int32 [batch_size, length]: shorter rows are padded at the end, and rows repeat in an
+        incomplete batch.
+        """
+        return np.array(
+            [[*row, *[0] * (length - len(row))] for row in self._filled(rows)], np.int32
+        )
 
     def _filled(self, rows: Sequence) -> list:
-        """Rows of an incomplete batch, with repetitions of the last one: all batches use the same program."""
+        """Rows of an incomplete batch, with repetitions of the last one: all batches use the same
+        program.
+        """
         return [*rows, *[rows[-1]] * (self.batch_size - len(rows))]
 
     def _shown(self, batches: Iterable, what: str) -> Iterable:
@@ -263,11 +324,16 @@ def _trained_length(result: TrainedModel) -> int:
     """max_position_embeddings of a Hugging Face directory; the sequence length of a run."""
     if not result.is_pretrained:
         return result.config.data.seq_len
-    return read_json(result.workdir / CONFIG_FILE).get("max_position_embeddings") or result.config.data.seq_len
+    return (
+        read_json(result.workdir / CONFIG_FILE).get("max_position_embeddings")
+        or result.config.data.seq_len
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line `argv`, program name first; returns the exit status, 2 after a UserError."""
+    """Runs the command line `argv`, program name first; returns the exit status, 2 after a
+    UserError.
+    """
     try:
         errors.require("lm_eval", "jaxlc.evals.harness")
         from lm_eval.__main__ import cli_evaluate

@@ -1,4 +1,6 @@
-"""Prompts of evaluations: words and prose that fill them, and the largest example that a number of tokens allows."""
+"""Prompts of evaluations: words and prose that fill them, and the largest example that a number of
+tokens allows.
+"""
 
 import ast
 import functools
@@ -32,7 +34,8 @@ class Prose:
 
 
 def prose_of(paths: tuple[str, ...]) -> Prose:
-    """The text of files; without files, the docstrings of Python's standard library, which are always at hand.
+    """The text of files; without files, the docstrings of Python's standard library, which are
+    always at hand.
 
     Raises:
       UserError: a file cannot be read, or there is no text.
@@ -42,7 +45,9 @@ def prose_of(paths: tuple[str, ...]) -> Prose:
     try:
         text = " ".join(local_path(path).read_text(errors="replace") for path in paths)
     except OSError as error:
-        raise UserError(f"cannot read the haystack {error.filename} ({reason_of(error)})") from error
+        raise UserError(
+            f"cannot read the haystack {error.filename} ({reason_of(error)})"
+        ) from error
     if not text.split():
         raise UserError(f"no text in the haystack {', '.join(paths)}: use different files")
     return Prose("+".join(Path(path).stem for path in paths), tuple(text.split()))
@@ -57,7 +62,11 @@ def _docstring_words() -> tuple[str, ...]:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue  # e.g. a test file of the library with invalid syntax
-        nodes = (node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)))
+        nodes = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        )
         for docstring in filter(None, map(ast.get_docstring, nodes)):
             for paragraph in docstring.split("\n\n"):
                 text = " ".join(paragraph.split())
@@ -105,7 +114,9 @@ def single_words() -> tuple[str, ...]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Splits prose after full stops, question marks and exclamation marks that are followed by a capital letter."""
+    """Splits prose after full stops, question marks and exclamation marks that are followed by a
+    capital letter.
+    """
     return re.split(r"(?<=[.!?]) (?=[A-Z\"'(])", text)
 
 
@@ -116,7 +127,8 @@ class Example:
     prompt: str  # without `answer_prefix`
     answer_prefix: str  # the start of the answer, which the model continues
     references: tuple[str, ...]
-    depth: float | None = None  # position of the first answer in the prompt: 0 at the start, 1 at the end
+    # position of the first answer in the prompt: 0 at the start, 1 at the end
+    depth: float | None = None
 
     @property
     def text(self) -> str:
@@ -128,12 +140,20 @@ _MAX_TRIALS = 12
 
 
 def largest_example(
-    make: Callable[[int], Example], count_tokens: CountTokens, length: int, *, new_tokens: int, smallest: int, task: str
+    make: Callable[[int], Example],
+    count_tokens: CountTokens,
+    length: int,
+    *,
+    new_tokens: int,
+    smallest: int,
+    task: str,
 ) -> Example:
-    """The example with the largest size, up to about 1%, whose text and `new_tokens` have at most `length` tokens.
+    """The example with the largest size, up to about 1%, whose text and `new_tokens` have at most
+    `length` tokens.
 
-    The number of tokens grows about linearly with the size. So the size is found by the secant method, in a few trials
-    also for texts of millions of tokens; a candidate is used only if its tokens were counted.
+    The number of tokens grows about linearly with the size. So the size is found by the secant
+    method, in a few trials also for texts of millions of tokens; a candidate is used only if its
+    tokens were counted.
 
     Args:
       make: size -> example; with a larger size the text is longer.
@@ -160,6 +180,10 @@ def largest_example(
             high = size
             per_size = max(per_size * 1.05, (num_tokens - low_tokens) / (size - low))
         else:
-            per_size = max(1e-9, (num_tokens - low_tokens) / (size - low)) if num_tokens > low_tokens else per_size
+            per_size = (
+                max(1e-9, (num_tokens - low_tokens) / (size - low))
+                if num_tokens > low_tokens
+                else per_size
+            )
             best, low, low_tokens = example, size, num_tokens
     return best

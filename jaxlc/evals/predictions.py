@@ -1,8 +1,8 @@
 """Results of evaluations on disk, and their scores.
 
-Predictions are one JSON line per example, so that an interrupted evaluation resumes. They are scored by the rules of
-RULER (Hsieh et al. 2024, arXiv:2404.06654, and its published scorer). scores.jsonl in the directory of a checkpoint has
-one line per score.
+Predictions are one JSON line per example, so that an interrupted evaluation resumes. They are
+scored by the rules of RULER (Hsieh et al. 2024, arXiv:2404.06654, and its published scorer).
+scores.jsonl in the directory of a checkpoint has one line per score.
 """
 
 import json
@@ -71,14 +71,17 @@ def read_scores(directory: Path) -> list[ScoreRow]:
     rows = read_json_lines(path) if path.exists() else []
     try:
         for row in rows:
-            row["standard_error"] = math.nan if row["standard_error"] is None else row["standard_error"]
+            row["standard_error"] = (
+                math.nan if row["standard_error"] is None else row["standard_error"]
+            )
         return [ScoreRow(**row) for row in rows]
     except (TypeError, KeyError) as error:
         raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
 
 
 def comparison(scores: Mapping[str, Sequence[ScoreRow]]) -> list[str]:
-    """A table with one line per task and length and one column per model; with two models, also the change.
+    """A table with one line per task and length and one column per model; with two models, also the
+    change.
 
     Scores of the needle and passkey tasks are means over their depths.
 
@@ -88,11 +91,15 @@ def comparison(scores: Mapping[str, Sequence[ScoreRow]]) -> list[str]:
     groups: dict[tuple, dict[str, list[ScoreRow]]] = {}
     for label, rows in scores.items():
         for row in rows:
-            groups.setdefault((row.task, row.length, row.unit), {}).setdefault(label, []).append(row)
+            groups.setdefault((row.task, row.length, row.unit), {}).setdefault(label, []).append(
+                row
+            )
     lines = [["", "length", "", *scores, *(["change"] if len(scores) == 2 else [])]]
     for (task, length, unit), by_label in groups.items():
         digits = 1 if unit == "%" else 4
-        means = [sum(row.score for row in rows) / len(rows) for rows in map(by_label.__getitem__, scores)]
+        means = [
+            sum(row.score for row in rows) / len(rows) for rows in map(by_label.__getitem__, scores)
+        ]
         cells = [f"{mean:.{digits}f}" for mean in means]
         if len(scores) == 2:
             cells.append(f"{means[1] - means[0]:+.{digits}f}")
@@ -106,7 +113,9 @@ def step_directories(out: Path) -> list[Path]:
 
 
 def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
-    """Adds scores to those in `directory`; scores of the same subject, and of other models, are removed."""
+    """Adds scores to those in `directory`; scores of the same subject, and of other models, are
+    removed.
+    """
     models = {row.model for row in rows}
     kept = [row for row in read_scores(directory) if row.model in models or not models]
     by_subject = {row.subject: row for row in [*kept, *rows]}
@@ -115,7 +124,8 @@ def store_scores(directory: Path, rows: Sequence[ScoreRow]) -> None:
 
 
 def _line(row: ScoreRow) -> str:
-    values = {name: None if value != value else value for name, value in vars(row).items()}  # JSON has no NaN
+    # JSON has no NaN
+    values = {name: None if value != value else value for name, value in vars(row).items()}
     return json.dumps(values, allow_nan=False) + "\n"
 
 
@@ -136,8 +146,12 @@ def cleaned(prediction: str) -> str:
 
 
 def match_all(prediction: str, references: Sequence[str]) -> float:
-    """The fraction of references that the prediction contains, in any case; RULER's `string_match_all`."""
-    return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
+    """The fraction of references that the prediction contains, in any case; RULER's
+    `string_match_all`.
+    """
+    return sum(reference.lower() in prediction.lower() for reference in references) / len(
+        references
+    )
 
 
 def match_any(prediction: str, references: Sequence[str]) -> float:
@@ -148,10 +162,13 @@ def match_any(prediction: str, references: Sequence[str]) -> float:
 def score_of(values: Sequence[float]) -> Score:
     """The mean of values in 0 .. 1."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return Score(100 * statistics.fmean(values), 100 * deviation / math.sqrt(len(values)), len(values))
+    return Score(
+        100 * statistics.fmean(values), 100 * deviation / math.sqrt(len(values)), len(values)
+    )
 
 
-Generate = Callable[[Sequence[Example], int], Sequence[str]]  # (examples, new tokens) -> continuations
+# (examples, new tokens) -> continuations
+Generate = Callable[[Sequence[Example], int], Sequence[str]]
 _SHOWN_CHARACTERS = 400  # last characters of a prompt
 
 
@@ -176,7 +193,8 @@ def resumed_rows(
     batch_size: int,
     replaces: bool = False,
 ) -> list[dict]:
-    """The rows 0 .. num_rows - 1 of a file. Those that it does not have are made and appended, batch by batch.
+    """The rows 0 .. num_rows - 1 of a file. Those that it does not have are made and appended,
+    batch by batch.
 
     Every process of a run makes the same call; only process 0 reads and writes the file.
 
@@ -205,7 +223,10 @@ def resumed_rows(
     with progress_lines(path.stem, is_shown=is_primary) as update:
         for first in range(0, len(missing), batch_size):
             indices = missing[first : first + batch_size]
-            made = [dict(index=index) | row for index, row in zip(indices, make_rows(indices), strict=True)]
+            made = [
+                dict(index=index) | row
+                for index, row in zip(indices, make_rows(indices), strict=True)
+            ]
             rows |= {row["index"]: row for row in made}
             if is_primary:
                 with path.open("a") as file:
@@ -219,19 +240,27 @@ def stored_header(text: str) -> dict:
 
 
 def stored_rows(text: str) -> Iterator[dict]:
-    """Yields the rows of a file after its header; a line that an interrupted evaluation cut off is ignored."""
+    """Yields the rows of a file after its header; a line that an interrupted evaluation cut off is
+    ignored.
+    """
     yield from filter(None, map(_parsed, text.splitlines()[1:]))
 
 
 def run_case(
-    case: Case, generate: Generate, directory: Path, identity: dict, *, batch_size: int, replaces: bool = False
+    case: Case,
+    generate: Generate,
+    directory: Path,
+    identity: dict,
+    *,
+    batch_size: int,
+    replaces: bool = False,
 ) -> Score:
     """Generates the predictions that `directory` does not have yet, and scores all.
 
     Args:
-      identity: what the predictions depend on besides the case, such as the checkpoint; stored in the first line.
-      batch_size: examples that are generated together.
-      replaces: predictions of another identity are replaced.
+      identity: what the predictions depend on besides the case, such as the checkpoint; stored in
+      the first line. batch_size: examples that are generated together. replaces: predictions of
+      another identity are replaced.
     Raises:
       UserError: the file has predictions of another model or of other settings.
     """
@@ -252,14 +281,24 @@ def run_case(
 
     header = dict(case=case.name, new_tokens=case.new_tokens, data=case.data, **identity)
     path = directory / f"{case.name}.jsonl"
-    rows = resumed_rows(path, header, case.num_examples, make_rows, batch_size=batch_size, replaces=replaces)
+    rows = resumed_rows(
+        path, header, case.num_examples, make_rows, batch_size=batch_size, replaces=replaces
+    )
     return score_of([row["score"] for row in rows])
 
 
 def _text_on_all_processes(path: Path) -> str:
-    """The text of the file as process 0 reads it, without what follows the last line break; empty: no file."""
-    content = np.frombuffer(path.read_bytes() if jax.process_index() == 0 and path.exists() else b"", np.uint8)
-    content = content[: content.size - np.argmax(content[::-1] == ord("\n"))] if ord("\n") in content else content[:0]
+    """The text of the file as process 0 reads it, without what follows the last line break; empty:
+    no file.
+    """
+    content = np.frombuffer(
+        path.read_bytes() if jax.process_index() == 0 and path.exists() else b"", np.uint8
+    )
+    content = (
+        content[: content.size - np.argmax(content[::-1] == ord("\n"))]
+        if ord("\n") in content
+        else content[:0]
+    )
     if jax.process_count() > 1:
         size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
         padded = content if jax.process_index() == 0 else np.zeros(size, np.uint8)

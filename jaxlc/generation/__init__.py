@@ -1,5 +1,5 @@
 """Text generation with a KV cache that is split over the context and tensor axes.
 
-prompts -> prefill, chunk by chunk -> logits -> choice of a token -> decoding step -> ... `jaxlc.generate` is the public
-function.
+prompts -> prefill, chunk by chunk -> logits -> choice of a token -> decoding step -> ...
+`jaxlc.generate` is the public function.
 """

@@ -2,7 +2,8 @@
 
 A prompt is plain text, or the message of a user in the chat template of the model.
 
-Device memory of generation: the KV cache, and the copy of the weights in the compute dtype. Nothing is compiled.
+Device memory of generation: the KV cache, and the copy of the weights in the compute dtype. Nothing
+is compiled.
 """
 
 import functools
@@ -45,11 +46,13 @@ class GenerationMemory:
 
 
 def generation_memory(step: TrainStep, num_sequences: int, num_tokens: int) -> GenerationMemory:
-    """The memory of `num_sequences` sequences of `num_tokens` tokens on the mesh of `step`, with a cache in the compute
-    dtype."""
+    """The memory of `num_sequences` sequences of `num_tokens` tokens on the mesh of `step`, with a
+    cache in the compute dtype."""
     dtype = step.compute_dtype
     cached = CachedStep(config=step.config, mesh=step.mesh, compute_dtype=dtype, cache_dtype=dtype)
-    cache = cached.abstract_cache(layout_for(num_tokens, step.mesh), cached.padded_batch_size(num_sequences))
+    cache = cached.abstract_cache(
+        layout_for(num_tokens, step.mesh), cached.padded_batch_size(num_sequences)
+    )
     dims = decoder.dims_of(step.config.model, step.config.lora)
     params = abstract_params(step.abstract_state.params, dims, step.mesh, dtype)
     return GenerationMemory(
@@ -61,8 +64,8 @@ def generation_memory(step: TrainStep, num_sequences: int, num_tokens: int) -> G
 
 
 def rollout_memory(step: TrainStep, num_tokens: int = 0) -> GenerationMemory | None:
-    """The memory of config.rollouts, which exist between two steps, beside the training state; None: the policy makes
-    no rollouts.
+    """The memory of config.rollouts, which exist between two steps, beside the training state;
+    None: the policy makes no rollouts.
 
     Args:
       num_tokens: of the longest prompt and its answer. 0: unknown, as many as fit into a sequence.
@@ -88,8 +91,8 @@ class PromptEncoder:
         """The ids of a prompt, int32 [tokens].
 
         Args:
-          answer_prefix: the start of the answer, which the model continues; in a chat, after the header of the
-            assistant.
+          answer_prefix: the start of the answer, which the model continues; in a chat, after the
+            header of the assistant.
         """
         text = valid_unicode(text)
         prompt = text if self.template is None else Chat([dict(role="user", content=text)])
@@ -116,7 +119,9 @@ class PromptEncoder:
         return lambda text: len(self.tokenizer.encode(text.encode())) + overhead_tokens
 
 
-def template_of(result: TrainedModel, setting: str = "", *, flag: str = "--chat_template") -> ChatTemplate:
+def template_of(
+    result: TrainedModel, setting: str = "", *, flag: str = "--chat_template"
+) -> ChatTemplate:
     """The chat template of the prompts of generate, eval and lm-evaluation-harness.
 
     Args:
@@ -125,7 +130,9 @@ def template_of(result: TrainedModel, setting: str = "", *, flag: str = "--chat_
     Raises:
       UserError: there is no chat template, or it does not fit the tokenizer.
     """
-    return fitting_template(setting or result.config.data.chat_template, result.tokenizer, flag=flag)
+    return fitting_template(
+        setting or result.config.data.chat_template, result.tokenizer, flag=flag
+    )
 
 
 def encoder_of(result: TrainedModel, *, chat: bool, chat_template: str = "") -> PromptEncoder:
@@ -165,19 +172,25 @@ def generate_text(
     """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
 
     Args:
-      frees_params: free the float32 parameters if the generator has them in another dtype. `result` cannot be used
-        afterwards.
+      frees_params: free the float32 parameters if the generator has them in another dtype. `result`
+        cannot be used afterwards.
     """
     if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
-        raise UserError("invalid prompts: expected a string, or a list of strings or of arrays of token ids")
+        raise UserError(
+            "invalid prompts: expected a string, or a list of strings or of arrays of token ids"
+        )
     encode = encoder_of(result, chat=chat, chat_template=chat_template)
-    encoded = [encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts]
+    encoded = [
+        encode(prompt) if isinstance(prompt, str) else np.asarray(prompt) for prompt in prompts
+    ]
     for warning in encode.warnings if jax.process_index() == 0 else ():
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     generator, stops = generator_of(result), stops_for(result, encode.template)
     warn_beyond_context(result, max(map(len, encoded), default=0) + max_tokens)
     if frees_params:
-        for stored, cast in zip(jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True):
+        for stored, cast in zip(
+            jax.tree.leaves(result.params), jax.tree.leaves(generator.params), strict=True
+        ):
             if stored.dtype != cast.dtype:
                 stored.delete()
     return generator(
@@ -200,14 +213,20 @@ def generator_of(result: TrainedModel) -> Generator:
     """
     model, step = result.model, result.train_step
     if step.model is not None:
-        raise Unsupported("unsupported: generation with a custom model, whose attention has no KV cache")
+        raise Unsupported(
+            "unsupported: generation with a custom model, whose attention has no KV cache"
+        )
     if model not in _generators:
-        _generators[model] = Generator(step, result.params, result.tokenizer, is_pretrained=result.is_pretrained)
+        _generators[model] = Generator(
+            step, result.params, result.tokenizer, is_pretrained=result.is_pretrained
+        )
     return _generators[model]
 
 
 def warn_beyond_context(result: TrainedModel, num_tokens: int) -> None:
-    """Prints a warning on stderr, on one process, if texts of `num_tokens` are longer than the context of the model."""
+    """Prints a warning on stderr, on one process, if texts of `num_tokens` are longer than the
+    context of the model.
+    """
     config = result.train_step.config
     trained_tokens = 0 if result.is_pretrained else config.data.seq_len
     warning = context_warning(config.model, num_tokens, trained_tokens=trained_tokens)

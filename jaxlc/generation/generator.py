@@ -2,7 +2,8 @@
 
 The decoder on a chunk of new tokens, with the cache of the tokens before it.
 
-A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new token.
+A prefill chunk and a decoding step are the same function; in the latter, each sequence has one new
+token.
 """
 
 import functools
@@ -20,7 +21,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, FIRST_LAYERS, LAST_LAYERS, LAYER_STACKS, LAYERS, TENSOR
+from jaxlc.core.axes import (
+    BATCH_AXES,
+    CONTEXT,
+    FIRST_LAYERS,
+    LAST_LAYERS,
+    LAYER_STACKS,
+    LAYERS,
+    TENSOR,
+)
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -65,13 +74,14 @@ class CachedDecoder:
         """Appends the new tokens to the cache.
 
         Args:
-          params: the tree of `decoder.init`, in the compute dtype or float32.
-          cache: see `CachedStep.abstract_cache`. Donate it, so that it is updated in place.
-          tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
-          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for config.data.seq_len.
+          params: the tree of `decoder.init`, in the compute dtype or float32. cache: see
+          `CachedStep.abstract_cache`. Donate it, so that it is updated in place. tokens_BC: int32,
+          C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
+          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for
+          config.data.seq_len.
         Returns:
-          Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
-          the cache with the new tokens.
+          Logits of the token after the last new one, float32 [B, V], of any value for a sequence
+          without new tokens; the cache with the new tokens.
         """
         shard, model = Sharder(self.mesh), self.config.model
         module = decoder.bind(params, model, self.config.lora)
@@ -87,19 +97,31 @@ class CachedDecoder:
         for name in LAYER_STACKS:
             if name in cache:
                 kinds = model.kinds_of_iteration(name)
-                x_BCD, updated[name] = self._run_stack(getattr(module, name), kinds, x_BCD, cache[name], run_kind)
+                x_BCD, updated[name] = self._run_stack(
+                    getattr(module, name), kinds, x_BCD, cache[name], run_kind
+                )
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
-        last_BD = jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0).sum(axis=1).astype(self.compute_dtype)
-        normed_BD = rms_norm(last_BD, module.final_norm.factor.astype(jnp.float32), model.norm_epsilon)
+        last_BD = (
+            jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0)
+            .sum(axis=1)
+            .astype(self.compute_dtype)
+        )
+        normed_BD = rms_norm(
+            last_BD, module.final_norm.factor.astype(jnp.float32), model.norm_epsilon
+        )
         head_DV = module.head_DV(shard, self.compute_dtype)
         logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
         return logits_BV[:, : model.vocab_size], updated
 
     def cached_kinds(self, batch_size: int, chunk_tokens: int) -> dict[str, Cached]:
-        """What the layers of each kind compute between their projections, for chunks of `chunk_tokens` tokens."""
+        """What the layers of each kind compute between their projections, for chunks of
+        `chunk_tokens` tokens.
+        """
         kinds = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
         sizes = dict(batch_size=batch_size, chunk_tokens=chunk_tokens)
-        return {kind: mixer_of(on.model).cached(on, self.layout, **sizes) for kind, on in kinds.items()}
+        return {
+            kind: mixer_of(on.model).cached(on, self.layout, **sizes) for kind, on in kinds.items()
+        }
 
     def _run_stack(
         self,
@@ -109,8 +131,8 @@ class CachedDecoder:
         caches: tuple[Any, ...],
         run_kind: dict[str, Callable],
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Runs stacked layers, one of each of `kinds` in each iteration. The caches are in the carry of the loop, where
-        XLA updates them in place."""
+        """Runs stacked layers, one of each of `kinds` in each iteration. The caches are in the
+        carry of the loop, where XLA updates them in place."""
         stacks = Stacks.split(layers)
         places = stacks.places(kinds)
 
@@ -163,22 +185,33 @@ class CachedStep:
     cache_dtype: jnp.dtype
 
     def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
-        """The function `(params, cache, tokens, new, tables) -> (logits, cache)`; the cache is updated in place."""
+        """The function `(params, cache, tokens, new, tables) -> (logits, cache)`; the cache is
+        updated in place.
+        """
         replicated = NamedSharding(self.mesh, PartitionSpec())
         cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
-        return jax.jit(self._decoder(layout).__call__, donate_argnums=1, out_shardings=(replicated, cache))
+        return jax.jit(
+            self._decoder(layout).__call__, donate_argnums=1, out_shardings=(replicated, cache)
+        )
 
     def _decoder(self, layout: CacheLayout) -> CachedDecoder:
-        return CachedDecoder(config=self.config, mesh=self.mesh, layout=layout, compute_dtype=self.compute_dtype)
+        return CachedDecoder(
+            config=self.config, mesh=self.mesh, layout=layout, compute_dtype=self.compute_dtype
+        )
 
-    def lower(self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int) -> jax.stages.Lowered:
+    def lower(
+        self, params: dict, layout: CacheLayout, *, batch_size: int, num_tokens: int
+    ) -> jax.stages.Lowered:
         """Lowers `jitted` for `num_tokens` tokens of each sequence and `abstract_params`."""
 
         def numbers(spec: PartitionSpec, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(self.mesh, spec))
 
         new = NewTokens(numbers(BATCH_SPEC, batch_size), numbers(BATCH_SPEC, batch_size))
-        tokens, cache = numbers(TOKENS_SPEC, batch_size, num_tokens), self.abstract_cache(layout, batch_size)
+        tokens, cache = (
+            numbers(TOKENS_SPEC, batch_size, num_tokens),
+            self.abstract_cache(layout, batch_size),
+        )
         return self.jitted(layout).lower(params, cache, tokens, new)
 
     def abstract_cache(self, layout: CacheLayout, batch_size: int) -> Cache:
@@ -193,9 +226,14 @@ class CachedStep:
         cache: Cache = {}
         for stack in filter(num_layers.get, num_layers):
             kinds = model.kinds_of_iteration(stack)
-            sizes = dict(batch_size=batch_size, num_layers=num_layers[stack] // len(kinds), dtype=self.cache_dtype)
+            sizes = dict(
+                batch_size=batch_size,
+                num_layers=num_layers[stack] // len(kinds),
+                dtype=self.cache_dtype,
+            )
             cache[stack] = tuple(
-                mixer_of(on_mesh[kind].model).abstract_cache(on_mesh[kind], layout, **sizes) for kind in kinds
+                mixer_of(on_mesh[kind].model).abstract_cache(on_mesh[kind], layout, **sizes)
+                for kind in kinds
             )
         return cache
 
@@ -210,21 +248,26 @@ class CachedStep:
         return decode_tokens(self.mesh)
 
     def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
-        """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of two from 2, so that
-        prompts of similar lengths use the same program, which is not the one of a decoding step.
+        """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of
+        two from 2, so that prompts of similar lengths use the same program, which is not the one of
+        a decoding step.
 
         Args:
-          chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
+          chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0:
+            `CHUNK_TOKENS` per rank.
         """
         chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
         # A rank receives the tokens that its layers reach from the rank before it only.
         chunk_tokens = max(chunk_tokens, reach(self.config.model) * self.mesh.shape[CONTEXT])
-        return self.decode_tokens * 2 ** max(1, math.ceil(math.log2(chunk_tokens / self.decode_tokens)))
+        return self.decode_tokens * 2 ** max(
+            1, math.ceil(math.log2(chunk_tokens / self.decode_tokens))
+        )
 
 
 def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> dict:
-    """Shapes, dtypes and shardings of the parameters in generation: matrices in `dtype`; scales of norms and biases
-    remain in float32, in which they are used. They are sharded as stored parameters.
+    """Shapes, dtypes and shardings of the parameters in generation: matrices in `dtype`; scales of
+    norms and biases remain in float32, in which they are used. They are sharded as stored
+    parameters.
 
     Args:
       params: the tree of `decoder.init`, of arrays or of `jax.ShapeDtypeStruct`s.
@@ -233,7 +276,9 @@ def abstract_params(params: dict, dims: dict, mesh: Mesh, dtype: jnp.dtype) -> d
 
     def abstract(x, its_dims):
         sharding = NamedSharding(mesh, storage_spec(its_dims, x.shape, mesh))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype if is_vector(its_dims) else dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype if is_vector(its_dims) else dtype, sharding=sharding
+        )
 
     return jax.tree.map(abstract, params, dims)
 
@@ -242,9 +287,10 @@ def cast_params(params: dict, abstract: dict) -> dict:
     """A copy of the parameters with the dtypes and shardings of `abstract_params`."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     dtypes = jax.tree.map(lambda x: x.dtype, abstract)
-    return jax.jit(lambda tree: jax.tree.map(lambda x, dtype: x.astype(dtype), tree, dtypes), out_shardings=shardings)(
-        params
-    )
+    return jax.jit(
+        lambda tree: jax.tree.map(lambda x, dtype: x.astype(dtype), tree, dtypes),
+        out_shardings=shardings,
+    )(params)
 
 
 Stream = Callable[[int, str], None]  # index of the prompt, new text
@@ -255,29 +301,37 @@ class Generation:
     """The continuation of one prompt."""
 
     text: str  # without special tokens and the stop string
-    tokens: np.ndarray = field(repr=False)  # int32, the end-of-document token or the tokens of a stop string included
-    log_probs: np.ndarray = field(repr=False)  # float32, of the tokens; see `Sampling.scales_log_probs`
+    # int32, the end-of-document token or the tokens of a stop string included
+    tokens: np.ndarray = field(repr=False)
+    # float32, of the tokens; see `Sampling.scales_log_probs`
+    log_probs: np.ndarray = field(repr=False)
     num_prompt_tokens: int
     finish_reason: str  # "stop": an end-of-document token or a stop string; "length": max_tokens
 
 
 class Generator:
-    """Generates text with the parameters of a model. Programs are compiled once per length, see `cache.layout_for`.
+    """Generates text with the parameters of a model. Programs are compiled once per length, see
+    `cache.layout_for`.
 
     Every process of a run must make the same calls.
     """
 
-    def __init__(self, step: TrainStep, params: dict, tokenizer: Tokenizer, *, is_pretrained: bool = False):
+    def __init__(
+        self, step: TrainStep, params: dict, tokenizer: Tokenizer, *, is_pretrained: bool = False
+    ):
         """
         Args:
-          step: the training step of the model, for its config and mesh.
-          params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
+          step: the training step of the model, for its config and mesh. params: the tree of
+          `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
           is_pretrained: see `Result.is_pretrained`; a continuation has the RoPE of its prompt.
         """
         self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
         self._rope_by_prompt = is_pretrained and depends_on_length(step.config.model)
         self.cached_step = CachedStep(
-            config=self.config, mesh=self.mesh, compute_dtype=step.compute_dtype, cache_dtype=step.compute_dtype
+            config=self.config,
+            mesh=self.mesh,
+            compute_dtype=step.compute_dtype,
+            cache_dtype=step.compute_dtype,
         )
         self._steps: dict[CacheLayout, Program] = {}
         self.set_params(params)
@@ -287,7 +341,11 @@ class Generator:
         config = self.config
         dims = decoder.dims_of(config.model, config.lora)
         dtype = self.cached_step.compute_dtype
-        self.params = None if params is None else cast_params(params, abstract_params(params, dims, self.mesh, dtype))
+        self.params = (
+            None
+            if params is None
+            else cast_params(params, abstract_params(params, dims, self.mesh, dtype))
+        )
 
     def __call__(
         self,
@@ -306,18 +364,21 @@ class Generator:
 
         Args:
           prompts: token ids, int [tokens] each, at least one token; the lengths may differ.
-          max_tokens: the largest number of new tokens of each prompt.
-          stop: strings that end a continuation.
-          stop_ids: token ids that end a continuation.
-          indices: of the prompts among the prompts of all calls; each has its own random numbers. None: 0, 1, ...
-          chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
-          stream: called with new text as soon as it is known.
-          shows_progress: print lines on stderr while long prompts are computed.
+          max_tokens: the largest number of new tokens of each prompt. stop: strings that end a
+          continuation. stop_ids: token ids that end a continuation. indices: of the prompts among
+          the prompts of all calls; each has its own random numbers. None: 0, 1, ... chunk_tokens:
+          tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
+          stream: called with new text as soon as it is known. shows_progress: print lines on stderr
+          while long prompts are computed.
         Raises:
-          UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out of range.
+          UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out
+            of range.
         """
         prompts = [self._checked(prompt) for prompt in prompts]
-        for name, value, smallest in (("max_tokens", max_tokens, 1), ("chunk_tokens", chunk_tokens, 0)):
+        for name, value, smallest in (
+            ("max_tokens", max_tokens, 1),
+            ("chunk_tokens", chunk_tokens, 0),
+        ):
             if value < smallest:
                 raise UserError(f"invalid value {value} for {name}: expected {smallest} or more")
         if not prompts:
@@ -327,7 +388,9 @@ class Generator:
         is_shown = shows_progress and jax.process_index() == 0
         with progress_lines("reading the prompt", is_shown=is_shown) as progress:
             logits_BV = jax.block_until_ready(batch.prefill(progress))
-        outputs = [_Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts]
+        outputs = [
+            _Output(self.tokenizer, stop, stop_ids, max_tokens, prompt) for prompt in prompts
+        ]
         while True:
             tokens_B, log_probs_B = batch.choose(logits_BV, sampling, indices_P)
             for index, output in enumerate(outputs):
@@ -344,9 +407,13 @@ class Generator:
         if not ids.size:
             raise UserError("a prompt is empty: expected at least one token")
         if ids.ndim != 1:
-            raise UserError(f"invalid prompt with shape {list(ids.shape)}: expected a text or a list of token ids")
+            raise UserError(
+                f"invalid prompt with shape {list(ids.shape)}: expected a text or a list of token ids"
+            )
         if not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size:
-            raise UserError(f"invalid token id in a prompt: expected integers from 0 to {vocab_size - 1}")
+            raise UserError(
+                f"invalid token id in a prompt: expected integers from 0 to {vocab_size - 1}"
+            )
         return ids.astype(np.int32)
 
     def step(self, layout: CacheLayout) -> Program:
@@ -359,14 +426,18 @@ class Generator:
         """The argument `tables` of `step`."""
         if not self._rope_by_prompt:
             return None
-        return stacked_tables(self.config.model, layout.max_tokens, [len(prompt) for prompt in prompts])
+        return stacked_tables(
+            self.config.model, layout.max_tokens, [len(prompt) for prompt in prompts]
+        )
 
 
 class _Batch:
-    """The state of one call: the cache, and how many tokens each sequence has. Sequences are added so that the batch
-    splits over the mesh; they repeat the last prompt's first token."""
+    """The state of one call: the cache, and how many tokens each sequence has. Sequences are added
+    so that the batch splits over the mesh; they repeat the last prompt's first token."""
 
-    def __init__(self, generator: Generator, prompts: list[np.ndarray], max_tokens: int, chunk_tokens: int):
+    def __init__(
+        self, generator: Generator, prompts: list[np.ndarray], max_tokens: int, chunk_tokens: int
+    ):
         self._generator, cached_step = generator, generator.cached_step
         num_padding = cached_step.padded_batch_size(len(prompts)) - len(prompts)
         self._prompts = [*prompts, *([prompts[-1][:1]] * num_padding)]
@@ -383,22 +454,33 @@ class _Batch:
         lengths_B = np.array([len(prompt) for prompt in self._prompts], np.int32)
         for first in range(0, int(lengths_B.max()), self._chunk_tokens):
             new_B = np.clip(lengths_B - first, 0, self._chunk_tokens)
-            chunk_logits_BV = self._run([prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B)
-            if previous_BV is not None:  # the devices compute this chunk while the next one is prepared
+            chunk_logits_BV = self._run(
+                [prompt[first : first + self._chunk_tokens] for prompt in self._prompts], new_B
+            )
+            # the devices compute this chunk while the next one is prepared
+            if previous_BV is not None:
                 previous_BV.block_until_ready()
                 progress(first, int(lengths_B.max()))
             previous_BV = chunk_logits_BV
             ends_B1 = ((new_B > 0) & (lengths_B <= first + self._chunk_tokens))[:, None]
-            logits_BV = chunk_logits_BV if logits_BV is None else jnp.where(ends_B1, chunk_logits_BV, logits_BV)
+            logits_BV = (
+                chunk_logits_BV
+                if logits_BV is None
+                else jnp.where(ends_B1, chunk_logits_BV, logits_BV)
+            )
         return logits_BV
 
     def decode(self, tokens_B: np.ndarray) -> jax.Array:
         """Appends one token to each sequence; returns the logits of the next one, float32 [B, V]."""
         return self._run(
-            list(tokens_B[:, None]), np.ones(len(tokens_B), np.int32), self._generator.cached_step.decode_tokens
+            list(tokens_B[:, None]),
+            np.ones(len(tokens_B), np.int32),
+            self._generator.cached_step.decode_tokens,
         )
 
-    def choose(self, logits_BV: jax.Array, sampling: Sampling, indices_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def choose(
+        self, logits_BV: jax.Array, sampling: Sampling, indices_P: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         padded_B = np.pad(indices_P, (0, len(self._prompts) - len(indices_P)))
         indices_B = np.stack([padded_B, self._num_tokens_B])
         return jax.device_get(
@@ -415,15 +497,21 @@ class _Batch:
 
     def _run(self, chunks: list[np.ndarray], new_B: np.ndarray, chunk_tokens: int = 0) -> jax.Array:
         chunk_tokens = chunk_tokens or self._chunk_tokens
-        tokens_BC = np.stack([np.pad(chunk, (0, chunk_tokens - len(chunk))) for chunk in chunks]).astype(np.int32)
+        tokens_BC = np.stack(
+            [np.pad(chunk, (0, chunk_tokens - len(chunk))) for chunk in chunks]
+        ).astype(np.int32)
         counts = (self._global(x.astype(np.int32), BATCH_SPEC) for x in (self._num_tokens_B, new_B))
         arguments = self._global(tokens_BC, TOKENS_SPEC), NewTokens(*counts)
-        logits_BV, self._cache = self._step(self._generator.params, self._cache, *arguments, self._tables)
+        logits_BV, self._cache = self._step(
+            self._generator.params, self._cache, *arguments, self._tables
+        )
         self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
         return logits_BV
 
     def _global(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, NamedSharding(self._generator.mesh, spec), lambda index: x[index])
+        return jax.make_array_from_callback(
+            x.shape, NamedSharding(self._generator.mesh, spec), lambda index: x[index]
+        )
 
 
 class _Output:
@@ -438,7 +526,11 @@ class _Output:
         prompt: np.ndarray,
     ):
         self._stream = TextStream(tokenizer, stop, prompt)
-        self._stop_ids, self._max_tokens, self._num_prompt_tokens = set(stop_ids), max_tokens, len(prompt)
+        self._stop_ids, self._max_tokens, self._num_prompt_tokens = (
+            set(stop_ids),
+            max_tokens,
+            len(prompt),
+        )
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self.finish_reason = ""  # empty: not finished

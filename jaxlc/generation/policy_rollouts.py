@@ -28,8 +28,9 @@ from jaxlc.step.step import TrainStep
 class PolicyRollouts:
     """Makes the rollouts of a step with the parameters before it.
 
-    Rollouts are a function of the parameters, data.seed and the step. The parameters are copied once in the compute
-    dtype, sharded as they are, and the copy is freed afterwards; compiled programs remain.
+    Rollouts are a function of the parameters, data.seed and the step. The parameters are copied
+    once in the compute dtype, sharded as they are, and the copy is freed afterwards; compiled
+    programs remain.
     """
 
     def __init__(self, step: TrainStep, tokenizer: Tokenizer, prompts: Sequence[Prompt]):
@@ -48,7 +49,9 @@ class PolicyRollouts:
         ]
 
     def __call__(self, params: dict, step: int, path: Path, workdir: Path) -> None:
-        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume; every process calls it."""
+        """Writes the rollouts of `step` to `path`, unless it exists, as after a resume; every
+        process calls it.
+        """
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
@@ -65,14 +68,20 @@ class PolicyRollouts:
             for number, trace in zip(numbers, traces):
                 trace["reward"] = self._rewarded(number, trace)
         except UserError as error:
-            kept = path.with_name(f"{step}.unrewarded.jsonl")  # a name that is not read as the file of a step
+            # a name that is not read as the file of a step
+            kept = path.with_name(f"{step}.unrewarded.jsonl")
             write_rollouts(traces, kept)
             raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
         write_rollouts(traces, path)
 
     def _rewarded(self, number: int, trace: dict[str, Any]) -> float:
-        record, limit_seconds = self._prompts[number].record, self._step.config.rollouts.reward_seconds
-        return rewarded(self._reward, trace["text"]["prompt"], trace["text"]["answer"], record, limit_seconds)
+        record, limit_seconds = (
+            self._prompts[number].record,
+            self._step.config.rollouts.reward_seconds,
+        )
+        return rewarded(
+            self._reward, trace["text"]["prompt"], trace["text"]["answer"], record, limit_seconds
+        )
 
     def _prompts_of_step(self, step: int) -> list[int]:
         num_prompts, per_step = len(self._prompts), self._step.config.rollouts.prompts_per_step
@@ -80,7 +89,9 @@ class PolicyRollouts:
         seed = self._step.config.data.seed
         return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
 
-    def _generate(self, params: dict, numbers: list[int], step: int, workdir: Path) -> list[Generation]:
+    def _generate(
+        self, params: dict, numbers: list[int], step: int, workdir: Path
+    ) -> list[Generation]:
         settings, config = self._step.config.rollouts, self._step.config
         original = original_of(config.model.init_from, workdir)
         stops = self._stops = self._stops or stops_of(config, self._tokenizer, original)
@@ -90,11 +101,18 @@ class PolicyRollouts:
             self._generator.set_params(params)
         seed = np.random.SeedSequence([config.data.seed % 2**32, step]).generate_state(1)[0]
         sampling = Sampling(
-            temperature=config.posttrain.temperature, top_p=settings.top_p, seed=int(seed), scales_log_probs=True
+            temperature=config.posttrain.temperature,
+            top_p=settings.top_p,
+            seed=int(seed),
+            scales_log_probs=True,
         )
         try:
             return self._generator(
-                [self._prompts[number].ids for number in numbers for _ in range(settings.answers_per_prompt)],
+                [
+                    self._prompts[number].ids
+                    for number in numbers
+                    for _ in range(settings.answers_per_prompt)
+                ],
                 max_tokens=settings.max_tokens,
                 sampling=sampling,
                 stop=stops.texts,
@@ -114,7 +132,9 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
     if not isinstance(source, Rollouts) or not source.prompts:
         return None
     if step.model is not None:
-        raise Unsupported("config.rollouts.source='model' is unsupported with a custom model: it has no KV cache")
+        raise Unsupported(
+            "config.rollouts.source='model' is unsupported with a custom model: it has no KV cache"
+        )
     return PolicyRollouts(step, source.tokenizer, source.prompts)
 
 

@@ -1,4 +1,6 @@
-"""The choice of the next token from its logits, and the text of a growing sequence of tokens, with stop strings."""
+"""The choice of the next token from its logits, and the text of a growing sequence of tokens, with
+stop strings.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,28 +20,35 @@ _CHARACTER_BYTES = 4  # at most, in UTF-8
 class TextStream:
     """Decodes tokens as they come and finds stop strings, also in the text of special tokens.
 
-    It decodes the prompt and the new tokens, and omits the text of the prompt: a token may be a part of a character
-    or of a word that the tokenizer decodes differently at the start of a text. So only the last tokens are decoded,
-    together with a few before them.
+    It decodes the prompt and the new tokens, and omits the text of the prompt: a token may be a
+    part of a character or of a word that the tokenizer decodes differently at the start of a text.
+    So only the last tokens are decoded, together with a few before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Iterable[int] = ()):
         self._decode, self._stop = tokenizer.decode, [text for text in stop if text]
         self._tokens = [int(token) for token in prompt]
-        # Tokens before `_end` are in the text, and those from `_start` give the context. The last character of the
-        # prompt may be incomplete: the characters of tokens before `_whole_end` are complete.
+        # Tokens before `_end` are in the text, and those from `_start` give the context. The last
+        # character of the prompt may be incomplete: the characters of tokens before `_whole_end`
+        # are complete.
         self._start, self._end = 0, len(self._tokens)
         ends = range(self._end, max(0, self._end - _CHARACTER_BYTES), -1)
-        self._whole_end = next((end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end)
+        self._whole_end = next(
+            (end for end in ends if not self._text_of(0, end).endswith(_REPLACEMENT)), self._end
+        )
         self._all_text = ""  # with hidden text
         self._hidden: list[tuple[int, int]] = []  # begin and end in `_all_text`
         self._num_taken = 0
         self.is_stopped = False  # a stop string occurred; the text ends before it
 
     def add(self, token: int, *, is_hidden: bool = False) -> None:
-        """Adds a token. The text of a special token, or of one that is hidden, is only searched for stop strings."""
+        """Adds a token. The text of a special token, or of one that is hidden, is only searched for
+        stop strings.
+        """
         alone = np.array([token], np.int32)
-        if (is_hidden or not self._decode(alone)) and (hidden := self._decode(alone, special_tokens=True)):
+        if (is_hidden or not self._decode(alone)) and (
+            hidden := self._decode(alone, special_tokens=True)
+        ):
             self._hidden.append((len(self._all_text), len(self._all_text) + len(hidden)))
             self._append(hidden)
             return
@@ -62,8 +71,14 @@ class TextStream:
         return self._shown(0, len(self._all_text))
 
     def take(self, *, is_last: bool) -> str:
-        """The text that was not taken before, without an end that may become a stop string unless `is_last`."""
-        held = 0 if is_last or self.is_stopped else max((self._overlap(stop) for stop in self._stop), default=0)
+        """The text that was not taken before, without an end that may become a stop string unless
+        `is_last`.
+        """
+        held = (
+            0
+            if is_last or self.is_stopped
+            else max((self._overlap(stop) for stop in self._stop), default=0)
+        )
         end = len(self._all_text) - held
         taken = self._shown(self._num_taken, end)
         self._num_taken = max(end, self._num_taken)
@@ -76,7 +91,8 @@ class TextStream:
             context = self._text_of(self._start, end)
             if text.startswith(context):
                 return text[len(context) :]
-        return self._text_of(self._end, None)  # tokens for bytes: an incomplete character replaces all before it
+        # tokens for bytes: an incomplete character replaces all before it
+        return self._text_of(self._end, None)
 
     def _text_of(self, begin: int, end: int | None) -> str:
         return self._decode(np.array(self._tokens[begin:end], np.int32))
@@ -91,7 +107,9 @@ class TextStream:
 
     def _overlap(self, stop: str) -> int:
         """The length of the longest end of the text that is a start of `stop`."""
-        return next((n for n in range(len(stop) - 1, 0, -1) if self._all_text.endswith(stop[:n])), 0)
+        return next(
+            (n for n in range(len(stop) - 1, 0, -1) if self._all_text.endswith(stop[:n])), 0
+        )
 
     def _append(self, new: str) -> None:
         searched = max(0, len(self._all_text) - max(map(len, self._stop), default=1) + 1)
@@ -109,8 +127,10 @@ class Sampling:
       UserError: a value is out of range.
     """
 
-    temperature: float = 0.0  # logits are divided by it; up to 1e-5: the token with the largest logit (greedy)
-    top_p: float = 1.0  # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
+    # logits are divided by it; up to 1e-5: the token with the largest logit (greedy)
+    temperature: float = 0.0
+    # sample from the smallest set of tokens with at least this probability (Holtzman et al. 2020)
+    top_p: float = 1.0
     seed: int = 0
     # Log-probabilities are of the logits divided by the temperature; False: of the logits.
     scales_log_probs: bool = False
@@ -122,9 +142,13 @@ class Sampling:
 
     def __post_init__(self):
         if not self.temperature >= 0:
-            raise UserError(f"invalid value {self.temperature} for temperature: expected 0 (greedy) or more")
+            raise UserError(
+                f"invalid value {self.temperature} for temperature: expected 0 (greedy) or more"
+            )
         if not 0 < self.top_p <= 1:
-            raise UserError(f"invalid value {self.top_p} for top_p: expected more than 0 and at most 1")
+            raise UserError(
+                f"invalid value {self.top_p} for top_p: expected more than 0 and at most 1"
+            )
         if self.top_p < 1 and self.is_greedy:
             raise UserError(
                 f"top_p={self.top_p} has no effect with temperature={self.temperature}, which is greedy; set a"
@@ -144,14 +168,15 @@ def choose_tokens(
     greedy: bool,
     scales_log_probs: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as sampled).
+    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as
+    sampled).
 
-    The random numbers depend on the seed, the index of the sequence and the position only, so that a sequence gets the
-    same tokens in any batch and on any mesh.
+    The random numbers depend on the seed, the index of the sequence and the position only, so that
+    a sequence gets the same tokens in any batch and on any mesh.
 
     Args:
-      logits_BV: float32.
-      indices_B: int32 [2, B]: the index of each sequence among the prompts, and the position of the token.
+      logits_BV: float32. indices_B: int32 [2, B]: the index of each sequence among the prompts, and
+      the position of the token.
     """
     log_probs_BV = jax.nn.log_softmax(logits_BV / temperature if scales_log_probs else logits_BV)
     if greedy:
@@ -163,7 +188,14 @@ def choose_tokens(
     return tokens_B, jnp.take_along_axis(log_probs_BV, tokens_B[:, None], axis=1)[:, 0]
 
 
-def _sample(key: jax.Array, logits_V: jax.Array, sequence: jax.Array, position: jax.Array, temperature, top_p):
+def _sample(
+    key: jax.Array,
+    logits_V: jax.Array,
+    sequence: jax.Array,
+    position: jax.Array,
+    temperature,
+    top_p,
+):
     key = jax.random.fold_in(jax.random.fold_in(key, sequence), position)
     probs_V = jax.nn.softmax(logits_V / temperature)
     order_V = jnp.argsort(-probs_V)

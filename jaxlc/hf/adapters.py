@@ -1,7 +1,8 @@
 """Adapters of LoRA: merged into the weights, or written as a directory that `peft` opens.
 
 adapter_config.json        rank, alpha, the projections ("target_modules"), those of experts ("target_parameters"), and
-                           the modules that are trained themselves ("modules_to_save"), such as embeddings and norms
+                           the modules that are trained themselves ("modules_to_save"), such as
+                           embeddings and norms
 adapter_model.safetensors  lora_A [rank, in] and lora_B [out, rank] of each projection, and the trained modules, float32
 """
 
@@ -24,15 +25,21 @@ from jaxlc.hf.load import Layout, layouts_of, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
 
-# The parameters of the module of experts in transformers 5, in the order in which peft wraps the module, and the
-# projections that are their columns.
+# The parameters of the module of experts in transformers 5, in the order in which peft wraps the
+# module, and the projections that are their columns.
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
-_CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+_CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "base_model.model.",
+)
 
 
 class Params(Protocol):
-    """Parameters, adapters included, without vocabulary padding: `jaxlc.checkpoints.restore.StoredParams`."""
+    """Parameters, adapters included, without vocabulary padding:
+    `jaxlc.checkpoints.restore.StoredParams`.
+    """
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]  # by path
 
@@ -46,11 +53,12 @@ class StackedAdapter:
     a: np.ndarray  # [layers, inputs, rank]; there may be several dimensions of inputs and outputs
     b: np.ndarray  # [layers, rank, outputs]
     scale: float
-    of_experts: bool = False  # a [layers, experts, inputs, rank] and b [layers, experts, rank, outputs]
+    # a [layers, experts, inputs, rank] and b [layers, experts, rank, outputs]
+    of_experts: bool = False
 
     def merged(self, weight: np.ndarray, place: tuple[int, ...]) -> np.ndarray:
-        """The weight at a place in `Layout.stack_shape`, of a layer or of one of its experts, plus its adapter,
-        float32."""
+        """The weight at a place in `Layout.stack_shape`, of a layer or of one of its experts, plus
+        its adapter, float32."""
         a, b = self.a[place], self.b[place]
         product = np.matmul(a, b) if self.of_experts else np.tensordot(a, b, axes=1)
         return weight.astype(np.float32) + self.scale * product
@@ -58,7 +66,9 @@ class StackedAdapter:
 
 def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | None:
     """The adapters of the weight with this path; None if it has none."""
-    projection = next((name for name in projection_paths() if path.endswith(_endings([name]))), None)
+    projection = next(
+        (name for name in projection_paths() if path.endswith(_endings([name]))), None
+    )
     adapter = f"{path.rpartition('/')[0]}/{LORA}/{projection}"
     if f"{adapter}/a" not in params.abstract:
         return None
@@ -71,7 +81,9 @@ def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | 
     )
 
 
-def write_adapters(config: Config, family: Family, params: Params, target: Path, *, base: str = "") -> None:
+def write_adapters(
+    config: Config, family: Family, params: Params, target: Path, *, base: str = ""
+) -> None:
     """Writes the two files.
 
     Args:
@@ -81,7 +93,9 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path,
       Unsupported: `peft` has no equivalent of the trained parameters.
     """
     if not config.lora.rank:
-        raise UserError("the run has no adapters (config.lora.rank is 0): export it without --adapters")
+        raise UserError(
+            "the run has no adapters (config.lora.rank is 0): export it without --adapters"
+        )
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
@@ -92,12 +106,17 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path,
             " (model.tie_embeddings); export without --adapters"
         )
     modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
-    # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of experts.
+    # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of
+    # experts.
     dense = [paths for paths in modules if model.experts.num_experts and "/mlp/" in paths[0]]
-    tensors = dict(_tensors(config, params, modules, trained)) | dict(_expert_tensors(config, params, experts))
+    tensors = dict(_tensors(config, params, modules, trained)) | dict(
+        _expert_tensors(config, params, experts)
+    )
     shapes = [(name, array.shape) for name, array in tensors.items()]
     num_bytes = sum(array.nbytes for array in tensors.values())
-    with TensorWriter(target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE) as files:
+    with TensorWriter(
+        target, shapes, dtype="F32", max_shard_bytes=num_bytes, single_file=_WEIGHTS_FILE
+    ) as files:
         for name, array in tensors.items():
             files.write(name, array)
     content = dict(
@@ -107,9 +126,12 @@ def write_adapters(config: Config, family: Family, params: Params, target: Path,
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=sorted({_module(parts[0]) for paths, parts in modules.items() if paths not in dense}),
+        target_modules=sorted(
+            {_module(parts[0]) for paths, parts in modules.items() if paths not in dense}
+        ),
         target_parameters=sorted(
-            {f"{_EXPERTS}.{name}" for _, name in experts} | {f"{_module(modules[paths][0])}.weight" for paths in dense}
+            {f"{_EXPERTS}.{name}" for _, name in experts}
+            | {f"{_module(modules[paths][0])}.weight" for paths in dense}
         )
         or None,
         **_patterns(config, modules, experts),
@@ -129,7 +151,9 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     trained = {path: layouts[path] for path, _ in paths_of(trainable) if path in layouts}
     experts = next((path for path in trained if path.endswith(_endings(EXPERT_PROJECTIONS))), None)
     if experts is not None:
-        raise Unsupported(f"unsupported: adapters for peft with trained {experts}; export without --adapters")
+        raise Unsupported(
+            f"unsupported: adapters for peft with trained {experts}; export without --adapters"
+        )
     part = next((path for path, layout in trained.items() if layout.num_rows), None)
     if part is not None:
         raise Unsupported(
@@ -139,10 +163,14 @@ def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, La
     return trained
 
 
-def _stored_modules(config: Config, layouts: dict[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:
-    """The layouts of the projections with adapters by the paths of the parameters that are one module of the model.
+def _stored_modules(
+    config: Config, layouts: dict[str, Layout]
+) -> dict[tuple[str, ...], list[Layout]]:
+    """The layouts of the projections with adapters by the paths of the parameters that are one
+    module of the model.
 
-    Queries, keys and values of Gated DeltaNet may be one module, whose adapter is that of all three.
+    Queries, keys and values of linear attention may be one module, whose adapter is that of all
+    three.
     """
     names = (name for name in config.lora.projections if name not in EXPERT_PROJECTIONS)
     with_adapters = _endings(names)
@@ -153,10 +181,14 @@ def _stored_modules(config: Config, layouts: dict[str, Layout]) -> dict[tuple[st
     return {tuple(paths): [layouts[path] for path in paths] for paths in paths_of_tensor.values()}
 
 
-def _stored_experts(config: Config, layouts: dict[str, Layout]) -> dict[tuple[str, str], dict[str, Layout]]:
-    """The layouts of gate and up, and of down, in the stacks of layers in which one of them has adapters, by path.
+def _stored_experts(
+    config: Config, layouts: dict[str, Layout]
+) -> dict[tuple[str, str], dict[str, Layout]]:
+    """The layouts of gate and up, and of down, in the stacks of layers in which one of them has
+    adapters, by path.
 
-    Keys are the stack and the name of the parameter of transformers, which has the weights of all experts.
+    Keys are the stack and the name of the parameter of transformers, which has the weights of all
+    experts.
     """
     found: dict[tuple[str, str], dict[str, Layout]] = {}
     for param, projections in _EXPERT_PARAMS.items():
@@ -172,27 +204,49 @@ def _patterns(
     modules: dict[tuple[str, ...], list[Layout]],
     experts: dict[tuple[str, str], dict[str, Layout]],
 ) -> dict[str, dict[str, float]]:
-    """The rank and alpha of modules with the adapters of several projections, with the same scale as the others."""
+    """The rank and alpha of modules with the adapters of several projections, with the same scale
+    as the others.
+    """
     joined = {_module(parts[0]): len(parts) for parts in modules.values() if len(parts) > 1}
     for param in {param for _, param in experts}:
         num_adapters = len(set(_EXPERT_PARAMS[param]) & set(config.lora.projections))
-        joined |= {rf"{_EXPERTS}.{param}".replace(".", r"\."): num_adapters} if num_adapters > 1 else {}
-    alpha = {name: config.lora.alpha * (num**0.5 if config.lora.rslora else num) for name, num in joined.items()}
-    return dict(rank_pattern={name: num * config.lora.rank for name, num in joined.items()}, alpha_pattern=alpha)
+        joined |= (
+            {rf"{_EXPERTS}.{param}".replace(".", r"\."): num_adapters} if num_adapters > 1 else {}
+        )
+    alpha = {
+        name: config.lora.alpha * (num**0.5 if config.lora.rslora else num)
+        for name, num in joined.items()
+    }
+    return dict(
+        rank_pattern={name: num * config.lora.rank for name, num in joined.items()},
+        alpha_pattern=alpha,
+    )
 
 
 def _tensors(
-    config: Config, params: Params, modules: dict[tuple[str, ...], list[Layout]], trained: dict[str, Layout]
+    config: Config,
+    params: Params,
+    modules: dict[tuple[str, ...], list[Layout]],
+    trained: dict[str, Layout],
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The name and content of each tensor."""
     rank = config.lora.rank
     for paths, parts in modules.items():
         adapters = [read_adapter(config, params, path) for path in paths]
         for layer, name in enumerate(parts[0].names):
-            pairs = [(x.a[layer].reshape(-1, rank), x.b[layer].reshape(rank, -1)) for x in adapters if x is not None]
-            lora_b = np.zeros((parts[0].num_rows or pairs[0][1].shape[1], rank * len(pairs)), np.float32)
-            for i, (part, (_, b)) in enumerate(zip(parts, pairs, strict=True)):  # each its own rows and ranks
-                lora_b[part.first_row : part.first_row + b.shape[1], i * rank : (i + 1) * rank] = b.T
+            pairs = [
+                (x.a[layer].reshape(-1, rank), x.b[layer].reshape(rank, -1))
+                for x in adapters
+                if x is not None
+            ]
+            lora_b = np.zeros(
+                (parts[0].num_rows or pairs[0][1].shape[1], rank * len(pairs)), np.float32
+            )
+            # each its own rows and ranks
+            for i, (part, (_, b)) in enumerate(zip(parts, pairs, strict=True)):
+                lora_b[part.first_row : part.first_row + b.shape[1], i * rank : (i + 1) * rank] = (
+                    b.T
+                )
             module = _PREFIX + name.removesuffix(".weight")
             yield f"{module}.lora_A.weight", np.concatenate([a for a, _ in pairs], axis=1).T
             yield f"{module}.lora_B.weight", lora_b
@@ -207,8 +261,9 @@ def _expert_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The name and content of each tensor of adapters of experts.
 
-    lora_A [experts rank, in] has the ranks of one expert after the other, and lora_B [out, rank experts] those of all
-    experts in turn. The module of a parameter contains that of the one before it, as "base_layer".
+    lora_A [experts rank, in] has the ranks of one expert after the other, and lora_B [out, rank
+    experts] those of all experts in turn. The module of a parameter contains that of the one before
+    it, as "base_layer".
     """
     for (stack, param), parts in experts.items():
         adapters = {path: read_adapter(config, params, path) for path in parts}
@@ -220,8 +275,14 @@ def _expert_tensors(
             b_ErO = _joined_outputs({path: b[number] for path, (_, b) in pairs.items()}, parts)
             num_experts, num_inputs, rank = a_EIr.shape
             module = f"{_PREFIX}model.layers.{layer}.{_EXPERTS}{'.base_layer' if is_inner else ''}"
-            yield f"{module}.lora_A.weight", a_EIr.swapaxes(1, 2).reshape(num_experts * rank, num_inputs)
-            yield f"{module}.lora_B.weight", b_ErO.transpose(2, 1, 0).reshape(-1, rank * num_experts)
+            yield (
+                f"{module}.lora_A.weight",
+                a_EIr.swapaxes(1, 2).reshape(num_experts * rank, num_inputs),
+            )
+            yield (
+                f"{module}.lora_B.weight",
+                b_ErO.transpose(2, 1, 0).reshape(-1, rank * num_experts),
+            )
 
 
 def _endings(projections: Iterable[str]) -> tuple[str, ...]:
@@ -237,8 +298,8 @@ def _layers_of(parts: dict[str, Layout]) -> Sequence[int]:
 
 
 def _joined_outputs(b_of: dict[str, np.ndarray], parts: dict[str, Layout]) -> np.ndarray:
-    """[experts, ranks, outputs] of one layer: each adapter has its own ranks, and its own outputs among those of all
-    parts."""
+    """[experts, ranks, outputs] of one layer: each adapter has its own ranks, and its own outputs
+    among those of all parts."""
     rank = next(iter(b_of.values())).shape[1]
     widths = [layout.shape[-1] for layout in parts.values()]
     starts = dict(zip(parts, np.cumsum([0, *widths])))
@@ -253,10 +314,15 @@ def _joined_outputs(b_of: dict[str, np.ndarray], parts: dict[str, Layout]) -> np
 
 
 def _module(layout: Layout) -> str:
-    """The end of the name of a module that selects it in all layers: "q_proj", "input_layernorm" or "model.norm"."""
+    """The end of the name of a module that selects it in all layers: "q_proj", "input_layernorm" or
+    "model.norm".
+    """
     *parents, module, parameter = layout.tensor.name.split(".")
     if parameter != "weight":
-        raise Unsupported(f"unsupported: adapters for peft with trained {parameter}; export without --adapters")
+        raise Unsupported(
+            f"unsupported: adapters for peft with trained {parameter}; export without --adapters"
+        )
     if layout.layers is None:
         return ".".join([*parents, module])
-    return f"{parents[-1]}.{module}" if module == "norm" else module  # other modules end with "norm", too
+    # other modules end with "norm", too
+    return f"{parents[-1]}.{module}" if module == "norm" else module

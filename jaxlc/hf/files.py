@@ -1,11 +1,12 @@
 """Reads slices of the tensors in safetensors files, and writes such files.
 
-The package safetensors reads. The writer takes tensors, and parts of them, in any order: the place of each tensor is
-known from the shapes. Format (https://github.com/huggingface/safetensors): 8 bytes with the length of the header, a
-JSON header with the dtype, shape and byte range of each tensor, and the data, little-endian and row-major.
+The package safetensors reads. The writer takes tensors, and parts of them, in any order: the place
+of each tensor is known from the shapes. Format (https://github.com/huggingface/safetensors): 8
+bytes with the length of the header, a JSON header with the dtype, shape and byte range of each
+tensor, and the data, little-endian and row-major.
 
-Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5.3), as files of gpt-oss have them: a weight
-[experts, inputs, outputs] NAME is stored as two tensors, with the inputs last:
+Weights in MXFP4 (OCP Microscaling Formats, version 1.0, section 5.3), as files of gpt-oss have
+them: a weight [experts, inputs, outputs] NAME is stored as two tensors, with the inputs last:
 
     NAME_blocks  uint8 [experts, outputs, inputs / 32, 16]  two values of 4 bits (E2M1), the first one in the low bits
     NAME_scales  uint8 [experts, outputs, inputs / 32]      exponent of the scale of 32 values, plus 127 (E8M0)
@@ -28,7 +29,11 @@ from jaxlc.core.files import file_inside, other_format, read_json_file
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 # Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 _STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}
 
 
@@ -42,7 +47,9 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
-        """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as it is."""
+        """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as
+        it is.
+        """
         return read(self, *slices)
 
 
@@ -56,7 +63,9 @@ class JoinedTensor(StoredTensor):
         start, stop, _ = slices[0].indices(self.shape[0])
         arrays = []
         for part in self.parts:
-            arrays.append(read(part, slice(max(0, start), max(0, stop)), *slices[1:]).astype(np.float32))
+            arrays.append(
+                read(part, slice(max(0, start), max(0, stop)), *slices[1:]).astype(np.float32)
+            )
             start, stop = start - part.shape[0], stop - part.shape[0]
         return np.concatenate(arrays)
 
@@ -78,7 +87,9 @@ class TensorFiles:
             header = _read_header(path)
             missing = sorted(names - header.keys())
             if missing:
-                raise UserError(f"{path} has no tensor {missing[0]}, which {INDEX_FILE} lists; download both again")
+                raise UserError(
+                    f"{path} has no tensor {missing[0]}, which {INDEX_FILE} lists; download both again"
+                )
             # Of tensors that several files have, that of the file in the index.
             self.tensors = header | self.tensors | {name: header[name] for name in names}
 
@@ -102,10 +113,13 @@ class TensorFiles:
         shape = *map(len, ranges), *tensor.shape[len(ranges) :]
         if not math.prod(shape):  # the package does not slice empty tensors
             return np.empty(shape, _STORED_DTYPES[tensor.dtype])
-        if tensor.path != self._open_path:  # one file at a time: what is read of it counts as memory of the process
+        # one file at a time: what is read of it counts as memory of the process
+        if tensor.path != self._open_path:
             self._open_path = tensor.path
             self._open_file = safe_open(tensor.path, framework="numpy")
-        part = self._open_file.get_slice(tensor.name)[tuple(slice(x.start, x.stop, x.step) for x in ranges)]
+        part = self._open_file.get_slice(tensor.name)[
+            tuple(slice(x.start, x.stop, x.step) for x in ranges)
+        ]
         self.bytes_read += part.nbytes
         return part
 
@@ -113,12 +127,14 @@ class TensorFiles:
 def _is_finite(array: np.ndarray) -> bool:
     """Whether no value is NaN or infinite.
 
-    The largest bits as signed and as unsigned integers belong to the values with the largest exponents, of positive and
-    of negative sign. This is faster than `numpy.isfinite` and makes no copy.
+    The largest bits as signed and as unsigned integers belong to the values with the largest
+    exponents, of positive and of negative sign. This is faster than `numpy.isfinite` and makes no
+    copy.
     """
     infinity, minus_infinity = np.array([np.inf, -np.inf], array.dtype)
     return not array.size or bool(
-        _bits(array, "i").max() < _bits(infinity, "i") and _bits(array, "u").max() < _bits(minus_infinity, "u")
+        _bits(array, "i").max() < _bits(infinity, "i")
+        and _bits(array, "u").max() < _bits(minus_infinity, "u")
     )
 
 
@@ -136,17 +152,23 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
             except ValueError as error:
                 raise UserError(f"cannot read {directory / SINGLE_FILE}: {error}") from None
         problem = other_format(directory)
-        raise UserError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{f'; it {problem}' if problem else ''}")
+        raise UserError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{f'; it {problem}' if problem else ''}"
+        )
     try:
         file_of: dict[str, str] = read_json_file(index_path)["weight_map"]
         files: dict[Path, set[str]] = {}
         for name, file in file_of.items():
             files.setdefault(file_inside(directory, file), set()).add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read {index_path} ({reason_of(error)}); download it again") from error
+        raise UserError(
+            f"cannot read {index_path} ({reason_of(error)}); download it again"
+        ) from error
     single = directory / SINGLE_FILE
     if single.is_file() and single not in files:
-        raise UserError(f"{directory} has {SINGLE_FILE} and {INDEX_FILE} with other files; remove one of them")
+        raise UserError(
+            f"{directory} has {SINGLE_FILE} and {INDEX_FILE} with other files; remove one of them"
+        )
     missing = sorted(path.name for path in files if not path.is_file())
     if missing:
         raise UserError(
@@ -166,9 +188,13 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         file = safe_open(path, framework="numpy")
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is not a valid safetensors file ({reason_of(error)}); download it again") from error
+        raise UserError(
+            f"{path} is not a valid safetensors file ({reason_of(error)}); download it again"
+        ) from error
     return {
-        name: StoredTensor(path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
+        name: StoredTensor(
+            path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+        )
         for name, part in parts.items()
     }
 
@@ -181,7 +207,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True, kw_only=True)
 class Mxfp4Tensor(StoredTensor):
-    """The two tensors as one of dtype BF16, in which all values are exact; `path` is that of the blocks."""
+    """The two tensors as one of dtype BF16, in which all values are exact; `path` is that of the
+    blocks.
+    """
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -193,19 +221,30 @@ class Mxfp4Tensor(StoredTensor):
         groups = slice(start // _BLOCK_VALUES, -(-stop // _BLOCK_VALUES))
         packed = read(self.blocks, experts, outputs, groups, slice(None))
         exponents = read(self.scales, experts, outputs, groups).astype(np.int32) - 127
-        values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1).reshape(*packed.shape[:-1], -1)
+        values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1).reshape(
+            *packed.shape[:-1], -1
+        )
         weights = np.ldexp(values, exponents[..., None]).astype(ml_dtypes.bfloat16)
         first = groups.start * _BLOCK_VALUES
-        return weights.reshape(*packed.shape[:2], -1)[..., start - first : stop - first].swapaxes(1, 2)
+        return weights.reshape(*packed.shape[:2], -1)[..., start - first : stop - first].swapaxes(
+            1, 2
+        )
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`tensors` with each pair of blocks and scales as one tensor; a tensor without the other one is unchanged."""
+    """`tensors` with each pair of blocks and scales as one tensor; a tensor without the other one
+    is unchanged.
+    """
     names = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
     whole = {}
     for name in names:
         blocks, scales = tensors[name + _BLOCKS], tensors.get(name + _SCALES)
-        if scales is None or blocks.dtype != "U8" or blocks.shape[:-1] != scales.shape or len(scales.shape) != 3:
+        if (
+            scales is None
+            or blocks.dtype != "U8"
+            or blocks.shape[:-1] != scales.shape
+            or len(scales.shape) != 3
+        ):
             continue
         experts, outputs, groups = scales.shape
         whole[name] = Mxfp4Tensor(
@@ -221,7 +260,9 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 class TensorWriter:
-    """A context manager that writes the tensors of a model to files of limited size, and their index."""
+    """A context manager that writes the tensors of a model to files of limited size, and their
+    index.
+    """
 
     def __init__(
         self,
@@ -235,22 +276,27 @@ class TensorWriter:
     ):
         """
         Args:
-          directory: exists, and has no safetensors files.
-          shapes: name and shape of all tensors, in their order in the files.
-          dtype: of the files, a key of DTYPES; arrays are converted.
-          max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
-          single_file: name of the file if there is only one.
-          float32_names: tensors that are float32 in any case.
+          directory: exists, and has no safetensors files. shapes: name and shape of all tensors, in
+          their order in the files. dtype: of the files, a key of DTYPES; arrays are converted.
+          max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file
+          of its own. single_file: name of the file if there is only one. float32_names: tensors
+          that are float32 in any case.
         """
         shapes = [*shapes]
         self._dtypes = {name: "F32" if name in float32_names else dtype for name, _ in shapes}
         self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
         self._missing = {name: math.prod(shape) for name, shape in shapes}  # values
         self._files: list[IO[bytes]] = []
-        shards = _split([(name, shape, self._num_bytes(name, shape)) for name, shape in shapes], max_shard_bytes)
+        shards = _split(
+            [(name, shape, self._num_bytes(name, shape)) for name, shape in shapes], max_shard_bytes
+        )
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
-            file = single_file if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = (
+                single_file
+                if len(shards) == 1
+                else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            )
             file_of |= {name: file for name, _ in shard}
             self._create(directory / file, shard)
         if len(shards) > 1:
@@ -268,9 +314,15 @@ class TensorWriter:
         ranges = [range(*piece.indices(size)) for piece, size in zip(region, shape)]
         ranges += [range(size) for size in shape[len(region) :]]
         region_shape = tuple(map(len, ranges))
-        assert array.size == math.prod(region_shape) and array.shape == region_shape[-array.ndim :], (name, array.shape)
+        assert (
+            array.size == math.prod(region_shape) and array.shape == region_shape[-array.ndim :]
+        ), (name, array.shape)
         if _is_one_range(ranges, shape):
-            first = sum(part[0] * math.prod(shape[dim + 1 :]) for dim, part in enumerate(ranges)) if array.size else 0
+            first = (
+                sum(part[0] * math.prod(shape[dim + 1 :]) for dim, part in enumerate(ranges))
+                if array.size
+                else 0
+            )
             file.seek(offset_bytes + first * dtype.itemsize)
             converted = np.ascontiguousarray(array, dtype)
             file.write(memoryview(converted.reshape(-1).view(np.uint8)))
@@ -286,7 +338,9 @@ class TensorWriter:
     def __enter__(self) -> "TensorWriter":
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
         for file in self._files:
             file.close()
         assert error_type is not None or not self._missing, f"not written: {sorted(self._missing)}"
@@ -299,7 +353,11 @@ class TensorWriter:
         end = 0
         for name, shape in shard:
             start, end = end, end + self._num_bytes(name, shape)
-            header[name] = {"dtype": self._dtypes[name], "shape": list(shape), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": self._dtypes[name],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file = path.open("w+b")  # closed in __exit__
@@ -310,7 +368,9 @@ class TensorWriter:
 
 
 def _is_one_range(ranges: Sequence[range], shape: Sequence[int]) -> bool:
-    """Whether these values of a tensor are consecutive: dimensions after the first with several values are whole."""
+    """Whether these values of a tensor are consecutive: dimensions after the first with several
+    values are whole.
+    """
     first = next((dim for dim, part in enumerate(ranges) if len(part) > 1), len(ranges))
     whole = all(len(part) == size for part, size in zip(ranges[first + 1 :], shape[first + 1 :]))
     return whole and all(part.step == 1 for part in ranges)

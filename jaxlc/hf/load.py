@@ -1,8 +1,9 @@
-"""Reads the parameters of a model from Hugging Face files into sharded arrays, one stacked parameter at a time.
+"""Reads the parameters of a model from Hugging Face files into sharded arrays, one stacked
+parameter at a time.
 
-A process reads only the byte ranges of its own shards. Host memory holds the shards of one parameter at a time, in the
-target dtype, and a part of one layer. The layout of a parameter says which part of a Hugging Face tensor a part of it
-is, and how it is converted.
+A process reads only the byte ranges of its own shards. Host memory holds the shards of one
+parameter at a time, in the target dtype, and a part of one layer. The layout of a parameter says
+which part of a Hugging Face tensor a part of it is, and how it is converted.
 """
 
 import dataclasses
@@ -29,14 +30,17 @@ class Layout:
 
     tensor: Tensor
     shape: tuple[int, ...]  # shape of the parameter, for one layer and one expert
-    layers: Sequence[int] | None = None  # for a stacked parameter: the indices of its layers in the model
+    # for a stacked parameter: the indices of its layers in the model
+    layers: Sequence[int] | None = None
     num_experts: int | None = None  # of a parameter with a tensor for each expert, or a part of one
     first_row: int = 0  # of a parameter that is a part of the rows of its tensor
     num_rows: int = 0  # rows of the tensor; 0: those of the parameter
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """The leading dimensions of the parameter, those of its tensors or their parts: layers and experts."""
+        """The leading dimensions of the parameter, those of its tensors or their parts: layers and
+        experts.
+        """
         sizes = None if self.layers is None else len(self.layers), self.num_experts
         return tuple(size for size in sizes if size is not None)
 
@@ -47,9 +51,14 @@ class Layout:
         return self.tensor.name.format(layer=self.layers[place[0]], expert=place[-1])
 
     def region_at(self, place: tuple[int, ...]) -> tuple[slice, ...]:
-        """The part of the tensor that a place in `stack_shape` is; dimensions after those of the result are whole."""
+        """The part of the tensor that a place in `stack_shape` is; dimensions after those of the
+        result are whole.
+        """
         if self.tensor.interleaved is not None:
-            return (*[slice(None)] * (len(self.stored_shape) - 1), slice(self.tensor.interleaved, None, 2))
+            return (
+                *[slice(None)] * (len(self.stored_shape) - 1),
+                slice(self.tensor.interleaved, None, 2),
+            )
         rows = slice(self.first_row, self.first_row + self.part_shape[0])
         return (slice(place[-1], place[-1] + 1), rows) if self.tensor.is_stacked else (rows,)
 
@@ -71,7 +80,9 @@ class Layout:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in a file: nn.Linear stores [out, in]."""
         rows, *others = self.part_shape
-        experts = (self.num_experts,) if self.tensor.is_stacked and self.num_experts is not None else ()
+        experts = (
+            (self.num_experts,) if self.tensor.is_stacked and self.num_experts is not None else ()
+        )
         return *experts, self.num_rows or rows, *others
 
     @property
@@ -79,14 +90,22 @@ class Layout:
         """The shape of the part of the tensor that the parameter is."""
         inputs = self.tensor.num_inputs
         if inputs is None:
-            return self.shape if self.tensor.interleaved is None else (*self.shape[:-1], 2 * self.shape[-1])
+            return (
+                self.shape
+                if self.tensor.interleaved is None
+                else (*self.shape[:-1], 2 * self.shape[-1])
+            )
         if inputs == 0:
             return (math.prod(self.shape),)
         outputs, inputs = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
         return (outputs, 1, inputs) if self.tensor.is_convolution else (outputs, inputs)
 
-    def stored_slices(self, slices: Sequence[slice], place: tuple[int, ...] = ()) -> tuple[slice, ...]:
-        """The part of the stored tensor at a place in `stack_shape` that has these slices of the parameter."""
+    def stored_slices(
+        self, slices: Sequence[slice], place: tuple[int, ...] = ()
+    ) -> tuple[slice, ...]:
+        """The part of the stored tensor at a place in `stack_shape` that has these slices of the
+        parameter.
+        """
         if self.tensor.is_stacked:
             return slice(place[-1], place[-1] + 1), *self._slices_of_part(slices)
         return self._slices_of_part(slices)
@@ -116,7 +135,9 @@ class Layout:
             return part
         part = part[0] if self.tensor.is_stacked else part
         part = part[:, 0] if self.tensor.is_convolution else part
-        return part.T.reshape([len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)])
+        return part.T.reshape(
+            [len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)]
+        )
 
     def to_stored(self, param: np.ndarray) -> np.ndarray:
         """The stored tensor of one of `arrays`, or the part of it that `region_at` gives."""
@@ -155,8 +176,9 @@ def load_params(
     """The parameters of the model in `directory`, and what this process read, for the start report.
 
     Args:
-      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory.
-      dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab" may be larger than
+      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host
+      memory. dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab"
+      may be larger than
         `model.vocab_size`, and is padded with zeros.
       progress: called with the bytes of parameters done and in total.
     Raises:
@@ -176,7 +198,9 @@ def load_params(
     leaves = [loaded[path] for path in abstract]
     read = f"{files.bytes_read:,} bytes read by this process{_left_out(directory, family, model)}"
     stored = {path: files.tensors[layouts[path].names[0]].dtype for path in abstract}
-    if any(stored[path] != "BF16" and param.dtype.itemsize == 2 for path, param in abstract.items()):
+    if any(
+        stored[path] != "BF16" and param.dtype.itemsize == 2 for path, param in abstract.items()
+    ):
         read += ROUNDED
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
 
@@ -184,13 +208,14 @@ def load_params(
 def open_files(
     directory: Path, family: Family, abstract_params: Any, dims: Any, *, model: ModelConfig
 ) -> tuple[TensorFiles, dict[str, Layout]]:
-    """The files of the model in `directory`, and the layouts of its parameters by path. Reads only the headers.
+    """The files of the model in `directory`, and the layouts of its parameters by path. Reads only
+    the headers.
 
     Args:
       abstract_params, dims, model: as `load_params`.
     Raises:
-      UserError: a file or tensor is missing, is damaged or has an unexpected shape.
-      Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
+      UserError: a file or tensor is missing, is damaged or has an unexpected shape. Unsupported: a
+      tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
     files.tensors = _joined(_of_language_model(files.tensors, family, model), family)
@@ -199,7 +224,9 @@ def open_files(
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model, files.tensors)
     if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
         embedding = layouts["embedding"]
-        layouts[_HEAD] = dataclasses.replace(embedding, tensor=dataclasses.replace(embedding.tensor, name=_HEAD))
+        layouts[_HEAD] = dataclasses.replace(
+            embedding, tensor=dataclasses.replace(embedding.tensor, name=_HEAD)
+        )
         if embedding.tensor.name not in files.tensors:
             layouts["embedding"] = layouts[_HEAD]
     _check(files, layouts)
@@ -209,8 +236,13 @@ def open_files(
 def _left_out(directory: Path, family: Family, model: ModelConfig) -> str:
     """The tensors in `directory` that `load_params` does not read: "" or "; left out: ..."."""
     names = TensorFiles(directory).tensors
-    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in family.prefixes_left_out(model)}
-    texts = [f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count]
+    counts = {
+        prefix: sum(name.startswith(prefix) for name in names)
+        for prefix in family.prefixes_left_out(model)
+    }
+    texts = [
+        f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count
+    ]
     return f"; left out: {', '.join(texts)}" if texts else ""
 
 
@@ -221,7 +253,8 @@ def layouts_of(
     model: ModelConfig,
     names: Collection[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of the tensor of each parameter, by the parameter's path, without vocabulary padding.
+    """The layout of the tensor of each parameter, by the parameter's path, without vocabulary
+    padding.
 
     Args:
       names: of the tensors in the files, which may be aliases.
@@ -229,7 +262,10 @@ def layouts_of(
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of("attention")}
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
-        sizes = tuple(model.vocab_size if dim == _VOCAB else size for dim, size in zip(dims[path], param.shape))
+        sizes = tuple(
+            model.vocab_size if dim == _VOCAB else size
+            for dim, size in zip(dims[path], param.shape)
+        )
         if not path.startswith(tuple(stacks)):
             layouts[path] = Layout(tensor=outside[path], shape=sizes)
     for stack, layers in stacks.items():
@@ -237,7 +273,9 @@ def layouts_of(
         tensors = family.tensors_of(layer.mixer, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
         own = {
-            path: _stacked_layout(_as_stored(tensor, layers[0], names), tuple(abstract[path].shape), layers)
+            path: _stacked_layout(
+                _as_stored(tensor, layers[0], names), tuple(abstract[path].shape), layers
+            )
             for tensor, path in paths.items()
             if path in abstract
         }
@@ -248,28 +286,36 @@ def layouts_of(
 def _as_stored(tensor: Tensor, layer: int, names: Collection[str]) -> Tensor:
     """`tensor`, or its alias if the files have that in this layer."""
     alias = tensor.alias
-    return alias if alias is not None and alias.name.format(layer=layer, expert=0) in names else tensor
+    return (
+        alias if alias is not None and alias.name.format(layer=layer, expert=0) in names else tensor
+    )
 
 
 def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:
-    """The layout of a parameter with the dimensions [layers, ...]; [layers, experts, ...] with a tensor, or a part of
-    one, per expert."""
+    """The layout of a parameter with the dimensions [layers, ...]; [layers, experts, ...] with a
+    tensor, or a part of one, per expert."""
     if "{expert}" in tensor.name or tensor.is_stacked:
         return Layout(tensor=tensor, shape=shape[2:], layers=layers, num_experts=shape[1])
     return Layout(tensor=tensor, shape=shape[1:], layers=layers)
 
 
 def _part_of_rows(layout: Layout, of_layer: Collection[Layout]) -> Layout:
-    """`layout`, with its place among the parameters of a layer that have the same tensor, in their order."""
+    """`layout`, with its place among the parameters of a layer that have the same tensor, in their
+    order.
+    """
     parts = [other for other in of_layer if other.tensor.name == layout.tensor.name]
     if len(parts) == 1 or layout.tensor.interleaved is not None:
         return layout
     rows = [part.part_shape[0] for part in parts]
-    return dataclasses.replace(layout, first_row=sum(rows[: parts.index(layout)]), num_rows=sum(rows))
+    return dataclasses.replace(
+        layout, first_row=sum(rows[: parts.index(layout)]), num_rows=sum(rows)
+    )
 
 
 def paths_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples are leaves."""
+    """Yields the path, such as "layers/attention/wq", and the value of each leaf; tuples are
+    leaves.
+    """
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple)):
         yield "/".join(key.key for key in path), leaf
 
@@ -282,12 +328,16 @@ def _num_bytes(param: jax.ShapeDtypeStruct) -> int:
     return math.prod(param.shape) * param.dtype.itemsize
 
 
-def _of_language_model(tensors: Mapping[str, Any], family: Family, model: ModelConfig) -> dict[str, Any]:
+def _of_language_model(
+    tensors: Mapping[str, Any], family: Family, model: ModelConfig
+) -> dict[str, Any]:
     """The tensors of the language model, with the names that they have in a model without images."""
     renamed, left_out = {}, family.prefixes_left_out(model)
     for name, tensor in tensors.items():
         if not name.startswith(left_out):
-            prefix = next((prefix for prefix in family.multimodal_prefixes if name.startswith(prefix)), "")
+            prefix = next(
+                (prefix for prefix in family.multimodal_prefixes if name.startswith(prefix)), ""
+            )
             renamed[family.multimodal_prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return renamed
 
@@ -310,8 +360,14 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
     for name, layout in needed.items():
         tensor = files.tensors.get(name)
         if tensor is None:
-            hint = "; a model without it needs tie_word_embeddings=true in config.json" if "lm_head" in name else ""
-            raise UserError(f"{files.directory} has no tensor {name}, which config.json implies{hint}")
+            hint = (
+                "; a model without it needs tie_word_embeddings=true in config.json"
+                if "lm_head" in name
+                else ""
+            )
+            raise UserError(
+                f"{files.directory} has no tensor {name}, which config.json implies{hint}"
+            )
         if tensor.dtype not in DTYPES:
             raise Unsupported(
                 f"unsupported: {name} in {tensor.path} has dtype {tensor.dtype}; supported are {', '.join(DTYPES)}"
@@ -321,7 +377,9 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
                 f"{name} in {tensor.path} has shape {list(tensor.shape)}, and config.json implies"
                 f" {list(layout.stored_shape)}: they are of different models"
             )
-    unknown = sorted(name for name in files.tensors.keys() - needed.keys() if not name.endswith(_BUFFERS))
+    unknown = sorted(
+        name for name in files.tensors.keys() - needed.keys() if not name.endswith(_BUFFERS)
+    )
     if unknown:
         raise Unsupported(
             f"unsupported: {files.directory} has the tensor {unknown[0]} ({len(unknown)} unknown tensors), which the"
@@ -330,7 +388,8 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
 
 
 def _check_tied_head(files: TensorFiles, head: jax.Array, embedding: jax.Array) -> None:
-    """Compares the output head in the files with the embedding, which replaces it, in the shards of this process.
+    """Compares the output head in the files with the embedding, which replaces it, in the shards of
+    this process.
 
     Raises:
       UserError: they differ.
@@ -356,13 +415,20 @@ def _load(files: TensorFiles, layout: Layout, param: Any) -> jax.Array:
     return jax.make_array_from_callback(param.shape, param.sharding, read)
 
 
-def read_shard(files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any) -> np.ndarray:
-    """A shard of a parameter: `index` has (start, stop, 1) of each dimension, vocabulary padding included."""
+def read_shard(
+    files: TensorFiles, layout: Layout, index: tuple[tuple[int, int, int], ...], param: Any
+) -> np.ndarray:
+    """A shard of a parameter: `index` has (start, stop, 1) of each dimension, vocabulary padding
+    included.
+    """
     shard = np.zeros([stop - start for start, stop, _ in index], param.dtype)
     num_stacked = len(layout.stack_shape)
     first, within = [start for start, *_ in index[:num_stacked]], index[num_stacked:]
     # Rows of vocabulary padding are not in the file, and remain 0.
-    slices = [slice(min(start, size), min(stop, size)) for (start, stop, _), size in zip(within, layout.shape)]
+    slices = [
+        slice(min(start, size), min(stop, size))
+        for (start, stop, _), size in zip(within, layout.shape)
+    ]
     target = tuple(slice(0, piece.stop - piece.start) for piece in slices)
     for place in np.ndindex(shard.shape[:num_stacked]):
         stored_place = tuple(start + i for start, i in zip(first, place))

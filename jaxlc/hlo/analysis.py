@@ -1,7 +1,7 @@
 """A compiled program with everything that is derived from its text, each part computed once.
 
-Also: how many arrays of one kind are alive at one time, in the order of the schedule, and the FLOPs that the attention
-kernels of a program compute on each rank, given what masks skip.
+Also: how many arrays of one kind are alive at one time, in the order of the schedule, and the FLOPs
+that the attention kernels of a program compute on each rank, given what masks skip.
 """
 
 import dataclasses
@@ -25,15 +25,20 @@ from jaxlc.hlo.memory_dump import Thunks
 from jaxlc.hlo.parser import Array, Computation, Instruction, Pass, Program, count_executions, parse
 
 IsCounted = Callable[[Array], bool]
-# Opcodes whose results are their operands' arrays under another name; a loop updates its carry in place.
+# Opcodes whose results are their operands' arrays under another name; a loop updates its carry in
+# place.
 _SAME_ARRAYS = ("tuple", "bitcast", "while", "optimization-barrier")
 
 
-def max_alive(program: Program, is_counted: IsCounted, computation: Computation | None = None) -> int:
-    """Maximum number of counted arrays alive at one time in `computation` (None: the entry) and the loops in it.
+def max_alive(
+    program: Program, is_counted: IsCounted, computation: Computation | None = None
+) -> int:
+    """Maximum number of counted arrays alive at one time in `computation` (None: the entry) and the
+    loops in it.
 
-    An array is alive from the instruction that makes it (a parameter: from the start) until its last use. Arrays that
-    share a buffer while both are alive count twice, so this is an upper bound.
+    An array is alive from the instruction that makes it (a parameter: from the start) until its
+    last use. Arrays that share a buffer while both are alive count twice, so this is an upper
+    bound.
     """
     computation = computation or program.entry
     arrays = _arrays_held(computation, is_counted)
@@ -51,16 +56,21 @@ def max_alive(program: Program, is_counted: IsCounted, computation: Computation 
 
 
 def _uses(computation: Computation, arrays: dict[str, set[int]]) -> Iterator[tuple[int, int]]:
-    """(index, array) wherever an array is made or read; the result of the computation is read at its end."""
+    """(index, array) wherever an array is made or read; the result of the computation is read at
+    its end.
+    """
     for index, instruction in enumerate(computation):
-        operands = () if instruction.opcode == "get-tuple-element" else instruction.operands  # it reads one of them
+        # it reads one of them
+        operands = () if instruction.opcode == "get-tuple-element" else instruction.operands
         for name in (instruction.name, *operands):
             yield from ((index, array) for array in arrays.get(name, ()))
     yield from ((index + 1, array) for array in arrays[instruction.name])
 
 
 def _arrays_held(computation: Computation, is_counted: IsCounted) -> dict[str, set[int]]:
-    """The counted arrays, as unique numbers, of each instruction's result, by the name of the instruction."""
+    """The counted arrays, as unique numbers, of each instruction's result, by the name of the
+    instruction.
+    """
     held: dict[str, list[int | None]] = {}
     numbers = itertools.count()
     for instruction in computation:
@@ -108,7 +118,9 @@ class AnalyzedProgram(Program):
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """All collectives that run at least once. Raises ValueError if the program is not scheduled."""
+        """All collectives that run at least once. Raises ValueError if the program is not
+        scheduled.
+        """
         return tuple(find_collectives(self, self.execution_counts))
 
     @cached_property
@@ -123,17 +135,23 @@ class AnalyzedProgram(Program):
 
     @cached_property
     def attention_collectives(self) -> tuple[AttentionCollective, ...]:
-        """The collectives of attention: of a ring, the collective permutes of KV blocks and of their gradients."""
+        """The collectives of attention: of a ring, the collective permutes of KV blocks and of
+        their gradients.
+        """
         return tuple(find_attention_collectives(self, self.collectives))
 
     @cached_property
     def host_copies(self) -> dict[str, tuple[HostCopy, ...]]:
         """Copies between device and host memory, by the name of the computation that contains them."""
-        return {computation.name: tuple(find_host_copies(self, computation, self.thunks)) for computation in self}
+        return {
+            computation.name: tuple(find_host_copies(self, computation, self.thunks))
+            for computation in self
+        }
 
 
 def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram:
-    """Parses the text of a compiled program (`compiled.as_text()`); see `parser.parse` for what it raises.
+    """Parses the text of a compiled program (`compiled.as_text()`); see `parser.parse` for what it
+    raises.
 
     Args:
       thunks: the result of `thunks.parse_thunks`, which the text lacks.
@@ -146,13 +164,16 @@ def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram
 ComputedPairs = Callable[[int, int], list[int]]
 
 
-def flops_by_rank(program: AnalyzedProgram, computed_pairs: ComputedPairs, num_ranks: int) -> dict[Pass, list[float]]:
+def flops_by_rank(
+    program: AnalyzedProgram, computed_pairs: ComputedPairs, num_ranks: int
+) -> dict[Pass, list[float]]:
     """Attention FLOPs of one run on each rank, by pass.
 
     Args:
       computed_pairs: pairs that a masked call computes; all other calls compute all pairs.
     Raises:
-      ValueError: a blockwise kernel; its number of queries and keys cannot be read from the program text.
+      ValueError: a blockwise kernel; its number of queries and keys cannot be read from the program
+        text.
     """
     flops: dict[Pass, list[float]] = defaultdict(lambda: [0.0] * num_ranks)
     for call, times in program.attention_calls:

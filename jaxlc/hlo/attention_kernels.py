@@ -1,4 +1,5 @@
-"""The attention kernels of a compiled program, their FLOPs, and the collectives that the schedule overlaps with them.
+"""The attention kernels of a compiled program, their FLOPs, and the collectives that the schedule
+overlaps with them.
 
     cudnn      custom calls `__cudnn$fmha...`
     pallas     custom calls of the kernels in `jaxlc.attention.kernels`, by the name given to `pallas_call`
@@ -6,8 +7,8 @@
                pairs of blocks, the loop over all pairs
     blockwise  XLA loops in the scope `core_attention` that contain matrix products and no collectives
 
-FLOPs count all pairs of a query and a key. A masked call (`is_masked`) may skip some of them; how many depends on the
-mask's values, which the program text does not contain.
+FLOPs count all pairs of a query and a key. A masked call (`is_masked`) may skip some of them; how
+many depends on the mask's values, which the program text does not contain.
 """
 
 import math
@@ -33,7 +34,8 @@ from jaxlc.hlo.parser import (
     trip_count,
 )
 
-# Matrix products per pair of a query and a key: (over the head dim of keys, over the head dim of values).
+# Matrix products per pair of a query and a key: (over the head dim of keys, over the head dim of
+# values).
 _PRODUCTS = {
     "__cudnn$fmhaSoftmax": (1, 1),  # q . k; p . v
     "__cudnn$fmhaSoftmaxBackward": (3, 2),  # q . k, dq, dk; dout . v, dv
@@ -57,16 +59,20 @@ class Sizes(NamedTuple):
 
 class AttentionKernelCall(NamedTuple):
     instruction: Instruction
-    kernel: str  # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas", "mosaic" or "blockwise"
+    # "cudnn", "cudnn_packed" (with lengths and offsets of documents), "pallas", "mosaic" or
+    # "blockwise"
+    kernel: str
     pass_name: Pass
     full_flops: float  # one run, over all pairs of a query and a key
     is_masked: bool  # the kernel may skip masked pairs
     sizes: Sizes | None  # None for blockwise loops, whose operands may have any layout
     has_window: bool = False  # it belongs to a layer with a sliding window
     is_ring_step: bool = False  # its keys are the KV block of another rank
-    has_further_documents: bool = False  # it takes the documents that the first packed call of a mask leaves
+    # it takes the documents that the first packed call of a mask leaves
+    has_further_documents: bool = False
     head_dim: int = 128  # queries and keys; 128 for a blockwise loop, whose operands do not show it
-    is_over_prefix: bool = False  # its queries are of branches, its keys of the prefix that they continue
+    # its queries are of branches, its keys of the prefix that they continue
+    is_over_prefix: bool = False
 
     @property
     def is_backward(self) -> bool:
@@ -94,8 +100,12 @@ def find_attention_calls(program: Program, execution_counts: Counter[str]) -> It
                 kernel_bodies.update(instruction.called)
 
 
-def calls_within(program: Program, computation: Computation, instruction: Instruction) -> Iterator[AttentionKernelCall]:
-    """The attention kernel that `instruction` is, or those that it runs as a loop, with the FLOPs of all rounds."""
+def calls_within(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[AttentionKernelCall]:
+    """The attention kernel that `instruction` is, or those that it runs as a loop, with the FLOPs
+    of all rounds.
+    """
     call = attention_kernel(program, computation, instruction)
     if call is not None:
         yield call
@@ -112,20 +122,25 @@ def attention_kernel(
     """The attention kernel that `instruction` is; None if it is not one."""
     if instruction.opcode == "while" and is_in_attention(instruction.op_name):
         has_pairs = scopes.MOSAIC_PAIRS in instruction.op_name.split("/")
-        return _mosaic_pairs(program, instruction) if has_pairs else _blockwise(program, instruction)
+        return (
+            _mosaic_pairs(program, instruction) if has_pairs else _blockwise(program, instruction)
+        )
     if instruction.opcode != "custom-call":
         return None
     target = instruction.attributes["custom_call_target"].strip('"')
     if target in _PRODUCTS:
         settings = instruction.backend_config["cudnn_fmha_backend_config"]
         kernel = "cudnn_packed" if documents_per_row(instruction) > 1 else "cudnn"
-        return _custom_call(computation, instruction, kernel, target, is_masked=settings["mask_type"] != "NO_MASK")
+        return _custom_call(
+            computation, instruction, kernel, target, is_masked=settings["mask_type"] != "NO_MASK"
+        )
     if _is_mosaic(instruction):
         return _mosaic(computation, instruction)
     for name in instruction.op_name.split("/"):
         if name in _PRODUCTS:
             operands = [operand.arrays[0] for operand in computation.operands(instruction)]
-            has_tokens = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)  # [B, T]
+            # [B, T]
+            has_tokens = any(array.dtype == "s32" and len(array.dims) == 2 for array in operands)
             return _custom_call(computation, instruction, "pallas", name, is_masked=has_tokens)
     return None
 
@@ -135,8 +150,12 @@ def documents_per_row(call: Instruction) -> int:
     return int(call.backend_config["cudnn_fmha_backend_config"].get("max_seg_per_batch", 1))
 
 
-def _custom_call(computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool):
-    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH; k and v may have layers between B and S."""
+def _custom_call(
+    computation: Computation, call: Instruction, kernel: str, name: str, is_masked: bool
+):
+    """A kernel whose first operands are q_BTNH, k_BSKH and v_BSKH; k and v may have layers between
+    B and S.
+    """
     (batch, num_queries, num_heads, head_dim), (*_, num_keys, _, _), (*_, value_dim) = (
         operand.arrays[0].dims for operand in computation.operands(call)[:3]
     )
@@ -144,16 +163,25 @@ def _custom_call(computation: Computation, call: Instruction, kernel: str, name:
     over_keys, over_values = _PRODUCTS[name]
     flops = 2.0 * math.prod(sizes) * (over_keys * head_dim + over_values * value_dim)
     pass_name = pass_of(call.op_name)
-    if pass_name == "backward" and name in _FORWARD_KERNELS:  # a layer in tiles recomputes its forward itself
+    # a layer in tiles recomputes its forward itself
+    if pass_name == "backward" and name in _FORWARD_KERNELS:
         pass_name = "recomputation"
     in_window, in_ring_step = has_window(call.op_name), is_in_ring_step(call.op_name)
-    properties = in_window, in_ring_step, is_data_dependent(call.op_name), head_dim, is_over_prefix(call.op_name)
+    properties = (
+        in_window,
+        in_ring_step,
+        is_data_dependent(call.op_name),
+        head_dim,
+        is_over_prefix(call.op_name),
+    )
     return AttentionKernelCall(call, kernel, pass_name, flops, is_masked, sizes, *properties)
 
 
 def _is_mosaic(instruction: Instruction) -> bool:
     is_custom_call = instruction.opcode == "custom-call"
-    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(MOSAIC)
+    return is_custom_call and instruction.attributes["custom_call_target"].strip('"').startswith(
+        MOSAIC
+    )
 
 
 def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall | None:
@@ -165,15 +193,20 @@ def _mosaic(computation: Computation, call: Instruction) -> AttentionKernelCall 
     else:
         return None
     has_ranges = any(operand.arrays[0].dtype == "s32" for operand in computation.operands(call))
-    return _custom_call(computation, call, "mosaic", name, is_masked=scopes.MOSAIC_CAUSAL in names or has_ranges)
+    return _custom_call(
+        computation, call, "mosaic", name, is_masked=scopes.MOSAIC_CAUSAL in names or has_ranges
+    )
 
 
 def _mosaic_pairs(program: Program, loop: Instruction) -> AttentionKernelCall | None:
-    """The backward over pairs of blocks as one call, which is masked; its queries are the queries of all pairs."""
+    """The backward over pairs of blocks as one call, which is masked; its queries are the queries
+    of all pairs.
+    """
     calls = [
         (times, call)
         for times, computation, instruction in _inside(program, loop)
-        if instruction.opcode == "custom-call" and (call := attention_kernel(program, computation, instruction))
+        if instruction.opcode == "custom-call"
+        and (call := attention_kernel(program, computation, instruction))
     ]
     if not calls:
         return None
@@ -191,7 +224,9 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
             return None  # a loop over calls of a kernel; its products are out . dout
         opcodes.add(instruction.opcode.removesuffix("-start"))
         if instruction.opcode == "dot":
-            product = matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"])
+            product = matrix_product(
+                computation, instruction, instruction.attributes["lhs_contracting_dims"]
+            )
             flops += times * product.flops
     if flops == 0 or opcodes & set(COLLECTIVES):
         return None
@@ -203,7 +238,9 @@ def _blockwise(program: Program, loop: Instruction) -> AttentionKernelCall | Non
 
 
 def _inside(program: Program, loop: Instruction) -> Iterator[tuple[int, Computation, Instruction]]:
-    """All instructions that a loop runs: (executions in one run of the loop, computation, instruction)."""
+    """All instructions that a loop runs: (executions in one run of the loop, computation,
+    instruction).
+    """
     rounds = trip_count(program, loop)
     for name in loop.called:
         for instruction in program.computations[name]:
@@ -212,7 +249,9 @@ def _inside(program: Program, loop: Instruction) -> Iterator[tuple[int, Computat
                 yield rounds * times, computation, inner
 
 
-def _called(program: Program, instruction: Instruction) -> Iterator[tuple[int, Computation, Instruction]]:
+def _called(
+    program: Program, instruction: Instruction
+) -> Iterator[tuple[int, Computation, Instruction]]:
     if instruction.opcode == "while":
         yield from _inside(program, instruction)
         return
@@ -227,10 +266,12 @@ class AttentionCollective(NamedTuple):
 
     collective: Collective
     pass_name: Pass
-    # Attention kernels between its start and its done; of kernels in a loop, one entry with the FLOPs of all rounds.
+    # Attention kernels between its start and its done; of kernels in a loop, one entry with the
+    # FLOPs of all rounds.
     overlapped_calls: tuple[AttentionKernelCall, ...]
     has_window: bool  # it belongs to a layer with a sliding window
-    link_bytes: int  # sent between its start and its done: its own bytes and the bytes of overlapping ones
+    # sent between its start and its done: its own bytes and the bytes of overlapping ones
+    link_bytes: int
 
     @property
     def times(self) -> int:
@@ -239,21 +280,37 @@ class AttentionCollective(NamedTuple):
 
     @property
     def is_unoverlapped(self) -> bool:
-        """Whether no attention kernel runs between start and done. This is read from the schedule, not estimated."""
+        """Whether no attention kernel runs between start and done. This is read from the schedule,
+        not estimated.
+        """
         return not self.overlapped_calls
 
 
-def find_attention_collectives(program: Program, collectives: Sequence[Collective]) -> Iterator[AttentionCollective]:
+def find_attention_collectives(
+    program: Program, collectives: Sequence[Collective]
+) -> Iterator[AttentionCollective]:
     """Those of `collectives`, the program's, that run in the scope `core_attention`."""
-    of_attention = [collective for collective in collectives if is_in_attention(collective.transfer.start.op_name)]
+    of_attention = [
+        collective
+        for collective in collectives
+        if is_in_attention(collective.transfer.start.op_name)
+    ]
     for collective in of_attention:
         yield _with_overlap(program, collective, of_attention)
 
 
-def _with_overlap(program: Program, collective: Collective, others: list[Collective]) -> AttentionCollective:
+def _with_overlap(
+    program: Program, collective: Collective, others: list[Collective]
+) -> AttentionCollective:
     transfer = collective.transfer
-    calls = (call for op in transfer.overlapped_ops for call in calls_within(program, transfer.computation, op))
-    concurrent = (other for other in others if other is not collective and transfer.overlaps(other.transfer))
+    calls = (
+        call
+        for op in transfer.overlapped_ops
+        for call in calls_within(program, transfer.computation, op)
+    )
+    concurrent = (
+        other for other in others if other is not collective and transfer.overlaps(other.transfer)
+    )
     return AttentionCollective(
         collective,
         pass_of(transfer.start.op_name),

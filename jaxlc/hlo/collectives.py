@@ -1,5 +1,5 @@
-"""Collectives of a program: kind, replica groups, bytes sent, number of executions, transport; and copies between
-device memory and host memory.
+"""Collectives of a program: kind, replica groups, bytes sent, number of executions, transport; and
+copies between device memory and host memory.
 """
 
 import math
@@ -33,35 +33,50 @@ class HostCopy(NamedTuple):
     done: Instruction  # the start itself, if the copy is synchronous
     bytes: int
     is_to_host: bool
-    is_kernel: bool = False  # a kernel that accesses host memory, instead of a copy by a copy engine
+    # a kernel that accesses host memory, instead of a copy by a copy engine
+    is_kernel: bool = False
 
 
 def find_host_copies(
     program: Program, computation: Computation, thunks: Thunks = MappingProxyType({})
 ) -> Iterator[HostCopy]:
-    """Host copies of a computation: asynchronous ones in the order of their done, then synchronous ones.
+    """Host copies of a computation: asynchronous ones in the order of their done, then synchronous
+    ones.
 
-    The compiler writes an asynchronous slice or update as a fusion. Its first operand is the array that is sliced or
-    updated in place; the second operand of an update is the new content.
+    The compiler writes an asynchronous slice or update as a fusion. Its first operand is the array
+    that is sliced or updated in place; the second operand of an update is the new content.
 
     Args:
       thunks: the thunks of the program's instructions; without them, every `is_kernel` is False.
     """
-    pairs = [(copy.start, copy.done) for copy in transfers(program, computation) if copy.kind not in COLLECTIVES]
+    pairs = [
+        (copy.start, copy.done)
+        for copy in transfers(program, computation)
+        if copy.kind not in COLLECTIVES
+    ]
     pairs += [(copy, copy) for copy in computation if copy.opcode in _COPIES]
     for start, done in pairs:
-        operands, result = [operand.arrays[0] for operand in computation.operands(start)], done.arrays[0]
+        operands, result = (
+            [operand.arrays[0] for operand in computation.operands(start)],
+            done.arrays[0],
+        )
         by_kernel = is_kernel(thunks.get(start.name, ""))
         if operands and _is_on_host(operands[0]) and _is_on_host(result):
             if len(operands) > 1:
                 yield HostCopy(start, done, operands[1].bytes, is_to_host=True, is_kernel=by_kernel)
         elif operands and _is_on_host(operands[0]) != _is_on_host(result):
-            yield HostCopy(start, done, result.bytes, is_to_host=_is_on_host(result), is_kernel=by_kernel)
+            yield HostCopy(
+                start, done, result.bytes, is_to_host=_is_on_host(result), is_kernel=by_kernel
+            )
 
 
 def has_constant_offset(computation: Computation, copy: HostCopy) -> bool:
     """Whether `copy` is a whole array, or the same part of an array in all rounds of a loop."""
-    offsets = [x for x in computation.operands(copy.start) if x.arrays[0].dtype == "s32" and not x.arrays[0].dims]
+    offsets = [
+        x
+        for x in computation.operands(copy.start)
+        if x.arrays[0].dtype == "s32" and not x.arrays[0].dims
+    ]
     return all(_is_constant(computation, offset) for offset in offsets)
 
 
@@ -72,9 +87,17 @@ def _is_constant(computation: Computation, instruction: Instruction) -> bool:
 
 
 def device_arrays(program: Program) -> Iterator[Array]:
-    """Arrays that the program holds in device memory, once for each instruction that makes or renames them."""
-    fusions = (instruction for computation in program for instruction in computation if instruction.opcode in _FUSIONS)
-    fused = {name for fusion in fusions for name in fusion.called}  # intermediate values of a kernel are in registers
+    """Arrays that the program holds in device memory, once for each instruction that makes or
+    renames them.
+    """
+    fusions = (
+        instruction
+        for computation in program
+        for instruction in computation
+        if instruction.opcode in _FUSIONS
+    )
+    # intermediate values of a kernel are in registers
+    fused = {name for fusion in fusions for name in fusion.called}
     for computation in program:
         if computation.name not in fused:
             arrays = (array for instruction in computation for array in instruction.arrays)
@@ -93,7 +116,8 @@ def _is_on_host(array: Array) -> bool:
 
 Groups = tuple[tuple[int, ...], ...]
 
-_TRANSPORTS = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_MEMORY": "peer"}  # by mode
+# by mode
+_TRANSPORTS = {"COLLECTIVES_SYMMETRIC_MEMORY": "symmetric", "COLLECTIVES_PEER_MEMORY": "peer"}
 
 
 class Collective(NamedTuple):
@@ -125,14 +149,16 @@ def find_collectives(program: Program, execution_counts: Counter[str]) -> Iterat
 
 
 def mesh_axes(groups: Groups, shape: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ; partitions are numbered in row-major order.
+    """The mesh axes along which the members of a group differ; partitions are numbered in row-major
+    order.
 
     Args:
       groups: partition numbers, as in `Collective.groups`.
       shape: mesh axes and their sizes, slowest first.
     """
     sizes = tuple(shape.values())
-    coordinates = [np.array(np.unravel_index(group, sizes)) for group in groups]  # each (axes, members)
+    # each (axes, members)
+    coordinates = [np.array(np.unravel_index(group, sizes)) for group in groups]
     differs = np.any([(group != group[:, :1]).any(axis=1) for group in coordinates], axis=0)
     return tuple(axis for axis, is_crossed in zip(shape, differs) if is_crossed)
 
@@ -150,23 +176,33 @@ def _collective(program: Program, transfer: Transfer, times: int) -> Collective:
 
 
 def _sent_bytes(transfer: Transfer, group_size: int) -> int:
-    """Bytes that one device sends with bandwidth-optimal algorithms (nccl-tests, doc/PERFORMANCE.md).
+    """Bytes that one device sends with bandwidth-optimal algorithms (nccl-tests,
+    doc/PERFORMANCE.md).
 
-    With n devices, an all-gather sends the operand to n - 1 others; a reduce-scatter or an all-to-all keeps 1 / n of
-    it; an all-reduce is a reduce-scatter and an all-gather.
+    With n devices, an all-gather sends the operand to n - 1 others; a reduce-scatter or an
+    all-to-all keeps 1 / n of it; an all-reduce is a reduce-scatter and an all-gather.
     """
     operands = transfer.computation.operands(transfer.start)
     operand_bytes = sum(array.bytes for operand in operands for array in operand.arrays)
     n = group_size
-    factor = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1, "collective-broadcast": 1}
+    factor = {
+        "all-gather": n - 1,
+        "all-reduce": 2 * (n - 1) / n,
+        "collective-permute": 1,
+        "collective-broadcast": 1,
+    }
     return math.ceil(operand_bytes * factor.get(transfer.kind, (n - 1) / n))
 
 
 def _groups(instruction: Instruction) -> Groups:
     """Replica groups in any of XLA's notations: lists, `[8,4]<=[32]`, or axes of a mesh."""
-    written = instruction.attributes.get("source_target_pairs") or instruction.attributes.get("replica_groups", "")
+    written = instruction.attributes.get("source_target_pairs") or instruction.attributes.get(
+        "replica_groups", ""
+    )
     if written.startswith("{"):
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written))
+        return tuple(
+            tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", written)
+        )
     if written.startswith("["):
         return _iota_groups(written)
     if written.startswith("mesh["):
@@ -175,7 +211,9 @@ def _groups(instruction: Instruction) -> Groups:
 
 
 def _iota_groups(written: str) -> Groups:
-    """`[groups,size]<=[dims]T(order)`: partition numbers as an array of `dims`, transposed, then split into groups."""
+    """`[groups,size]<=[dims]T(order)`: partition numbers as an array of `dims`, transposed, then
+    split into groups.
+    """
     match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
     shape, dims, order = required(match, written).groups()
     numbers = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
@@ -191,8 +229,8 @@ def _mesh_groups(written: str, listed_ids: str) -> Groups:
     """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ only in the axes in braces.
 
     Args:
-      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3) {'a'}` or
-        `([2,2]T(1,0)) {'a'}`; else empty.
+      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3)
+        {'a'}` or `([2,2]T(1,0)) {'a'}`; else empty.
     """
     text = f"{written}, device_ids={listed_ids}" if listed_ids else written
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
@@ -201,7 +239,9 @@ def _mesh_groups(written: str, listed_ids: str) -> Groups:
     if order := re.search(r"device_ids=\(([\d,]+)\)", text):
         numbers = np.array(_integers(order[1]))
     elif order := re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text):
-        numbers = numbers.reshape(_integers(order[1])).transpose(_integers(order[2]) if order[2] else None)
+        numbers = numbers.reshape(_integers(order[1])).transpose(
+            _integers(order[2]) if order[2] else None
+        )
     grid = numbers.reshape(list(sizes.values()))
     last = [list(sizes).index(name) for name in names]
     first = [dim for dim in range(grid.ndim) if dim not in last]

@@ -1,12 +1,13 @@
 """FLOPs of a kernel's matrix products, and the bytes it reads from and writes to device memory.
 
-Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, as single `dot` instructions, and in the
-Mosaic kernels of experts (`models.kinds.experts`), which multiply each of their rows once, padding included.
-All other arithmetic is assumed to cost nothing compared to the memory traffic.
+Matrix products are found in fusions (XLA's Triton kernels), in cuBLAS calls, as single `dot`
+instructions, and in the Mosaic kernels of experts (`models.kinds.experts`), which multiply each of
+their rows once, padding included. All other arithmetic is assumed to cost nothing compared to the
+memory traffic.
 
-Each operand is read once and each result written once. A slice reads only the part that it takes, and an in-place
-update writes only the part that it replaces; otherwise each round of a loop over layers would count all stacked
-parameters.
+Each operand is read once and each result written once. A slice reads only the part that it takes,
+and an in-place update writes only the part that it replaces; otherwise each round of a loop over
+layers would count all stacked parameters.
 """
 
 import math
@@ -23,7 +24,8 @@ _NO_KERNEL = (
     "replica-id", "tuple",
 )  # fmt: skip
 _SLICES = ("dynamic-slice", "gather", "slice")  # read a part of their first operand
-_UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand written into the first one
+# index of the operand written into the first one
+_UPDATE_OPERAND = {"dynamic-update-slice": 1, "scatter": 2}
 _RENAMES = ("bitcast", "reshape")
 _FUSIONS = ("fusion", "fusion-start")
 _CUBLAS = "__cublas$"
@@ -53,9 +55,15 @@ class Cost(NamedTuple):
     products: tuple[Product, ...] = ()
 
 
-def kernel_cost(program: Program, computation: Computation, instruction: Instruction) -> Cost | None:
-    """Cost of one run of `instruction`; None if it runs no kernel. Not for loops, calls, collectives, host copies."""
-    if instruction.opcode in _NO_KERNEL or ALLOCATE_BUFFER in instruction.attributes.get("custom_call_target", ""):
+def kernel_cost(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Cost | None:
+    """Cost of one run of `instruction`; None if it runs no kernel. Not for loops, calls,
+    collectives, host copies.
+    """
+    if instruction.opcode in _NO_KERNEL or ALLOCATE_BUFFER in instruction.attributes.get(
+        "custom_call_target", ""
+    ):
         return None
     products = tuple(_products(program, computation, instruction))
     flops = sum(product.flops for product in products)
@@ -63,22 +71,33 @@ def kernel_cost(program: Program, computation: Computation, instruction: Instruc
     return Cost(flops, dtype, _memory_traffic_bytes(program, computation, instruction), products)
 
 
-def _products(program: Program, computation: Computation, instruction: Instruction) -> Iterator[Product]:
+def _products(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[Product]:
     """The matrix products of a kernel."""
     if instruction.opcode == "dot":
         batch_dims = instruction.attributes.get("lhs_batch_dims", "")
-        yield matrix_product(computation, instruction, instruction.attributes["lhs_contracting_dims"], batch_dims)
+        yield matrix_product(
+            computation, instruction, instruction.attributes["lhs_contracting_dims"], batch_dims
+        )
     elif instruction.opcode in _FUSIONS:
         for name in instruction.called:
             for inner in program.computations[name]:
                 yield from _products(program, program.computations[name], inner)
-    elif instruction.opcode == "custom-call" and _CUBLAS in instruction.attributes["custom_call_target"]:
+    elif (
+        instruction.opcode == "custom-call"
+        and _CUBLAS in instruction.attributes["custom_call_target"]
+    ):
         dims = instruction.backend_config["gemm_backend_config"]["dot_dimension_numbers"]
         batch_dims = ",".join(dims.get("lhs_batch_dimensions", ()))
-        yield matrix_product(computation, instruction, ",".join(dims["lhs_contracting_dimensions"]), batch_dims)
+        yield matrix_product(
+            computation, instruction, ",".join(dims["lhs_contracting_dimensions"]), batch_dims
+        )
     elif is_expert_kernel(instruction):
         # The last operands are x [S, K] and w [E, K, N] or [E, N, K], or x and dout [S, N].
-        x = next(y.arrays[0] for y in computation.operands(instruction) if len(y.arrays[0].dims) == 2)
+        x = next(
+            y.arrays[0] for y in computation.operands(instruction) if len(y.arrays[0].dims) == 2
+        )
         rows, depth = x.dims
         yield Product(x.dtype, rows, instruction.arrays[0].dims[-1], depth, is_grouped=True)
 
@@ -92,7 +111,9 @@ def is_expert_kernel(instruction: Instruction) -> bool:
 def matrix_product(
     computation: Computation, instruction: Instruction, contracted: str, batch_dims: str = ""
 ) -> Product:
-    """A product that contracts the dimensions `contracted` of its left operand and repeats over `batch_dims` of it."""
+    """A product that contracts the dimensions `contracted` of its left operand and repeats over
+    `batch_dims` of it.
+    """
     left = computation.operands(instruction)[0].arrays[0]
     result = instruction.arrays[0]  # cuBLAS also returns its workspace, as the second result
     depth = _size(left.dims, contracted)
@@ -106,7 +127,9 @@ def _size(dims: tuple[int, ...], chosen: str) -> int:
     return math.prod(dims[int(dim)] for dim in re.findall(r"\d+", chosen))
 
 
-def _memory_traffic_bytes(program: Program, computation: Computation, instruction: Instruction) -> int:
+def _memory_traffic_bytes(
+    program: Program, computation: Computation, instruction: Instruction
+) -> int:
     if instruction.opcode in _FUSIONS:
         return _fusion_bytes(program.computations[instruction.called[0]])
     num_operands = len(computation.operands(instruction))

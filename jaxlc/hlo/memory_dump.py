@@ -1,17 +1,17 @@
-"""Reads the reports that XLA writes with the compile option `xla_dump_to`: memory, and how instructions run.
+"""Reads the reports that XLA writes with the compile option `xla_dump_to`: memory, and how
+instructions run.
 
-Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
-of each memory space, `*live-range.txt` the arrays that are alive at peak memory, `*_after_optimizations.txt` the
-program with all instruction names (in newer versions, `compiled.as_text()` omits the computations that asynchronous
-instructions wrap), and two files the commands of the executable. Writing the files takes less time than compile times
-vary.
+Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12:
+`*memory-usage-report.txt` has the bytes of each memory space, `*live-range.txt` the arrays that are
+alive at peak memory, `*_after_optimizations.txt` the program with all instruction names (in newer
+versions, `compiled.as_text()` omits the computations that asynchronous instructions wrap), and two
+files the commands of the executable. Writing the files takes less time than compile times vary.
 
-Thunks
-------
-A thunk is a command of the executable: a kernel, a copy by a copy engine, a collective, a loop. The HLO text does not
-say which of them an instruction becomes. A slice of an array in host memory, for example, is a copy if XLA knows its
-offset, and otherwise a kernel whose threads read host memory. `*thunk_sequence_after_thunk_passes.txt` lists the
-commands, and below each of them, indented, those that it runs:
+Thunks ------ A thunk is a command of the executable: a kernel, a copy by a copy engine, a
+collective, a loop. The HLO text does not say which of them an instruction becomes. A slice of an
+array in host memory, for example, is a copy if XLA knows its offset, and otherwise a kernel whose
+threads read host memory. `*thunk_sequence_after_thunk_passes.txt` lists the commands, and below
+each of them, indented, those that it runs:
 
     000: kCommandBuffer [...]
         029: kCustomKernel [...] loop_gather_fusion_17 grid: [512, 1, 1] threads: [128, 1, 1]
@@ -22,8 +22,8 @@ commands, and below each of them, indented, those that it runs:
         070: kAsyncStart   [...] stream=computation_stream[2], async_id=1
             069: kCopy [...]
 
-A command buffer is a CUDA graph, which the host launches as one. `*thunk_metadata.txt` has the instruction of each
-number:
+A command buffer is a CUDA graph, which the host launches as one. `*thunk_metadata.txt` has the
+instruction of each number:
 
     thunk_metadata {
       thunk_info { profile_annotation: "dynamic-slice-start.55" thunk_id: 70 }
@@ -39,25 +39,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxlc.hlo.parser import HOST_MEMORY, Computation, Instruction, Program, is_host_controlled, parse, trip_count
+from jaxlc.hlo.parser import (
+    HOST_MEMORY,
+    Computation,
+    Instruction,
+    Program,
+    is_host_controlled,
+    parse,
+    trip_count,
+)
 
 _LINE = re.compile(r"^( *)(?:(\d+): (k\w+)|(condition|body|\w*branch\w*):)", re.MULTILINE)
 _INSTRUCTION = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
 _LABEL_INDENT = 2  # of "body:" below its loop; XLA writes "condition:" without an indent
-_WRAPPERS = ("kAsyncStart", "kDynamicSliceFusion", "kSequential")  # wrappers of the command below them
+# wrappers of the command below them
+_WRAPPERS = ("kAsyncStart", "kDynamicSliceFusion", "kSequential")
 _WITHOUT_OPERATION = (*_WRAPPERS, "kAsyncDone", "kPartitionId", "kReplicaId", "")
 _KERNELS = ("kKernel", "kCustomKernel")
 
-Thunks = Mapping[str, str]  # name of an instruction -> kind of its thunk, as XLA names it: "kCopy", "kCustomKernel"
+# name of an instruction -> kind of its thunk, as XLA names it: "kCopy", "kCustomKernel"
+Thunks = Mapping[str, str]
 
 
 class Launches(NamedTuple):
     """How a program runs on a GPU and its host. Counts of one run."""
 
-    gpu_operations: int = 0  # kernels, copies, library calls and collectives, those in CUDA graphs included
+    # kernels, copies, library calls and collectives, those in CUDA graphs included
+    gpu_operations: int = 0
     host_launches: int = 0  # operations outside of CUDA graphs, and CUDA graphs
     cuda_graphs: int = 0  # launches of a CUDA graph
-    host_synchronizations: int = 0  # the host waits for the GPU, which then waits for the next launch
+    # the host waits for the GPU, which then waits for the next launch
+    host_synchronizations: int = 0
 
     def plus(self, other: "Launches", times: int = 1) -> "Launches":
         return Launches(*(own + times * count for own, count in zip(self, other, strict=True)))
@@ -65,7 +77,9 @@ class Launches(NamedTuple):
 
 @dataclass
 class Command:
-    """A thunk, or a part of one: the condition and the body of a loop, the branches of a conditional."""
+    """A thunk, or a part of one: the condition and the body of a loop, the branches of a
+    conditional.
+    """
 
     kind: str = ""  # as XLA names it; "" for a part
     instruction: str = ""  # "" if the metadata has none
@@ -93,7 +107,9 @@ def parse_commands(sequence: str, metadata: str) -> Command:
 
 
 def kinds(command: Command) -> Thunks:
-    """The kind of the thunk of each instruction below `command`; of one that wraps another thunk, the kind of that."""
+    """The kind of the thunk of each instruction below `command`; of one that wraps another thunk,
+    the kind of that.
+    """
     return {below.instruction: _kind(below) for below in _walk(command) if below.instruction}
 
 
@@ -103,11 +119,12 @@ def is_kernel(kind: str) -> bool:
 
 
 def count_launches(program: Program, command: Command) -> Launches:
-    """The launches of one run of `command` and of the commands below it; of a conditional, of its longest branch.
+    """The launches of one run of `command` and of the commands below it; of a conditional, of its
+    longest branch.
 
-    XLA runs a loop whose trip count it knows without the condition. For every other loop the host copies the result of
-    the condition from the GPU before each round, and for a conditional its predicate: openxla/xla, `while_thunk.cc` and
-    `conditional_thunk.cc`.
+    XLA runs a loop whose trip count it knows without the condition. For every other loop the host
+    copies the result of the condition from the GPU before each round, and for a conditional its
+    predicate: openxla/xla, `while_thunk.cc` and `conditional_thunk.cc`.
 
     Raises:
       ValueError: the trip count of a loop is unknown.
@@ -120,7 +137,9 @@ def count_launches(program: Program, command: Command) -> Launches:
             condition, body = map(count, command.commands)
             rounds = trip_count(program, loop)
             total = Launches().plus(body, rounds)
-            evaluated = condition._replace(host_synchronizations=condition.host_synchronizations + 1)
+            evaluated = condition._replace(
+                host_synchronizations=condition.host_synchronizations + 1
+            )
             return total.plus(evaluated, rounds + 1) if is_host_controlled(loop) else total
         if command.kind == "kConditional":
             return max(map(count, command.commands)).plus(Launches(host_synchronizations=1))
@@ -129,13 +148,21 @@ def count_launches(program: Program, command: Command) -> Launches:
             total = total.plus(count(below))
         if command.kind == "kCommandBuffer":
             return Launches(total.gpu_operations, host_launches=1, cuda_graphs=1)
-        return total if command.kind in _WITHOUT_OPERATION else Launches(gpu_operations=1, host_launches=1)
+        return (
+            total
+            if command.kind in _WITHOUT_OPERATION
+            else Launches(gpu_operations=1, host_launches=1)
+        )
 
     return count(command)
 
 
 def _kind(command: Command) -> str:
-    return _kind(command.commands[0]) if command.kind in _WRAPPERS and command.commands else command.kind
+    return (
+        _kind(command.commands[0])
+        if command.kind in _WRAPPERS and command.commands
+        else command.kind
+    )
 
 
 def _walk(command: Command) -> Iterator[Command]:
@@ -163,7 +190,8 @@ class Dump(NamedTuple):
 
     program: Program
     bytes_by_space: dict[int, int]  # by XLA's memory space
-    alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]  # instruction, index into its result, bytes
+    # instruction, index into its result, bytes
+    alive_at_peak: tuple[tuple[str, tuple[int, ...], int], ...]
     commands: Command  # of the executable, below one that has no kind
 
     @property
@@ -172,13 +200,21 @@ class Dump(NamedTuple):
 
     @property
     def symmetric_bytes(self) -> int:
-        """Bytes in memory that other GPUs write to: space 1 is NVSHMEM's; newer versions use 7 for NCCL's."""
-        return sum(size for space, size in self.bytes_by_space.items() if space not in (_DEVICE_MEMORY, HOST_MEMORY))
+        """Bytes in memory that other GPUs write to: space 1 is NVSHMEM's; newer versions use 7 for
+        NCCL's.
+        """
+        return sum(
+            size
+            for space, size in self.bytes_by_space.items()
+            if space not in (_DEVICE_MEMORY, HOST_MEMORY)
+        )
 
     def largest(self, number: int) -> tuple[LiveTensor, ...]:
         """The `number` largest arrays in device memory at the peak."""
         by_name = {
-            instruction.name: (computation, instruction) for computation in self.program for instruction in computation
+            instruction.name: (computation, instruction)
+            for computation in self.program
+            for instruction in computation
         }
         tensors: list[LiveTensor] = []
         for name, index, size in sorted(self.alive_at_peak, key=lambda alive: -alive[2]):
@@ -188,7 +224,9 @@ class Dump(NamedTuple):
             array = next((array for array in instruction.arrays if array.bytes == size), None)
             if array is not None and array.memory_space != HOST_MEMORY:
                 shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                tensors.append(LiveTensor(size, shape, maker(self.program, computation, instruction, index)))
+                tensors.append(
+                    LiveTensor(size, shape, maker(self.program, computation, instruction, index))
+                )
         return tuple(tensors)
 
 
@@ -203,7 +241,9 @@ def read(directory: Path) -> Dump:
     return Dump(
         parse(program.read_text()),
         {int(space): int(size) for space, size in _SPACE.findall(usage.read_text())},
-        tuple((name, tuple(_numbers(index)), int(size)) for name, index, size in _ALIVE.findall(peak)),
+        tuple(
+            (name, tuple(_numbers(index)), int(size)) for name, index, size in _ALIVE.findall(peak)
+        ),
         parse_commands(sequence.read_text(), metadata.read_text()),
     )
 
@@ -212,8 +252,11 @@ def _numbers(text: str) -> Iterator[int]:
     return (int(number) for number in text.split(",") if number)
 
 
-def maker(program: Program, computation: Computation, instruction: Instruction, index: tuple[int, ...]) -> str:
-    """`op_name` of the instruction that made an array, followed through tuples, copies and the carries of loops.
+def maker(
+    program: Program, computation: Computation, instruction: Instruction, index: tuple[int, ...]
+) -> str:
+    """`op_name` of the instruction that made an array, followed through tuples, copies and the
+    carries of loops.
 
     Args:
       index: path into the instruction's result, if that is a tuple.

@@ -1,36 +1,37 @@
-"""Parses the HLO text of a compiled program (`compiled.as_text()`) into computations and instructions.
+"""Parses the HLO text of a compiled program (`compiled.as_text()`) into computations and
+instructions.
 
     HloModule jit_step, is_scheduled=true, ...
     %body (...) -> ... {
-      %name = shape opcode(%operand, ...), attribute=value, calls=%computation, metadata={...}, backend_config={...}
-      ...
+      %name = shape opcode(%operand, ...), attribute=value, calls=%computation, metadata={...},
+      backend_config={...} ...
     }
     ENTRY %main (...) -> ... {
 
-A computation precedes its callers. In a scheduled module, instructions are listed in the order in which they run.
-A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory space; a tuple lists several.
+A computation precedes its callers. In a scheduled module, instructions are listed in the order in
+which they run. A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory
+space; a tuple lists several.
 
-Names
------
-Scopes, pass and a readable label of an instruction are read from its `op_name`. An `op_name` is the path of a JAX
-operation:
+Names ----- Scopes, pass and a readable label of an instruction are read from its `op_name`. An
+`op_name` is the path of a JAX operation:
 
     jit(_step)/while/body/closed_call/transpose(jvp())/while/body/checkpoint/attention/shard_map/core_attention/ppermute
 
-Its components are of three kinds: scopes that this package sets (`jaxlc.core.scopes`), marks that JAX adds for its
-own transformations and control flow, and, last, the primitive. Membership in a part of the model is read from scopes
-only. Two things are known from JAX's marks alone, and all knowledge of these marks is in this module:
+Its components are of three kinds: scopes that this package sets (`jaxlc.core.scopes`), marks that
+JAX adds for its own transformations and control flow, and, last, the primitive. Membership in a
+part of the model is read from scopes only. Two things are known from JAX's marks alone, and all
+knowledge of these marks is in this module:
 
-- the pass. `jax.checkpoint` marks what it recomputes with "rematted_computation"; the transpose of differentiation
-  is marked "transpose(...)". A scope could not tell: the same Python code is traced once for all three passes.
+- the pass. `jax.checkpoint` marks what it recomputes with "rematted_computation"; the transpose of
+  differentiation is marked "transpose(...)". A scope could not tell: the same Python code is traced
+  once for all three passes.
 - which components carry no information for a reader (`_MARKS`).
 
 Where XLA merges instructions it merges their names too: "prefix/(path:path:path)".
 
-Schedule
---------
-An asynchronous operation is a pair of a start and a done, with the instructions that the schedule puts between them.
-The trip counts of loops say how often each computation runs in one run of the program.
+Schedule -------- An asynchronous operation is a pair of a start and a done, with the instructions
+that the schedule puts between them. The trip counts of loops say how often each computation runs in
+one run of the program.
 """
 
 import math
@@ -57,7 +58,8 @@ Pass = Literal["forward", "recomputation", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "recomputation", "backward")
 
 _RECOMPUTED, _TRANSPOSED = "rematted_computation", "transpose("
-_TRANSFORMED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)$")  # not jit(...), which contains the name of a function
+# not jit(...), which contains the name of a function
+_TRANSFORMED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)$")
 _MERGED = re.compile(r"(?:(.*)/)?\((.*:.*)\)$")
 _MARKS = re.compile(
     r"(jit\(\w+\)|while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation|shard_map|)$"
@@ -83,8 +85,8 @@ def components(op_name: str) -> tuple[str, ...]:
 def is_in_attention(op_name: str) -> bool:
     """Whether an instruction belongs to attention's kernels and exchanges (scope `core_attention`).
 
-    A merged instruction belongs to them if all its parts do: XLA merges the all-gather of segment ids with all-gathers
-    of weights.
+    A merged instruction belongs to them if all its parts do: XLA merges the all-gather of segment
+    ids with all-gathers of weights.
     """
     return all(CORE_ATTENTION in components(path) for path in _paths(op_name))
 
@@ -111,7 +113,9 @@ def is_over_prefix(op_name: str) -> bool:
 
 
 def innermost_scope(op_name: str) -> str:
-    """The last scope of an instruction, "" if it has none; a merged instruction has the scope of its first path."""
+    """The last scope of an instruction, "" if it has none; a merged instruction has the scope of
+    its first path.
+    """
     scopes = [part for part in components(_paths(op_name)[0]) if part in SCOPES]
     return scopes[-1] if scopes else ""
 
@@ -134,10 +138,12 @@ def pass_of(op_name: str) -> Pass:
 
 
 def label(op_name: str) -> str:
-    """A short description for people: "embedding, backward: scatter-add", "loss/logits, forward: matrix product".
+    """A short description for people: "embedding, backward: scatter-add", "loss/logits, forward:
+    matrix product".
 
-    Names the scopes, the pass and the operation. Without a scope it names the components that are not JAX's marks. A
-    merged instruction is described by its first path. The name of an argument is returned as it is.
+    Names the scopes, the pass and the operation. Without a scope it names the components that are
+    not JAX's marks. A merged instruction is described by its first path. The name of an argument is
+    returned as it is.
     """
     path = _paths(op_name)[0].replace("\\'", "'")
     if "/" not in path:
@@ -145,7 +151,8 @@ def label(op_name: str) -> str:
     *parts, operation = components(path)
     names = [part for part in parts if part in SCOPES]
     if not names and operation == "dynamic_update_slice" and "while" in parts:
-        return f"layers, {pass_of(path)}: saved activations"  # `jax.lax.scan` stacks what its rounds save
+        # `jax.lax.scan` stacks what its rounds save
+        return f"layers, {pass_of(path)}: saved activations"
     names = names or [part for part in parts if not _MARKS.match(part)] or ["step"]
     return f"{'/'.join(names)}, {pass_of(path)}: {_OPERATIONS.get(operation, operation)}"
 
@@ -172,7 +179,15 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.$-]+) = (.*)")
 _NAME = re.compile(r"%([\w.$-]+)")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
-_CALLS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
+_CALLS = (
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+)
 
 
 class Array(NamedTuple):
@@ -193,7 +208,8 @@ def parse_shape(text: str) -> tuple[Array, ...]:
 
 
 def _array(dtype: str, dims: str, layout: str | None) -> Array:
-    sizes = tuple(int(size.strip(" <=")) for size in dims.split(",") if size)  # "<=" marks an upper bound
+    # "<=" marks an upper bound
+    sizes = tuple(int(size.strip(" <=")) for size in dims.split(",") if size)
     space = _SPACE.search(layout or "")
     return Array(dtype, sizes, int(space[1]) if space else 0)
 
@@ -206,7 +222,9 @@ def required(match: re.Match[str] | None, text: str) -> re.Match[str]:
 
 
 def _bits(dtype: str) -> int:
-    """Bits per element. A pred takes a byte, a token nothing; other names contain their width: s32, f8e4m3fn, c64."""
+    """Bits per element. A pred takes a byte, a token nothing; other names contain their width: s32,
+    f8e4m3fn, c64.
+    """
     if dtype in ("token", "opaque"):
         return 0
     return 8 if dtype == "pred" else int(required(re.search(r"\d+", dtype), dtype)[0])
@@ -244,7 +262,9 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """Path of its JAX operation, e.g. "jit(step)/transpose(jvp())/while/body/ppermute"; "" if unknown."""
+        """Path of its JAX operation, e.g. "jit(step)/transpose(jvp())/while/body/ppermute"; "" if
+        unknown.
+        """
         match = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
         return match[1] if match else ""
 
@@ -268,7 +288,9 @@ class Computation:
         return iter(self.instructions.values())
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
+        return [
+            self.instructions[name] for name in instruction.operands if name in self.instructions
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,17 +391,22 @@ class Transfer(NamedTuple):
 
 
 def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
-    """Transfers of a computation, ordered by their done; without the transfers of the computations it calls.
+    """Transfers of a computation, ordered by their done; without the transfers of the computations
+    it calls.
 
     Raises:
       ValueError: the program is not scheduled, so the order of its instructions has no meaning.
     """
     if not program.is_scheduled:
-        raise ValueError("the program is not scheduled: its instructions are not in execution order")
+        raise ValueError(
+            "the program is not scheduled: its instructions are not in execution order"
+        )
     start_indices = {}  # by name of the start, and of each -update, which continues one
     for index, instruction in enumerate(computation):
         if instruction.opcode in COLLECTIVES:
-            yield Transfer(instruction.opcode, instruction, instruction, computation, index, index, ())
+            yield Transfer(
+                instruction.opcode, instruction, instruction, computation, index, index, ()
+            )
         elif instruction.opcode.endswith("-start"):
             start_indices[instruction.name] = index
         elif instruction.opcode.endswith("-update") and instruction.operands[0] in start_indices:
@@ -388,12 +415,20 @@ def transfers(program: Program, computation: Computation) -> Iterator[Transfer]:
             yield _transfer(program, computation, start_indices[instruction.operands[0]], index)
 
 
-def _transfer(program: Program, computation: Computation, start_index: int, done_index: int) -> Transfer:
+def _transfer(
+    program: Program, computation: Computation, start_index: int, done_index: int
+) -> Transfer:
     instructions = tuple(computation)
     start = instructions[start_index]
     overlapped = () if is_synchronous(start) else instructions[start_index + 1 : done_index]
     return Transfer(
-        _kind(program, start), start, instructions[done_index], computation, start_index, done_index, overlapped
+        _kind(program, start),
+        start,
+        instructions[done_index],
+        computation,
+        start_index,
+        done_index,
+        overlapped,
     )
 
 
@@ -403,7 +438,9 @@ def is_synchronous(start: Instruction) -> bool:
 
 
 def _kind(program: Program, start: Instruction) -> str:
-    """The operation of an `async-start` is the root, the last instruction, of the computation that it calls."""
+    """The operation of an `async-start` is the root, the last instruction, of the computation that
+    it calls.
+    """
     if start.opcode != "async-start":
         return start.opcode.removesuffix("-start")
     return tuple(program.computations[start.called[0]])[-1].opcode
@@ -413,7 +450,8 @@ _KNOWN = "known_trip_count"
 
 
 def count_executions(program: Program, *, skips_ring_steps: bool = False) -> Counter[str]:
-    """How often each computation runs, by name. Every branch of a conditional counts, so this is an upper bound.
+    """How often each computation runs, by name. Every branch of a conditional counts, so this is an
+    upper bound.
 
     Except for a ring that may skip steps: one of its branches counts.
 
@@ -445,10 +483,11 @@ def _skips_ring_steps(branch: Computation) -> bool:
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
-    """Trip count of a `while`: the compiler's annotation, or the constant to which its condition compares.
+    """Trip count of a `while`: the compiler's annotation, or the constant to which its condition
+    compares.
 
-    0 for the loop over further packed documents, whose trip count depends on the data: with one document it does not
-    run.
+    0 for the loop over further packed documents, whose trip count depends on the data: with one
+    document it does not run.
 
     Raises:
       ValueError: none of these.
@@ -460,7 +499,9 @@ def trip_count(program: Program, loop: Instruction) -> int:
     (condition,) = re.findall(r"%?([\w.$-]+)", loop.attributes["condition"])
     constants: list[int] = []
     is_below = False
-    callees = (name for instruction in program.computations[condition] for name in instruction.called)
+    callees = (
+        name for instruction in program.computations[condition] for name in instruction.called
+    )
     for name in (condition, *callees):
         for instruction in program.computations[name]:
             if instruction.opcode == "constant" and instruction.arguments.lstrip("-").isdigit():
@@ -472,5 +513,7 @@ def trip_count(program: Program, loop: Instruction) -> int:
 
 
 def is_host_controlled(loop: Instruction) -> bool:
-    """Whether the compiler does not know the trip count, so that the host waits for the condition of each round."""
+    """Whether the compiler does not know the trip count, so that the host waits for the condition
+    of each round.
+    """
     return _KNOWN not in loop.backend_config

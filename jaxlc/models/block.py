@@ -1,8 +1,9 @@
 """Parameters of the modules of a layer, and the products of a block with its weights.
 
-A parameter is declared once, by `matrix`, `bias_vector` or in RMSNorm: its shape, the names of its dimensions, its
-initial value. The abstract tree, shardings, byte counts and the sharding table are derived. Parameters are float32, or
-bf16 if they are frozen; a layer computes in the dtype of its input.
+A parameter is declared once, by `matrix`, `bias_vector` or in RMSNorm: its shape, the names of its
+dimensions, its initial value. The abstract tree, shardings, byte counts and the sharding table are
+derived. Parameters are float32, or bf16 if they are frozen; a layer computes in the dtype of its
+input.
 
 Also the random keys of initial values, and loops over chunks of tokens.
 """
@@ -21,14 +22,16 @@ from jaxlc.models.lora import make_adapters
 from jaxlc.models.matmuls import Fp8, Matmuls, in_use
 from jaxlc.sharding.rules import Sharder
 
-_LORA_STREAM = 2**31 - 1  # larger than any number of parameters of a layer, by which their keys are derived
+# larger than any number of parameters of a layer, by which their keys are derived
+_LORA_STREAM = 2**31 - 1
 
 
 class InitKeys:
-    """A key for each parameter, derived from one key; those of adapters do not change those of the model.
+    """A key for each parameter, derived from one key; those of adapters do not change those of the
+    model.
 
-    The keys equal those of `flax.nnx.Rngs`. Its counters are arrays; to update them takes a third of the time in which
-    JAX traces the initialization.
+    The keys equal those of `flax.nnx.Rngs`. Its counters are arrays; to update them takes a third
+    of the time in which JAX traces the initialization.
     """
 
     def __init__(self, key: jax.Array):
@@ -43,12 +46,14 @@ class InitKeys:
     def lora(self) -> jax.Array:
         """The key of the next parameter of an adapter."""
         self._num_adapter_params += 1
-        return jax.random.fold_in(jax.random.fold_in(self._key, _LORA_STREAM), self._num_adapter_params - 1)
+        return jax.random.fold_in(
+            jax.random.fold_in(self._key, _LORA_STREAM), self._num_adapter_params - 1
+        )
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467): x / rms(x) * factor over the last dimensions; computed in
-    float32, returned in the dtype of x.
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467): x / rms(x) * factor over the last
+    dimensions; computed in float32, returned in the dtype of x.
 
     The factor is the parameter `scale`, or 1 + scale if `zero_centered`; initially it is 1.
     """
@@ -56,10 +61,12 @@ class RMSNorm(nnx.Module):
     def __init__(self, *, epsilon: float, zero_centered: bool = False, **dims: int):
         """
         Args:
-          dims: names and sizes of the dimensions to norm, the last one "norm": `norm=D`, or `heads=N, norm=H` for all
-            heads together.
+          dims: names and sizes of the dimensions to norm, the last one "norm": `norm=D`, or
+            `heads=N, norm=H` for all heads together.
         """
-        self.scale = nnx.Param(jnp.full(tuple(dims.values()), 0.0 if zero_centered else 1.0), dims=tuple(dims))
+        self.scale = nnx.Param(
+            jnp.full(tuple(dims.values()), 0.0 if zero_centered else 1.0), dims=tuple(dims)
+        )
         self.epsilon, self.zero_centered = epsilon, zero_centered
 
     @property
@@ -72,7 +79,9 @@ class RMSNorm(nnx.Module):
 
 
 def rms_norm(x: jax.Array, factor: jax.Array, epsilon: float) -> jax.Array:
-    """The function of `RMSNorm`, over the dimensions of `factor`; the loss applies it to chunks of hidden states."""
+    """The function of `RMSNorm`, over the dimensions of `factor`; the loss applies it to chunks of
+    hidden states.
+    """
     wide = x.astype(jnp.float32)
     normed_dims = tuple(range(-factor.ndim, 0))
     inverse_rms = jax.lax.rsqrt(jnp.mean(wide**2, axis=normed_dims, keepdims=True) + epsilon)
@@ -80,11 +89,11 @@ def rms_norm(x: jax.Array, factor: jax.Array, epsilon: float) -> jax.Array:
 
 
 def over_chunks(body: Callable, carry, num_tokens: int, chunk_tokens: int):
-    """Calls `body(carry, start, size) -> (carry, out)` for each chunk of tokens, in order; `size` is static. The last
-    chunk may be shorter: padding the array would copy it.
+    """Calls `body(carry, start, size) -> (carry, out)` for each chunk of tokens, in order; `size`
+    is static. The last chunk may be shorter: padding the array would copy it.
 
-    An array of the carry that `body` reads with `dynamic_slice_in_dim` and writes with `dynamic_update_slice_in_dim` is
-    updated in place.
+    An array of the carry that `body` reads with `dynamic_slice_in_dim` and writes with
+    `dynamic_update_slice_in_dim` is updated in place.
 
     Returns:
       The carry, and the outs of all chunks, stacked.
@@ -103,30 +112,39 @@ _TRUNCATED_STD = 0.87962566  # standard deviation of a standard normal cut at -2
 
 
 def matrix(keys: InitKeys, *, fan_in: int, depth_scale: float = 1.0, **dims: int) -> nnx.Param:
-    """Declares a weight with its dimensions, e.g. `matrix(keys, fan_in=D, model=D, heads=N, head_dim=H)`.
+    """Declares a weight with its dimensions, e.g. `matrix(keys, fan_in=D, model=D, heads=N,
+    head_dim=H)`.
 
-    The initial value is a normal with standard deviation `depth_scale`/sqrt(fan_in), truncated at two deviations, so
-    that an input of unit variance gives an output of unit variance at every width. At D = 4096 the deviation is 0.016,
-    close to the constant 0.02 of many models of that size; a constant would be wrong at other widths.
+    The initial value is a normal with standard deviation `depth_scale`/sqrt(fan_in), truncated at
+    two deviations, so that an input of unit variance gives an output of unit variance at every
+    width. At D = 4096 the deviation is 0.016, close to the constant 0.02 of many models of that
+    size; a constant would be wrong at other widths.
     """
     std = depth_scale / fan_in**0.5
-    unit_variance = jax.random.truncated_normal(keys.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
+    unit_variance = (
+        jax.random.truncated_normal(keys.params(), -2.0, 2.0, tuple(dims.values())) / _TRUNCATED_STD
+    )
     return nnx.Param(std * unit_variance, dims=tuple(dims))
 
 
 def weight(keys: InitKeys, shape: Matrix, depth_scale: float = 1.0) -> nnx.Param:
     """Declares a weight of `config.kinds` by `matrix`."""
-    return matrix(keys, fan_in=shape.num_inputs, depth_scale=depth_scale, **shape.inputs, **shape.outputs)
+    return matrix(
+        keys, fan_in=shape.num_inputs, depth_scale=depth_scale, **shape.inputs, **shape.outputs
+    )
 
 
 def bias_vector(**dims: int) -> nnx.Param:
-    """Declares the bias of a projection, initially 0: `bias_vector(heads=N, bias=H)`; the last dimension is "bias"."""
+    """Declares the bias of a projection, initially 0: `bias_vector(heads=N, bias=H)`; the last
+    dimension is "bias".
+    """
     return nnx.Param(jnp.zeros(tuple(dims.values()), jnp.float32), dims=tuple(dims))
 
 
 def residual_depth_scale(model: ModelConfig) -> float:
-    """Scale of the two matrices per layer whose results are added to the residual stream, so that the sum of all 2L
-    results has the size of one of them (GPT-2, Radford et al. 2019, section 2.3)."""
+    """Scale of the two matrices per layer whose results are added to the residual stream, so that
+    the sum of all 2L results has the size of one of them (GPT-2, Radford et al. 2019, section 2.3).
+    """
     return (2 * model.num_layers) ** -0.5
 
 
@@ -134,12 +152,19 @@ class Block(nnx.Module):
     """The projections of a block, which may be in FP8, and their adapters, if it has any."""
 
     def __init__(
-        self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None, lora: LoraConfig | None, projections: tuple[str, ...]
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None,
+        lora: LoraConfig | None,
+        projections: tuple[str, ...],
     ):
         self.matmul = Matmuls(fp8, *projections)
         self.lora = make_adapters(model, lora, projections, keys.lora)
 
-    def project(self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array:
+    def project(
+        self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder
+    ) -> jax.Array:
         """einsum(subscripts, x, weight), plus the output of the adapter."""
         multiply = functools.partial(self.matmul, name, subscripts)
         out = shard.product(multiply, x, in_use(weight, shard, x.dtype), weight.dims)
@@ -147,5 +172,7 @@ class Block(nnx.Module):
 
 
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """x + bias, added in float32, so that the gradient of the bias is summed in float32; in the dtype of x."""
+    """x + bias, added in float32, so that the gradient of the bias is summed in float32; in the
+    dtype of x.
+    """
     return x if bias is None else (x.astype(jnp.float32) + bias[...]).astype(x.dtype)

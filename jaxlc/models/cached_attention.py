@@ -35,8 +35,8 @@ def kv_spec(window: int | None) -> PartitionSpec:
 class KV(NamedTuple):
     """Keys and values of some layers that have the same place in the period of layer kinds.
 
-    [B, layers, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger. Layers that attend to all
-    earlier tokens shard the tokens over context.
+    [B, layers, tokens, K, H]; K is repeated to the size of the tensor axis if that is larger.
+    Layers that attend to all earlier tokens shard the tokens over context.
     """
 
     k: jax.Array
@@ -61,16 +61,18 @@ def attend_one(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one query per sequence over a layer of the KV cache, which is read in place.
 
-    On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once.
-    The keys are split into parts, which are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao
-    et al. 2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key range. Kernels that
-    cannot read a layer in place get its keys and values in short blocks, one after the other.
+    On a GPU, the query heads that share a key/value head become rows of one query block, so that
+    each key is read once. The keys are split into parts, which are computed in parallel and merged
+    by their log-sum-exp (Flash-Decoding, Dao et al. 2023, pytorch.org/blog/flash-decoding). Each
+    part is a query block with its own key range. Kernels that cannot read a layer in place get its
+    keys and values in short blocks, one after the other.
 
     Args:
       kernel: supports any key ranges.
       spec: not causal.
     Returns:
-      (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0 and -inf.
+      (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0
+      and -inf.
     """
     (batch, _, num_heads, width), num_kv_heads = q_B1NH.shape, k_BLSKH.shape[3]
     q_BGKH = q_B1NH.reshape(batch, num_kv_heads, -1, width).swapaxes(1, 2)
@@ -78,7 +80,9 @@ def attend_one(
     in_place = hasattr(kernel, "forward_in_layer") and k_BLSKH.dtype == q_B1NH.dtype
     attend = _in_parts if in_place else _in_blocks
     out_BGKH, lse_BKG = attend(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec)
-    return out_BGKH.swapaxes(1, 2).reshape(batch, 1, num_heads, -1), lse_BKG.reshape(batch, num_heads, 1)
+    return out_BGKH.swapaxes(1, 2).reshape(batch, 1, num_heads, -1), lse_BKG.reshape(
+        batch, num_heads, 1
+    )
 
 
 def _in_parts(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
@@ -91,10 +95,14 @@ def _in_parts(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
     ranges = KeyRanges(jnp.minimum(first_P, end_BP), end_BP)
     q_BRKH = jnp.pad(q_BGKH, ((0, 0), (0, num_rows - groups), (0, 0), (0, 0)))
     spec = dataclasses.replace(spec, query_block_tokens=num_rows)
-    out, lse = kernel.forward_in_layer(jnp.tile(q_BRKH, (1, num_parts, 1, 1)), k_BLSKH, v_BLSKH, layer, ranges, spec)
+    out, lse = kernel.forward_in_layer(
+        jnp.tile(q_BRKH, (1, num_parts, 1, 1)), k_BLSKH, v_BLSKH, layer, ranges, spec
+    )
     out_BPRKH = out.reshape(batch, num_parts, num_rows, num_kv_heads, -1)
     lse_BKPR = lse.reshape(batch, num_kv_heads, num_parts, num_rows)
-    return merge_parts(jnp.moveaxis(out_BPRKH, 1, 0)[:, :, :groups], jnp.moveaxis(lse_BKPR, 2, 0)[..., :groups])
+    return merge_parts(
+        jnp.moveaxis(out_BPRKH, 1, 0)[:, :, :groups], jnp.moveaxis(lse_BKPR, 2, 0)[..., :groups]
+    )
 
 
 def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
@@ -103,9 +111,12 @@ def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
     ends_BG = jnp.broadcast_to(num_keys_B[:, None], (batch, groups))
 
     def add_block(index, out_lse):
-        first = jnp.minimum(index * block, max_keys - block)  # the last block may overlap with the one before it
+        # the last block may overlap with the one before it
+        first = jnp.minimum(index * block, max_keys - block)
         k, v = (
-            lax.dynamic_slice(x, (0, layer, first, 0, 0), (batch, 1, block, *x.shape[3:]))[:, 0].astype(q_BGKH.dtype)
+            lax.dynamic_slice(x, (0, layer, first, 0, 0), (batch, 1, block, *x.shape[3:]))[
+                :, 0
+            ].astype(q_BGKH.dtype)
             for x in (k_BLSKH, v_BLSKH)
         )
         ranges = KeyRanges(jnp.full_like(ends_BG, index * block), ends_BG).within(first, block)
@@ -121,28 +132,33 @@ def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
 
 _TOKENS, _BATCH = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR, None), PartitionSpec(BATCH_AXES)
 _LSE = PartitionSpec(BATCH_AXES, TENSOR, CONTEXT)
-_PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))  # arrays that differ between the ranks that share sequences
+# arrays that differ between the ranks that share sequences
+_PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedAttention(CachedKernels):
-    """Attention of new tokens over the KV cache, context parallel, and the update of the cache; under `jit`.
+    """Attention of new tokens over the KV cache, context parallel, and the update of the cache;
+    under `jit`.
 
     A chunk of a prompt attends in two parts that are merged by their log-sum-exp:
 
         tokens of the chunk    causal, with the strategy and kernel of training, since padding comes last
         tokens in the cache    all queries of a sequence attend to all of them. Each rank computes the queries of the
-                               whole chunk against the keys that it stores. Queries and results are exchanged, which
-                               are much smaller than the cache ("pass-Q", Yang et al. 2024, arXiv:2411.01783).
+                               whole chunk against the keys that it stores. Queries and results are
+                               exchanged, which are much smaller than the cache ("pass-Q", Yang et
+                               al. 2024, arXiv:2411.01783).
 
-    In sliding layers each rank computes its own queries against the last tokens and those of the chunk, in one call. In
-    a decoding step, each rank computes the one query of each sequence against the keys that it stores.
+    In sliding layers each rank computes its own queries against the last tokens and those of the
+    chunk, in one call. In a decoding step, each rank computes the one query of each sequence
+    against the keys that it stores.
     """
 
     config: AttentionConfig
     mesh: Mesh
     layout: CacheLayout
-    window: int | None  # tokens that a query of a sliding layer attends to. None: all earlier tokens
+    # tokens that a query of a sliding layer attends to. None: all earlier tokens
+    window: int | None
     q_like: jax.ShapeDtypeStruct  # q_BCNH of all calls
     num_kv_heads: int
 
@@ -158,7 +174,9 @@ class CachedAttention(CachedKernels):
             num_keys_b = self.layout.num_stored(lax.axis_index(CONTEXT), new.num_past_B)
             end_bC = jnp.where(new.is_new_BC(self.q_like.shape[1]), num_keys_b[:, None], 0)
             ranges = KeyRanges(jnp.zeros_like(end_bC), end_bC)
-            return prepared(self._cache_kernel.kernel, ranges, self.layout.tokens_per_rank, self._spec)
+            return prepared(
+                self._cache_kernel.kernel, ranges, self.layout.tokens_per_rank, self._spec
+            )
 
         with jax.named_scope(scopes.CORE_ATTENTION):
             return self._split(local, (NewTokens(_BATCH, _BATCH),), _PER_RANK)(new)
@@ -178,18 +196,31 @@ class CachedAttention(CachedKernels):
         """Appends the keys and values of the new tokens to layer `layer` of `cache`, and attends.
 
         Args:
-          q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
-          sinks_N: float32; see attention/contract.py. None: no sinks.
-          layer: index into the second dimension of `cache`, int32.
-          ranges: of `_ranges`.
+          q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which
+          splits C. sinks_N: float32; see attention/contract.py. None: no sinks. layer: index into
+          the second dimension of `cache`, int32. ranges: of `_ranges`.
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
         k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
-        local = self._decode if self._is_decoding else self._attend_window if self.window else self._attend_past
+        local = (
+            self._decode
+            if self._is_decoding
+            else self._attend_window
+            if self.window
+            else self._attend_past
+        )
         cache_spec = kv_spec(self.window)
         caches = KV(cache_spec, cache_spec)
-        in_specs = (_TOKENS, _TOKENS, _TOKENS, caches, PartitionSpec(), NewTokens(_BATCH, _BATCH), _PER_RANK)
+        in_specs = (
+            _TOKENS,
+            _TOKENS,
+            _TOKENS,
+            caches,
+            PartitionSpec(),
+            NewTokens(_BATCH, _BATCH),
+            _PER_RANK,
+        )
         split = self._split(local, in_specs, (_TOKENS, _LSE, caches))
         window_scope = jax.named_scope(scopes.SLIDING_WINDOW) if self.window else nullcontext()
         with jax.named_scope(scopes.CORE_ATTENTION), window_scope, jax.named_scope(scopes.KV_CACHE):
@@ -199,13 +230,18 @@ class CachedAttention(CachedKernels):
             with jax.named_scope(scopes.CORE_ATTENTION):
                 out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
         with jax.named_scope(scopes.CORE_ATTENTION):
-            out_BCNH, _ = contract.join(out_BCNH, lse_BNC, sinks_N)  # once: out and lse are over all keys here
+            # once: out and lse are over all keys here
+            out_BCNH, _ = contract.join(out_BCNH, lse_BNC, sinks_N)
         return out_BCNH.astype(q_BCNH.dtype), cache
 
     @property
     def kernels(self) -> dict[str, KernelSelection]:
         past = {"tokens in the cache": self._cache_kernel}
-        return past if self.window or self._is_decoding else {"tokens of the chunk": self._chunk_kernel} | past
+        return (
+            past
+            if self.window or self._is_decoding
+            else {"tokens of the chunk": self._chunk_kernel} | past
+        )
 
     @property
     def _is_decoding(self) -> bool:
@@ -217,7 +253,9 @@ class CachedAttention(CachedKernels):
 
     @property
     def _chunk_config(self) -> AttentionConfig:
-        """The config of a call within a chunk, with kernel auto if the named one does not support this device."""
+        """The config of a call within a chunk, with kernel auto if the named one does not support
+        this device.
+        """
         try:
             self._choose(self.config)
         except Unsupported:
@@ -230,7 +268,9 @@ class CachedAttention(CachedKernels):
 
     def _choose(self, config: AttentionConfig) -> KernelSelection:
         head_dim, dtype = self.q_like.shape[-1], self.q_like.dtype
-        return sharded_attention.choose(config, self.mesh, head_dim=head_dim, dtype=dtype, packed=False)
+        return sharded_attention.choose(
+            config, self.mesh, head_dim=head_dim, dtype=dtype, packed=False
+        )
 
     @property
     def _chunk_attention(self) -> sharded_attention.ShardedAttention:
@@ -238,9 +278,11 @@ class CachedAttention(CachedKernels):
 
     @property
     def _cache_kernel(self) -> KernelSelection:
-        """The kernel of calls over the cache; `auto` if the named one does not support their ranges.
+        """The kernel of calls over the cache; `auto` if the named one does not support their
+        ranges.
 
-        A chunk of full layers has the form of packed documents: all queries of a sequence have the same keys.
+        A chunk of full layers has the form of packed documents: all queries of a sequence have the
+        same keys.
         """
         device = self.mesh.devices.flat[0]
         batch, chunk_tokens, num_heads, head_dim = self.q_like.shape
@@ -263,39 +305,58 @@ class CachedAttention(CachedKernels):
         return choose_kernel(name if is_supported else "auto", problem)
 
     def _split(self, local, in_specs: tuple, out_specs):
-        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     # The methods below run inside `shard_map`. They return (out_bcnH float32, lse_bnc, cache).
 
-    def _attend_past(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
+    def _attend_past(
+        self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges
+    ):
         """Attention of a chunk to the tokens in the cache, without those of the chunk."""
         q_bCnH, k_bCkH, v_bCkH = map(_gathered, (q_bcnH, k_bckH, v_bckH))
         cache = self._store(cache, layer, new, k_bCkH, v_bCkH)
-        k_bskH, v_bskH = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False).astype(q_bCnH.dtype) for x in cache)
-        out_bCnH, lse_bnC = self._cache_kernel.kernel.forward(q_bCnH, k_bskH, v_bskH, ranges, self._spec)
+        k_bskH, v_bskH = (
+            lax.dynamic_index_in_dim(x, layer, 1, keepdims=False).astype(q_bCnH.dtype)
+            for x in cache
+        )
+        out_bCnH, lse_bnC = self._cache_kernel.kernel.forward(
+            q_bCnH, k_bskH, v_bskH, ranges, self._spec
+        )
         # [ranks, ...] for the queries of this rank
         out_bRcnH = out_bCnH.reshape(len(out_bCnH), -1, *q_bcnH.shape[1:])
         lse_bnRc = lse_bnC.reshape(*lse_bnC.shape[:2], -1, q_bcnH.shape[1])
-        out_RbcnH, lse_Rbnc = lax.all_to_all(out_bRcnH, CONTEXT, 1, 0), lax.all_to_all(lse_bnRc, CONTEXT, 2, 0)
+        out_RbcnH, lse_Rbnc = (
+            lax.all_to_all(out_bRcnH, CONTEXT, 1, 0),
+            lax.all_to_all(lse_bnRc, CONTEXT, 2, 0),
+        )
         return *merge_parts(out_RbcnH.astype(jnp.float32), lse_Rbnc), cache
 
-    def _attend_window(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
+    def _attend_window(
+        self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges
+    ):
         """Attention of a chunk to the last tokens, whether they are in the cache or in the chunk."""
         (batch, c), window = q_bcnH.shape[:2], self.window
         chunk = tuple(map(_gathered, (k_bckH, v_bckH)))
         # Key s is the token num_past - window + s.
         slots_bw = (new.num_past_B[:, None] + jnp.arange(window, dtype=jnp.int32)) % window
         past = [x[jnp.arange(batch)[:, None], layer, slots_bw] for x in cache]
-        past, cache = lax.optimization_barrier((past, cache))  # XLA would copy a cache that is read after the update
+        # XLA would copy a cache that is read after the update
+        past, cache = lax.optimization_barrier((past, cache))
         cache = self._store(cache, layer, new, *chunk)
-        k_bSkH, v_bSkH = (jnp.concatenate([old.astype(x.dtype), x], 1) for old, x in zip(past, chunk, strict=True))
+        k_bSkH, v_bSkH = (
+            jnp.concatenate([old.astype(x.dtype), x], 1) for old, x in zip(past, chunk, strict=True)
+        )
 
         index_c = lax.axis_index(CONTEXT) * c + jnp.arange(c, dtype=jnp.int32)
         is_new_bc = index_c < new.num_new_B[:, None]
         end_bc = jnp.broadcast_to(index_c + window + 1, (batch, c))
         start_bc = jnp.maximum(end_bc - window, window - new.num_past_B[:, None])
         ranges = KeyRanges(*(jnp.where(is_new_bc, x, 0) for x in (start_bc, end_bc)))
-        out_bcnH, lse_bnc = self._cache_kernel.kernel.forward(q_bcnH, k_bSkH, v_bSkH, ranges, self._spec)
+        out_bcnH, lse_bnc = self._cache_kernel.kernel.forward(
+            q_bcnH, k_bSkH, v_bSkH, ranges, self._spec
+        )
         return out_bcnH.astype(jnp.float32), lse_bnc, cache
 
     def _decode(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
@@ -307,14 +368,18 @@ class CachedAttention(CachedKernels):
             num_keys_b = jnp.minimum(num_tokens_b, self.window)
         else:
             num_keys_b = self.layout.num_stored(lax.axis_index(CONTEXT), num_tokens_b)
-        results = attend_one(self._cache_kernel.kernel, q_bCnH[:, :1], *cache, layer, num_keys_b, self._spec)
+        results = attend_one(
+            self._cache_kernel.kernel, q_bCnH[:, :1], *cache, layer, num_keys_b, self._spec
+        )
         if not self.window:
             results = merge_parts(*(lax.all_gather(x, CONTEXT) for x in results))
         out_b1nH, lse_bn1 = results
         out_bcnH = jnp.broadcast_to(out_b1nH, q_bcnH.shape)
         return out_bcnH, jnp.broadcast_to(lse_bn1, (*lse_bn1.shape[:2], q_bcnH.shape[1])), cache
 
-    def _store(self, cache: KV, layer: jax.Array, new: NewTokens, k_bCkH: jax.Array, v_bCkH: jax.Array) -> KV:
+    def _store(
+        self, cache: KV, layer: jax.Array, new: NewTokens, k_bCkH: jax.Array, v_bCkH: jax.Array
+    ) -> KV:
         """The cache with the new tokens that this rank stores."""
         chunk_tokens = k_bCkH.shape[1]
         positions_bC, is_stored_bC = new.positions_BC(chunk_tokens), new.is_new_BC(chunk_tokens)

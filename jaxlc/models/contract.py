@@ -1,16 +1,17 @@
 """What a kind of layers implements, and what a layer returns.
 
-A kind mixes the tokens of a residual branch. It is a subclass of `Mixer`, which `jaxlc.models.kinds` registers, and
-has a description without JAX with its settings, weights and costs. What a kind does not have is an interface of its
-own: `Rotary`, `OnTiles`, `OnTrees`, `ChoosesKernel`, `PassesStates` and `ReadsBefore` for mixers, `Routed`
-for feed-forward blocks.
+A kind mixes the tokens of a residual branch. It is a subclass of `Mixer`, which
+`jaxlc.models.kinds` registers, and has a description without JAX with its settings, weights and
+costs. What a kind does not have is an interface of its own: `Rotary`, `OnTiles`, `OnTrees`,
+`ChoosesKernel`, `PassesStates` and `ReadsBefore` for mixers, `Routed` for feed-forward blocks.
 
-The cache of generation: keys and values of past tokens, sharded over the context and tensor axes, or states.
+The cache of generation: keys and values of past tokens, sharded over the context and tensor axes,
+or states.
 
-Layers that attend to all earlier tokens store token i on the context rank (i // block) % context, so that at every
-length the ranks have equal work up to one block. A rank stores its tokens in ascending order. So the keys that a query
-attends to are a prefix of each rank's keys. Sliding layers store the last `window` tokens only, on all context ranks:
-token i in slot i % window.
+Layers that attend to all earlier tokens store token i on the context rank (i // block) % context,
+so that at every length the ranks have equal work up to one block. A rank stores its tokens in
+ascending order. So the keys that a query attends to are a prefix of each rank's keys. Sliding
+layers store the last `window` tokens only, on all context ranks: token i in slot i % window.
 """
 
 import dataclasses
@@ -50,9 +51,13 @@ class CacheLayout:
         return self.max_tokens // self.num_ranks
 
     def num_stored(self, rank: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        """How many of the first `num_tokens` tokens `rank` stores; also the index of its next token on that rank."""
+        """How many of the first `num_tokens` tokens `rank` stores; also the index of its next token
+        on that rank.
+        """
         rounds, rest = num_tokens // self._round_tokens, num_tokens % self._round_tokens
-        return rounds * self.block_tokens + jnp.clip(rest - rank * self.block_tokens, 0, self.block_tokens)
+        return rounds * self.block_tokens + jnp.clip(
+            rest - rank * self.block_tokens, 0, self.block_tokens
+        )
 
     def is_stored_on(self, rank: jax.Array, token: jax.Array) -> jax.Array:
         """Whether `rank` stores the token with this index."""
@@ -64,8 +69,9 @@ class CacheLayout:
 
 
 def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
-    """A layout for at least `num_tokens` tokens per sequence. There are 16 lengths per power of two, so that similar
-    lengths use the same compiled programs, and at most 1/16 of the cache is unused."""
+    """A layout for at least `num_tokens` tokens per sequence. There are 16 lengths per power of
+    two, so that similar lengths use the same compiled programs, and at most 1/16 of the cache is
+    unused."""
     ranks = mesh.shape[CONTEXT]
     num_blocks = -(-num_tokens // (ranks * BLOCK_TOKENS))
     granularity = max(1, 2 ** (num_blocks.bit_length() - 5))
@@ -74,7 +80,9 @@ def layout_for(num_tokens: int, mesh: Mesh) -> CacheLayout:
 
 
 def decode_tokens(mesh: Mesh) -> int:
-    """Tokens of a decoding step per sequence: one new token, and padding to the ranks that split them."""
+    """Tokens of a decoding step per sequence: one new token, and padding to the ranks that split
+    them.
+    """
     return mesh.shape[CONTEXT] * mesh.shape[TENSOR]
 
 
@@ -87,7 +95,8 @@ class NewTokens(NamedTuple):
     """The new tokens of each sequence, which may be fewer than the chunk has: the rest is padding."""
 
     num_past_B: jax.Array  # int32: tokens in the cache
-    num_new_B: jax.Array  # int32, in 0 .. C; at most 1 in a decoding step, a chunk of `decode_tokens`
+    # int32, in 0 .. C; at most 1 in a decoding step, a chunk of `decode_tokens`
+    num_new_B: jax.Array
 
     def positions_BC(self, chunk_tokens: int) -> jax.Array:
         return self.num_past_B[:, None] + jnp.arange(chunk_tokens, dtype=jnp.int32)
@@ -96,15 +105,16 @@ class NewTokens(NamedTuple):
         return jnp.arange(chunk_tokens) < self.num_new_B[:, None]
 
 
-CHOICE = "expert_choice"  # checkpoint name of the chosen experts, which a recomputation must not change
+# checkpoint name of the chosen experts, which a recomputation must not change
+CHOICE = "expert_choice"
 
 
 class LayerOutput(NamedTuple):
     """The results of a layer."""
 
     x_BTD: jax.Array  # the residual stream
-    # Sums over the tokens by name, float32, for terms of the loss; dense layers have none. They add up over tiles, and
-    # are global arrays, so that XLA adds those of the ranks.
+    # Sums over the tokens by name, float32, for terms of the loss; dense layers have none. They add
+    # up over tiles, and are global arrays, so that XLA adds those of the ranks.
     sums: dict[str, jax.Array]
 
 
@@ -113,8 +123,10 @@ class BatchTokens(NamedTuple):
 
     positions_BT: jax.Array
     segments_BT: jax.Array | None  # 0: padding. None: each sequence is one document
-    prefixes_BT: jax.Array | None = None  # the segment that a token's segment continues, 0: none. None: none does
-    fragments_BT: jax.Array | None = None  # of per-document sharding with chains; see `document_fragments.group_table`
+    # the segment that a token's segment continues, 0: none. None: none does
+    prefixes_BT: jax.Array | None = None
+    # of per-document sharding with chains; see `document_fragments.group_table`
+    fragments_BT: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +148,10 @@ class KindOnMesh:
 class Sequences(NamedTuple):
     """What layers of a kind compute between their projections, for whole sequences."""
 
-    prepare: Callable[[BatchTokens], Any]  # -> `ranges`, a tree of arrays that all layers of a training step share
-    attend: Callable[..., jax.Array]  # (*operands of the mixer, ranges=ranges) -> the input of `Mixer.projected`
+    # -> `ranges`, a tree of arrays that all layers of a training step share
+    prepare: Callable[[BatchTokens], Any]
+    # (*operands of the mixer, ranges=ranges) -> the input of `Mixer.projected`
+    attend: Callable[..., jax.Array]
 
 
 class Tiles(NamedTuple):
@@ -152,8 +166,8 @@ class Cached(Protocol):
     """What layers of a kind compute between their projections in generation."""
 
     def bind(self, new: NewTokens) -> Callable:
-        """`(*operands, cache, layer) -> (the input of Mixer.projected, cache)`: appends the new tokens to layer `layer`
-        of the cache. What all layers share is computed here."""
+        """`(*operands, cache, layer) -> (the input of Mixer.projected, cache)`: appends the new
+        tokens to layer `layer` of the cache. What all layers share is computed here."""
 
 
 class CachedKernels:
@@ -166,11 +180,14 @@ class CachedKernels:
 
 
 class Mixer(Block):
-    """Mixes the tokens of a layer: its parameters, and the projections before and after what crosses ranks."""
+    """Mixes the tokens of a layer: its parameters, and the projections before and after what
+    crosses ranks.
+    """
 
     def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[tuple, Any]:
-        """Returns the operands of `Sequences.attend`, and what `projected` needs besides its result. `x_BTD` is the
-        input of the block, gathered over tensor. `Rotary` mixers have one more argument."""
+        """Returns the operands of `Sequences.attend`, and what `projected` needs besides its
+        result. `x_BTD` is the input of the block, gathered over tensor. `Rotary` mixers have one
+        more argument."""
         raise NotImplementedError
 
     def projected(self, out: jax.Array, kept: Any, *, shard: Sharder) -> jax.Array:
@@ -183,14 +200,20 @@ class Mixer(Block):
         raise NotImplementedError
 
     @classmethod
-    def abstract_cache(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype) -> Any:
-        """Shapes, dtypes and shardings of the cache of layers with the same place in the period: a tree of arrays
-        [B, layers, ...]."""
+    def abstract_cache(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
+    ) -> Any:
+        """Shapes, dtypes and shardings of the cache of layers with the same place in the period: a
+        tree of arrays [B, layers, ...]."""
         raise NotImplementedError
 
     @classmethod
-    def cached(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int) -> Cached:
-        """Binds the layers of a kind to a mesh and a cache, for calls with `chunk_tokens` tokens of each sequence."""
+    def cached(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
+    ) -> Cached:
+        """Binds the layers of a kind to a mesh and a cache, for calls with `chunk_tokens` tokens of
+        each sequence.
+        """
         raise NotImplementedError
 
 
@@ -232,11 +255,15 @@ class ChoosesKernel:
 
 
 class PassesStates:
-    """A mixer that passes a state along the sequence. Without `PerDocumentOrder`, batches are in zigzag order."""
+    """A mixer that passes a state along the sequence. Without `PerDocumentOrder`, batches are in
+    zigzag order.
+    """
 
 
 class PerDocumentOrder(PassesStates):
-    """A mixer that passes states along the chains of fragments of per-document sharding (`KindOnMesh.num_chains`)."""
+    """A mixer that passes states along the chains of fragments of per-document sharding
+    (`KindOnMesh.num_chains`).
+    """
 
 
 class ReadsBefore:
@@ -249,8 +276,8 @@ class ReadsBefore:
 
 
 class Routed:
-    """A feed-forward block whose tokens choose parts of it. It is called with the arguments of `routed`; other blocks
-    are called with `(x_BTD, shard=shard)` and return out_BTD."""
+    """A feed-forward block whose tokens choose parts of it. It is called with the arguments of
+    `routed`; other blocks are called with `(x_BTD, shard=shard)` and return out_BTD."""
 
 
 class RoutedOutput(NamedTuple):
@@ -262,7 +289,12 @@ class RoutedOutput(NamedTuple):
 
 
 def operands(
-    mixer: Mixer, x_BTD: jax.Array, positions_BT: jax.Array, *, tables: RopeTables | None, shard: Sharder
+    mixer: Mixer,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    tables: RopeTables | None,
+    shard: Sharder,
 ) -> tuple[tuple, Any]:
     """`mixer.operands`."""
     if isinstance(mixer, Rotary):

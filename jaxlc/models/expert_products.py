@@ -1,21 +1,23 @@
 """Products of tokens with the weights of their experts, on one rank, for any routing.
 
-Each of T tokens has k assignments. The assignments are sorted by expert, and those of each expert are padded to whole
-blocks of m rows; a block is multiplied by the weights of one expert. At most (T k + E (m - 1)) / m blocks are needed,
-whatever the routing: shapes are static, and nothing is recompiled. The idea of MegaBlocks (Gale et al. 2022,
-arXiv:2211.15841) with batched products instead of sparse ones.
+Each of T tokens has k assignments. The assignments are sorted by expert, and those of each expert
+are padded to whole blocks of m rows; a block is multiplied by the weights of one expert. At most (T
+k + E (m - 1)) / m blocks are needed, whatever the routing: shapes are static, and nothing is
+recompiled. The idea of MegaBlocks (Gale et al. 2022, arXiv:2211.15841) with batched products
+instead of sparse ones.
 
     assignment  (token, number of the choice)            [T, k]
     slot        a row of a block; padding has no token   [n m]
 
-Gradients are gathers, as the forward pass, so they do not depend on the order in which a GPU adds. Only the sum over
-the blocks of an expert in its weight gradient is a scatter, in float32.
+Gradients are gathers, as the forward pass, so they do not depend on the order in which a GPU adds.
+Only the sum over the blocks of an expert in its weight gradient is a scatter, in float32.
 
-config.runtime.expert_kernel=mosaic: JAX's Mosaic kernels for Hopper multiply the rows of each group by the weights of
-that group; a group is all blocks of an expert. They copy no weights for a block, and sum the gradient of the weights of
-an expert over all of its rows in float32 before it is rounded once. The groups contain all rows, so no row of a result
-is left uninitialized. No GPU has measured these kernels: a run compares them with `block_product` first, in free memory
-that is filled with NaN, as cuDNN's calls for packed documents (`attention.kernels.packed_check`).
+config.runtime.expert_kernel=mosaic: JAX's Mosaic kernels for Hopper multiply the rows of each group
+by the weights of that group; a group is all blocks of an expert. They copy no weights for a block,
+and sum the gradient of the weights of an expert over all of its rows in float32 before it is
+rounded once. The groups contain all rows, so no row of a result is left uninitialized. No GPU has
+measured these kernels: a run compares them with `block_product` first, in free memory that is
+filled with NaN, as cuDNN's calls for packed documents (`attention.kernels.packed_check`).
 """
 
 import functools
@@ -96,7 +98,11 @@ def check_devices(devices: Iterable[jax.Device]) -> None:
     for device in devices:
         capability = getattr(device, "compute_capability", None)  # a string; CPUs have none
         if str(capability) != COMPUTE_CAPABILITY:
-            found = f"{device.device_kind} has {capability}" if capability else f"{device.device_kind} is no GPU"
+            found = (
+                f"{device.device_kind} has {capability}"
+                if capability
+                else f"{device.device_kind} is no GPU"
+            )
             raise Unsupported(
                 f"config.runtime.expert_kernel='mosaic' needs GPUs of compute capability {COMPUTE_CAPABILITY}, and"
                 f" {found}; use --config.runtime.expert_kernel=blocks"
@@ -156,7 +162,10 @@ def assign(chosen_Tk: jax.Array, num_experts: int, kernel: str = "blocks") -> As
     unique = dict(unique_indices=True, mode="promise_in_bounds")
     expert_n = jnp.searchsorted(jnp.cumsum(blocks_E), jnp.arange(blocks), side="right")
     return Assignments(
-        slot_Tk=jnp.zeros(num_rows, jnp.int32).at[order].set(slot.astype(jnp.int32), **unique).reshape(chosen_Tk.shape),
+        slot_Tk=jnp.zeros(num_rows, jnp.int32)
+        .at[order]
+        .set(slot.astype(jnp.int32), **unique)
+        .reshape(chosen_Tk.shape),
         token_S=jnp.full(blocks * rows, num_tokens, jnp.int32)
         .at[slot]
         .set((order // num_chosen).astype(jnp.int32), **unique),
@@ -181,8 +190,13 @@ rows_of.defvjp(lambda x_TD, assignments: (rows_of(x_TD, assignments), assignment
 
 @jax.custom_vjp
 def combined(y_nmD: jax.Array, weights_Tk: jax.Array, assignments: Assignments) -> jax.Array:
-    """out_TD in the dtype of y: the weighted sum over the assignments of each token, computed in float32."""
-    parts = [w_T[:, None] * y_TD.astype(jnp.float32) for w_T, y_TD in _by_choice(y_nmD, weights_Tk, assignments)]
+    """out_TD in the dtype of y: the weighted sum over the assignments of each token, computed in
+    float32.
+    """
+    parts = [
+        w_T[:, None] * y_TD.astype(jnp.float32)
+        for w_T, y_TD in _by_choice(y_nmD, weights_Tk, assignments)
+    ]
     return functools.reduce(jnp.add, parts).astype(y_nmD.dtype)
 
 
@@ -190,7 +204,10 @@ def _by_choice(y_nmD, weights_Tk, assignments: Assignments):
     """(weight, y) of the tokens, for each number of the choice: no array [T, k, D] is needed."""
     y_SD = y_nmD.reshape(-1, y_nmD.shape[-1])
     for number in range(weights_Tk.shape[1]):
-        yield weights_Tk[:, number], jnp.take(y_SD, assignments.slot_Tk[:, number], axis=0, mode="clip")
+        yield (
+            weights_Tk[:, number],
+            jnp.take(y_SD, assignments.slot_Tk[:, number], axis=0, mode="clip"),
+        )
 
 
 def _combined_forward(y_nmD, weights_Tk, assignments: Assignments):
@@ -200,8 +217,12 @@ def _combined_forward(y_nmD, weights_Tk, assignments: Assignments):
 def _combined_backward(residuals, dout_TD: jax.Array):
     y_nmD, weights_Tk, assignments = residuals
     weight_S = jnp.zeros(len(assignments.token_S), jnp.float32)
-    weight_S = weight_S.at[assignments.slot_Tk.reshape(-1)].set(weights_Tk.reshape(-1), unique_indices=True)
-    dy_nmD = rows_of(dout_TD, assignments).astype(jnp.float32) * weight_S.reshape(*y_nmD.shape[:2], 1)
+    weight_S = weight_S.at[assignments.slot_Tk.reshape(-1)].set(
+        weights_Tk.reshape(-1), unique_indices=True
+    )
+    dy_nmD = rows_of(dout_TD, assignments).astype(jnp.float32) * weight_S.reshape(
+        *y_nmD.shape[:2], 1
+    )
     dweights = [
         (dout_TD.astype(jnp.float32) * y_TD.astype(jnp.float32)).sum(1)
         for _, y_TD in _by_choice(y_nmD, weights_Tk, assignments)
@@ -214,8 +235,8 @@ combined.defvjp(_combined_forward, _combined_backward)
 
 @jax.custom_vjp
 def block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
-    """Each block times the weights of its expert, [n, m, F] in the dtype of x. The gradient of w is summed in
-    float32."""
+    """Each block times the weights of its expert, [n, m, F] in the dtype of x. The gradient of w is
+    summed in float32."""
     return jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF.astype(x_nmD.dtype)[expert_n])
 
 
@@ -235,22 +256,27 @@ block_product.defvjp(_block_product_forward, _block_product_backward)
 
 @jax.custom_vjp
 def fp8_block_product(x_nmD: jax.Array, w_EDF: jax.Array, expert_n: jax.Array) -> jax.Array:
-    """`block_product` in FP8 with current scaling (`models.matmuls`), within `shard_map` over the axes of a mesh. The
-    scale of each of x, w and the gradient of the result is that of all ranks; padding is 0 and does not change it."""
+    """`block_product` in FP8 with current scaling (`models.matmuls`), within `shard_map` over the
+    axes of a mesh. The scale of each of x, w and the gradient of the result is that of all ranks;
+    padding is 0 and does not change it."""
     return _fp8_forward(x_nmD, w_EDF, expert_n)[0]
 
 
 def _fp8_forward(x_nmD, w_EDF, expert_n):
     x_8, x_scale, _ = to_fp8(x_nmD, E4M3, axes=MESH_AXES)
     w_8, w_scale, _ = to_fp8(w_EDF, E4M3, axes=MESH_AXES)
-    out_nmF = scaled_product(x_8, w_8[expert_n], ((2,), (1,)), x_scale * w_scale, x_nmD.dtype, _BLOCKS)
+    out_nmF = scaled_product(
+        x_8, w_8[expert_n], ((2,), (1,)), x_scale * w_scale, x_nmD.dtype, _BLOCKS
+    )
     return out_nmF, (x_8, w_8, x_scale, w_scale, expert_n, jnp.zeros((), w_EDF.dtype))
 
 
 def _fp8_backward(residuals, dout_nmF):
     x_8, w_8, x_scale, w_scale, expert_n, w_like = residuals
     dout_8, dout_scale, _ = to_fp8(dout_nmF, E5M2, axes=MESH_AXES)
-    dx_nmD = scaled_product(dout_8, w_8[expert_n], ((2,), (2,)), dout_scale * w_scale, dout_nmF.dtype, _BLOCKS)
+    dx_nmD = scaled_product(
+        dout_8, w_8[expert_n], ((2,), (2,)), dout_scale * w_scale, dout_nmF.dtype, _BLOCKS
+    )
     dw_nDF = scaled_product(x_8, dout_8, ((1,), (1,)), x_scale * dout_scale, jnp.float32, _BLOCKS)
     return dx_nmD, _sum_of_blocks(dw_nDF, expert_n, len(w_8)).astype(w_like.dtype), None
 
@@ -260,7 +286,9 @@ fp8_block_product.defvjp(_fp8_forward, _fp8_backward)
 
 @jax.custom_vjp
 def plus_bias(x_nmF: jax.Array, bias_EF: jax.Array, expert_n: jax.Array) -> jax.Array:
-    """Each block plus the bias of its expert, float32. Padding gets it too, which `combined` does not read."""
+    """Each block plus the bias of its expert, float32. Padding gets it too, which `combined` does
+    not read.
+    """
     return x_nmF.astype(jnp.float32) + bias_EF[expert_n][:, None]
 
 
@@ -282,12 +310,15 @@ plus_bias.defvjp(
 def _sum_of_blocks(x_n: jax.Array, expert_n: jax.Array, num_experts: int) -> jax.Array:
     """The sums of x over the blocks of each expert, [E, ..., F].
 
-    The scatter has rows of F entries: XLA's GPU compiler does not finish with matrices (measured on JAX 0.10.1).
+    The scatter has rows of F entries: XLA's GPU compiler does not finish with matrices (measured on
+    JAX 0.10.1).
     """
     *dims, F = x_n.shape[1:]
     num_rows = math.prod(dims)
     row_n = (expert_n[:, None] * num_rows + jnp.arange(num_rows)).reshape(-1)
-    sums = jax.ops.segment_sum(x_n.reshape(-1, F), row_n, num_experts * num_rows, mode="promise_in_bounds")
+    sums = jax.ops.segment_sum(
+        x_n.reshape(-1, F), row_n, num_experts * num_rows, mode="promise_in_bounds"
+    )
     return sums.reshape(num_experts, *dims, F)
 
 
@@ -344,16 +375,24 @@ def expert_outputs(
             out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
 
-    gate_nmF = product("expert_gate", rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter)
+    gate_nmF = product(
+        "expert_gate", rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter
+    )
     up_nmF = product("expert_up", rows_nmD, experts.up_EDF, experts.up_bias_EF, experts.up_adapter)
     hidden_nmF = activation(gate_nmF, up_nmF)
-    down_nmD = product("expert_down", hidden_nmF, experts.down_EFD, experts.down_bias_ED, experts.down_adapter)
+    down_nmD = product(
+        "expert_down", hidden_nmF, experts.down_EFD, experts.down_bias_ED, experts.down_adapter
+    )
     return combined(down_nmD, weights_Tk, assignments)
 
 
 @jax.named_scope(scopes.LORA)
-def _adapter_output(x_nmD: jax.Array, adapter: LowRank, expert_n: jax.Array, scale: float) -> jax.Array:
-    """scale (x a) b of each block with the adapter of its expert, in the dtype of x; no product a b is computed."""
+def _adapter_output(
+    x_nmD: jax.Array, adapter: LowRank, expert_n: jax.Array, scale: float
+) -> jax.Array:
+    """scale (x a) b of each block with the adapter of its expert, in the dtype of x; no product a b
+    is computed.
+    """
     x_nmR = block_product(x_nmD, adapter.a_EDR, expert_n)
     x_nmR = (scale * x_nmR.astype(jnp.float32)).astype(x_nmD.dtype)
     return block_product(x_nmR, adapter.b_ERF, expert_n)
@@ -381,14 +420,20 @@ def check_mosaic_product(
             inputs = _inputs(num_experts, *dims, dtype)
             call = functools.partial(_results, mosaic_product, *inputs)
             results = results_among_nan(call, device, "the Mosaic kernels of experts fail", _ADVICE)
-            errors = jax.device_get(jax.tree.map(_relative_error, results, _results(block_product, *inputs)))
-            largest = max(largest, *(float(error) if np.isfinite(error) else np.inf for error in errors))
+            errors = jax.device_get(
+                jax.tree.map(_relative_error, results, _results(block_product, *inputs))
+            )
+            largest = max(
+                largest, *(float(error) if np.isfinite(error) else np.inf for error in errors)
+            )
     check_error(largest, device, "the Mosaic kernels of experts are wrong", _ADVICE)
     return f"kernel     mosaic for experts: relative error {largest:.1e} on {device.device_kind}, measured now"
 
 
 def _inputs(num_experts: int, depth: int, width: int, dtype) -> tuple[jax.Array, ...]:
-    """x, w, the expert of each block, and dout. Experts have 0, 1, 0, 2, 1, 0, 1, .. blocks, and the last one more."""
+    """x, w, the expert of each block, and dout. Experts have 0, 1, 0, 2, 1, 0, 1, .. blocks, and
+    the last one more.
+    """
     blocks_E = np.arange(num_experts) * 3 % 5 // 2
     blocks_E[-1] += 1
     expert_n = jnp.asarray(np.repeat(np.arange(num_experts), blocks_E), jnp.int32)

@@ -1,14 +1,16 @@
-"""Runs the layers of a stack: a scan over periods of layer kinds, with rematerialization of layers and of groups.
+"""Runs the layers of a stack: a scan over periods of layer kinds, with rematerialization of layers
+and of groups.
 
-The kinds of layers (model.layer_kinds) repeat with a period, after those of model.first_layer_kinds. Their parameters
-are stacked: in one stack if all kinds have equal shapes, and otherwise in one for each kind. An iteration of the scan
-runs one period, or one remat group; a group is whole periods, so each iteration has the same number of layers of every
-stack.
+The kinds of layers (model.layer_kinds) repeat with a period, after those of
+model.first_layer_kinds. Their parameters are stacked: in one stack if all kinds have equal shapes,
+and otherwise in one for each kind. An iteration of the scan runs one period, or one remat group; a
+group is whole periods, so each iteration has the same number of layers of every stack.
 
-A decoder layer: a block that mixes tokens, a feed-forward block, dense or of experts, and the RMSNorms around them.
+A decoder layer: a block that mixes tokens, a feed-forward block, dense or of experts, and the
+RMSNorms around them.
 
-The layer of Llama (Touvron et al. 2023, arXiv:2302.13971), with the variations of other families that `ModelConfig`
-describes.
+The layer of Llama (Touvron et al. 2023, arXiv:2302.13971), with the variations of other families
+that `ModelConfig` describes.
 """
 
 import functools
@@ -35,17 +37,27 @@ from jaxlc.sharding.rules import Sharder
 
 
 class DecoderLayer(nnx.Module):
-    """A block that mixes tokens, called attention, and a feed-forward block, called mlp, whose outputs are added to the
-    residual stream.
+    """A block that mixes tokens, called attention, and a feed-forward block, called mlp, whose
+    outputs are added to the residual stream.
 
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
 
-    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
         def norm(*placements: str) -> RMSNorm | None:
             if model.norm_placement not in placements:
                 return None
-            return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=model.model_dim)
+            return RMSNorm(
+                epsilon=model.norm_epsilon,
+                zero_centered=model.zero_centered_norm,
+                norm=model.model_dim,
+            )
 
         self.attention_norm = norm("pre", "pre_and_post")
         self.attention = MIXERS[model.mixer](model, keys, fp8, lora)
@@ -66,11 +78,13 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[LayerOutput, Any]:
         """Returns the output, and the prefetched weights (None without `prefetch`).
 
-        T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
+        T of x_BTD is sharded over context and tensor; each block gathers its input over tensor
+        once.
 
         Args:
-          positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts these tokens.
-          attend: from the first result of `Mixer.operands` to the first argument of `Mixer.projected`.
+          positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts
+          these tokens. attend: from the first result of `Mixer.operands` to the first argument of
+          `Mixer.projected`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
         input_BTD = self.attention_input(x_BTD, shard=shard)
@@ -94,8 +108,9 @@ class DecoderLayer(nnx.Module):
         *,
         shard: Sharder,
     ) -> tuple[LayerOutput, jax.Array | None]:
-        """The layer after attention: x_BTD plus the projected attention output plus the output of the feed-forward
-        block; and the experts of each token, int32 [B, T, k], which `layer_tiles` saves. None: the layer has none.
+        """The layer after attention: x_BTD plus the projected attention output plus the output of
+        the feed-forward block; and the experts of each token, int32 [B, T, k], which `layer_tiles`
+        saves. None: the layer has none.
 
         Args:
           positions_BT: as in `__call__`.
@@ -130,8 +145,8 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[LayerOutput, Any]:
-    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. With `attend` and `tables` bound, it is a
-    `layer_stack.RunLayer`.
+    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. With `attend` and `tables`
+    bound, it is a `layer_stack.RunLayer`.
 
     Args:
       attend: `(*operands, ranges=ranges) -> out_BTNH`, with the operands of the layer.
@@ -147,7 +162,8 @@ IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, param
 class RunLayer(Protocol):
     """Runs a decoder layer of one kind.
 
-    `layers.run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE tables bound.
+    `layers.run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE
+    tables bound.
     """
 
     def __call__(
@@ -161,23 +177,27 @@ class RunLayer(Protocol):
         *,
         shard: Sharder,
     ) -> tuple[LayerOutput, Any]:
-        """Returns the output, and the weights that were prefetched meanwhile (None without `prefetch`)."""
+        """Returns the output, and the weights that were prefetched meanwhile (None without
+        `prefetch`).
+        """
 
 
 class Remat(Protocol):
     """Rematerialization of layers and of groups of layers; implemented by `jaxlc.step.remat.Remat`."""
 
     wrap_layer: Callable[[Callable], Callable]  # wraps the function that runs one layer
-    wrap_group: Callable[[Callable], Callable]  # wraps the function that runs `layers_per_group` layers
+    # wraps the function that runs `layers_per_group` layers
+    wrap_group: Callable[[Callable], Callable]
     layers_per_group: int
 
 
 class LayerContext(NamedTuple):
     """What all layers of a decoder share, besides the positions."""
 
-    run_layer: Mapping[str, RunLayer]  # runs one layer, attention included; by the kind of the layer
-    # Passed to `run_layer` of the kind: the mask as key ranges, which attention prepares. None: each sequence is one
-    # document.
+    # runs one layer, attention included; by the kind of the layer
+    run_layer: Mapping[str, RunLayer]
+    # Passed to `run_layer` of the kind: the mask as key ranges, which attention prepares. None:
+    # each sequence is one document.
     ranges: Mapping[str, Any]
     shard: Sharder
     remat: Remat
@@ -185,19 +205,25 @@ class LayerContext(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The layers of one of LAYER_STACKS: a stack for each kind, or one with the key "" for all kinds."""
+    """The layers of one of LAYER_STACKS: a stack for each kind, or one with the key "" for all
+    kinds.
+    """
 
     defs: dict[str, nnx.GraphDef]
     params: LayerParams  # both parts are dictionaries of stacks, with arrays [layers, ...]
 
     @classmethod
-    def split(cls, layers: DecoderLayer | nnx.Dict, is_frozen: IsFrozen = lambda *_: False) -> "Stacks":
+    def split(
+        cls, layers: DecoderLayer | nnx.Dict, is_frozen: IsFrozen = lambda *_: False
+    ) -> "Stacks":
         """The stacks of a decoder's `first_layers`, `layers` or `last_layers`."""
         by_key = {"": layers} if isinstance(layers, DecoderLayer) else dict(layers)
         defs, trainable, frozen = {}, {}, {}
         for key, layer in by_key.items():
             prefix = (key,) if key else ()
-            parts = nnx.split(layer, lambda path, leaf, prefix=prefix: is_frozen((*prefix, *path), leaf), ...)
+            parts = nnx.split(
+                layer, lambda path, leaf, prefix=prefix: is_frozen((*prefix, *path), leaf), ...
+            )
             defs[key], frozen[key], trainable[key] = parts
         return cls(defs, LayerParams(trainable, frozen))
 
@@ -208,7 +234,10 @@ class Stacks(NamedTuple):
     def places(self, kinds: Sequence[str]) -> list[Place]:
         """The places of an iteration with layers of these kinds."""
         stacks = [kind if kind in self.defs else "" for kind in kinds]
-        return [Place(kind, stack, stacks[:i].count(stack)) for i, (kind, stack) in enumerate(zip(kinds, stacks))]
+        return [
+            Place(kind, stack, stacks[:i].count(stack))
+            for i, (kind, stack) in enumerate(zip(kinds, stacks))
+        ]
 
     def grouped(self, places: Sequence[Place]) -> LayerParams:
         """The parameters as [iterations, layers of the stack in an iteration, ...]."""
@@ -216,7 +245,9 @@ class Stacks(NamedTuple):
 
         def grouped(stacks: dict) -> dict:
             return {
-                key: jax.tree.map(lambda x, size=sizes[key]: x.reshape(-1, size, *x.shape[1:]), stack)
+                key: jax.tree.map(
+                    lambda x, size=sizes[key]: x.reshape(-1, size, *x.shape[1:]), stack
+                )
                 for key, stack in stacks.items()
             }
 
@@ -247,9 +278,12 @@ def run_stack(
 
     def run_one(place, x_BTD, params, shared, prefetch=None):
         positions_BT, ranges = shared
-        params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))  # for `offloaded_layers`
+        # for `offloaded_layers`
+        params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))
         layer_def = stacks.defs[place.stack]
-        return run_layer[place.kind](layer_def, params, x_BTD, positions_BT, ranges[place.kind], prefetch, shard=shard)
+        return run_layer[place.kind](
+            layer_def, params, x_BTD, positions_BT, ranges[place.kind], prefetch, shard=shard
+        )
 
     run_kind = {place.kind: remat.wrap_layer(functools.partial(run_one, place)) for place in places}
     if len(layer_kinds) > 1 or num_layers == 1:
@@ -257,20 +291,36 @@ def run_stack(
     if remat.layers_per_group > 1:
         # All first or last layers, which run in one iteration, are one group.
         group_size = min(max(remat.layers_per_group, len(layer_kinds)), num_layers)
-        places = stacks.places([layer_kinds[index % len(layer_kinds)] for index in range(group_size)])
-        runs, params, places = [remat.wrap_group(_group_of(run_kind, places))], stacks.grouped(places), None
+        places = stacks.places(
+            [layer_kinds[index % len(layer_kinds)] for index in range(group_size)]
+        )
+        runs, params, places = (
+            [remat.wrap_group(_group_of(run_kind, places))],
+            stacks.grouped(places),
+            None,
+        )
     elif len(places) == 1:
         runs, params, places = [run_kind[places[0].kind]], stacks.params.of(places[0].stack), None
     elif shard.weights_on_host:
         runs, params = [run_kind[place.kind] for place in places], stacks.grouped(places)
     else:
-        of_places = [functools.partial(_run_at, functools.partial(run_one, place), place.index) for place in places]
-        runs, params = [_in_backward_order(remat.wrap_layer(run)) for run in of_places], stacks.grouped(places)
+        of_places = [
+            functools.partial(_run_at, functools.partial(run_one, place), place.index)
+            for place in places
+        ]
+        runs, params = (
+            [_in_backward_order(remat.wrap_layer(run)) for run in of_places],
+            stacks.grouped(places),
+        )
     if shard.weights_on_host:
-        x_BTD, sums = offloaded_layers.run_layers(runs, places, x_BTD, params, shared, shard.fetched)
+        x_BTD, sums = offloaded_layers.run_layers(
+            runs, places, x_BTD, params, shared, shard.fetched
+        )
     else:
         run = runs[0] if places is None else _period_of(runs, places)
-        x_BTD, sums = jax.lax.scan(lambda x_BTD, params: tuple(run(x_BTD, params, shared)[0]), x_BTD, params)
+        x_BTD, sums = jax.lax.scan(
+            lambda x_BTD, params: tuple(run(x_BTD, params, shared)[0]), x_BTD, params
+        )
     return LayerOutput(x_BTD, _in_layer_order(sums if isinstance(sums, list) else [sums]))
 
 
@@ -278,21 +328,28 @@ def _in_layer_order(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array
     """[layers] of each name, from [iterations] of each layer of an iteration."""
     names = dict.fromkeys(name for of_layer in sums for name in of_layer)
     by_name = {name: [of_layer[name] for of_layer in sums if name in of_layer] for name in names}
-    return {name: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:]) for name, parts in by_name.items()}
+    return {
+        name: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
+        for name, parts in by_name.items()
+    }
 
 
 def _in_backward_order(run: Callable) -> Callable:
-    """`run`, whose weight gradients are complete before the backward pass continues with the layer before it.
+    """`run`, whose weight gradients are complete before the backward pass continues with the layer
+    before it.
 
-    In a loop of one layer per iteration they are. If an iteration has several layers, or if the only iteration is
-    inlined, XLA could compute the weight gradients of all of them last, and would keep all activations that these need.
+    In a loop of one layer per iteration they are. If an iteration has several layers, or if the
+    only iteration is inlined, XLA could compute the weight gradients of all of them last, and would
+    keep all activations that these need.
     """
 
     @jax.custom_vjp
     def wait(x_BTD, trainable):
         return x_BTD, trainable
 
-    wait.defvjp(lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
+    wait.defvjp(
+        lambda *both: (both, None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
+    )
 
     def run_ordered(x_BTD, params, *operands):
         x_BTD, trainable = wait(x_BTD, params.trainable)
@@ -309,7 +366,8 @@ def _group_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Call
             layer = jax.tree.map(operator.itemgetter(place.index), params.of(place.stack))
             return run_kind[place.kind](x_BTD, layer, shared, *prefetch)
 
-        # Not a scan: when the group is recomputed, the output of its last layer is unused and not computed.
+        # Not a scan: when the group is recomputed, the output of its last layer is unused and not
+        # computed.
         output, next_weights = run(places[0], x_BTD, prefetch)
         sums = [output.sums]
         for place in places[1:]:
@@ -321,9 +379,14 @@ def _group_of(run_kind: Mapping[str, Callable], places: Sequence[Place]) -> Call
 
 
 def _run_at(run: Callable, index: int, x_BTD: jax.Array, params: LayerParams, shared) -> tuple:
-    """`run` with frozen parameters of all layers of the stack in an iteration, of which it takes its own: so a remat
-    function saves those that it gets, which are the input of the loop, and no copy of its own."""
-    return run(x_BTD, LayerParams(params.trainable, jax.tree.map(operator.itemgetter(index), params.frozen)), shared)
+    """`run` with frozen parameters of all layers of the stack in an iteration, of which it takes
+    its own: so a remat function saves those that it gets, which are the input of the loop, and no
+    copy of its own."""
+    return run(
+        x_BTD,
+        LayerParams(params.trainable, jax.tree.map(operator.itemgetter(index), params.frozen)),
+        shared,
+    )
 
 
 def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
@@ -342,8 +405,8 @@ def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
 
 
 def _unstacked(stacked) -> list:
-    """The tree of each layer. The transpose of `lax.split` is a concatenation; that of indexing would be a sum of
-    arrays of the size of the stack."""
+    """The tree of each layer. The transpose of `lax.split` is a concatenation; that of indexing
+    would be a sum of arrays of the size of the stack."""
     leaves, treedef = jax.tree.flatten(stacked)
     parts = [[part[0] for part in jax.lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
     return [jax.tree.unflatten(treedef, layer) for layer in zip(*parts, strict=True)]

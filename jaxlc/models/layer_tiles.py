@@ -1,9 +1,11 @@
-"""Decoder layers as scans over tiles of tokens: only x, and what tiles need of each other, exist at full length.
+"""Decoder layers as scans over tiles of tokens: only x, and what tiles need of each other, exist at
+full length.
 
-Arrays are tiled throughout, [n, B, t, ...], where t counts a tile's tokens on all ranks: changing the order of the
-residual stream would copy it. The backward is written out: differentiating the scans would store both x and y, and both
-dx and dy, and would sum the gradients of the weights in the compute dtype; here the sums are float32. Extends ALST's
-tiled MLP (Bekman et al. 2025, arXiv:2506.13996, section 3.1) to whole layers.
+Arrays are tiled throughout, [n, B, t, ...], where t counts a tile's tokens on all ranks: changing
+the order of the residual stream would copy it. The backward is written out: differentiating the
+scans would store both x and y, and both dx and dy, and would sum the gradients of the weights in
+the compute dtype; here the sums are float32. Extends ALST's tiled MLP (Bekman et al. 2025,
+arXiv:2506.13996, section 3.1) to whole layers.
 """
 
 import dataclasses
@@ -18,7 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.models.contract import CHOICE, LayerOutput
 from jaxlc.models.matmuls import in_use
-from jaxlc.models.offloaded_layers import LayerParams, Prefetch, overlap_with_prefetch, schedule_after
+from jaxlc.models.offloaded_layers import (
+    LayerParams,
+    Prefetch,
+    overlap_with_prefetch,
+    schedule_after,
+)
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder, is_vector
 
@@ -37,15 +44,16 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[LayerOutput, Any]:
-    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the whole sequences.
+    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the
+    whole sequences.
 
-    Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual, attention_out and
-    attention_lse.
+    Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual,
+    attention_out and attention_lse.
 
     Args:
-      ranges: what `contract.Tiles.prepare` of the kind returned.
-      layer_type, attention: how the layer computes; see `contract.Tiles`.
-      saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
+      ranges: what `contract.Tiles.prepare` of the kind returned. layer_type, attention: how the
+      layer computes; see `contract.Tiles`. saves_attention: whether the remat policy saves
+      attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
       The output with x_nBtD, and the prefetched weights (None without `prefetch`).
@@ -78,7 +86,9 @@ def run_layer(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledLayer:
-    """A layer of which subclasses define the forward and backward rules; see `run_layer` for the fields."""
+    """A layer of which subclasses define the forward and backward rules; see `run_layer` for the
+    fields.
+    """
 
     layer_def: nnx.GraphDef  # definition of a DecoderLayer
     shard: Sharder
@@ -87,7 +97,9 @@ class TiledLayer:
     saves_attention: bool
 
     def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch) -> tuple:
-        """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the backward pass."""
+        """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the
+        backward pass.
+        """
         raise NotImplementedError
 
     def backward(self, residuals, gradients) -> tuple:
@@ -106,8 +118,8 @@ class TiledLayer:
         """The last scan of the forward pass, in which y overwrites x.
 
         Args:
-          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums, chosen_Btk or None)). saved
-            is (out,) or (out, lse) of attention, or None.
+          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums,
+            chosen_Btk or None)). saved is (out,) or (out, lse) of attention, or None.
           operands: arrays with one entry per tile.
         Returns:
           (the output, saved, chosen_nBtk, the prefetched weights)
@@ -116,7 +128,9 @@ class TiledLayer:
         def run_tiles(x_nBtD):
             return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), *operands))
 
-        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(run_tiles, (x_nBtD,), prefetch)
+        (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(
+            run_tiles, (x_nBtD,), prefetch
+        )
         if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
             saved = tuple(map(checkpoint_name, saved, ("attention_out", "attention_lse")))
         if chosen_nBtk is not None:
@@ -126,17 +140,21 @@ class TiledLayer:
 
 
 class TileRecurrence(Protocol):
-    """What a `RecurrentLayer` computes between its projections, implemented in `jaxlc.attention`. JAX differentiates
-    all of these functions. `ranges` are those of a tile."""
+    """What a `RecurrentLayer` computes between its projections, implemented in `jaxlc.attention`.
+    JAX differentiates all of these functions. `ranges` are those of a tile."""
 
     def before(self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array) -> Any:
-        """What each tile reads of the tokens before it, a tree of arrays [n, ...], from `Mixer.operands` of tokens."""
+        """What each tile reads of the tokens before it, a tree of arrays [n, ...], from
+        `Mixer.operands` of tokens.
+        """
 
     def maps(self, operands: tuple, before: Any, ranges: Any) -> Any:
         """The maps of the states over the tokens of a tile."""
 
     def states(self, maps: Any) -> Any:
-        """The states that enter all tiles, from the maps of all tiles, both with a leading dimension n."""
+        """The states that enter all tiles, from the maps of all tiles, both with a leading
+        dimension n.
+        """
 
     def outputs(self, operands: tuple, before: Any, states: Any, ranges: Any) -> jax.Array:
         """The input of `Mixer.projected`."""
@@ -146,10 +164,11 @@ class RecurrentLayer(TiledLayer):
     """A layer with a recurrent state: only x and one map of states per tile are stored.
 
     forward    for each tile: the maps of its states
-               the states that enter all tiles, with the exchange between ranks
-               for each tile: the outputs of the recurrence, and the rest of the layer; y overwrites x
+               the states that enter all tiles, with the exchange between ranks for each tile: the
+               outputs of the recurrence, and the rest of the layer; y overwrites x
     backward   recompute maps and states
-               for each tile: recompute the outputs, unless they were saved; gradients of x, of the weights, and of
+               for each tile: recompute the outputs, unless they were saved; gradients of x, of the
+                 weights, and of
                               the states that enter the tile; dx overwrites dy
                the gradients of the maps, with the exchange backwards
                for each tile: add the gradients that those of its maps give to dx and to the weights
@@ -166,19 +185,32 @@ class RecurrentLayer(TiledLayer):
             x_BtD = at(x_nBtD, tile)
             mixed, kept = self._operands(weights, x_BtD)
             out = self.attention.outputs(mixed, before, states, ranges)
-            (y_BtD, sums), chosen_Btk = self.after_attention(weights, x_BtD, out, kept, positions_Bt)
+            (y_BtD, sums), chosen_Btk = self.after_attention(
+                weights, x_BtD, out, kept, positions_Bt
+            )
             saved = (out,) if self.saves_attention else None
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
         operands = positions_nBt, before, ranges, states
-        output, saved, chosen_nBtk, next_weights = self.scan_tiles(run_tile, x_nBtD, operands, prefetch)
-        return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
+        output, saved, chosen_nBtk, next_weights = self.scan_tiles(
+            run_tile, x_nBtD, operands, prefetch
+        )
+        return (output, next_weights), (
+            weights,
+            x_nBtD,
+            positions_nBt,
+            ranges,
+            saved,
+            chosen_nBtk,
+            prefetch,
+        )
 
     def backward(self, residuals, gradients):
         weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
         trainable, all_of = weights.trainable, weights.with_trainable
-        x_nBtD, dy_nBtD = lax.optimization_barrier((x_nBtD, dy_nBtD))  # as in `kinds.attention.AttentionLayer`
+        # as in `kinds.attention.AttentionLayer`
+        x_nBtD, dy_nBtD = lax.optimization_barrier((x_nBtD, dy_nBtD))
         before, before_vjp = jax.vjp(lambda w, x: self._before(all_of(w), x), trainable, x_nBtD)
         maps = self._maps(weights, x_nBtD, before, ranges)
         states, states_vjp = jax.vjp(self.attention.states, maps)
@@ -186,8 +218,12 @@ class RecurrentLayer(TiledLayer):
         def tile_backward(carry, operands):
             dx_nBtD, dweights = carry
             (tile, x_BtD, positions_Bt, before, ranges), states, saved, chosen_Btk = operands
-            (mixed, kept), operands_vjp = jax.vjp(lambda w, x: self._operands(all_of(w), x), trainable, x_BtD)
-            out, outputs_vjp = jax.vjp(lambda *arrays: self.attention.outputs(*arrays, ranges), mixed, before, states)
+            (mixed, kept), operands_vjp = jax.vjp(
+                lambda w, x: self._operands(all_of(w), x), trainable, x_BtD
+            )
+            out, outputs_vjp = jax.vjp(
+                lambda *arrays: self.attention.outputs(*arrays, ranges), mixed, before, states
+            )
             _, rest_vjp = jax.vjp(
                 lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
                 *(trainable, x_BtD, out if saved is None else saved[0], kept),
@@ -206,18 +242,25 @@ class RecurrentLayer(TiledLayer):
                 *(trainable, x_BtD, before),
             )
             dweights_tile, dx_BtD, dbefore = maps_vjp(dmaps)
-            return (put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile), add(dweights, dweights_tile)), dbefore
+            return (
+                put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile),
+                add(dweights, dweights_tile),
+            ), dbefore
 
         tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, before, ranges
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
-        carry, (dbefore, dstates) = lax.scan(tile_backward, (dy_nBtD, dweights), (tiles, states, saved, chosen_nBtk))
+        carry, (dbefore, dstates) = lax.scan(
+            tile_backward, (dy_nBtD, dweights), (tiles, states, saved, chosen_nBtk)
+        )
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         (dmaps,) = states_vjp(dstates)
         (dx_nBtD, dweights), dbefore_maps = lax.scan(maps_backward, carry, (tiles, dmaps))
         dweights_before, dx_before = before_vjp(add(dbefore, dbefore_maps))
-        dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), add(dweights, dweights_before), trainable)
+        dweights = jax.tree.map(
+            lambda d, w: d.astype(w.dtype), add(dweights, dweights_before), trainable
+        )
         return LayerParams(dweights, None), dx_nBtD + dx_before, None, None, prefetch
 
     def _before(self, weights, x_nBtD):
@@ -232,7 +275,9 @@ class RecurrentLayer(TiledLayer):
 
     def _operands(self, weights, x_BtD):
         layer = self.layer(weights)
-        return layer.attention.operands(layer.attention_input(x_BtD, shard=self.shard), shard=self.shard)
+        return layer.attention.operands(
+            layer.attention_input(x_BtD, shard=self.shard), shard=self.shard
+        )
 
 
 def tile_indices(x_nBtD: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): x w + scale (x a) b, with trained a and b and a frozen w.
-The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732).
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): x w + scale (x a) b, with trained a
+and b and a frozen w. The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023,
+arXiv:2312.03732).
 
     projection            a                   b
     query                 [D, R]              [R, N, H]      2H with an output gate
@@ -14,10 +15,11 @@ The scale is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, ar
 
 The blocks of experts apply theirs (`kinds.experts`).
 
-Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dimension D of a matrix is sharded over
-fsdp and context; in a matrix without it, R is.
+Names: layers/attention/lora/query/a. Storage follows `sharding.rules`: the dimension D of a matrix
+is sharded over fsdp and context; in a matrix without it, R is.
 
-The parameter tree in two parts, trainable and frozen. Both are nested dictionaries with the same names.
+The parameter tree in two parts, trainable and frozen. Both are nested dictionaries with the same
+names.
 
 config.train.trainable and config.train.frozen select parameters by name.
 """
@@ -47,11 +49,16 @@ LORA = "lora"  # entry of the adapters of a block in the parameter tree
 
 
 class Adapter(nnx.Module):
-    """The adapter of one projection, or those of all experts. Initially b is 0, and a uniform between +-1/sqrt(inputs),
-    as in peft."""
+    """The adapter of one projection, or those of all experts. Initially b is 0, and a uniform
+    between +-1/sqrt(inputs), as in peft."""
 
     def __init__(
-        self, lora: LoraConfig, projection: Matrix, next_key: Callable[[], jax.Array], *, of_experts: bool = False
+        self,
+        lora: LoraConfig,
+        projection: Matrix,
+        next_key: Callable[[], jax.Array],
+        *,
+        of_experts: bool = False,
     ):
         inputs, outputs = projection.inputs, projection.outputs
         experts = dict(experts=projection.num_experts) if of_experts else {}
@@ -64,17 +71,20 @@ class Adapter(nnx.Module):
         self.scale = lora.scale
 
     def __call__(self, subscripts: str, x: jax.Array, *, shard: Sharder) -> jax.Array:
-        """scale (x a) b, in the dtype of x, of a projection that is not one of experts; `subscripts` are those of its
-        product."""
+        """scale (x a) b, in the dtype of x, of a projection that is not one of experts;
+        `subscripts` are those of its product."""
         operands, _, out_dims = subscripts.partition("->")
         x_dims, _, w_dims = operands.partition(",")
         token_dims = x_dims[:2]
         to_rank = functools.partial(product, f"{x_dims},{x_dims[2:]}R->{token_dims}R")
         x_BTR = shard.product(to_rank, x, in_use(self.a, shard, x.dtype), self.a.dims)
-        if "model" in self.b.dims:  # the sum over tensor, scattered along the sequence as the output
+        # the sum over tensor, scattered along the sequence as the output
+        if "model" in self.b.dims:
             x_BTR = shard.residual(x_BTR)
         x_BTR = (self.scale * x_BTR.astype(jnp.float32)).astype(x.dtype)
-        from_rank = functools.partial(product, f"{token_dims}R,R{w_dims[len(x_dims) - 2 :]}->{out_dims}")
+        from_rank = functools.partial(
+            product, f"{token_dims}R,R{w_dims[len(x_dims) - 2 :]}->{out_dims}"
+        )
         return shard.product(from_rank, x_BTR, in_use(self.b, shard, x.dtype), self.b.dims)
 
 
@@ -86,7 +96,13 @@ def _rank_name(names: Collection[str]) -> str:
 class Adapters(nnx.Module):
     """The adapters of a block, by the names of the projections."""
 
-    def __init__(self, model: ModelConfig, lora: LoraConfig, names: Sequence[str], next_key: Callable[[], jax.Array]):
+    def __init__(
+        self,
+        model: ModelConfig,
+        lora: LoraConfig,
+        names: Sequence[str],
+        next_key: Callable[[], jax.Array],
+    ):
         self.names, self.scale = tuple(names), lora.scale
         matrices, paths = layer_matrices(model), projection_paths()
         for name in names:
@@ -98,21 +114,32 @@ class Adapters(nnx.Module):
         return getattr(self, name)
 
     @jax.named_scope(scopes.LORA)
-    def add(self, name: str, subscripts: str, out: jax.Array, x: jax.Array, *, shard: Sharder) -> jax.Array:
+    def add(
+        self, name: str, subscripts: str, out: jax.Array, x: jax.Array, *, shard: Sharder
+    ) -> jax.Array:
         """`out`, the product of a projection, plus the output of its adapter if it has one."""
         return out + self.of(name)(subscripts, x, shard=shard) if name in self.names else out
 
 
 def make_adapters(
-    model: ModelConfig, lora: LoraConfig | None, projections: Sequence[str], next_key: Callable[[], jax.Array]
+    model: ModelConfig,
+    lora: LoraConfig | None,
+    projections: Sequence[str],
+    next_key: Callable[[], jax.Array],
 ) -> Adapters | None:
     """The adapters of a block with these projections; None if it has none."""
-    names = [name for name in projections if name in lora.projections] if lora is not None and lora.rank else []
+    names = (
+        [name for name in projections if name in lora.projections]
+        if lora is not None and lora.rank
+        else []
+    )
     return Adapters(model, lora, names, next_key) if names else None
 
 
 def is_adapter(path: str) -> bool:
-    """Whether the parameter with this path, such as layers/attention/lora/query/a, is a matrix of an adapter."""
+    """Whether the parameter with this path, such as layers/attention/lora/query/a, is a matrix of
+    an adapter.
+    """
     return LORA in path.split("/")
 
 
@@ -122,7 +149,8 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     Args:
       names: those of all parameters, as `models.lora.names_of` returns them.
     Raises:
-      UserError: a pattern matches no parameter, nothing is trained, or a projection with an adapter is trained itself.
+      UserError: a pattern matches no parameter, nothing is trained, or a projection with an adapter
+        is trained itself.
     """
     lora, train = config.lora, config.train
     own_names = [name for name in names if not is_adapter(name)]
@@ -146,9 +174,15 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
 
 
 def trained_settings(config: Config) -> dict[str, Any]:
-    """The settings, by their paths, that must be equal when a run resumes: those of adapters and frozen parameters."""
+    """The settings, by their paths, that must be equal when a run resumes: those of adapters and
+    frozen parameters.
+    """
     values = to_dict(config)
-    paths = [f"lora.{name}" for name in values["lora"]] + ["train.trainable", "train.frozen", "precision.frozen"]
+    paths = [f"lora.{name}" for name in values["lora"]] + [
+        "train.trainable",
+        "train.frozen",
+        "precision.frozen",
+    ]
     return {path: values[path.partition(".")[0]][path.partition(".")[2]] for path in paths}
 
 
@@ -170,8 +204,8 @@ def join(a: dict, b: dict) -> dict:
 
 
 def names_of(tree: Any) -> list[str]:
-    """The names of all parameters, such as layers/attention/wq, sorted. They select parameters: those of the last
-    layers, which are a stack of their own, have the names of the other layers."""
+    """The names of all parameters, such as layers/attention/wq, sorted. They select parameters:
+    those of the last layers, which are a stack of their own, have the names of the other layers."""
     return sorted({_name(path) for path, _ in _leaves(tree)})
 
 

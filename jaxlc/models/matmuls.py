@@ -1,14 +1,14 @@
 """The matrix products of a block with its weights: `jnp.einsum`, or FP8 products.
 
-FP8 (Micikevicius et al. 2022, arXiv:2209.05433): x and w are scaled and rounded to e4m3, dout to e5m2; all three
-products of a training step, x w, dout w^T and x^T dout, use the rounded operands and accumulate in float32. Scaling is
-per tensor, over all ranks:
+FP8 (Micikevicius et al. 2022, arXiv:2209.05433): x and w are scaled and rounded to e4m3, dout to
+e5m2; all three products of a training step, x w, dout w^T and x^T dout, use the rounded operands
+and accumulate in float32. Scaling is per tensor, over all ranks:
 
     current   by the largest absolute value (amax) of the tensor itself, which costs an extra pass over it;
     delayed   by the largest amax of the last steps, separately for x, w and dout of each product of each layer.
 
-Delayed scaling needs state, and models are pure functions: `History` is an input like the parameters, and its
-"gradient" is its next value (as in `flax.linen.fp8_ops`).
+Delayed scaling needs state, and models are pure functions: `History` is an input like the
+parameters, and its "gradient" is its next value (as in `flax.linen.fp8_ops`).
 """
 
 import functools
@@ -32,21 +32,23 @@ _X, _W, _DOUT = range(3)  # indices into a history
 class Fp8:
     """Which matrix products are in FP8, and how they are scaled."""
 
-    # names in config.schema.MATMUL_NAMES and EXPERT_PROJECTIONS; other products use the dtype of their input
+    # names in config.schema.MATMUL_NAMES and EXPERT_PROJECTIONS; other products use the dtype of
+    # their input
     matmuls: tuple[str, ...]
     scaling: Literal["current", "delayed"]
     history_steps: int  # length of the amax history of delayed scaling
-    bf16_layers: tuple[int, ...] = ()  # layers without FP8 products; negative indices count from the end
+    # layers without FP8 products; negative indices count from the end
+    bf16_layers: tuple[int, ...] = ()
 
 
 class History(nnx.Variable):
-    """float32 [products, 3, steps]: amax of x, w and dout in the previous steps, latest first; 0: no step yet. Its
-    gradient is its next value."""
+    """float32 [products, 3, steps]: amax of x, w and dout in the previous steps, latest first; 0:
+    no step yet. Its gradient is its next value."""
 
 
 class IsBf16(nnx.Variable):
-    """float32 scalar: 1 in the layers of `Fp8.bf16_layers`, 0 in the others. An input like the parameters; a float, so
-    that it can be among the differentiated arguments."""
+    """float32 scalar: 1 in the layers of `Fp8.bf16_layers`, 0 in the others. An input like the
+    parameters; a float, so that it can be among the differentiated arguments."""
 
 
 class Matmuls(nnx.Module):
@@ -56,11 +58,17 @@ class Matmuls(nnx.Module):
         self.names = names
         self.fp8_names = () if fp8 is None else tuple(name for name in names if name in fp8.matmuls)
         is_delayed = fp8 is not None and fp8.scaling == "delayed"
-        self.history = History(jnp.zeros((len(names), 3, fp8.history_steps))) if is_delayed else None
-        self.is_bf16 = IsBf16(jnp.zeros(()), dims=()) if fp8 is not None and fp8.bf16_layers else None
+        self.history = (
+            History(jnp.zeros((len(names), 3, fp8.history_steps))) if is_delayed else None
+        )
+        self.is_bf16 = (
+            IsBf16(jnp.zeros(()), dims=()) if fp8 is not None and fp8.bf16_layers else None
+        )
 
     def __call__(self, name: str, subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        """einsum(subscripts, x, w) in the dtype of x; it contracts the last dimensions of x with the first of w."""
+        """einsum(subscripts, x, w) in the dtype of x; it contracts the last dimensions of x with
+        the first of w.
+        """
         assert name in self.names, name
         if name not in self.fp8_names:
             return product(subscripts, x, w)
@@ -77,13 +85,21 @@ def in_use(param: nnx.Param, shard: Sharder, dtype) -> jax.Array:
 
 
 def product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum(subscripts, x, w) in the dtype of x. If w is float32 and x is not, the gradient of w is not rounded."""
-    return jnp.einsum(subscripts, x, w) if w.dtype == x.dtype else float32_gradient_product(subscripts, x, w)
+    """einsum(subscripts, x, w) in the dtype of x. If w is float32 and x is not, the gradient of w
+    is not rounded.
+    """
+    return (
+        jnp.einsum(subscripts, x, w)
+        if w.dtype == x.dtype
+        else float32_gradient_product(subscripts, x, w)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def float32_gradient_product(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum(subscripts, x, w) with w rounded to the dtype of x; the gradient of w, a float32 array, is not rounded."""
+    """einsum(subscripts, x, w) with w rounded to the dtype of x; the gradient of w, a float32
+    array, is not rounded.
+    """
     return jnp.einsum(subscripts, x, w.astype(x.dtype))
 
 
@@ -96,28 +112,38 @@ def _float32_gradient_backward(subscripts, residuals, dout):
     operands, _, out_dims = subscripts.partition("->")
     x_dims, _, w_dims = operands.partition(",")
     dx = jnp.einsum(f"{out_dims},{w_dims}->{x_dims}", dout, w)
-    return dx, jnp.einsum(f"{x_dims},{out_dims}->{w_dims}", x, dout, preferred_element_type=jnp.float32)
+    return dx, jnp.einsum(
+        f"{x_dims},{out_dims}->{w_dims}", x, dout, preferred_element_type=jnp.float32
+    )
 
 
 float32_gradient_product.defvjp(_float32_gradient_forward, _float32_gradient_backward)
 
 
 def _num_contracted(subscripts: str) -> int:
-    """Number of contracted dimensions, 1 for "BTD,DNH->BTNH": the last of x and the first of w, in the same order."""
+    """Number of contracted dimensions, 1 for "BTD,DNH->BTNH": the last of x and the first of w, in
+    the same order.
+    """
     operands, _, result = subscripts.partition("->")
     x, _, w = operands.partition(",")
     num_contracted = (len(x) + len(w) - len(result)) // 2
-    assert x[:-num_contracted] + w[num_contracted:] == result and x[-num_contracted:] == w[:num_contracted], subscripts
+    assert (
+        x[:-num_contracted] + w[num_contracted:] == result
+        and x[-num_contracted:] == w[:num_contracted]
+    ), subscripts
     return num_contracted
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def fp8_product(x: jax.Array, w: jax.Array, history: jax.Array | None, num_contracted: int) -> jax.Array:
-    """The FP8 product that contracts the last `num_contracted` dimensions of x with the first of w, in the dtype of x.
+def fp8_product(
+    x: jax.Array, w: jax.Array, history: jax.Array | None, num_contracted: int
+) -> jax.Array:
+    """The FP8 product that contracts the last `num_contracted` dimensions of x with the first of w,
+    in the dtype of x.
 
     Args:
-      history: float32 [3, steps] as in `History` for delayed scaling, None for current scaling; its gradient is its
-        next value.
+      history: float32 [3, steps] as in `History` for delayed scaling, None for current scaling; its
+        gradient is its next value.
     """
     return _forward_rule(x, w, history, num_contracted)[0]
 
@@ -136,7 +162,9 @@ def _backward_rule(num_contracted, residuals, dout):
     num_rows = x_8.ndim - num_contracted
     contracted_with_w = range(num_rows, dout.ndim), range(num_contracted, w_8.ndim)
     dx = scaled_product(dout_8, w_8, contracted_with_w, dout_scale * w_scale, dout.dtype)
-    dw = scaled_product(x_8, dout_8, (range(num_rows), range(num_rows)), x_scale * dout_scale, dout.dtype)
+    dw = scaled_product(
+        x_8, dout_8, (range(num_rows), range(num_rows)), x_scale * dout_scale, dout.dtype
+    )
     if history is None:
         return dx, dw, None
     amax = jnp.stack([x_amax, w_amax, dout_amax])
@@ -150,10 +178,12 @@ fp8_product.defvjp(_forward_rule, _backward_rule)
 def fp8_or_bf16_product(
     x: jax.Array, w: jax.Array, history: jax.Array | None, is_bf16: jax.Array, num_contracted: int
 ) -> jax.Array:
-    """`fp8_product`, or a product in the dtype of x if the float32 scalar `is_bf16` is 1; its next history is then 0.
+    """`fp8_product`, or a product in the dtype of x if the float32 scalar `is_bf16` is 1; its next
+    history is then 0.
 
-    Only the operands are saved for the backward pass, which rounds them again: JAX's derivative of `lax.cond` saves the
-    residuals of all branches, which took a third more memory for the layers of a step.
+    Only the operands are saved for the backward pass, which rounds them again: JAX's derivative of
+    `lax.cond` saves the residuals of all branches, which took a third more memory for the layers of
+    a step.
     """
     return _either(is_bf16, lambda product: product(x, w, history, num_contracted))
 
@@ -191,8 +221,9 @@ def to_fp8(
       history: as in `fp8_product`; row: the index of x in it.
       axes: mesh axes over which x is split, if the function is called within `shard_map`.
 
-    The scale is a power of two: then only the rounding to `dtype` changes a value, and the product of two scales is
-    exact in bfloat16. FP8 values are floating-point numbers, so this costs no precision until they underflow.
+    The scale is a power of two: then only the rounding to `dtype` changes a value, and the product
+    of two scales is exact in bfloat16. FP8 values are floating-point numbers, so this costs no
+    precision until they underflow.
     """
     amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
     if axes:
@@ -205,7 +236,9 @@ def to_fp8(
     return quantize(x, dtype, scale, jnp.float32), scale, amax
 
 
-def scaled_product(a: jax.Array, b: jax.Array, contracted, scale: jax.Array, dtype, batch=((), ())) -> jax.Array:
+def scaled_product(
+    a: jax.Array, b: jax.Array, contracted, scale: jax.Array, dtype, batch=((), ())
+) -> jax.Array:
     """The product of two FP8 arrays, times a scale, in `dtype`.
 
     Args:

@@ -1,11 +1,12 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864), accurate at millions of positions.
 
 Layers of kind `full` use `model.rope_theta` with `model.rope_scaling`, layers of kind `sliding`
-`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Layers of kind `nope` have no position
-embedding.
+`model.sliding_rope_theta`, without scaling unless `model.sliding_rope_scaling`. Layers of kind
+`nope` have no position embedding.
 
-In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position = hi x 4096 + lo; the
-cosines and sines of both angles come from small tables computed in float64, and are combined by
+In float32 the angle position x frequency has an error of a radian at 2^25 positions. So position =
+hi x 4096 + lo; the cosines and sines of both angles come from small tables computed in float64, and
+are combined by
 
     cos(a + b) = cos a cos b - sin a sin b        sin(a + b) = sin a cos b + cos a sin b
 
@@ -26,12 +27,14 @@ LOW_TOKENS = 4096  # number of positions of the low table
 
 
 class RopeTables(NamedTuple):
-    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = head_dim x rope_fraction is rotated.
+    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = head_dim x rope_fraction
+    is rotated.
 
     With a leading dimension B, each sequence has tables of its own.
     """
 
-    high_cos: np.ndarray  # [ceil(max_tokens / 4096), R/2], multiplied by the attention factor, as high_sin
+    # [ceil(max_tokens / 4096), R/2], multiplied by the attention factor, as high_sin
+    high_cos: np.ndarray
     high_sin: np.ndarray
     low_cos: np.ndarray  # [4096, R/2]
     low_sin: np.ndarray
@@ -52,27 +55,38 @@ def depends_on_length(model: ModelConfig) -> bool:
     return model.rope_scaling in ("dynamic_ntk", "longrope")
 
 
-def rope_tables(model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None) -> RopeTables | None:
-    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None for `nope`.
+def rope_tables(
+    model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None
+) -> RopeTables | None:
+    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None
+    for `nope`.
 
     Args:
-      kind: as in `model.used_kinds`.
-      rope_tokens: the length that dynamic_ntk and longrope choose frequencies for: data.seq_len for all sequences of a
-        run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
-        Hugging Face directory. None: max_tokens.
+      kind: as in `model.used_kinds`. rope_tokens: the length that dynamic_ntk and longrope choose
+      frequencies for: data.seq_len for all sequences of a
+        run, also shorter documents and longer prompts; the length of the text for a model that was
+        loaded from a Hugging Face directory. None: max_tokens.
     """
     if model.attention_of(kind) == "nope":
         return None
-    radians, factor = rope_frequencies(model, kind, max_tokens if rope_tokens is None else rope_tokens)
+    radians, factor = rope_frequencies(
+        model, kind, max_tokens if rope_tokens is None else rope_tokens
+    )
     low = np.arange(min(LOW_TOKENS, max_tokens))
     high = np.arange(0, max_tokens, LOW_TOKENS)
     low_angles, high_angles = (np.outer(positions, radians) for positions in (low, high))
-    tables = (factor * np.cos(high_angles), factor * np.sin(high_angles), np.cos(low_angles), np.sin(low_angles))
+    tables = (
+        factor * np.cos(high_angles),
+        factor * np.sin(high_angles),
+        np.cos(low_angles),
+        np.sin(low_angles),
+    )
     return RopeTables(*(table.astype(jnp.float32) for table in tables))
 
 
 def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | None) -> jax.Array:
-    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions, the half-split order of Hugging Face weights.
+    """Rotates each pair (x[i], x[i + R/2]) of the first R dimensions, the half-split order of
+    Hugging Face weights.
 
     Args:
       x_BTNH: queries or keys, any float dtype; rotated in float32.
@@ -85,7 +99,9 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
     cos, sin = _cos_sin(positions_BT, tables)
     dim = 2 * tables.low_cos.shape[-1]
     first, second = jnp.split(x_BTNH[..., :dim].astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    rotated = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x_BTNH.dtype)
     if dim == x_BTNH.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x_BTNH[..., dim:]], axis=-1)
@@ -99,7 +115,10 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
             return jnp.take_along_axis(table, index_BT1, axis=1, mode="clip")[:, :, None]
         return jnp.asarray(table)[index_BT1]
 
-    high_BT1, low_BT1 = positions_BT[:, :, None] // LOW_TOKENS, positions_BT[:, :, None] % LOW_TOKENS
+    high_BT1, low_BT1 = (
+        positions_BT[:, :, None] // LOW_TOKENS,
+        positions_BT[:, :, None] % LOW_TOKENS,
+    )
     high_cos, high_sin = rows(tables.high_cos, high_BT1), rows(tables.high_sin, high_BT1)
     low_cos, low_sin = rows(tables.low_cos, low_BT1), rows(tables.low_sin, low_BT1)
     return high_cos * low_cos - high_sin * low_sin, high_sin * low_cos + high_cos * low_sin
@@ -108,9 +127,10 @@ def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, ja
 def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies:
     """Frequencies of the layers of one kind that has RoPE.
 
-    linear: Chen et al. 2023, arXiv:2306.15595. ntk: Peng et al. 2023, arXiv:2309.00071, section 3.1. dynamic_ntk:
-    section 3.3, with the base of transformers. yarn: sections 3.2 and 3.4, with the ramp over dimensions of the
-    authors' code. longrope: Ding et al. 2024, arXiv:2402.13753. llama3: Meta's llama-models, `apply_scaling`.
+    linear: Chen et al. 2023, arXiv:2306.15595. ntk: Peng et al. 2023, arXiv:2309.00071, section
+    3.1. dynamic_ntk: section 3.3, with the base of transformers. yarn: sections 3.2 and 3.4, with
+    the ramp over dimensions of the authors' code. longrope: Ding et al. 2024, arXiv:2402.13753.
+    llama3: Meta's llama-models, `apply_scaling`.
 
     Args:
       seq_len: length that dynamic_ntk and longrope depend on.
@@ -132,9 +152,15 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
         divisors = scale
     elif model.rope_scaling == "longrope":
         is_long = seq_len > model.rope_scaling_original_tokens
-        divisors = np.array(model.rope_scaling_long_factors if is_long else model.rope_scaling_short_factors)
+        divisors = np.array(
+            model.rope_scaling_long_factors if is_long else model.rope_scaling_short_factors
+        )
     elif model.rope_scaling in ("yarn", "llama3"):
-        kept = _yarn_kept(model, dim, theta) if model.rope_scaling == "yarn" else _llama3_kept(model, unscaled)
+        kept = (
+            _yarn_kept(model, dim, theta)
+            if model.rope_scaling == "yarn"
+            else _llama3_kept(model, unscaled)
+        )
         return Frequencies(kept * unscaled + (1 - kept) * unscaled / scale, attention_factor(model))
     return Frequencies(unscaled / divisors, attention_factor(model))
 
@@ -145,10 +171,14 @@ def _powers(theta: float, dim: int) -> np.ndarray:
 
 
 def _yarn_kept(model: ModelConfig, dim: int, theta: float) -> np.ndarray:
-    """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor, linear between."""
+    """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor,
+    linear between.
+    """
 
     def dimension(num_turns: float) -> float:
-        """Index, not rounded, of the frequency that makes `num_turns` turns within the original context."""
+        """Index, not rounded, of the frequency that makes `num_turns` turns within the original
+        context.
+        """
         wavelength = model.rope_scaling_original_tokens / num_turns
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -161,7 +191,9 @@ def _yarn_kept(model: ModelConfig, dim: int, theta: float) -> np.ndarray:
 
 
 def _llama3_kept(model: ModelConfig, frequencies: np.ndarray) -> np.ndarray:
-    """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor, linear between."""
+    """float64 [R/2]: 1 for frequencies that are unchanged, 0 for those divided by the factor,
+    linear between.
+    """
     turns = model.rope_scaling_original_tokens * frequencies / (2 * math.pi)
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     return np.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -1,6 +1,8 @@
-"""Figures of a plan: the mesh on its hardware, the timeline of a layer, memory by kind, communication by link.
+"""Figures of a plan: the mesh on its hardware, the timeline of a layer, memory by kind,
+communication by link.
 
-The page of a plan shows them as SVG, whose text and lines take the color of the page: it may be dark.
+The page of a plan shows them as SVG, whose text and lines take the color of the page: it may be
+dark.
 """
 
 import io
@@ -30,22 +32,28 @@ from jaxlc.simulate.timeline import KERNELS, LAYER_PASSES, LayerEvent, Predictio
 from jaxlc.simulate.topology import Topology
 
 _AXIS_COLORS = {DATA: GRAY, FSDP: AMBER, CONTEXT: RED, TENSOR: TEAL}
-_RANK_COLORS = LinearSegmentedColormap.from_list("ranks", ["#d3e3f3", "#8fb4dc", "#1f5fa8", "#12325a"])
+_RANK_COLORS = LinearSegmentedColormap.from_list(
+    "ranks", ["#d3e3f3", "#8fb4dc", "#1f5fa8", "#12325a"]
+)
 _MAX_GPUS = 256  # in a figure, which shows the first domains of a larger cluster
-_MAX_COLUMNS, _MAX_LINES = 16, 14  # GPUs next to each other in a domain; lines of GPUs in domains above each other
+# GPUs next to each other in a domain; lines of GPUs in domains above each other
+_MAX_COLUMNS, _MAX_LINES = 16, 14
 _SQUARE, _WIDTH = 0.76, 8.5  # GPU, in units of the distance between two; figure, in inches
 _LEGEND_CHARS = 120  # characters that fit a line of the legend
 
 
-def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[CollectiveStats] = ()) -> Figure:
-    """The mesh on its hardware: squares are GPUs, colored by context rank, in nodes and NVLink domains.
+def mesh_figure(
+    mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[CollectiveStats] = ()
+) -> Figure:
+    """The mesh on its hardware: squares are GPUs, colored by context rank, in nodes and NVLink
+    domains.
 
-    Arrows and outlines show the groups of GPU 0. Of more than 256 GPUs only the first domains are drawn, and the legend
-    says so.
+    Arrows and outlines show the groups of GPU 0. Of more than 256 GPUs only the first domains are
+    drawn, and the legend says so.
 
     Args:
-      mesh: sizes of the mesh axes, slowest first.
-      collectives: the collectives of a plan, for the bytes per axis; they show whether context is a ring. Empty: a ring
+      mesh: sizes of the mesh axes, slowest first. collectives: the collectives of a plan, for the
+      bytes per axis; they show whether context is a ring. Empty: a ring
         is assumed.
     Raises:
       UserError: the mesh and `gpus` have different numbers of devices.
@@ -57,9 +65,14 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
     active = {axis: size for axis, size in mesh.items() if size > 1}
     devices = np.arange(gpus.num_gpus).reshape(tuple(active.values()))
     centers = _centers(active, gpus)
-    is_ring = not collectives or any(x.kind == "collective-permute" and CONTEXT in x.axes for x in collectives)
+    is_ring = not collectives or any(
+        x.kind == "collective-permute" and CONTEXT in x.axes for x in collectives
+    )
     lines = _legend(devices, list(active), gpus, collectives, is_ring)
-    handles = [Patch(color=color, label="\n".join(textwrap.wrap(text, _LEGEND_CHARS))) for color, text in lines]
+    handles = [
+        Patch(color=color, label="\n".join(textwrap.wrap(text, _LEGEND_CHARS)))
+        for color, text in lines
+    ]
     width, height = np.ptp(centers, axis=0) + (2.6, 1.4)
     inches = min(0.5, _WIDTH / width)  # between two GPUs
     figure = plot_style.new_figure(_WIDTH, inches * height + 0.6 + 0.2 * len(handles))
@@ -68,7 +81,13 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
     for number, box in enumerate(_boxes(centers, gpus.gpus_per_domain, 0.58)):
         axes.add_patch(Rectangle(*box, fill=False, edgecolor=GRAY, linewidth=0.9))
         side = box[0] + (box[1] + 0.1, box[2] / 2)
-        axes.text(*side, f"{'node' if is_node else 'domain'} {number}", fontsize=6.5, color=GRAY, va="center")
+        axes.text(
+            *side,
+            f"{'node' if is_node else 'domain'} {number}",
+            fontsize=6.5,
+            color=GRAY,
+            va="center",
+        )
     for box in [] if is_node else _boxes(centers, gpus.gpus_per_node, 0.46):
         axes.add_patch(Rectangle(*box, facecolor=FAINT, linewidth=0, zorder=0))
     _draw_gpus(axes, centers, active, inches)
@@ -82,17 +101,27 @@ def mesh_figure(mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[C
     axes.set_aspect("equal")
     axes.autoscale()
     axes.set_axis_off()
-    figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, handlelength=0.9)
+    figure.legend(
+        handles=handles, loc="outside lower left", frameon=False, fontsize=8, handlelength=0.9
+    )
     domains = count_text(gpus.num_domains, "NVLink domain")
-    plot_style.set_title(figure, f"{mesh_text(active) or '1 GPU'} on {gpus}: {domains} of {gpus.gpus_per_domain} GPUs")
+    plot_style.set_title(
+        figure,
+        f"{mesh_text(active) or '1 GPU'} on {gpus}: {domains} of {gpus.gpus_per_domain} GPUs",
+    )
     return figure
 
 
 def _centers(active: Mapping[str, int], gpus: Topology) -> np.ndarray:
-    """float [GPUs, 2]. The lines of a domain hold whole groups of the last mesh axis and whole nodes, if possible."""
+    """float [GPUs, 2]. The lines of a domain hold whole groups of the last mesh axis and whole
+    nodes, if possible.
+    """
     per_domain, last = gpus.gpus_per_domain, next(reversed(active.values()), 1)
     sizes = [size for size in range(1, min(per_domain, _MAX_COLUMNS) + 1) if per_domain % size == 0]
-    columns = max(sizes, key=lambda size: (size % last == 0, size % min(gpus.gpus_per_node, per_domain) == 0, size))
+    columns = max(
+        sizes,
+        key=lambda size: (size % last == 0, size % min(gpus.gpus_per_node, per_domain) == 0, size),
+    )
     height = per_domain // columns + 0.5
     num_domains = min(gpus.num_domains, max(1, _MAX_GPUS // per_domain))
     domains_per_column = math.ceil(num_domains / math.ceil(num_domains * height / _MAX_LINES))
@@ -116,33 +145,65 @@ def _draw_gpus(axes: Axes, centers: np.ndarray, active: Mapping[str, int], inche
         axes.add_patch(Rectangle(*box, facecolor=_RANK_COLORS(shade), linewidth=0, zorder=2))
         texts = [f"{axis[0]}{rank}" for axis, rank in ranks.items()] or ["0"]
         lines = [" ".join(texts[first : first + 2]) for first in range(0, len(texts), 2)]
-        color, fontsize = "white" if shade > 0.5 else "#12325a", inches * 70 / max(5, *map(len, lines))
-        axes.text(*centers[gpu], "\n".join(lines), fontsize=fontsize, color=color, ha="center", va="center", zorder=3)
+        color, fontsize = (
+            "white" if shade > 0.5 else "#12325a",
+            inches * 70 / max(5, *map(len, lines)),
+        )
+        axes.text(
+            *centers[gpu],
+            "\n".join(lines),
+            fontsize=fontsize,
+            color=color,
+            ha="center",
+            va="center",
+            zorder=3,
+        )
 
 
 def _draw_ring(axes: Axes, centers: np.ndarray, members: np.ndarray) -> None:
-    """Arrows from each context rank to the next one; arrows to distant GPUs are arcs behind the squares."""
+    """Arrows from each context rank to the next one; arrows to distant GPUs are arcs behind the
+    squares.
+    """
     for sender, receiver in zip(members, np.roll(members, -1)):
         if max(sender, receiver) < len(centers):
             distance = np.hypot(*(centers[receiver] - centers[sender]))
             shift = (centers[receiver] - centers[sender]) / distance * _SQUARE / 2
             arc = "arc3" if distance < 1.8 else "arc3,rad=-0.2"
-            style = dict(arrowstyle="-|>", connectionstyle=arc, shrinkA=0, shrinkB=0, mutation_scale=8, clip_on=False)
+            style = dict(
+                arrowstyle="-|>",
+                connectionstyle=arc,
+                shrinkA=0,
+                shrinkB=0,
+                mutation_scale=8,
+                clip_on=False,
+            )
             ends = centers[sender] + shift, centers[receiver] - shift
             axes.add_patch(FancyArrowPatch(*ends, color=RED, linewidth=1.4, zorder=1, **style))
 
 
 def _legend(
-    devices: np.ndarray, names: Sequence[str], gpus: Topology, collectives: Sequence[CollectiveStats], is_ring: bool
+    devices: np.ndarray,
+    names: Sequence[str],
+    gpus: Topology,
+    collectives: Sequence[CollectiveStats],
+    is_ring: bool,
 ) -> Iterator[tuple[str, str]]:
-    """(color, text) of each axis: its size, link, and bytes of collectives; and of combinations of axes."""
+    """(color, text) of each axis: its size, link, and bytes of collectives; and of combinations of
+    axes.
+    """
     for dim, axis in enumerate(names):
         domains = np.moveaxis(devices, dim, 0) // gpus.gpus_per_domain
-        link = "across domains, over the network" if (domains != domains[0]).any() else "within a domain, over NVLink"
+        link = (
+            "across domains, over the network"
+            if (domains != domains[0]).any()
+            else "within a domain, over NVLink"
+        )
         text = f"{axis}: {'rings' if axis == CONTEXT and is_ring else 'groups'} of {len(domains)} {link}"
         yield _AXIS_COLORS[axis], "; ".join([text, *_sent((axis,), collectives)])
     for several in dict.fromkeys(stats.axes for stats in collectives if len(stats.axes) > 1):
-        yield from (("none", f"{' + '.join(several)}: {text}") for text in _sent(several, collectives))
+        yield from (
+            ("none", f"{' + '.join(several)}: {text}") for text in _sent(several, collectives)
+        )
     if gpus.gpus_per_node < gpus.gpus_per_domain:
         yield FAINT, f"nodes of {gpus.gpus_per_node} GPUs"
     num_drawn = max(1, _MAX_GPUS // gpus.gpus_per_domain)
@@ -171,13 +232,16 @@ _LANES = (KERNELS, *_LANE_COLORS)  # top to bottom
 
 
 def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed: bool) -> Figure:
-    """Kernels and transfers of one layer over time; the kernels lane is red where kernels wait for a transfer.
+    """Kernels and transfers of one layer over time; the kernels lane is red where kernels wait for
+    a transfer.
 
     Args:
       timeline: see `layer_timeline`; must not be empty.
       is_recomputed: the backward contains a recomputation of the forward.
     """
-    by_pass = {name: [event for event in timeline if event.pass_name == name] for name in LAYER_PASSES}
+    by_pass = {
+        name: [event for event in timeline if event.pass_name == name] for name in LAYER_PASSES
+    }
     passes = {name: pass_events for name, pass_events in by_pass.items() if pass_events}
     lanes = [lane for lane in _LANES if any(event.lane == lane for event in timeline)]
     figure = plot_style.new_figure(9.5, 0.9 + len(passes) * (0.75 + 0.34 * len(lanes)))
@@ -189,11 +253,15 @@ def timeline_figure(timeline: Sequence[LayerEvent], title: str, *, is_recomputed
         note = f", of which kernels wait {two_digits(waiting)} {unit}" if waiting else ""
         recomputed = " with recomputation" if is_recomputed and name == "backward" else ""
         axes.set_title(
-            f"{name}{recomputed}: {two_digits(factor * _end(pass_events))} {unit}{note}", loc="left", fontsize=9
+            f"{name}{recomputed}: {two_digits(factor * _end(pass_events))} {unit}{note}",
+            loc="left",
+            fontsize=9,
         )
     handles = [Patch(color=color, label=kind) for kind, color in _KERNEL_COLORS.items()]
     handles.append(Patch(color=_WAIT_COLOR, label="kernels wait (exposed)"))
-    figure.legend(handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8)
+    figure.legend(
+        handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8
+    )
     plot_style.set_title(figure, title)
     return figure
 
@@ -206,10 +274,14 @@ def _draw(axes: Axes, timeline: list[LayerEvent], lanes: list[str]) -> None:
     bars[KERNELS, _WAIT_COLOR] = list(_waits(timeline))
     factor, unit = _unit(timeline)
     for (lane, color), intervals in bars.items():
-        corners = [[(factor * x, y - lanes.index(lane)) for x, y in _corners(*interval)] for interval in intervals]
+        corners = [
+            [(factor * x, y - lanes.index(lane)) for x, y in _corners(*interval)]
+            for interval in intervals
+        ]
         # Events narrower than a pixel are visible by their edge.
         edge = 0 if color == _WAIT_COLOR else 0.3
-        paths = Path.make_compound_path(*(Path(points, closed=True) for points in corners))  # one: a small SVG
+        # one: a small SVG
+        paths = Path.make_compound_path(*(Path(points, closed=True) for points in corners))
         axes.add_patch(PathPatch(paths, color=color, linewidth=edge))
     axes.set_yticks([-index for index in range(len(lanes))], lanes, fontsize=9)
     axes.set_ylim(-len(lanes) + 0.5, 0.5)
@@ -227,9 +299,13 @@ def _corners(start: float, end: float) -> tuple[tuple[float, float], ...]:
 
 
 def _waits(timeline: list[LayerEvent]) -> Iterator[tuple[float, float]]:
-    """(start, end) in seconds of the gaps between kernels, in which the next kernel waits for a transfer."""
+    """(start, end) in seconds of the gaps between kernels, in which the next kernel waits for a
+    transfer.
+    """
     now = 0.0
-    kernels = [(event.start_seconds, event.end_seconds) for event in timeline if event.lane == KERNELS]
+    kernels = [
+        (event.start_seconds, event.end_seconds) for event in timeline if event.lane == KERNELS
+    ]
     end = _end(timeline)
     for start, kernel_end in [*kernels, (end, end)]:
         if start - now > 1e-9:
@@ -257,7 +333,9 @@ def memory_figure(memory: Memory, title: str) -> Figure:
     figure = plot_style.new_figure(9.5, 4.1 if uses_host else 1.95)
     figure.get_layout_engine().set(h_pad=0.09)
     device, *host = figure.subplots(2 if uses_host else 1, 1, squeeze=False).flat
-    _memory_bar(device, "GPU", _device_parts(memory), memory.usable_bytes, memory.device_capacity_bytes)
+    _memory_bar(
+        device, "GPU", _device_parts(memory), memory.usable_bytes, memory.device_capacity_bytes
+    )
     for axes in host:
         usable_bytes, capacity_bytes = memory.usable_host_bytes, memory.host_capacity_per_node_bytes
         _memory_bar(axes, "node: host memory", _host_parts(memory), usable_bytes, capacity_bytes)
@@ -280,17 +358,25 @@ def _device_parts(memory: Memory) -> _Parts:
 
 def _host_parts(memory: Memory) -> _Parts:
     num_gpus = memory.host_bytes_per_node // memory.host_bytes_per_device
-    parameters, optimizer = num_gpus * memory.host_parameters_bytes, num_gpus * memory.host_optimizer_bytes
+    parameters, optimizer = (
+        num_gpus * memory.host_parameters_bytes,
+        num_gpus * memory.host_optimizer_bytes,
+    )
     return {
         "parameters": (parameters, BLUE),
         "optimizer state": (optimizer, SKY),
         "gradients and activations": (memory.host_bytes_per_node - parameters - optimizer, TEAL),
-        "rest of the pools": (max(0, memory.host_pools_per_node_bytes - memory.host_bytes_per_node), GRAY),
+        "rest of the pools": (
+            max(0, memory.host_pools_per_node_bytes - memory.host_bytes_per_node),
+            GRAY,
+        ),
         "checkpoint staging": (memory.staging_bytes_per_node, SILVER),
     }
 
 
-def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capacity_bytes: float) -> None:
+def _memory_bar(
+    axes: Axes, name: str, parts: _Parts, usable_bytes: float, capacity_bytes: float
+) -> None:
     used_bytes = sum(num_bytes for num_bytes, _ in parts.values())
     limit = max(1.02 * capacity_bytes, 1.02 * usable_bytes, 1.04 * used_bytes) / _GIB
     left = 0.0
@@ -298,9 +384,25 @@ def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capac
         if num_bytes < 2**20:
             continue
         width = num_bytes / _GIB
-        axes.barh(0, width, left=left, height=0.62, color=color, linewidth=0, label=f"{part} {gib(num_bytes)}")
+        axes.barh(
+            0,
+            width,
+            left=left,
+            height=0.62,
+            color=color,
+            linewidth=0,
+            label=f"{part} {gib(num_bytes)}",
+        )
         if width > 0.06 * limit:
-            axes.text(left + width / 2, 0, gib(num_bytes), ha="center", va="center", fontsize=8, color="white")
+            axes.text(
+                left + width / 2,
+                0,
+                gib(num_bytes),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white",
+            )
         left += width
     is_over = used_bytes > usable_bytes
     color = RED if is_over else GRAY
@@ -318,13 +420,19 @@ def _memory_bar(axes: Axes, name: str, parts: _Parts, usable_bytes: float, capac
     axes.spines["left"].set_visible(False)
 
 
-def links_figure(collectives: Sequence[CollectiveStats], predicted: Prediction, title: str) -> Figure:
-    """Left: bytes that each GPU sends in one step, by collective. Right: estimated hidden and exposed time by link."""
+def links_figure(
+    collectives: Sequence[CollectiveStats], predicted: Prediction, title: str
+) -> Figure:
+    """Left: bytes that each GPU sends in one step, by collective. Right: estimated hidden and
+    exposed time by link.
+    """
     rows = _collective_rows(collectives)
     figure = plot_style.new_figure(9.5, 1.35 + 0.27 * max(len(rows), 3))
     sent, seconds = figure.subplots(1, 2, width_ratios=(3, 2))
     for place, (_, num_bytes, count, link) in enumerate(rows):
-        sent.barh(place, num_bytes / _GIB, height=0.66, color=LINK_COLORS.get(link, SILVER), linewidth=0)
+        sent.barh(
+            place, num_bytes / _GIB, height=0.66, color=LINK_COLORS.get(link, SILVER), linewidth=0
+        )
         sent.annotate(f"{num_bytes / _GIB:,.3g} GiB, {count:,} calls", (num_bytes / _GIB, place), (4, 0),
                       textcoords="offset points", va="center", fontsize=7.5, color=GRAY)  # fmt: skip
     largest = max((num_bytes for _, num_bytes, _, _ in rows), default=_GIB) / _GIB
@@ -350,14 +458,20 @@ def _collective_rows(collectives: Sequence[CollectiveStats]) -> list[tuple[str, 
     by_name: dict[tuple[str, str], list[int]] = {}
     for stats in collectives:
         link = "network" if stats.crosses_domains else "NVLink"
-        totals = by_name.setdefault((f"{stats.kind}, {'+'.join(stats.axes) or 'all'}", link), [0, 0])
+        totals = by_name.setdefault(
+            (f"{stats.kind}, {'+'.join(stats.axes) or 'all'}", link), [0, 0]
+        )
         totals[0] += stats.bytes
         totals[1] += stats.count
-    rows = sorted(((name, *totals, link) for (name, link), totals in by_name.items()), key=lambda row: -row[1])
+    rows = sorted(
+        ((name, *totals, link) for (name, link), totals in by_name.items()), key=lambda row: -row[1]
+    )
     large = [row for row in rows[:_MAX_ROWS] if row[1] >= 2**20]
     rest = rows[len(large) :]
     if rest:
-        large.append((f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest), ""))
+        large.append(
+            (f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest), "")
+        )
     return large
 
 
@@ -369,11 +483,27 @@ def _seconds_by_link(axes: Axes, predicted: Prediction) -> None:
         exposed = median * predicted.seconds_by_resource.get(link, 0.0)
         hidden = max(0.0, median * totals[link] - exposed)
         first = place == 0
-        axes.barh(place, hidden, height=0.5, color=SILVER, linewidth=0, label="hidden" if first else None)
-        axes.barh(place, exposed, left=hidden, height=0.5, color=RED, linewidth=0, label="exposed" if first else None)
+        axes.barh(
+            place, hidden, height=0.5, color=SILVER, linewidth=0, label="hidden" if first else None
+        )
+        axes.barh(
+            place,
+            exposed,
+            left=hidden,
+            height=0.5,
+            color=RED,
+            linewidth=0,
+            label="exposed" if first else None,
+        )
         note = f"{seconds_text(hidden + exposed)}, {seconds_text(exposed)} exposed"
         axes.annotate(
-            note, (hidden + exposed, place), (4, 0), textcoords="offset points", va="center", fontsize=7.5, color=GRAY
+            note,
+            (hidden + exposed, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+            color=GRAY,
         )
     longest = median * max((totals[link] for link in links), default=1.0)
     axes.set(xlim=(0, 1.6 * longest), ylim=(max(len(links), 1) - 0.5, -0.5))
@@ -393,14 +523,21 @@ _SMALLER = (  # (pattern, replacement): they halve the size of matplotlib's SVG
 
 
 def svg(figure: Figure) -> str:
-    """A figure as an SVG element with a transparent background, whose black text and lines take the page's color."""
+    """A figure as an SVG element with a transparent background, whose black text and lines take the
+    page's color.
+    """
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxlc"}):  # text as text; reproducible ids
-        figure.savefig(text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    # text as text; reproducible ids
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxlc"}):
+        figure.savefig(
+            text, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
+        )
     element = text.getvalue()
     style = "width:100%;height:auto;display:block;overflow:visible;fill:currentColor;font-family:system-ui,sans-serif"
     element = f'<svg style="{style}"' + element[element.index("<svg") + len("<svg") :]
     for pattern, replacement in _SMALLER:
         element = re.sub(pattern, replacement, element, flags=re.DOTALL)
     element = element.replace("stroke: #000000", "stroke: currentColor")
-    return element.replace(f"stroke: {FAINT}", "stroke: rgba(128,128,128,0.28)").replace(GRAY, "#808894")
+    return element.replace(f"stroke: {FAINT}", "stroke: rgba(128,128,128,0.28)").replace(
+        GRAY, "#808894"
+    )

@@ -1,4 +1,6 @@
-"""Estimated times of a step for packed sequences with given documents: the best, a typical and the worst sequence."""
+"""Estimated times of a step for packed sequences with given documents: the best, a typical and the
+worst sequence.
+"""
 
 import dataclasses
 import re
@@ -36,13 +38,17 @@ class PackingEstimate:
     num_documents: float  # documents per sequence
     longest_document: int  # tokens
     padding_share: float  # fraction of the tokens
-    pairs_share: float  # pairs of a query and a key, relative to one document of the same number of tokens
-    ring_cost: float  # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
-    replica_cost: float  # pairs of the slowest replica of each microbatch, relative to the mean of the replicas
+    # pairs of a query and a key, relative to one document of the same number of tokens
+    pairs_share: float
+    # sum over ring steps of the slowest rank's pairs, relative to the mean of the ranks
+    ring_cost: float
+    # pairs of the slowest replica of each microbatch, relative to the mean of the replicas
+    replica_cost: float
     attention_seconds: float  # all attention kernels of the step
     step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
-    mfu_documents: float  # model FLOPs with the pairs of the documents, over the bf16 peak of all devices
+    # model FLOPs with the pairs of the documents, over the bf16 peak of all devices
+    mfu_documents: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +81,11 @@ def read_documents(config: Config, source: str) -> Documents:
     """The documents of some sequences.
 
     Args:
-      source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in documents of an
-        eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64", in which
-        "tree:131072+8x8192" is a prefix that 8 documents continue. Without attention.shared_prefixes, these are 8
-        documents of 139,264 tokens, which may take several sequences.
+      source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in
+        documents of an eighth of the sequence or more; or the lengths of the documents of one
+        sequence, "65536,1024x64", in which "tree:131072+8x8192" is a prefix that 8 documents
+        continue. Without attention.shared_prefixes, these are 8 documents of 139,264 tokens, which
+        may take several sequences.
     Raises:
       UserError: none of these, the documents do not fit a sequence, or the corpus cannot be read.
     """
@@ -93,7 +100,10 @@ def read_documents(config: Config, source: str) -> Documents:
         return Documents(source, [mix_of_lengths(rng, seq_len) for _ in range(num_sequences)])
     if source == CORPUS:
         train = open_corpus(config.data).train
-        return Documents(source, [train.document_lengths(i) for i in range(min(train.num_sequences, num_sequences))])
+        return Documents(
+            source,
+            [train.document_lengths(i) for i in range(min(train.num_sequences, num_sequences))],
+        )
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
         return Documents(source, _separate_rows(source, lengths, prefixes, seq_len))
@@ -105,8 +115,11 @@ def read_documents(config: Config, source: str) -> Documents:
     return Documents(source, [np.array(lengths)], tuple(prefixes))
 
 
-def _separate_rows(source: str, lengths: Sequence[int], prefixes: Sequence[int], seq_len: int) -> list[np.ndarray]:
-    """Sequences in which each branch repeats its prefix; a document is in the first sequence that has room.
+def _separate_rows(
+    source: str, lengths: Sequence[int], prefixes: Sequence[int], seq_len: int
+) -> list[np.ndarray]:
+    """Sequences in which each branch repeats its prefix; a document is in the first sequence that
+    has room.
 
     Raises:
       UserError: a document is longer than a sequence.
@@ -129,8 +142,9 @@ def _separate_rows(source: str, lengths: Sequence[int], prefixes: Sequence[int],
 
 
 def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """Documents of one sequence without padding: 60% of the tokens are in documents of at least an eighth of the
-    sequence, the others in shorter ones from 256 tokens. Both kinds are log-uniform, in random order."""
+    """Documents of one sequence without padding: 60% of the tokens are in documents of at least an
+    eighth of the sequence, the others in shorter ones from 256 tokens. Both kinds are log-uniform,
+    in random order."""
     lengths: list[int] = []
     shortest = max(1, min(_MIX_MIN_TOKENS, num_tokens // 8))
     longest_short = max(num_tokens // 8, shortest + 1)
@@ -144,7 +158,9 @@ def mix_of_lengths(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
 
 
 def _parse(source: str) -> tuple[list[int], list[int]]:
-    """ "65536,1024x64" as one length and 64 equal ones; and the numbers of the documents that they continue."""
+    """ "65536,1024x64" as one length and 64 equal ones; and the numbers of the documents that they
+    continue.
+    """
     lengths: list[int] = []
     prefixes: list[int] = []
     for part in source.split(","):
@@ -169,7 +185,8 @@ def _parse(source: str) -> tuple[list[int], list[int]]:
 def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstimates:
     """Estimates of the compiled step for these sequences.
 
-    In the mean, each microbatch takes as long as the replica with the most work, since replicas wait for each other.
+    In the mean, each microbatch takes as long as the replica with the most work, since replicas
+    wait for each other.
     """
     config, order = program.model.config, program.step.sequence_order
     sequences = [
@@ -187,9 +204,14 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
     chosen = {"best": by_work[0], "typical": by_work[len(by_work) // 2], "worst": by_work[-1]}
     if len(by_work) == 1:
         chosen = {"each": by_work[0]}
-    estimates = [_estimate(name, [sequence], [(1.0, sequence.work)], program) for name, sequence in chosen.items()]
+    estimates = [
+        _estimate(name, [sequence], [(1.0, sequence.work)], program)
+        for name, sequence in chosen.items()
+    ]
     if len(by_work) > 1:
-        estimates.append(_estimate("mean", sequences, mean_of_microbatches(config, sequences), program))
+        estimates.append(
+            _estimate("mean", sequences, mean_of_microbatches(config, sequences), program)
+        )
     return PackingEstimates(
         source=documents.source,
         order=order.description,
@@ -199,7 +221,10 @@ def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstim
 
 
 def _estimate(
-    name: str, sequences: Sequence[SequenceWork], works: Sequence[tuple[float, AttentionWork]], program: StepProgram
+    name: str,
+    sequences: Sequence[SequenceWork],
+    works: Sequence[tuple[float, AttentionWork]],
+    program: StepProgram,
 ) -> PackingEstimate:
     """`works`: shares of the microbatches, and their work."""
     config, gpus = program.model.config, program.model.gpus
@@ -217,9 +242,13 @@ def _estimate(
         pairs_share=pairs / document_pairs(config.model, [num_tokens]),
         ring_cost=_mean(sequence.ring_cost for sequence in sequences),
         replica_cost=pairs_of_ranks / _mean(sequence.work.total for sequence in sequences),
-        attention_seconds=sum(share * x.seconds_by_kind.get("attention", 0.0) for share, x in predictions),
+        attention_seconds=sum(
+            share * x.seconds_by_kind.get("attention", 0.0) for share, x in predictions
+        ),
         step_seconds=step_seconds,
-        tokens_per_second_per_device=config.train.global_batch_size * num_tokens / (step_seconds * gpus.num_gpus),
+        tokens_per_second_per_device=config.train.global_batch_size
+        * num_tokens
+        / (step_seconds * gpus.num_gpus),
         mfu_documents=flops / (step_seconds * gpus.num_gpus * gpus.device.bf16_flops_per_second),
     )
 

@@ -1,4 +1,6 @@
-"""The training step as a program that is compiled ahead of time: its memory, collectives, ring and kernels."""
+"""The training step as a program that is compiled ahead of time: its memory, collectives, ring and
+kernels.
+"""
 
 import os
 import tempfile
@@ -21,7 +23,13 @@ from jaxlc.hlo.collectives import Collective, mesh_axes
 from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER, is_expert_kernel
 from jaxlc.hlo.memory_dump import Dump, Launches, count_launches, read
 from jaxlc.hlo.parser import Instruction, pass_of
-from jaxlc.plan.memory import Memory, host_pools_per_node_bytes, nccl_bytes, unified_host_bytes, workspace_bytes
+from jaxlc.plan.memory import (
+    Memory,
+    host_pools_per_node_bytes,
+    nccl_bytes,
+    unified_host_bytes,
+    workspace_bytes,
+)
 from jaxlc.runtime import memory as memory_pools
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.time_model import TimeModel
@@ -34,11 +42,11 @@ from jaxlc.step.step import TrainStep
 from jaxlc.step.verify_compiled import place_params, place_state
 
 _NVSHMEM_HEAP_BYTES = 2**30  # the default of NVSHMEM_SYMMETRIC_SIZE, NVSHMEM's documentation
-# XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though more would fit. Near
-# that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95 is
-# xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). In the 8B step compiled for 8
-# H100s, 864 of 896 permutes were hidden at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7
-# GiB more.
+# XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though
+# more would fit. Near that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc,
+# GetSchedulerMemoryLimit; the 95 is xla_gpu_memory_limit_slop_factor, which the presets of
+# runtime/xla_flags.py raise). In the 8B step compiled for 8 H100s, 864 of 896 permutes were hidden
+# at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7 GiB more.
 _SLOP_PERCENT = 95
 
 
@@ -57,7 +65,9 @@ class CompiledProgram:
 
     @property
     def temp_bytes(self) -> int:
-        """Temporaries and results in device memory, without symmetric buffers and results in donated arguments."""
+        """Temporaries and results in device memory, without symmetric buffers and results in
+        donated arguments.
+        """
         stats = self.compiled.memory_analysis()
         results = stats.output_size_in_bytes - stats.alias_size_in_bytes
         return stats.temp_size_in_bytes - self.dump.symmetric_bytes + results
@@ -73,12 +83,16 @@ def compile_step(step: TrainStep) -> CompiledProgram:
 
 
 def compile_evaluation(step: TrainStep) -> CompiledProgram:
-    """The evaluation of one microbatch, `TrainStep.jitted_evaluation`. Raises UserError as `compile_step`."""
+    """The evaluation of one microbatch, `TrainStep.jitted_evaluation`. Raises UserError as
+    `compile_step`.
+    """
     return _compiled(step, step.lower_evaluation, place_params, step.compile_evaluation)
 
 
 def compile_log_probs(step: TrainStep) -> CompiledProgram:
-    """The log-probabilities of a batch, `TrainStep.jitted_log_probs`. Raises UserError as `compile_step`."""
+    """The log-probabilities of a batch, `TrainStep.jitted_log_probs`. Raises UserError as
+    `compile_step`.
+    """
     return _compiled(step, step.lower_log_probs, place_params, step.compile_log_probs)
 
 
@@ -104,7 +118,9 @@ def _compiled(
             if first_line.startswith("INTERNAL"):
                 advice = f"this is a defect of the compiler of JAX {jax.__version__}: use another version"
             seq_len = step.config.data.seq_len
-            raise UserError(f"compilation failed with config.data.seq_len={seq_len}: {first_line}; {advice}") from error
+            raise UserError(
+                f"compilation failed with config.data.seq_len={seq_len}: {first_line}; {advice}"
+            ) from error
         dump = read(Path(directory))
     seconds = time.perf_counter() - start_seconds
     program = analyze(compiled.as_text(), dump.thunks)
@@ -112,7 +128,9 @@ def _compiled(
 
 
 def _compiled_without_gpu(compile_with: Callable[[dict], Compiled], options: dict) -> Compiled:
-    """As compiled with `options`; with cuBLAS for all products where Triton needs autotuning, that is, a GPU."""
+    """As compiled with `options`; with cuBLAS for all products where Triton needs autotuning, that
+    is, a GPU.
+    """
     try:
         return compile_with(options)
     except jax.errors.JaxRuntimeError as error:
@@ -123,7 +141,9 @@ def _compiled_without_gpu(compile_with: Callable[[dict], Compiled], options: dic
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProgram(CompiledProgram):
-    """A training step that is compiled ahead of time and verified against its config (`compile_step`)."""
+    """A training step that is compiled ahead of time and verified against its config
+    (`compile_step`).
+    """
 
     step: TrainStep
     model: TimeModel  # the target GPUs, and the rates of all estimates
@@ -134,8 +154,8 @@ class StepProgram(CompiledProgram):
         """Compiles `step` for `model.gpus`, analyzes the program and verifies it.
 
         Raises:
-          UserError: arrays too large for the compiler, a transport that the compiler did not use, or state that is not
-            in the memory that the config names.
+          UserError: arrays too large for the compiler, a transport that the compiler did not use,
+            or state that is not in the memory that the config names.
         """
         compiled = compile_step(step)
         warnings = verify_compiled.check(step, compiled.program.attention_collectives)
@@ -158,20 +178,25 @@ class StepProgram(CompiledProgram):
 
     @cached_property
     def evaluation_peak_bytes(self) -> int:
-        """Peak memory of an evaluation between two steps, which is compiled too. Raises UserError as `compile_step`."""
+        """Peak memory of an evaluation between two steps, which is compiled too. Raises UserError
+        as `compile_step`.
+        """
         evaluation = compile_evaluation(self.step)
         verify_compiled.check(self.step, evaluation.program.attention_collectives)
         return self.peak_bytes_with(evaluation)
 
     def peak_bytes_with(self, other: CompiledProgram) -> int:
-        """Peak memory on one GPU of another program between two steps: with the state, and with the buffers of
-        collectives. Raises UserError if it does not copy from host memory as it should."""
+        """Peak memory on one GPU of another program between two steps: with the state, and with the
+        buffers of collectives. Raises UserError if it does not copy from host memory as it should.
+        """
         verify_compiled.check_host_copies(other.program)
         memory = self.memory
         state_bytes = memory.parameters_bytes + memory.optimizer_bytes
         batch_bytes = bytes_per_device(self.step.abstract_evaluation_batch)
         program_bytes = other.temp_bytes + workspace_bytes(other.program)
-        return state_bytes + batch_bytes + program_bytes + memory.symmetric_bytes + memory.nccl_bytes
+        return (
+            state_bytes + batch_bytes + program_bytes + memory.symmetric_bytes + memory.nccl_bytes
+        )
 
 
 def _memory_of(compiled: StepProgram) -> Memory:
@@ -190,14 +215,17 @@ def _memory_of(compiled: StepProgram) -> Memory:
     heap_bytes = 0
     if any(collective.backend == "NVSHMEM" for collective in collectives):
         heap_bytes = runtime.nvshmem_heap_bytes or _NVSHMEM_HEAP_BYTES
-    slop_percent = int((step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT))
+    slop_percent = int(
+        (step.compiler_options | users_options(os.environ)).get(SLOP_OPTION, _SLOP_PERCENT)
+    )
     scheduled_bytes = int(SCHEDULED_SHARE * gpus.device.memory_bytes - stats.argument_size_in_bytes)
     return Memory(
         device_capacity_bytes=gpus.device.memory_bytes,
         device_arguments_bytes=stats.argument_size_in_bytes,
         parameters_bytes=bytes_per_device(state.params, spaces.params, DEVICE),
         optimizer_bytes=bytes_per_device(state.opt_state, spaces.opt_state, DEVICE),
-        # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a document mask.
+        # Not of `step.abstract_batch`: JAX drops unused arrays, such as document ids without a
+        # document mask.
         batch_bytes=stats.argument_size_in_bytes - bytes_per_device(state, spaces, DEVICE),
         device_temp_bytes=compiled.temp_bytes,
         workspace_bytes=workspace_bytes(compiled.program),
@@ -234,11 +262,12 @@ class CollectiveStats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Collective permutes of attention in one step. The JSON calls one of them, between two ranks, a hop.
+    """Collective permutes of attention in one step. The JSON calls one of them, between two ranks,
+    a hop.
 
-    `hidden` and `exposed` are estimates: hidden permutes take no longer than the attention kernels that overlap with
-    them (`TimeModel.is_hidden_by_attention`); all others are exposed. Other kernels may hide those as well, which the
-    simulated step time takes into account.
+    `hidden` and `exposed` are estimates: hidden permutes take no longer than the attention kernels
+    that overlap with them (`TimeModel.is_hidden_by_attention`); all others are exposed. Other
+    kernels may hide those as well, which the simulated step time takes into account.
     """
 
     hops: int  # all permutes, between two ranks each
@@ -265,7 +294,9 @@ def collective_stats(
 
 def ring(exchanges: Sequence[AttentionCollective], model: TimeModel) -> Ring:
     """Counts the collective permutes among the collectives of attention."""
-    permutes = [exchange for exchange in exchanges if exchange.collective.kind == "collective-permute"]
+    permutes = [
+        exchange for exchange in exchanges if exchange.collective.kind == "collective-permute"
+    ]
     exposed = [permute for permute in permutes if not model.is_hidden_by_attention(permute)]
     by_backend = Counter()
     for permute in permutes:
@@ -280,9 +311,11 @@ def ring(exchanges: Sequence[AttentionCollective], model: TimeModel) -> Ring:
 
 
 def kernels(program: AnalyzedProgram) -> dict[str, int]:
-    """Executions per step of attention kernels by pass, of matrix products, and of library calls by name.
+    """Executions per step of attention kernels by pass, of matrix products, and of library calls by
+    name.
 
-    Matrix products are Triton fusions wherever XLA has a choice: without a GPU it does not time other libraries.
+    Matrix products are Triton fusions wherever XLA has a choice: without a GPU it does not time
+    other libraries.
     """
     counts = Counter()
     for call, times in program.attention_calls:
@@ -310,7 +343,9 @@ def _library_call(instruction: Instruction) -> str | None:
 def _transport(collective: Collective) -> tuple[str, str]:
     """(backend, mode), as in `CollectiveStats`."""
     name = collective.transport
-    return ("NVSHMEM" if name == "nvshmem" else "NCCL"), (name if name in ("symmetric", "peer") else "")
+    return ("NVSHMEM" if name == "nvshmem" else "NCCL"), (
+        name if name in ("symmetric", "peer") else ""
+    )
 
 
 def _count(exchanges: Iterable[AttentionCollective]) -> int:

@@ -1,4 +1,6 @@
-"""The values of a plan with their JSON, whose keys are stable; the plan as a page of plain text, and as HTML."""
+"""The values of a plan with their JSON, whose keys are stable; the plan as a page of plain text,
+and as HTML.
+"""
 
 import dataclasses
 import textwrap
@@ -65,17 +67,22 @@ class PlanRecord:
     memory: Memory
     collectives: tuple[CollectiveStats, ...]
     ring: Ring
-    kernels: dict[str, int]  # executions by name: attention kernels by pass, matrix products, library calls
+    # executions by name: attention kernels by pass, matrix products, library calls
+    kernels: dict[str, int]
     kernel_choice: str  # the attention kernel, and why it was selected
-    transport_choice: str  # the transport of attention's collective permutes, and why it was selected
+    # the transport of attention's collective permutes, and why it was selected
+    transport_choice: str
     launches: Launches | None = None  # how the step runs; None: in a plan of an earlier version
     hints: tuple[str, ...] = ()  # settings that may make the step faster
     context_warning: str = ""  # the sequence is longer than the context of the model; "": it is not
     advice: tuple[Change, ...] | None = None  # None: not requested
-    config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the sections that shape the step
+    # the sections that shape the step
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
     layer_timeline: tuple[LayerEvent, ...] = ()  # simulated, of one layer
-    evaluation_peak_bytes: int | None = None  # on the device, with the training state; None: not compiled
-    rollouts: GenerationMemory | None = None  # beside the training state; None: config.rollouts.source is not "model"
+    # on the device, with the training state; None: not compiled
+    evaluation_peak_bytes: int | None = None
+    # beside the training state; None: config.rollouts.source is not "model"
+    rollouts: GenerationMemory | None = None
     reference: ReferencePass | None = None  # None: the loss needs no weights of a reference model
     packing: PackingEstimates | None = None  # for packed sequences; None: not requested
 
@@ -89,7 +96,9 @@ class PlanRecord:
         """Model, sequence length, mesh and topology in one line."""
         axes = mesh_text({axis: size for axis, size in self.mesh.items() if size > 1})
         target = f"{self.topology}, {axes}" if axes else self.topology
-        return f"{self.model + ', ' if self.model else ''}{self.sequence_tokens:,} tokens on {target}"
+        return (
+            f"{self.model + ', ' if self.model else ''}{self.sequence_tokens:,} tokens on {target}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON types."""
@@ -97,7 +106,9 @@ class PlanRecord:
         values["memory"] |= {name: getattr(self.memory, name) for name in DERIVED_MEMORY}
         values["memory"]["largest"] = [tensor._asdict() for tensor in self.memory.largest]
         values["launches"] = self.launches and self.launches._asdict()
-        values["collectives"] = [stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives]
+        values["collectives"] = [
+            stats._asdict() | {"axes": list(stats.axes)} for stats in self.collectives
+        ]
         values["layer_timeline"] = [event._asdict() for event in self.layer_timeline]
         return values
 
@@ -111,12 +122,16 @@ class PlanRecord:
           UserError: the file cannot be read, or is not a plan.
         """
         values, name = (
-            (source, "the values") if isinstance(source, Mapping) else (read_plan_file(Path(source)), str(source))
+            (source, "the values")
+            if isinstance(source, Mapping)
+            else (read_plan_file(Path(source)), str(source))
         )
         try:
             return _construct(cls, values)
         except (AttributeError, TypeError) as error:
-            raise UserError(f"invalid plan: {name} cannot be read ({error}); write it again with --json") from error
+            raise UserError(
+                f"invalid plan: {name} cannot be read ({error}); write it again with --json"
+            ) from error
 
 
 def read_plan_file(path: Path) -> Mapping[str, Any]:
@@ -141,11 +156,15 @@ def _construct(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         return tuple(_construct(typing.get_args(hint)[0], item) for item in value)
     if isinstance(hint, type) and (hints := typing.get_type_hints(hint)):
-        return hint(**{name: _construct(hints[name], item) for name, item in value.items() if name in hints})
+        return hint(
+            **{name: _construct(hints[name], item) for name, item in value.items() if name in hints}
+        )
     if typing.get_origin(hint) is dict:
         return {name: _construct(typing.get_args(hint)[1], item) for name, item in value.items()}
     expected = {int: int, float: (int, float), str: str, bool: bool}.get(hint)
-    if expected and (not isinstance(value, expected) or isinstance(value, bool) is not (hint is bool)):
+    if expected and (
+        not isinstance(value, expected) or isinstance(value, bool) is not (hint is bool)
+    ):
         raise TypeError(f"{value!r:.40} is no {hint.__name__}")
     return value
 
@@ -158,7 +177,8 @@ def page(plan: PlanRecord, advise_command: str) -> str:
     """Plain text of at most 120 columns.
 
     Args:
-      advise_command: the command that searches for settings that fit; printed if the step does not fit.
+      advise_command: the command that searches for settings that fit; printed if the step does not
+        fit.
     """
     sections = (
         _head(plan),
@@ -214,11 +234,21 @@ def _memory(memory: Memory) -> Iterator[str]:
     yield _row("  batch", memory.batch_bytes)
     yield _row("temporaries", memory.device_temp_bytes)
     yield _row("kernel workspaces", memory.workspace_bytes, "upper bound")
-    yield _row("symmetric buffers", memory.symmetric_bytes, f"{gib(memory.symmetric_used_bytes)} of them used")
+    yield _row(
+        "symmetric buffers",
+        memory.symmetric_bytes,
+        f"{gib(memory.symmetric_used_bytes)} of them used",
+    )
     yield _row("NCCL buffers", memory.nccl_bytes, "upper bound")
     yield _row("peak", memory.device_peak_bytes)
-    host = f" + {gib(memory.unified_host_bytes)} of host memory" if memory.unified_host_bytes else ""
-    yield _row("usable", memory.usable_bytes, f"{USABLE_SHARE:.0%} of {gib(memory.device_capacity_bytes)}{host}")
+    host = (
+        f" + {gib(memory.unified_host_bytes)} of host memory" if memory.unified_host_bytes else ""
+    )
+    yield _row(
+        "usable",
+        memory.usable_bytes,
+        f"{USABLE_SHARE:.0%} of {gib(memory.device_capacity_bytes)}{host}",
+    )
     if memory.is_unified_over_pcie:
         yield "  runtime.unified_memory is ignored: over PCIe it would be too slow"
     if memory.host_bytes_per_device:
@@ -232,7 +262,9 @@ def _memory(memory: Memory) -> Iterator[str]:
     if memory.host_pools_per_node_bytes:
         pools = f"up to {gib(memory.host_pool_bytes)} per GPU, and {gib(STAGING_BYTES)} per process for staging"
         yield _row("node: pinned memory pools", memory.host_pools_per_node_bytes, pools)
-    yield _row("node: checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written")
+    yield _row(
+        "node: checkpoint staging", memory.staging_bytes_per_node, "while a checkpoint is written"
+    )
     yield "largest arrays in device memory at the peak"
     for tensor in memory.largest:
         yield _row(f"  {tensor.shape}", tensor.bytes, label(tensor.made_by))
@@ -247,7 +279,11 @@ def _reference(plan: PlanRecord) -> Iterator[str]:
     if (reference := plan.reference) is None:
         return
     seconds = estimate_text(reference.seconds, plan.predicted.interval)
-    yield _row("peak of the reference", reference.peak_bytes, f"with the training state; {seconds} before each step")
+    yield _row(
+        "peak of the reference",
+        reference.peak_bytes,
+        f"with the training state; {seconds} before each step",
+    )
     yield _row("  weights", reference.host_bytes, "in pinned host memory")
 
 
@@ -285,9 +321,13 @@ def _ring(plan: PlanRecord) -> Iterator[str]:
     for name, count in ring.by_backend.items():
         yield _count_row(f"over {name}", count)
     yield _count_row(
-        "hidden by attention", ring.hidden, "estimated: overlapping attention kernels take at least as long"
+        "hidden by attention",
+        ring.hidden,
+        "estimated: overlapping attention kernels take at least as long",
     )
-    yield _count_row("not hidden by attention", ring.exposed, f"{ring.exposed_forward:,} in the forward pass")
+    yield _count_row(
+        "not hidden by attention", ring.exposed, f"{ring.exposed_forward:,} in the forward pass"
+    )
     if ring.exposed:
         yield "  Other kernels may hide the rest; the estimated time below counts only what no kernel hides."
     if ring.exposed and plan.memory.is_at_schedulers_limit:
@@ -298,7 +338,11 @@ def _ring(plan: PlanRecord) -> Iterator[str]:
 def _kernels(plan: PlanRecord) -> Iterator[str]:
     yield "KERNELS per step            count"
     for name, count in plan.kernels.items():
-        note = "on a GPU, XLA also tries cuBLAS and uses the faster one" if name == "triton gemm" else ""
+        note = (
+            "on a GPU, XLA also tries cuBLAS and uses the faster one"
+            if name == "triton gemm"
+            else ""
+        )
         if name.startswith("cudnn_packed"):
             note = "kernel cudnn, with the lengths and offsets of documents"
         elif name.startswith("mosaic experts"):
@@ -314,26 +358,43 @@ def _time(predicted: Prediction) -> Iterator[str]:
     yield "ESTIMATED TIME per step: median (80% interval of published runs, docs/calibration.md)"
     yield _text_row("step", f"{step_text(predicted)}, bound by {predicted.bound_by}")
     inverse = predicted.interval.inverse
-    yield _text_row("tokens/s per GPU", range_text(predicted.tokens_per_second_per_device, "", inverse))
     yield _text_row(
-        "MFU", f"{range_text(100 * predicted.mfu_causal, '%', inverse)}, causal model FLOPs over the bf16 peak"
+        "tokens/s per GPU", range_text(predicted.tokens_per_second_per_device, "", inverse)
     )
-    yield _text_row("recomputed", f"{predicted.recomputed_share:.0%} additional FLOPs, relative to the model's")
+    yield _text_row(
+        "MFU",
+        f"{range_text(100 * predicted.mfu_causal, '%', inverse)}, causal model FLOPs over the bf16 peak",
+    )
+    yield _text_row(
+        "recomputed", f"{predicted.recomputed_share:.0%} additional FLOPs, relative to the model's"
+    )
     exposed, total = predicted.exposed_communication_seconds, predicted.communication_seconds
     note = f"exposed (kernels wait): {_median_text(predicted, exposed)}"
     yield _text_row("communication", f"{_median_text(predicted, total)}, {note}")
     if predicted.host_copies:
         exposed, total = predicted.exposed_host_copy_seconds, predicted.host_copy_seconds
         note = f"exposed: {_median_text(predicted, exposed)}, {predicted.exposed_host_copies:,}"
-        yield _text_row("host copies", f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies")
+        yield _text_row(
+            "host copies",
+            f"{_median_text(predicted, total)}, {note} of {predicted.host_copies:,} copies",
+        )
     if predicted.recurrence_seconds:
         share = two_digits(100 * predicted.recurrence_seconds / predicted.step_seconds)
-        yield _text_row("recurrence", f"{share}%, kernels of recurrent layers between their projections")
+        yield _text_row(
+            "recurrence", f"{share}%, kernels of recurrent layers between their projections"
+        )
     if predicted.experts_overhead_seconds:
         share = two_digits(100 * predicted.experts_overhead_seconds / predicted.step_seconds)
-        yield _text_row("experts", f"{share}%, routing, sorting, copies of weights, padding; beyond the routed rows")
-    yield from _text_rows("by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds))
-    yield from _text_rows("by resource", percent_text(predicted.seconds_by_resource, predicted.step_seconds))
+        yield _text_row(
+            "experts",
+            f"{share}%, routing, sorting, copies of weights, padding; beyond the routed rows",
+        )
+    yield from _text_rows(
+        "by kind", percent_text(predicted.seconds_by_kind, predicted.step_seconds)
+    )
+    yield from _text_rows(
+        "by resource", percent_text(predicted.seconds_by_resource, predicted.step_seconds)
+    )
     total = two_digits(100 * predicted.overhead_share)
     yield _text_row("overhead", f"{total}%, outside attention kernels and model matrix products:")
     yield from _text_rows("", percent_text(predicted.overhead_seconds, predicted.step_seconds))
@@ -347,7 +408,9 @@ def _median_text(predicted: Prediction, seconds: float) -> str:
 def percent_text(parts: Mapping[str, float], total_seconds: float) -> str:
     """Parts of at least 0.1% of the total: "attention 82%, waiting 0.71%"."""
     percent = {part: 100 * seconds / total_seconds for part, seconds in parts.items()}
-    return ", ".join(f"{part} {two_digits(value)}%" for part, value in percent.items() if value >= 0.1)
+    return ", ".join(
+        f"{part} {two_digits(value)}%" for part, value in percent.items() if value >= 0.1
+    )
 
 
 def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
@@ -355,8 +418,14 @@ def _packing(packing: PackingEstimates, interval: Interval) -> Iterator[str]:
     yield from _wrapped(f"ESTIMATED TIME of packed sequences, medians ({source}; {packing.order})")
     yield "             documents  longest  pairs  ring cost  replicas  attention     step  tokens/s    MFU"
     for row in packing.estimates:
-        times = [seconds_text(interval.median * seconds) for seconds in (row.attention_seconds, row.step_seconds)]
-        rate, mfu = row.tokens_per_second_per_device / interval.median, 100 * row.mfu_documents / interval.median
+        times = [
+            seconds_text(interval.median * seconds)
+            for seconds in (row.attention_seconds, row.step_seconds)
+        ]
+        rate, mfu = (
+            row.tokens_per_second_per_device / interval.median,
+            100 * row.mfu_documents / interval.median,
+        )
         costs = f"{row.pairs_share:>6.1%} {row.ring_cost:>10.2f} {row.replica_cost:>9.2f}"
         estimates = f"{times[0]:>10} {times[1]:>8} {two_digits(rate):>9} {two_digits(mfu):>5}%"
         yield f"  {row.name:<10} {row.num_documents:>9,.5g} {row.longest_document:>8,} {costs} {estimates}"
@@ -437,11 +506,15 @@ def _text_row(name: str, text: str) -> str:
 
 def _text_rows(name: str, text: str) -> list[str]:
     """As `_text_row`, of any length."""
-    return textwrap.wrap(text, _WIDTH, initial_indent=_text_row(name, ""), subsequent_indent=" " * 21)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=_text_row(name, ""), subsequent_indent=" " * 21
+    )
 
 
 def document(title: str, body: str) -> str:
-    """A complete HTML page around a fragment, in the light or dark colors that the browser is set to."""
+    """A complete HTML page around a fragment, in the light or dark colors that the browser is set
+    to.
+    """
     style = "margin:24px auto;max-width:1000px;padding:0 16px;background:Canvas;color:CanvasText"
     return (
         '<!doctype html>\n<html lang="en" style="color-scheme:light dark"><head><meta charset="utf-8">'
@@ -450,8 +523,11 @@ def document(title: str, body: str) -> str:
     )
 
 
-def fragment(plan: PlanRecord, figures: Mapping[str, str], text: str, totals: Mapping[str, str]) -> str:
-    """The body of the page, for a notebook: verdict, estimates, figures, and the plan as text. No scripts, no links.
+def fragment(
+    plan: PlanRecord, figures: Mapping[str, str], text: str, totals: Mapping[str, str]
+) -> str:
+    """The body of the page, for a notebook: verdict, estimates, figures, and the plan as text. No
+    scripts, no links.
 
     Args:
       figures: heading -> SVG element.
@@ -460,7 +536,11 @@ def fragment(plan: PlanRecord, figures: Mapping[str, str], text: str, totals: Ma
     """
     color, fits = (TEAL, "fits") if plan.memory.fits else (RED, "does not fit")
     badge = f"background:{color};color:white;border-radius:5px;padding:2px 9px"
-    lines = [summary(plan), *(f"{name}: {value}" for name, value in totals.items()), *verdict(plan, ADVISE_CALL)]
+    lines = [
+        summary(plan),
+        *(f"{name}: {value}" for name, value in totals.items()),
+        *verdict(plan, ADVISE_CALL),
+    ]
     parts = [
         '<div style="font:14px/1.45 system-ui,sans-serif;color:currentColor;max-width:1000px">',
         f'<div style="font-size:17px;font-weight:600">{escape(plan.title)} <span style="{badge}">{fits}</span></div>',
@@ -469,5 +549,9 @@ def fragment(plan: PlanRecord, figures: Mapping[str, str], text: str, totals: Ma
     for heading, figure in figures.items():
         parts += [f'<div style="font-weight:600;margin-top:20px">{escape(heading)}</div>', figure]
     return "\n".join(
-        [*parts, html.details("all values as text", html.preformatted(text), is_open=not figures), "</div>"]
+        [
+            *parts,
+            html.details("all values as text", html.preformatted(text), is_open=not figures),
+            "</div>",
+        ]
     )

@@ -1,4 +1,5 @@
-"""Plans a training step: checks the config for the GPUs, compiles the step, and adds what a caller asks for.
+"""Plans a training step: checks the config for the GPUs, compiles the step, and adds what a caller
+asks for.
 
 `Plan` is the result of `jaxlc.plan.plan`, and `StagesPlan` the table of all stages of a run.
 """
@@ -44,9 +45,10 @@ _RECORDED_SECTIONS = ("model", "lora", "mesh", "attention", "memory", "precision
 class Plan(PlanRecord):
     """A training step compiled ahead of time.
 
-    `of` makes one from a compiled step, `from_json` reads a stored one. `print(plan)` prints it as text, and a notebook
-    shows it as one page with figures, which `save` writes to a file. The methods named `*_figure` return the figures of
-    that page; they raise UserError if matplotlib is not installed.
+    `of` makes one from a compiled step, `from_json` reads a stored one. `print(plan)` prints it as
+    text, and a notebook shows it as one page with figures, which `save` writes to a file. The
+    methods named `*_figure` return the figures of that page; they raise UserError if matplotlib is
+    not installed.
     """
 
     @classmethod
@@ -73,7 +75,11 @@ class Plan(PlanRecord):
             launches=program.launches,
             kernel_choice=step.kernel_choice,
             transport_choice="; ".join([choice, *program.warnings]),
-            config={name: values for name, values in to_dict(step.config).items() if name in _RECORDED_SECTIONS},
+            config={
+                name: values
+                for name, values in to_dict(step.config).items()
+                if name in _RECORDED_SECTIONS
+            },
             layer_timeline=layer_timeline(program.program, program.model),
             **others,
         )
@@ -99,7 +105,8 @@ class Plan(PlanRecord):
         return report.fragment(self, svgs, str(self), totals)
 
     def save(self, path: str | Path, totals: Mapping[str, str] | None = None) -> None:
-        """Writes the page that notebooks show as an HTML file, without scripts and external resources.
+        """Writes the page that notebooks show as an HTML file, without scripts and external
+        resources.
 
         Args:
           totals: further values of the page, name -> text, such as `StagesPlan.totals`.
@@ -108,7 +115,9 @@ class Plan(PlanRecord):
         """
         errors.require("matplotlib", "the plan as an HTML page")
         try:
-            Path(path).write_text(report.document(self.title, self._html(totals or {})), encoding="utf-8")
+            Path(path).write_text(
+                report.document(self.title, self._html(totals or {})), encoding="utf-8"
+            )
         except OSError as error:
             raise UserError(f"cannot write the plan to {path}: {error.strerror}") from error
 
@@ -117,30 +126,39 @@ class Plan(PlanRecord):
         return _figures("a figure of memory").memory_figure(self.memory, self.title)
 
     def timeline_figure(self) -> "Figure":
-        """Estimated time of the kernels and transfers of one layer, or one group of layers, forward and backward.
+        """Estimated time of the kernels and transfers of one layer, or one group of layers, forward
+        and backward.
 
         Raises:
           UserError: there is no timeline, because the program has no loop over layers.
         """
         figures = _figures("a figure of the timeline")
         if not self.layer_timeline:
-            raise UserError("unsupported: a timeline of this plan, whose program has no loop over layers")
+            raise UserError(
+                "unsupported: a timeline of this plan, whose program has no loop over layers"
+            )
         is_recomputed = self.config.get("memory", {}).get("remat", "none") != "none"
         title = f"{self._layers_of_timeline.capitalize()}, estimated: {self.title}"
         median = self.predicted.interval.median
         events = [
-            event._replace(start_seconds=median * event.start_seconds, end_seconds=median * event.end_seconds)
+            event._replace(
+                start_seconds=median * event.start_seconds, end_seconds=median * event.end_seconds
+            )
             for event in self.layer_timeline
         ]
         return figures.timeline_figure(events, title, is_recomputed=is_recomputed)
 
     def links_figure(self) -> "Figure":
         """Bytes by collective, mesh axes and link, and the hidden and exposed time of each link."""
-        return _figures("a figure of communication").links_figure(self.collectives, self.predicted, self.title)
+        return _figures("a figure of communication").links_figure(
+            self.collectives, self.predicted, self.title
+        )
 
     def mesh_figure(self) -> "Figure":
         """The mesh on nodes and NVLink domains, and which GPUs communicate with each other."""
-        return _figures("a figure of the mesh").mesh_figure(self.mesh, topology(self.topology), self.collectives)
+        return _figures("a figure of the mesh").mesh_figure(
+            self.mesh, topology(self.topology), self.collectives
+        )
 
     @property
     def _layers_of_timeline(self) -> str:
@@ -166,23 +184,25 @@ def plan_step(
     evaluation: bool = False,
     document_lengths: str = "",
 ) -> Plan:
-    """Compiles the training step of `config` ahead of time for `gpus`, and makes a plan of it with hints.
+    """Compiles the training step of `config` ahead of time for `gpus`, and makes a plan of it with
+    hints.
 
     Settings of config.runtime that concern this machine (simulated devices, processes) are ignored.
 
     Args:
-      starting: called after all checks, when the compiler starts.
-      evaluation: also compile the evaluation of held-out sequences, for its peak memory.
-      roofline: for all estimated times: the step, and which ring steps attention hides.
-      document_lengths: also estimate the step for packed sequences; see `packing_estimates.read_documents`.
+      starting: called after all checks, when the compiler starts. evaluation: also compile the
+      evaluation of held-out sequences, for its peak memory. roofline: for all estimated times: the
+      step, and which ring steps attention hides. document_lengths: also estimate the step for
+      packed sequences; see `packing_estimates.read_documents`.
     Raises:
-      UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
-        compiler did not use, arrays too large for the compiler.
+      UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a
+        transport that the compiler did not use, arrays too large for the compiler.
     """
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))
     documents = read_documents(config, document_lengths) if document_lengths else None
-    _ = step.kernel_choice, step.transport  # unsupported ones are reported before the compiler starts
+    # unsupported ones are reported before the compiler starts
+    _ = step.kernel_choice, step.transport
     starting()
     program = StepProgram.compile(step, TimeModel(gpus, config, roofline))
     return Plan.of(
@@ -215,15 +235,23 @@ def on_gpus(config: ConfigDict | Config, gpus: Topology) -> Config:
     """
     config = load(config)
     config = dataclasses.replace(
-        config, runtime=dataclasses.replace(config.runtime, simulated_devices=0, num_processes=1, process_id=0)
+        config,
+        runtime=dataclasses.replace(
+            config.runtime, simulated_devices=0, num_processes=1, process_id=0
+        ),
     )
     if config.mesh.num_devices == gpus.num_gpus:
         return config
     problem = (
-        f"the mesh {mesh_text(vars(config.mesh))} needs {config.mesh.num_devices} GPUs and {gpus} has {gpus.num_gpus}"
+        f"the mesh {mesh_text(vars(config.mesh))} needs {config.mesh.num_devices} GPUs"
+        f" and {gpus} has {gpus.num_gpus}"
     )
     mesh = working_mesh(config, gpus.num_gpus)
-    advice = f"use {mesh_overrides(config.mesh, mesh)}, or" if mesh else "no mesh of its size splits this model; use"
+    advice = (
+        f"use {mesh_overrides(config.mesh, mesh)}, or"
+        if mesh
+        else "no mesh of its size splits this model; use"
+    )
     raise UserError(f"{problem}; {advice} another --topology, of {config.mesh.num_devices} GPUs")
 
 
@@ -232,7 +260,9 @@ def hints(step: TrainStep) -> tuple[str, ...]:
     attention = step.config.attention
     if not attention.document_mask or "cudnn" in step.kernel_names:
         return ()
-    unmasked = dataclasses.replace(step.config, attention=dataclasses.replace(attention, document_mask=False))
+    unmasked = dataclasses.replace(
+        step.config, attention=dataclasses.replace(attention, document_mask=False)
+    )
     if all(kernel.name != "cudnn" for kernel in layer_kernels(unmasked, step.mesh).values()):
         return ()
     return (
@@ -241,7 +271,18 @@ def hints(step: TrainStep) -> tuple[str, ...]:
     )
 
 
-_HEADS = ("stage", "steps", "length", "tokens", "GiB/GPU", "host GiB", "tokens/s/GPU", "step", "hours", "GPU-hours")
+_HEADS = (
+    "stage",
+    "steps",
+    "length",
+    "tokens",
+    "GiB/GPU",
+    "host GiB",
+    "tokens/s/GPU",
+    "step",
+    "hours",
+    "GPU-hours",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,10 +322,17 @@ class StagesPlan:
 
     def totals(self) -> dict[str, str]:
         """GPU-hours, and with a price the cost, of all stages, for the HTML page."""
-        gpu_hours, interval = sum(stage.gpu_hours for stage in self.stages), self.stages[0].plan.predicted.interval
+        gpu_hours, interval = (
+            sum(stage.gpu_hours for stage in self.stages),
+            self.stages[0].plan.predicted.interval,
+        )
         values = {"GPU-hours": gpu_hours, "cost": self.cost(gpu_hours)}
         steps = f"of {sum(stage.num_steps for stage in self.stages):,} steps, estimated"
-        return {f"{name} {steps}": range_text(x, "", interval) for name, x in values.items() if x is not None}
+        return {
+            f"{name} {steps}": range_text(x, "", interval)
+            for name, x in values.items()
+            if x is not None
+        }
 
     def __str__(self) -> str:
         return self.table("jaxlc plan")
@@ -293,7 +341,8 @@ class StagesPlan:
         return str(self)
 
     def table(self, command_line: str) -> str:
-        """The stages as rows, with totals and the verdict of each; of a single stage, the page has the verdict.
+        """The stages as rows, with totals and the verdict of each; of a single stage, the page has
+        the verdict.
 
         Args:
           command_line: the command that printed it, for advice.
@@ -333,15 +382,28 @@ class StagesPlan:
                 *self._totals(stage.hours, stage.gpu_hours),
             )
         if len(self.stages) > 1:
-            num_steps, num_tokens = (sum(getattr(x, name) for x in self.stages) for name in ("num_steps", "num_tokens"))
-            hours, gpu_hours = (sum(getattr(x, name) for x in self.stages) for name in ("hours", "gpu_hours"))
+            num_steps, num_tokens = (
+                sum(getattr(x, name) for x in self.stages) for name in ("num_steps", "num_tokens")
+            )
+            hours, gpu_hours = (
+                sum(getattr(x, name) for x in self.stages) for name in ("hours", "gpu_hours")
+            )
             blank = [""] * (len(_HEADS) - 6)
-            yield "total", f"{num_steps:,}", "", _billions(num_tokens), *blank, *self._totals(hours, gpu_hours)
+            yield (
+                "total",
+                f"{num_steps:,}",
+                "",
+                _billions(num_tokens),
+                *blank,
+                *self._totals(hours, gpu_hours),
+            )
 
     def _totals(self, hours: float, gpu_hours: float) -> list[str]:
         """The medians, of the same interval in all stages."""
         median, cost = self.stages[0].plan.predicted.interval.median, self.cost(gpu_hours)
-        return [two_digits(median * x) for x in (hours, gpu_hours, *([] if cost is None else [cost]))]
+        return [
+            two_digits(median * x) for x in (hours, gpu_hours, *([] if cost is None else [cost]))
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types: a list "stages" with the plan of each stage, as `Plan.to_json`."""

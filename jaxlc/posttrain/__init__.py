@@ -1,1 +1,3 @@
-"""Post-training: traces and rollouts with their readers, trees of answers with a common prompt, rewards and losses."""
+"""Post-training: traces and rollouts with their readers, trees of answers with a common prompt,
+rewards and losses.
+"""

@@ -1,8 +1,10 @@
-"""Losses that are functions of the log-probabilities of a batch's targets: preference and policy losses.
+"""Losses that are functions of the log-probabilities of a batch's targets: preference and policy
+losses.
 
-Such a loss may combine all tokens of an answer, and of the answers of a pair. Its gradient with respect to the logits
-is that of cross entropy with other weights: minus its gradient with respect to each log-probability. So the chunked
-cross entropy of `step.loss` computes it, after a first pass over the head that returns the log-probabilities.
+Such a loss may combine all tokens of an answer, and of the answers of a pair. Its gradient with
+respect to the logits is that of cross entropy with other weights: minus its gradient with respect
+to each log-probability. So the chunked cross entropy of `step.loss` computes it, after a first pass
+over the head that returns the log-probabilities.
 
     dpo      Rafailov et al. 2023, arXiv:2305.18290, equation 7; label smoothing: Mitchell 2023 (cDPO)
     grpo     Shao et al. 2024, arXiv:2402.03300, equation 3; the KL divergence is its equation 4 (k3)
@@ -21,18 +23,22 @@ from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import Batch
 
-# (log-probability of each target, float32 [sequences, tokens], arrays of a microbatch) -> the sum of its losses
+# (log-probability of each target, float32 [sequences, tokens], arrays of a microbatch) -> the sum
+# of its losses
 PolicyLoss = Callable[[jax.Array, Batch], jax.Array]
 
 
 class PolicySums(NamedTuple):
-    """Sums over the tokens (dpo: the pairs) of a microbatch, float32; None if the loss has none. See `means`."""
+    """Sums over the tokens (dpo: the pairs) of a microbatch, float32; None if the loss has none.
+    See `means`.
+    """
 
     loss: jax.Array
     ratio: jax.Array | None = None  # of new to old probabilities
     clipped: jax.Array | None = None  # tokens whose gradient is clipped
     kl: jax.Array | None = None  # k3 estimate of the divergence from the reference
-    # Log-probability of the sampler, as recorded, minus that of the trainer; NaN if a token of the step has no record.
+    # Log-probability of the sampler, as recorded, minus that of the trainer; NaN if a token of the
+    # step has no record.
     sampler_minus_trainer: jax.Array | None = None
     sampler_difference: jax.Array | None = None  # its magnitude
     margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers
@@ -65,9 +71,13 @@ def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
 
 
 def policy_sums(
-    log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig, custom: PolicyLoss | None = None
+    log_probs_BT: jax.Array,
+    batch: Batch,
+    settings: PosttrainConfig,
+    custom: PolicyLoss | None = None,
 ) -> PolicySums:
-    """The loss of a microbatch, from the log-probability of each target, float32 [sequences, tokens].
+    """The loss of a microbatch, from the log-probability of each target, float32 [sequences,
+    tokens].
 
     Tokens are in any order; an answer is whole in its sequence.
 
@@ -79,19 +89,27 @@ def policy_sums(
     if custom is not None:
         loss = jnp.asarray(custom(log_probs_BT, batch), jnp.float32)
         if loss.shape:
-            raise UserError(f"policy_loss returned {loss.shape}: expected the sum of the losses of the batch, a number")
+            raise UserError(
+                f"policy_loss returned {loss.shape}: expected the sum of the losses of the batch, a number"
+            )
         return PolicySums(loss=loss)
     loss = _preference_sums if settings.loss == "dpo" else _clipped_sums
     return loss(log_probs_BT, batch, settings)
 
 
-def _preference_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig) -> PolicySums:
-    """A pair is the two answers of one prefix; advantages are 1 for the chosen one and -1 for the rejected one."""
+def _preference_sums(
+    log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig
+) -> PolicySums:
+    """A pair is the two answers of one prefix; advantages are 1 for the chosen one and -1 for the
+    rejected one.
+    """
     rewards_BT = settings.beta * batch.loss_weights * (log_probs_BT - batch.reference_log_probs)
     margins_BP = _sums_by(batch.prefix_ids, batch.advantages * rewards_BT)
     is_pair_BP = _sums_by(batch.prefix_ids, batch.answer_weights) > 0
     smoothing = settings.label_smoothing
-    losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margins_BP) - smoothing * jax.nn.log_sigmoid(-margins_BP)
+    losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margins_BP) - smoothing * jax.nn.log_sigmoid(
+        -margins_BP
+    )
     return PolicySums(
         loss=jnp.where(is_pair_BP, losses_BP, 0).sum(),
         margin=jnp.where(is_pair_BP, margins_BP, 0).sum(),
@@ -119,7 +137,9 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
     is_clipped_BT = gains_BT < ratios_BT * batch.advantages
     of_sampler = (None, None)
     if batch.old_log_probs is not None:
-        difference_BT = jnp.where(has_loss_BT, batch.old_log_probs - jax.lax.stop_gradient(log_probs_BT), 0)
+        difference_BT = jnp.where(
+            has_loss_BT, batch.old_log_probs - jax.lax.stop_gradient(log_probs_BT), 0
+        )
         of_sampler = difference_BT, jnp.abs(difference_BT)
     columns = (ratios_BT, is_clipped_BT, kl_BT, *of_sampler)
     of_tokens = (None if x is None else (batch.loss_weights * x).sum() for x in columns)
@@ -127,6 +147,8 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
 
 
 def _sums_by(ids_BT: jax.Array, x_BT: jax.Array) -> jax.Array:
-    """The sum of x over the tokens with each id, float32 [sequences, ids]; ids are at most the number of tokens."""
+    """The sum of x over the tokens with each id, float32 [sequences, ids]; ids are at most the
+    number of tokens.
+    """
     num_ids = ids_BT.shape[1] + 1
     return jax.vmap(lambda ids, x: jax.ops.segment_sum(x, ids, num_ids))(ids_BT, x_BT)

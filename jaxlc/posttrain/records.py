@@ -1,4 +1,5 @@
-"""Traces: records of one prompt and one answer each, or of a pair of answers, in JSON, Parquet or Arrow files.
+"""Traces: records of one prompt and one answer each, or of a pair of answers, in JSON, Parquet or
+Arrow files.
 
     {"tokens": [...], "loss_mask": [0, 0, 1, ...]}          token ids; 1: the token is in the loss
     {"messages": [...], "tools": [...]}                      a chat; the answers of the assistant are in the loss
@@ -6,11 +7,13 @@
     {"prompt": ..., "completion": ...}                       the completion is in the loss
     {"prompt": ..., "chosen": ..., "rejected": ...}          a pair
 
-Prompts and answers are texts, lists of messages, or lists of token ids. A text that is an answer ends with the
-end-of-document token, which is in the loss, unless it is truncated. Recorded log-probabilities are of tokens that have
-been sampled: prompt and answer are then encoded apart, and the end has a loss only if it has a log-probability.
+Prompts and answers are texts, lists of messages, or lists of token ids. A text that is an answer
+ends with the end-of-document token, which is in the loss, unless it is truncated. Recorded
+log-probabilities are of tokens that have been sampled: prompt and answer are then encoded apart,
+and the end has a loss only if it has a log-probability.
 
-The other fields are optional. Pairs have only reference_log_probs, as {"chosen": [...], "rejected": [...]}:
+The other fields are optional. Pairs have only reference_log_probs, as {"chosen": [...], "rejected":
+[...]}:
 
     group                 a string or number: traces of one prompt. Without it, neighbors of a file with equal prompts.
     reward, advantage     a number; advantages are computed from the rewards of a group
@@ -67,7 +70,8 @@ class Trace:
     advantage: float | None = None
     is_truncated: bool = False
     policy_step: int | None = None
-    # float32 [n] by name, "old_log_probs" and "reference_log_probs"; 0 for tokens that are not in the loss.
+    # float32 [n] by name, "old_log_probs" and "reference_log_probs"; 0 for tokens that are not in
+    # the loss.
     log_probs: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -115,7 +119,9 @@ class TraceReader:
         values, where = _values(record), record.where
         is_sampled |= any(name in values for name in LOG_PROBS)
         if "chosen" not in values and "rejected" not in values:
-            return [self._trace(values, "completion", where, is_sampled, **_other_fields(values, where))]
+            return [
+                self._trace(values, "completion", where, is_sampled, **_other_fields(values, where))
+            ]
         chosen, rejected = (
             self._answer_of_pair(values, answer, where, is_sampled, advantage)
             for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED))
@@ -123,7 +129,9 @@ class TraceReader:
         if chosen.prompt != rejected.prompt:
             raise BadRecord(f"{where}: the prompts of chosen and rejected differ")
         if np.array_equal(chosen.tokens, rejected.tokens):
-            self.encoder.notes.add("pairs with equal chosen and rejected answers, which have no gradient", where)
+            self.encoder.notes.add(
+                "pairs with equal chosen and rejected answers, which have no gradient", where
+            )
         return [chosen, rejected]
 
     def _answer_of_pair(
@@ -154,19 +162,25 @@ class TraceReader:
         if isinstance(value, str) or is_chat(value):
             if isinstance(value, str):
                 _check_text(values, where)
-            prompt = value if isinstance(value, str) else read_chat(value, values, "", "prompt", where)
+            prompt = (
+                value if isinstance(value, str) else read_chat(value, values, "", "prompt", where)
+            )
             ids, text = self.encoder.prompt(prompt, where)
         else:
             ids = _token_ids(value, "prompt", where)
             text = self.encoder.tokenizer.decode(ids)
         return self._checked(ids, where), text
 
-    def _trace(self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, **fields: Any) -> Trace:
+    def _trace(
+        self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, **fields: Any
+    ) -> Trace:
         encoded = self._encoded(values, answer, where, is_sampled)
         tokens, in_loss = self._checked(encoded.tokens, where), encoded.in_loss
         in_loss[:1] = False  # the first token has no earlier one
         recorded = {name: values[name] for name in LOG_PROBS if name in values}
-        if encoded.has_end and any(array_of(x).shape == (in_loss.sum() - 1,) for x in recorded.values()):
+        if encoded.has_end and any(
+            array_of(x).shape == (in_loss.sum() - 1,) for x in recorded.values()
+        ):
             tokens, in_loss = tokens[:-1], in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
@@ -175,13 +189,21 @@ class TraceReader:
             log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
         )  # fmt: skip
 
-    def _encoded(self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool) -> _Encoded:
-        is_truncated, prompt, answer = bool(values.get("truncated", False)), values.get("prompt"), values.get(name)
+    def _encoded(
+        self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool
+    ) -> _Encoded:
+        is_truncated, prompt, answer = (
+            bool(values.get("truncated", False)),
+            values.get("prompt"),
+            values.get(name),
+        )
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
             in_loss = array_of(values.get("loss_mask", ()))
             if in_loss.shape != tokens.shape or not np.isin(in_loss, (0, 1)).all():
-                raise BadRecord(f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens")
+                raise BadRecord(
+                    f"{where}: expected a loss_mask of {len(tokens)} numbers 0 or 1, as many as tokens"
+                )
             in_loss = in_loss.astype(bool)
             return _Encoded(tokens, in_loss, _bytes_of(tokens[: in_loss.argmax()]))
         if is_chat(answer) or (answer is not None and is_chat(prompt)):
@@ -189,7 +211,9 @@ class TraceReader:
         for chat_format, key in CHAT_FIELDS.items():
             if key in values and name == "completion" != key:
                 chat_format = chat_format if chat_format == "alpaca" else ""
-                return self._encoded_chat(read_chat(values[key], values, chat_format, key, where), where, is_truncated)
+                return self._encoded_chat(
+                    read_chat(values[key], values, chat_format, key, where), where, is_truncated
+                )
         if prompt is None or answer is None:
             raise BadRecord(
                 f"{where}: no trace (the fields are {', '.join(values)}); expected tokens and loss_mask, messages,"
@@ -214,13 +238,19 @@ class TraceReader:
                 self.encoder.plain(x, where) if isinstance(x, str) else _token_ids(x, key, where)
                 for x, key in ((prompt, "prompt"), (answer, name))
             ]
-            tokens, in_loss = np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts])
+            tokens, in_loss = (
+                np.concatenate(parts),
+                np.repeat([False, True], [len(part) for part in parts]),
+            )
         if isinstance(prompt, str):
             tokens = with_start(tokens, self.encoder.tokenizer)
             in_loss = np.pad(in_loss, (len(tokens) - len(in_loss), 0))
         has_end = isinstance(answer, str) and not is_truncated
         if has_end:
-            tokens, in_loss = np.append(tokens, self.encoder.tokenizer.end_of_document_id), np.append(in_loss, True)
+            tokens, in_loss = (
+                np.append(tokens, self.encoder.tokenizer.end_of_document_id),
+                np.append(in_loss, True),
+            )
         return _Encoded(tokens, in_loss, _bytes_of(prompt), has_end)
 
     def _encoded_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
@@ -230,7 +260,9 @@ class TraceReader:
             text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
             marked = marked._replace(text=text, answers=(*marked.answers[:-1], (begin, len(text))))
         ((tokens, spans),) = self.encoder.encode([(marked, where)])
-        return _Encoded(tokens, _mask(spans, len(tokens)), _bytes_of(marked.text[: marked.answers[0][0]]))
+        return _Encoded(
+            tokens, _mask(spans, len(tokens)), _bytes_of(marked.text[: marked.answers[0][0]])
+        )
 
     def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
@@ -253,11 +285,17 @@ def _check_text(values: Mapping[str, Any], where: str) -> None:
         check_fields(values)
         for name in ("system", "tools"):
             if values.get(name):
-                raise BadRecord(f"the field {name!r} has no effect on a text: write the prompt as a list of messages")
+                raise BadRecord(
+                    f"the field {name!r} has no effect on a text: write the prompt as a list of messages"
+                )
 
 
 def _bytes_of(prompt: str | Sequence[int] | np.ndarray) -> bytes:
-    return prompt.encode(errors="replace") if isinstance(prompt, str) else np.asarray(prompt, np.int64).tobytes()
+    return (
+        prompt.encode(errors="replace")
+        if isinstance(prompt, str)
+        else np.asarray(prompt, np.int64).tobytes()
+    )
 
 
 def _mask(spans: np.ndarray, num_tokens: int) -> np.ndarray:
@@ -284,7 +322,9 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         numbers[name] = None if value is None else float(value)
     group, policy_step = values.get("group"), values.get("policy_step")
     if policy_step is not None and not (isinstance(policy_step, int) and policy_step >= 0):
-        raise BadRecord(f"{where}: policy_step is {policy_step!r}, expected the number of a training step")
+        raise BadRecord(
+            f"{where}: policy_step is {policy_step!r}, expected the number of a training step"
+        )
     return dict(
         **numbers,
         policy_step=policy_step,
@@ -295,7 +335,9 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _value_of_answer(log_probs: Any, name: str, answer: str, where: str) -> Any:
     if not isinstance(log_probs, dict) or answer not in log_probs:
-        raise BadRecord(f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}')
+        raise BadRecord(
+            f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}'
+        )
     return log_probs[answer]
 
 
@@ -303,7 +345,9 @@ def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: st
     numbers = array_of(value)
     num_expected = int(in_loss.sum())
     if numbers.shape != (num_expected,) or not np.issubdtype(numbers.dtype, np.number):
-        raise BadRecord(f"{where}: expected {num_expected} numbers in {name}, one for each token in the loss")
+        raise BadRecord(
+            f"{where}: expected {num_expected} numbers in {name}, one for each token in the loss"
+        )
     if not (np.isfinite(numbers) & (numbers <= 1e-3)).all():
         raise BadRecord(f"{where}: {name} has a number that is no logarithm of a probability")
     result = np.zeros(len(in_loss), np.float32)

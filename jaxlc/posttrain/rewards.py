@@ -22,7 +22,9 @@ def load_reward(name: str) -> Reward:
     """
     place, _, function = name.rpartition(":")
     if not place or not function:
-        raise UserError(f"invalid value {name!r} for {_SETTING}: expected FILE.py:FUNCTION or MODULE:FUNCTION")
+        raise UserError(
+            f"invalid value {name!r} for {_SETTING}: expected FILE.py:FUNCTION or MODULE:FUNCTION"
+        )
     try:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
@@ -39,7 +41,9 @@ def _module_of_file(place: str):
     return module
 
 
-def rewarded(reward: Reward, prompt: str, answer: str, record: Mapping[str, Any], limit_seconds: float) -> float:
+def rewarded(
+    reward: Reward, prompt: str, answer: str, record: Mapping[str, Any], limit_seconds: float
+) -> float:
     """`reward(prompt, answer, record)`.
 
     Args:
@@ -56,7 +60,8 @@ def rewarded(reward: Reward, prompt: str, answer: str, record: Mapping[str, Any]
         except BaseException as error:  # also SystemExit: it would end this thread without a word
             errors.append(error)
 
-    thread = threading.Thread(target=call, daemon=True)  # Python cannot end it, but the process can end without it
+    # Python cannot end it, but the process can end without it
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(limit_seconds or None)
     if thread.is_alive():
@@ -65,7 +70,11 @@ def rewarded(reward: Reward, prompt: str, answer: str, record: Mapping[str, Any]
             f" {answer[:80]!r}"
         )
     if errors:
-        raise UserError(f"{_SETTING} failed for the answer {answer[:80]!r}: {reason_of(errors[0])}") from errors[0]
+        raise UserError(
+            f"{_SETTING} failed for the answer {answer[:80]!r}: {reason_of(errors[0])}"
+        ) from errors[0]
     if not math.isfinite(results[0]):
-        raise UserError(f"{_SETTING} returned {results[0]} for the answer {answer[:80]!r}: expected a finite number")
+        raise UserError(
+            f"{_SETTING} returned {results[0]} for the answer {answer[:80]!r}: expected a finite number"
+        )
     return results[0]

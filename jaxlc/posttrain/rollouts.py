@@ -1,7 +1,8 @@
-"""The data source of rollouts: one file of traces for each step, which may appear while training waits for it.
+"""The data source of rollouts: one file of traces for each step, which may appear while training
+waits for it.
 
-Another program writes the files, for which checkpoints are exported, or the policy itself makes the rollouts
-(`generation.policy_rollouts`).
+Another program writes the files, for which checkpoints are exported, or the policy itself makes the
+rollouts (`generation.policy_rollouts`).
 """
 
 import hashlib
@@ -71,7 +72,9 @@ class Rollouts(DataSource):
                 unit="prompt",
                 lengths=np.array([len(prompt.ids) for prompt in self.prompts]),
                 num_loss_tokens=0,
-                examples=([ShownTokens(x.where, x.ids, np.zeros(len(x.ids), bool))] for x in self.prompts),
+                examples=(
+                    [ShownTokens(x.where, x.ids, np.zeros(len(x.ids), bool))] for x in self.prompts
+                ),
             )
         ]
 
@@ -79,16 +82,20 @@ class Rollouts(DataSource):
 class RolloutSequences:
     """The sequences of a run on rollouts, as `loader.Sequences`; it is thread-safe.
 
-    Step s, from 1, has the sequences of the file s.jsonl, and is filled up with sequences of padding. So a sequence is
-    a pure function of the files, and a run that resumes reads the same ones.
+    Step s, from 1, has the sequences of the file s.jsonl, and is filled up with sequences of
+    padding. So a sequence is a pure function of the files, and a run that resumes reads the same
+    ones.
     """
 
-    def __init__(self, directory: Path, config: Config, tokenizer: Tokenizer, log: Callable[[str], None]):
+    def __init__(
+        self, directory: Path, config: Config, tokenizer: Tokenizer, log: Callable[[str], None]
+    ):
         self.directory = directory
         self._config, self._tokenizer, self._log = config, tokenizer, log
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._kept: dict[int, Traces] = {}  # by step
-        self._max_kept = config.data.prefetch_steps + 3  # the steps that are trained, placed and prefetched
+        # the steps that are trained, placed and prefetched
+        self._max_kept = config.data.prefetch_steps + 3
         self._needed, self._since, self._next_line = 0, 0.0, 0.0  # see `need`
         self._digests: dict[int, str] = {}  # by step
 
@@ -96,14 +103,17 @@ class RolloutSequences:
         """Returns sequence i in natural order; waits for its file.
 
         Raises:
-          EndOfBatches: `close` was called, and the file does not exist.
-          UserError: the file does not appear in rollouts.wait_seconds, or its traces cannot be used.
+          EndOfBatches: `close` was called, and the file does not exist. UserError: the file does
+          not appear in rollouts.wait_seconds, or its traces cannot be used.
         """
         number, index = divmod(i, self._config.train.global_batch_size)
         packed = self.of_step(number + 1).train
         if index < packed.num_sequences:
             return packed[index]
-        return {name: np.zeros(self._config.data.seq_len, dtype) for name, dtype in array_dtypes(self._config).items()}
+        return {
+            name: np.zeros(self._config.data.seq_len, dtype)
+            for name, dtype in array_dtypes(self._config).items()
+        }
 
     def of_step(self, step: int) -> Traces:
         """The traces of a step; waits for its file."""
@@ -120,18 +130,24 @@ class RolloutSequences:
         return self.directory / f"{step}.jsonl"
 
     def decoded(self, step: int) -> list[dict[str, Any]]:
-        """Records of some traces of a step, from the first one to the last, with the texts of prompt and answer."""
+        """Records of some traces of a step, from the first one to the last, with the texts of
+        prompt and answer.
+        """
         traces = self.of_step(step).train.traces
         every = -(-len(traces) // _MAX_DECODED)
         return [self._decoded(trace) for trace in traces[::every]]
 
     def digests(self, steps: Iterable[int]) -> dict[str, str]:
-        """The SHA-256 digests of the files of these steps that were read, by step, for a checkpoint."""
+        """The SHA-256 digests of the files of these steps that were read, by step, for a
+        checkpoint.
+        """
         with self._lock:
             return {str(step): self._digests[step] for step in steps if step in self._digests}
 
     def check_digests(self, digests: Mapping[str, str]) -> None:
-        """Raises UserError if files have other digests than those of a checkpoint; files may have been removed."""
+        """Raises UserError if files have other digests than those of a checkpoint; files may have
+        been removed.
+        """
         for step, digest in digests.items():
             path = self.path(int(step))
             if path.is_file() and _digest(path) != digest:
@@ -144,12 +160,16 @@ class RolloutSequences:
         return self.path(step).is_file()
 
     def is_late(self, step: int) -> bool:
-        """Whether training has waited longer than rollouts.wait_seconds for the file, so that reading it fails."""
+        """Whether training has waited longer than rollouts.wait_seconds for the file, so that
+        reading it fails.
+        """
         limit = self._config.rollouts.wait_seconds
         return bool(limit) and step == self._needed and time.monotonic() - self._since > limit
 
     def need(self, step: int) -> None:
-        """Training waits for the file of `step` from now on; files of later steps are only prefetched."""
+        """Training waits for the file of `step` from now on; files of later steps are only
+        prefetched.
+        """
         with self._lock:
             self._needed, self._since = step, time.monotonic()
             self._next_line = self._since + _LINE_SECONDS
@@ -173,7 +193,9 @@ class RolloutSequences:
 
     def _decoded(self, trace: Trace) -> dict[str, Any]:
         prompt, answer = np.split(trace.tokens, [trace.num_prompt_tokens])
-        text = decoded_text(self._tokenizer.decode(prompt, special_tokens=True), self._tokenizer.decode(answer))
+        text = decoded_text(
+            self._tokenizer.decode(prompt, special_tokens=True), self._tokenizer.decode(answer)
+        )
         known = dict(group=trace.group, policy_step=trace.policy_step, reward=trace.reward)
         known = {name: value for name, value in known.items() if value is not None}
         return dict(record=trace.where, **known, truncated=trace.is_truncated, text=text)
@@ -199,7 +221,9 @@ class RolloutSequences:
             )
         if now > self._next_line:
             self._next_line = now + _LINE_SECONDS
-            self._log(f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}")
+            self._log(
+                f"waiting for the rollouts of step {self._needed} for {waited:.0f} s: {displayed(path)}"
+            )
 
 
 def decoded_text(prompt: str, answer: str) -> dict[str, str]:
@@ -225,7 +249,8 @@ def _digest(path: Path) -> str:
 
 
 def write_decoded(workdir: Path, step: int, sequences: RolloutSequences) -> None:
-    """Writes some rollouts of another program with their reward and texts; those of the policy have both.
+    """Writes some rollouts of another program with their reward and texts; those of the policy have
+    both.
 
     Raises:
       UserError: the file cannot be written.
@@ -234,7 +259,8 @@ def write_decoded(workdir: Path, step: int, sequences: RolloutSequences) -> None
 
 
 def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
-    """Exports the checkpoint of `step` in another process, on CPU, and calls rollouts.export_command.
+    """Exports the checkpoint of `step` in another process, on CPU, and calls
+    rollouts.export_command.
 
     A directory that exists, as after a resume, is not written again.
 
@@ -244,7 +270,17 @@ def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
     target = workdir / EXPORTED / str(step)
     if not target.is_dir():
         adapters = ["--adapters"] if config.lora.rank else []
-        _call([sys.executable, "-m", "jaxlc.exporting", str(workdir), str(target), f"--step={step}", *adapters])
+        _call(
+            [
+                sys.executable,
+                "-m",
+                "jaxlc.exporting",
+                str(workdir),
+                str(target),
+                f"--step={step}",
+                *adapters,
+            ]
+        )
     if config.rollouts.export_command:
         _call([*shlex.split(config.rollouts.export_command), str(target)])
 

@@ -1,4 +1,6 @@
-"""The data source of traces: reads them, computes advantages, builds trees and packs them. Reads prompts, too."""
+"""The data source of traces: reads them, computes advantages, builds trees and packs them. Reads
+prompts, too.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +14,28 @@ from jaxlc.config import Config, DataConfig
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
-from jaxlc.data.sequences.source import MANY, DataSource, Inputs, ShownTokens, SourceShare, SourceView
+from jaxlc.data.sequences.source import (
+    MANY,
+    DataSource,
+    Inputs,
+    ShownTokens,
+    SourceShare,
+    SourceView,
+)
 from jaxlc.data.texts.documents import Notes
 from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_records
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.posttrain.records import CHOSEN, FIELDS, REJECTED, Trace, TraceReader
-from jaxlc.posttrain.trees import PackedTraces, Tree, fingerprint, groups_of, trees_of, with_advantages
+from jaxlc.posttrain.trees import (
+    PackedTraces,
+    Tree,
+    fingerprint,
+    groups_of,
+    trees_of,
+    with_advantages,
+)
 
 T = TypeVar("T")
 Group = Sequence[Trace]
@@ -47,7 +63,11 @@ class Traces(DataSource):
 
     def views(self) -> list[SourceView]:
         """The traces; the shared prefix of a group is shown with its first trace."""
-        in_loss = [trace.in_loss.sum() for trace in self.traces if not (self.masks_truncated and trace.is_truncated)]
+        in_loss = [
+            trace.in_loss.sum()
+            for trace in self.traces
+            if not (self.masks_truncated and trace.is_truncated)
+        ]
         return [
             SourceView(
                 name=_SETTING,
@@ -62,7 +82,15 @@ class Traces(DataSource):
         num_epochs = num_sequences / self.train.num_sequences
         num_tokens = round(self.train.num_tokens * num_epochs)
         return [
-            SourceShare(_SETTING, 1.0, 1.0, num_tokens, num_epochs, self.train.num_traces, self.train.num_tokens),
+            SourceShare(
+                _SETTING,
+                1.0,
+                1.0,
+                num_tokens,
+                num_epochs,
+                self.train.num_traces,
+                self.train.num_tokens,
+            ),
         ]
 
     def details(self) -> list[str]:
@@ -90,21 +118,30 @@ def _title(tree: Tree, number: int) -> str:
     group = None if (trace.group or "").startswith("pair ") else trace.group
     known = dict(group=group, reward=trace.reward, advantage=trace.advantage)
     parts = [trace.where, f"answer {number + 1} of {len(tree.traces)}"]
-    parts += [f"{name} {x if isinstance(x, str) else f'{x:.4g}'}" for name, x in known.items() if x is not None]
+    parts += [
+        f"{name} {x if isinstance(x, str) else f'{x:.4g}'}"
+        for name, x in known.items()
+        if x is not None
+    ]
     parts += ["truncated"] * trace.is_truncated
     if tree.num_prefix_tokens:
-        parts.append(f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens")
+        parts.append(
+            f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens"
+        )
     return ", ".join(parts)
 
 
-def open_traces(config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True) -> Traces:
+def open_traces(
+    config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True
+) -> Traces:
     """The traces of config.data.traces.
 
     Args:
       sources: instead of these.
       holds_out: hold out data.eval_fraction of the groups.
     Raises:
-      UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
+      UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than
+        a sequence.
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
     warnings: list[str] = []
@@ -126,10 +163,14 @@ def open_traces(config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (
         groups = [with_advantages(group, posttrain) for group in groups]
         warnings += _without_gradient(groups, posttrain.mask_truncated) if holds_out else []
     train_groups, heldout_groups = _split(groups, data.eval_fraction if holds_out else 0.0)
-    train_trees, heldout_trees = ([trees(group) for group in part] for part in (train_groups, heldout_groups))
+    train_trees, heldout_trees = (
+        [trees(group) for group in part] for part in (train_groups, heldout_groups)
+    )
     repeated = [parts[1:] for parts in (*train_trees, *heldout_trees) if parts[0].num_prefix_tokens]
     if num_repeated := sum(map(len, repeated)):
-        warnings.append(f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}")
+        warnings.append(
+            f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
+        )
     masks_truncated = bool(posttrain.loss) and posttrain.mask_truncated
 
     def packed(parts: list[list[Tree]], seed: int | None) -> PackedTraces:
@@ -137,7 +178,13 @@ def open_traces(config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (
         return PackedTraces(flat, data.seq_len, dtypes, masks_truncated=masks_truncated, seed=seed)
 
     train = packed(train_trees, data.seed)
-    settings = data.seq_len, data.seed, data.eval_fraction, posttrain.scale_advantages, posttrain.mask_truncated
+    settings = (
+        data.seq_len,
+        data.seed,
+        data.eval_fraction,
+        posttrain.scale_advantages,
+        posttrain.mask_truncated,
+    )
     return Traces(
         tokenizer=tokenizer,
         train=train,
@@ -163,7 +210,8 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], li
     """The prompts of config.rollouts.prompts, and warnings.
 
     Raises:
-      UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an answer.
+      UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an
+        answer.
     """
 
     def read(record: Record) -> list[Prompt]:
@@ -213,7 +261,9 @@ def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Reco
       UserError: the file cannot be read.
     """
     if not path.name.endswith(RECORD_SUFFIXES):
-        raise UserError(f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}")
+        raise UserError(
+            f"{path} has no records of traces; expected a file {', '.join(RECORD_SUFFIXES)}"
+        )
     if not path.is_file():
         raise UserError(f"{path} does not exist")
     yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
@@ -235,8 +285,12 @@ def _fitting(traces: Iterator[Trace], data: DataConfig, warnings: list[str]) -> 
         if rule == "truncate" and trace.num_prompt_tokens <= seq_len:
             yield trace.cut(seq_len + 1)
     if num_overlong:
-        done = dict(drop="dropped", truncate="truncated, or dropped where only the prompt fits")[rule]
-        warnings.append(f"data.traces: longer than data.seq_len={seq_len}: {num_overlong:,}; they are {done}")
+        done = dict(drop="dropped", truncate="truncated, or dropped where only the prompt fits")[
+            rule
+        ]
+        warnings.append(
+            f"data.traces: longer than data.seq_len={seq_len}: {num_overlong:,}; they are {done}"
+        )
 
 
 def _check_log_probs(traces: Group, dtypes: Mapping[str, type], posttrain: PosttrainConfig) -> None:
@@ -255,9 +309,14 @@ def _check_log_probs(traces: Group, dtypes: Mapping[str, type], posttrain: Postt
 
 
 def _pairs(
-    groups: Sequence[list[Trace]], trees: Callable[[Group], list[Tree]], data: DataConfig, warnings: list[str]
+    groups: Sequence[list[Trace]],
+    trees: Callable[[Group], list[Tree]],
+    data: DataConfig,
+    warnings: list[str],
 ) -> Iterator[list[Trace]]:
-    """The groups that are pairs for dpo, which is one tree of two branches; data.overlong_traces=drop drops others."""
+    """The groups that are pairs for dpo, which is one tree of two branches;
+    data.overlong_traces=drop drops others.
+    """
     num_dropped = 0
     for group in groups:
         is_pair = [trace.advantage for trace in group] == [CHOSEN, REJECTED]
@@ -273,11 +332,15 @@ def _pairs(
                 " others, set config.data.overlong_traces to drop"
             )
     if num_dropped:
-        warnings.append(f"data.traces: no pairs that fit into data.seq_len, which are dropped: {num_dropped:,}")
+        warnings.append(
+            f"data.traces: no pairs that fit into data.seq_len, which are dropped: {num_dropped:,}"
+        )
 
 
 def _split(groups: Sequence[Group], eval_fraction: float) -> tuple[list[Group], list[Group]]:
-    """The groups to train on, and the held-out ones, by a hash of the prompt; all for training if it is on one side."""
+    """The groups to train on, and the held-out ones, by a hash of the prompt; all for training if
+    it is on one side.
+    """
     train: list[Group] = []
     heldout: list[Group] = []
     for group in groups:
@@ -319,7 +382,10 @@ def _without_gradient(groups: Sequence[Group], masks_truncated: bool) -> Iterato
         )
     for what, fraction in (
         ("truncated traces, which posttrain.mask_truncated masks", num_masked / num_traces),
-        ("groups without an advantage, such as those with equal rewards", _share_without_advantage(groups)),
+        (
+            "groups without an advantage, such as those with equal rewards",
+            _share_without_advantage(groups),
+        ),
     ):
         if fraction > MANY:
             yield f"data.traces: {what}: {fraction:.0%}; they have no gradient"
@@ -333,7 +399,11 @@ def _share_without_advantage(groups: Sequence[Group]) -> float:
 def _description(train: PackedTraces, num_groups: int, num_heldout: int) -> str:
     separate = sum(len(trace.tokens) - 1 for trace in train.traces)
     is_shared = separate > train.num_tokens
-    shared = f", {separate / train.num_tokens:.1f} times fewer than in separate rows" if is_shared else ""
+    shared = (
+        f", {separate / train.num_tokens:.1f} times fewer than in separate rows"
+        if is_shared
+        else ""
+    )
     return (
         f"{train.num_traces:,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"
         f" {train.num_tokens:,} tokens{shared}; held out: {num_heldout:,} groups"

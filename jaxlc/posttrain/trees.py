@@ -1,8 +1,10 @@
-"""Groups of traces as trees: a prefix that is stored once, and the branches that continue it; and packed trees.
+"""Groups of traces as trees: a prefix that is stored once, and the branches that continue it; and
+packed trees.
 
-The prefix has the common first tokens of the group, up to the first one in the loss of any trace, but without the last
-of them. Every branch starts with a copy of that token, from which its first own token is predicted. So each position
-has one target. The last token of a trace is a target only, so an answer of n tokens is a branch of n tokens.
+The prefix has the common first tokens of the group, up to the first one in the loss of any trace,
+but without the last of them. Every branch starts with a copy of that token, from which its first
+own token is predicted. So each position has one target. The last token of a trace is a target only,
+so an answer of n tokens is a branch of n tokens.
 """
 
 import dataclasses
@@ -58,7 +60,8 @@ def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
 
 
 def trees_of(group: Sequence[Trace], seq_len: int, *, shares: bool) -> Iterator[Tree]:
-    """Yields the trees of a group, of at most `seq_len` tokens each: several, if they do not fit into one.
+    """Yields the trees of a group, of at most `seq_len` tokens each: several, if they do not fit
+    into one.
 
     Args:
       shares: False: each trace is a tree of its own.
@@ -80,7 +83,9 @@ def trees_of(group: Sequence[Trace], seq_len: int, *, shares: bool) -> Iterator[
 
 
 def _num_common_tokens(group: Sequence[Trace]) -> int:
-    """Number of equal first tokens, none of which is in the loss; fewer than the tokens of any trace."""
+    """Number of equal first tokens, none of which is in the loss; fewer than the tokens of any
+    trace.
+    """
     num_common = min(trace.num_prompt_tokens for trace in group)
     tokens = np.stack([trace.tokens[:num_common] for trace in group])
     differs = (tokens != tokens[0]).any(0)
@@ -101,10 +106,9 @@ class PackedTraces:
     ):
         """
         Args:
-          trees: at least one; none is longer than a sequence. With posttrain.loss, all traces have an advantage.
-          dtypes: of the arrays of a sequence, see `array_dtypes`.
-          masks_truncated: truncated traces have no loss.
-          seed: of the order; None: the same order in every epoch.
+          trees: at least one; none is longer than a sequence. With posttrain.loss, all traces have
+          an advantage. dtypes: of the arrays of a sequence, see `array_dtypes`. masks_truncated:
+          truncated traces have no loss. seed: of the order; None: the same order in every epoch.
         """
         self._seq_len, self._dtypes = seq_len, dtypes
         self._masks_truncated, self._seed = masks_truncated, seed
@@ -148,12 +152,17 @@ class PackedTraces:
             loss_weights=in_loss & (not (self._masks_truncated and trace.is_truncated)),
             answer_weights=in_loss / in_loss.sum(),
             advantages=trace.advantage or 0.0,
-            **dict(old_log_probs=np.nan) | {name: x[targets] for name, x in trace.log_probs.items()},
+            **dict(old_log_probs=np.nan)
+            | {name: x[targets] for name, x in trace.log_probs.items()},
         )
 
 
-def _write(arrays: dict[str, np.ndarray], at: int, tokens: np.ndarray, **values: np.ndarray | int | float) -> int:
-    """Writes the values of a document from `at` on, without those that the batch does not have; returns its end."""
+def _write(
+    arrays: dict[str, np.ndarray], at: int, tokens: np.ndarray, **values: np.ndarray | int | float
+) -> int:
+    """Writes the values of a document from `at` on, without those that the batch does not have;
+    returns its end.
+    """
     end = at + len(tokens)
     for name, value in dict(tokens=tokens, **values).items():
         if name in arrays:
@@ -162,9 +171,11 @@ def _write(arrays: dict[str, np.ndarray], at: int, tokens: np.ndarray, **values:
 
 
 def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[Trace]:
-    """The traces with their advantage: as recorded, or the reward minus the mean reward of the group.
+    """The traces with their advantage: as recorded, or the reward minus the mean reward of the
+    group.
 
-    With `scale_advantages` it is divided by the standard deviation of the group, with n - 1 in the denominator.
+    With `scale_advantages` it is divided by the standard deviation of the group, with n - 1 in the
+    denominator.
 
     Raises:
       UserError: a trace has neither a reward nor an advantage.
@@ -177,15 +188,20 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
     if all(trace.advantage is not None for trace in group):
         return list(group)
     if any(trace.reward is None for trace in group):
-        raise UserError(f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one")
+        raise UserError(
+            f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one"
+        )
     rewards = np.array([trace.reward for trace in group])
-    centered = rewards - rewards.mean() if np.ptp(rewards) else np.zeros(len(rewards))  # 0 in spite of rounding
+    # 0 in spite of rounding
+    centered = rewards - rewards.mean() if np.ptp(rewards) else np.zeros(len(rewards))
     if posttrain.scale_advantages and len(group) > 1:
         centered = centered / (rewards.std(ddof=1) + _EPSILON)
     return [dataclasses.replace(trace, advantage=x) for trace, x in zip(group, centered.tolist())]
 
 
-def fingerprint(traces: Sequence[Trace], settings: Sequence[object], dtypes: Mapping[str, type]) -> str:
+def fingerprint(
+    traces: Sequence[Trace], settings: Sequence[object], dtypes: Mapping[str, type]
+) -> str:
     """Equal for two datasets if all their sequences are equal.
 
     Args:
@@ -194,8 +210,18 @@ def fingerprint(traces: Sequence[Trace], settings: Sequence[object], dtypes: Map
     digest = hashlib.sha256()
     digest.update(repr((tuple(settings), list(dtypes))).encode())
     for trace in traces:
-        fields = trace.group, trace.reward, trace.advantage, trace.is_truncated, sorted(trace.log_probs)
+        fields = (
+            trace.group,
+            trace.reward,
+            trace.advantage,
+            trace.is_truncated,
+            sorted(trace.log_probs),
+        )
         digest.update(repr(fields).encode())
-        for array in (trace.tokens, trace.in_loss, *(trace.log_probs[name] for name in sorted(trace.log_probs))):
+        for array in (
+            trace.tokens,
+            trace.in_loss,
+            *(trace.log_probs[name] for name in sorted(trace.log_probs)),
+        ):
             digest.update(array.tobytes())
     return digest.hexdigest()

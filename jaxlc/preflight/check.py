@@ -1,6 +1,8 @@
-"""The check before a run: each process reads and measures its facts, and process 0 judges those of all.
+"""The check before a run: each process reads and measures its facts, and process 0 judges those of
+all.
 
-Checks that all processes have the same file system at the workdir: write, read, rename, lock, free space.
+Checks that all processes have the same file system at the workdir: write, read, rename, lock, free
+space.
 """
 
 import contextlib
@@ -27,8 +29,8 @@ from jaxlc.runtime.watchdog import text_of_process_0, wait_for_processes
 from jaxlc.step.memory import pinned_bytes
 from jaxlc.train import stragglers
 
-# A client of a network file system may see a new file of another machine late: by default after 60 s at most in NFS
-# (acdirmax), but a directory that it has never read is read at once.
+# A client of a network file system may see a new file of another machine late: by default after 60
+# s at most in NFS (acdirmax), but a directory that it has never read is read at once.
 _VISIBLE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 
@@ -38,8 +40,8 @@ def check_directory(
 ) -> tuple[dict[str, str], int]:
     """Every process calls it; returns what failed -> why, and the free bytes.
 
-    Each process writes a file, reads and renames it, and looks at that of the next process; process 0 locks a file, and
-    the others try to. All files are removed.
+    Each process writes a file, reads and renames it, and looks at that of the next process; process
+    0 locks a file, and the others try to. All files are removed.
 
     Args:
       token: the same in all processes, and unique.
@@ -98,7 +100,9 @@ def _check_content(path: Path, expected: str, process_id: int) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _check_lock(path: Path, process_id: int, problems: dict[str, str], wait: Callable[[str], None]) -> None:
+def _check_lock(
+    path: Path, process_id: int, problems: dict[str, str], wait: Callable[[str], None]
+) -> None:
     """Process 0 holds a lock, which the other processes must not get."""
     unsupported: list[str] = []
 
@@ -132,12 +136,16 @@ _MAX_LINES = 32
 
 
 def check(command: ParsedCommand[ConfigFlags]) -> int:
-    """Checks this process together with the others; process 0 prints what was found. Returns the exit status."""
+    """Checks this process together with the others; process 0 prints what was found. Returns the
+    exit status.
+    """
     found = read_facts()  # before JAX takes memory
     configs = [stage.config for stage in command.stages]
     pinned_host_bytes = max(pinned_bytes(config).pooled for config in configs)
     start_training(configs[0].runtime, pinned_host_bytes, is_preflight=True)
-    facts = with_visible_gpus(dataclasses.replace(found, process_id=jax.process_index()), os.environ)
+    facts = with_visible_gpus(
+        dataclasses.replace(found, process_id=jax.process_index()), os.environ
+    )
     everyone = _gathered(_measured(facts, local_path(command.workdir).absolute()))
     failures = _judged(command, everyone) if jax.process_index() == 0 else []
     if text_of_process_0("preflight failures", str(len(failures)), _SECONDS) == "0":
@@ -145,7 +153,10 @@ def check(command: ParsedCommand[ConfigFlags]) -> int:
     lines = failures[:_MAX_LINES] or ["the output of process 0 has the reasons"]
     if len(failures) > len(lines):
         lines.append(f"and {len(failures) - len(lines)} more")
-    print("\n  ".join(["error: preflight failed; the run would not work as planned:", *lines]), file=sys.stderr)
+    print(
+        "\n  ".join(["error: preflight failed; the run would not work as planned:", *lines]),
+        file=sys.stderr,
+    )
     return 2
 
 
@@ -160,7 +171,9 @@ def _measured(facts: Facts, workdir: Path) -> Facts:
         wait(f"preflight clock {reading}")
         clock.append(time.time())
     token = text_of_process_0("preflight token", uuid.uuid4().hex[:12], _SECONDS)
-    problems, free_bytes = check_directory(workdir, token, facts.process_id, jax.process_count(), wait)
+    problems, free_bytes = check_directory(
+        workdir, token, facts.process_id, jax.process_count(), wait
+    )
     device = jax.local_devices()[0]
     return dataclasses.replace(
         facts,
@@ -181,7 +194,12 @@ def _judged(command: ParsedCommand[ConfigFlags], everyone: Sequence[Facts]) -> l
     failures, needs = list[str](), None
     try:
         for config in configs:
-            check_num_devices(config, jax.device_count(), "the number of available devices is", command.flags.config)
+            check_num_devices(
+                config,
+                jax.device_count(),
+                "the number of available devices is",
+                command.flags.config,
+            )
         needs = needs_of(configs, local_path(command.workdir), first.platform)
     except UserError as error:
         failures.append(str(error))

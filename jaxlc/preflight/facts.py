@@ -1,4 +1,6 @@
-"""What each process finds on its machine before a run: versions, limits, free memory. Read before JAX starts."""
+"""What each process finds on its machine before a run: versions, limits, free memory. Read before
+JAX starts.
+"""
 
 import ctypes
 import dataclasses
@@ -25,11 +27,14 @@ _GPU_FIELDS = ("index", "uuid", "memory.total", "memory.free", "driver_version")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a process has found. Times are in seconds, of the slowest of its devices where a device is measured."""
+    """What a process has found. Times are in seconds, of the slowest of its devices where a device
+    is measured.
+    """
 
     process_id: int
     host: str
-    boot_id: str  # of the running kernel: equal names with different ones are two machines; "": unknown
+    # of the running kernel: equal names with different ones are two machines; "": unknown
+    boot_id: str
     versions: dict[str, str]  # NOT_FOUND: not installed
     locked_bytes: int | None = None  # `ulimit -l`; None: unlimited
     has_infiniband: bool = False
@@ -41,10 +46,13 @@ class Facts:
     platform: str = "cpu"
     device_kind: str = "cpu"
     num_devices: int = 1  # of this process
-    clock: list[float] = field(default_factory=list)  # time.time() right after each of some barriers
-    directory_problems: dict[str, str] = field(default_factory=dict)  # what failed in the workdir -> why
+    # time.time() right after each of some barriers
+    clock: list[float] = field(default_factory=list)
+    # what failed in the workdir -> why
+    directory_problems: dict[str, str] = field(default_factory=dict)
     directory_free_bytes: int = UNKNOWN_MEMORY
-    device_seconds: dict[str, list[float]] = field(default_factory=dict)  # as `stragglers.device_times`
+    # as `stragglers.device_times`
+    device_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -59,7 +67,9 @@ class Facts:
 
 
 def read_facts() -> Facts:
-    """The facts of this machine that are known before JAX starts: GPU memory is free of the run's own pools."""
+    """The facts of this machine that are known before JAX starts: GPU memory is free of the run's
+    own pools.
+    """
     rows = [row for row in query_gpus(*_GPU_FIELDS) if len(row) == len(_GPU_FIELDS)]
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Facts(
@@ -77,13 +87,16 @@ def read_facts() -> Facts:
 
 
 def with_visible_gpus(facts: Facts, environment: Mapping[str, str]) -> Facts:
-    """The facts with the GPUs of CUDA_VISIBLE_DEVICES only, which `runtime.start` sets: indices or UUIDs."""
+    """The facts with the GPUs of CUDA_VISIBLE_DEVICES only, which `runtime.start` sets: indices or
+    UUIDs.
+    """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not facts.gpu_uuids:
         return facts
     names = [name.strip() for name in visible.split(",") if name.strip()]
     is_visible = [
-        str(index) in names or any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
+        str(index) in names
+        or any(name.startswith("GPU-") and uuid.startswith(name) for name in names)
         for index, uuid in enumerate(facts.gpu_uuids)
     ]
     return dataclasses.replace(
@@ -107,23 +120,30 @@ def versions(driver: str = "") -> dict[str, str]:
         **{name: _package(name) for name in ("jaxlc", "jax", "jaxlib")},
         "GPU plugin": " ".join(plugin) if plugin else NOT_FOUND,
         "driver": driver or _driver(_text(Path("/proc/driver/nvidia/version"))),
-        "CUDA": _package("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime"),
+        "CUDA": _package(
+            "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime"
+        ),
         "NCCL": ".".join(map(str, nccl)) if nccl else NOT_FOUND,
         "cuDNN": _cudnn(),
     }
 
 
 def may_lock_memory(status: str | None = None) -> bool:
-    """Whether this process has the capability IPC_LOCK, as containers get it, and `ulimit -l` does not count.
+    """Whether this process has the capability IPC_LOCK, as containers get it, and `ulimit -l` does
+    not count.
 
     Args:
       status: text of /proc/self/status.
     """
-    match = re.search(r"^CapEff:\s*([0-9a-f]+)", status or _text(Path("/proc/self/status")), re.MULTILINE)
+    match = re.search(
+        r"^CapEff:\s*([0-9a-f]+)", status or _text(Path("/proc/self/status")), re.MULTILINE
+    )
     return match is not None and bool(int(match[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
-def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+def free_host_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
     """Free memory of the machine, or of the container if its limit leaves less."""
     match = re.search(r"^MemAvailable:\s*(\d+) kB", _text(meminfo), re.MULTILINE)
     free = [1024 * int(match[1])] if match else []
@@ -135,7 +155,9 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("
         if all(text.isdigit() for text in texts):
             # Pages of files count as used, but are dropped when memory is needed.
             cached = re.search(
-                r"^(?:total_)?inactive_file (\d+)", _text((cgroup / limit).with_name("memory.stat")), re.M
+                r"^(?:total_)?inactive_file (\d+)",
+                _text((cgroup / limit).with_name("memory.stat")),
+                re.M,
             )
             free.append(int(texts[0]) - int(texts[1]) + (int(cached[1]) if cached else 0))
     return min(free, default=UNKNOWN_MEMORY)
@@ -152,7 +174,9 @@ def _package(*names: str) -> str:
 
 
 def _driver(text: str) -> str:
-    """The version in /proc/driver/nvidia/version: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."."""
+    """The version in /proc/driver/nvidia/version: "NVRM version: NVIDIA UNIX x86_64 Kernel Module
+    570.86.15  ...".
+    """
     match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
     return match[1] if match else NOT_FOUND
 

@@ -1,4 +1,6 @@
-"""Compares the facts of all processes with each other, and with what the config needs: findings, and a table."""
+"""Compares the facts of all processes with each other, and with what the config needs: findings,
+and a table.
+"""
 
 import operator
 import statistics
@@ -23,9 +25,11 @@ from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train import stragglers
 from jaxlc.train.stragglers import COPY, PRODUCT, Times, least_device_seconds, slow_ones
 
-# The table of phases of a hang compares the clocks of machines, and calls a process silent that is 15 s late.
+# The table of phases of a hang compares the clocks of machines, and calls a process silent that is
+# 15 s late.
 CLOCK_SECONDS = 5.0
-# InfiniBand registers the buffers of NCCL, a few GiB: a limit, if there is one, must be far above them.
+# InfiniBand registers the buffers of NCCL, a few GiB: a limit, if there is one, must be far above
+# them.
 _LOCKED_BYTES = 2**36
 _NAMES = {PRODUCT: "a matrix product", COPY: "a copy to the host"}
 _MAX_NAMES = 8
@@ -34,7 +38,9 @@ _MAX_ROWS = 64  # of more processes, only the first ones and those with a worst 
 
 
 class Needs(NamedTuple):
-    """Bytes that the largest stage needs, which are known without the compiler: not those of activations."""
+    """Bytes that the largest stage needs, which are known without the compiler: not those of
+    activations.
+    """
 
     state_bytes: int  # on each GPU
     memory_fraction: float  # of each GPU's memory, which JAX's pool takes at the start
@@ -44,7 +50,9 @@ class Needs(NamedTuple):
 
     def host_bytes(self, num_devices: int, num_processes: int) -> int:
         """On a machine with this number of devices and processes of the run."""
-        return num_devices * self.host_bytes_per_device + num_processes * self.host_bytes_per_process
+        return (
+            num_devices * self.host_bytes_per_device + num_processes * self.host_bytes_per_process
+        )
 
     def text(self, num_devices: int) -> str:
         """One line, for a process with this number of devices."""
@@ -61,7 +69,9 @@ def needs_of(configs: Sequence[Config], workdir: Path, platform: str) -> Needs:
     Raises:
       UserError: the mesh has another number of devices.
     """
-    parts = [_needs_of_step(build_step(config, make_mesh(config.mesh)), platform) for config in configs]
+    parts = [
+        _needs_of_step(build_step(config, make_mesh(config.mesh)), platform) for config in configs
+    ]
     largest = Needs(*map(max, *parts, parts[0]))
     num_saved = len(committed_steps(workdir / CHECKPOINTS_DIRECTORY))
     # The oldest checkpoint is deleted after the newest is complete.
@@ -107,10 +117,13 @@ def findings(facts: Sequence[Facts], needs: Needs | None, *, factor: float) -> l
 
 
 def clock_offsets(facts: Sequence[Facts]) -> list[float]:
-    """How many seconds each clock is ahead of the median of all; the median over barriers, whose ends are not exactly
-    at the same time."""
+    """How many seconds each clock is ahead of the median of all; the median over barriers, whose
+    ends are not exactly at the same time."""
     medians = [statistics.median_low(times) for times in zip(*(own.clock for own in facts))]
-    return [statistics.median([t - median for t, median in zip(own.clock, medians)] or [0.0]) for own in facts]
+    return [
+        statistics.median([t - median for t, median in zip(own.clock, medians)] or [0.0])
+        for own in facts
+    ]
 
 
 def table_lines(facts: Sequence[Facts]) -> list[str]:
@@ -121,7 +134,10 @@ def table_lines(facts: Sequence[Facts]) -> list[str]:
     }
     worst = set()
     for head, (values, text, badness) in _columns(facts).items():
-        cells = [text(value) if value is not None and abs(value) < UNKNOWN_MEMORY else "-" for value in values]
+        cells = [
+            text(value) if value is not None and abs(value) < UNKNOWN_MEMORY else "-"
+            for value in values
+        ]
         known = [index for index, cell in enumerate(cells) if cell != "-"]
         if not known:
             continue
@@ -155,7 +171,9 @@ def _columns(facts: Sequence[Facts]) -> dict[str, _Column]:
     products = rates(stragglers.PRODUCT, stragglers.NUM_PRODUCTS * 2e-12 * size**3)
     copies = rates(stragglers.COPY, 1e-9 * size * size * dtype.itemsize)
     return {
-        "free GPU GiB": _Column([min(own.gpu_free_bytes, default=None) for own in facts], gib, operator.neg),
+        "free GPU GiB": _Column(
+            [min(own.gpu_free_bytes, default=None) for own in facts], gib, operator.neg
+        ),
         "free host GiB": _Column([own.host_bytes for own in facts], gib, operator.neg),
         "ulimit -l GiB": _Column([own.locked_bytes for own in facts], gib, operator.neg),
         "clock s": _Column(clock_offsets(facts), "{:+.2f}".format, abs),
@@ -168,7 +186,9 @@ def _version_findings(facts: Sequence[Facts]) -> Iterator[str]:
     for name in facts[0].versions:
         groups = _grouped(facts, lambda own, name=name: own.versions.get(name, NOT_FOUND))
         if len(groups) > 1:
-            found = "; ".join(f"{version} on {_names(group)}" for version, group in _rarest_first(groups))
+            found = "; ".join(
+                f"{version} on {_names(group)}" for version, group in _rarest_first(groups)
+            )
             yield f"the version of {name} differs: {found}; install the same on all machines"
 
 
@@ -178,10 +198,13 @@ def _host_findings(facts: Sequence[Facts]) -> Iterator[str]:
         found = "; ".join(f"{kind} on {_names(group)}" for kind, group in _rarest_first(kinds))
         yield f"the devices differ: {found}"
     hosts = _grouped(facts, lambda own: own.host)
-    duplicates = {host: group for host, group in hosts.items() if len({own.boot_id for own in group}) > 1}
+    duplicates = {
+        host: group for host, group in hosts.items() if len({own.boot_id for own in group}) > 1
+    }
     for host, group in duplicates.items():
         yield f"several machines have the host name {host}: {_names(group)}; give each its own"
-    hosts = {host: group for host, group in hosts.items() if not duplicates}  # otherwise counts mean nothing
+    # otherwise counts mean nothing
+    hosts = {host: group for host, group in hosts.items() if not duplicates}
     for what, counts in (
         ("processes", {host: len(group) for host, group in hosts.items()}),
         ("devices", {host: sum(own.num_devices for own in group) for host, group in hosts.items()}),
@@ -208,7 +231,9 @@ def _clock_findings(facts: Sequence[Facts]) -> Iterator[str]:
 
 def _limit_findings(facts: Sequence[Facts]) -> Iterator[str]:
     is_network_used = len({own.host for own in facts}) > 1
-    low = [own for own in facts if own.locked_bytes is not None and own.locked_bytes < _LOCKED_BYTES]
+    low = [
+        own for own in facts if own.locked_bytes is not None and own.locked_bytes < _LOCKED_BYTES
+    ]
     low = [own for own in low if own.has_infiniband and own.platform == "gpu" and is_network_used]
     if low:
         yield (
@@ -283,7 +308,10 @@ def _rarest_first(groups: dict[str, list[Facts]]) -> list[tuple[str, list[Facts]
 
 def _names(group: Sequence[Facts]) -> str:
     """The processes of a group, "processes 1, 3 on node1, node2"; a long list is cut."""
-    processes, hosts = [str(own.process_id) for own in group], list(dict.fromkeys(own.host for own in group))
+    processes, hosts = (
+        [str(own.process_id) for own in group],
+        list(dict.fromkeys(own.host for own in group)),
+    )
     noun = "process" if len(group) == 1 else "processes"
     return f"{noun} {_cut(processes)} on {_cut(hosts)}"
 

@@ -1,6 +1,7 @@
 """The measured time of a traced step next to its estimate, by class and by ring step.
 
-The estimate is that of the compiled step that was traced, or of a stored plan. No time of a device counts twice.
+The estimate is that of the compiled step that was traced, or of a stored plan. No time of a device
+counts twice.
 """
 
 import dataclasses
@@ -48,7 +49,9 @@ _GPUS_PER_DOMAIN = {"gb200": 64}  # assumed, as are 8 of all others
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """What `StepProfiler` wrote next to the trace; None where it did not, as for traces of other programs."""
+    """What `StepProfiler` wrote next to the trace; None where it did not, as for traces of other
+    programs.
+    """
 
     program: AnalyzedProgram | None = None
     about: dict[str, Any] | None = None
@@ -75,9 +78,13 @@ def read_run(trace: Path) -> TracedRun:
                     text = file.read(_MAX_PROGRAM_BYTES + 1)
                 if len(text) > _MAX_PROGRAM_BYTES:
                     raise ValueError(f"the program has more than {_MAX_PROGRAM_BYTES:,} bytes")
-                return TracedRun(program=analyze(text.decode()), about=_checked(read_json_file(about)))
+                return TracedRun(
+                    program=analyze(text.decode()), about=_checked(read_json_file(about))
+                )
             except (OSError, EOFError, ValueError, zlib.error) as error:
-                raise UserError(f"cannot read {program} and {about.name}: {error}; trace the steps again") from error
+                raise UserError(
+                    f"cannot read {program} and {about.name}: {error}; trace the steps again"
+                ) from error
     return TracedRun()
 
 
@@ -90,7 +97,8 @@ def _checked(about: Any) -> dict[str, Any]:
 
 
 def predict(run: TracedRun, *, plan: str, topology_name: str, constants: str) -> Estimate | None:
-    """The estimate of a plan, or of the traced program; None if there is neither, or if the GPUs are unknown.
+    """The estimate of a plan, or of the traced program; None if there is neither, or if the GPUs
+    are unknown.
 
     Raises:
       UserError: an invalid plan, topology or constants file.
@@ -123,12 +131,18 @@ def _gpus(about: dict[str, Any], requested: str, configured: str) -> Topology | 
     if requested:
         gpus = topology(requested)
         if gpus.num_gpus != num_devices:
-            raise UserError(f"--topology={gpus} has {gpus.num_gpus} GPUs, but the traced run had {num_devices}")
+            raise UserError(
+                f"--topology={gpus} has {gpus.num_gpus} GPUs, but the traced run had {num_devices}"
+            )
         return gpus
     device = hardware.find(about["device_kind"])
     if device is None:
         return None
-    if configured and topology(configured).device == device and topology(configured).num_gpus == num_devices:
+    if (
+        configured
+        and topology(configured).device == device
+        and topology(configured).num_gpus == num_devices
+    ):
         return topology(configured)
     per_domain = _GPUS_PER_DOMAIN.get(device.name, 8)
     if num_devices <= per_domain or num_devices % per_domain:
@@ -150,19 +164,24 @@ class TimeUse(NamedTuple):
     """Seconds of one device."""
 
     by_class: Counter[str]  # CLASSES and GAP; they add up to the span
-    exposed_by_collective: Counter[str]  # by label: time in which it is in flight and no kernel runs
-    busy_by_class: Counter[str]  # time in which at least one event of the class is in flight, hidden or not
+    # by label: time in which it is in flight and no kernel runs
+    exposed_by_collective: Counter[str]
+    # time in which at least one event of the class is in flight, hidden or not
+    busy_by_class: Counter[str]
 
 
 def measure(intervals: Sequence[Activity], start_seconds: float, end_seconds: float) -> TimeUse:
     """The use of the span from `start_seconds` to `end_seconds`; intervals are cut to it.
 
-    Where several intervals overlap, the time counts for the one whose class is first in CLASSES. So communication and
-    host copies get the exposed time, during which no kernel runs.
+    Where several intervals overlap, the time counts for the one whose class is first in CLASSES. So
+    communication and host copies get the exposed time, during which no kernel runs.
     """
     changes = []
     for number, interval in enumerate(intervals):
-        start, end = max(interval.start_seconds, start_seconds), min(interval.end_seconds, end_seconds)
+        start, end = (
+            max(interval.start_seconds, start_seconds),
+            min(interval.end_seconds, end_seconds),
+        )
         if start < end:
             changes += [(start, number, True), (end, number, False)]
     changes.sort()
@@ -177,7 +196,9 @@ def measure(intervals: Sequence[Activity], start_seconds: float, end_seconds: fl
     return use
 
 
-def _count(use: TimeUse, active: dict[str, set[int]], intervals: Sequence[Activity], seconds: float) -> None:
+def _count(
+    use: TimeUse, active: dict[str, set[int]], intervals: Sequence[Activity], seconds: float
+) -> None:
     if not seconds:
         return
     kinds = [kind for kind in CLASSES if active[kind]]
@@ -189,7 +210,11 @@ def _count(use: TimeUse, active: dict[str, set[int]], intervals: Sequence[Activi
             use.exposed_by_collective[label] += seconds
 
 
-_NAMES = {COMMUNICATION: "exposed communication", HOST_COPY: "exposed host copies", GAP: "gaps between kernels"}
+_NAMES = {
+    COMMUNICATION: "exposed communication",
+    HOST_COPY: "exposed host copies",
+    GAP: "gaps between kernels",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +253,11 @@ class Comparison:
     communication_seconds: float  # per step, exposed or not; concurrent transfers count once
     host_copy_seconds: float  # as above
     median_gap_seconds: float | None  # between two kernels of a device; None with one kernel
-    # Kernels without an instruction of the program, such as those of CUDA graphs; their class follows from their names.
+    # Kernels without an instruction of the program, such as those of CUDA graphs; their class
+    # follows from their names.
     unknown_seconds: float
-    # Pairs of a query and a key of the traced steps, which the estimate counts, relative to sequences that are one
-    # document each; 1 where they are unknown. None: there is no estimate.
+    # Pairs of a query and a key of the traced steps, which the estimate counts, relative to
+    # sequences that are one document each; 1 where they are unknown. None: there is no estimate.
     estimated_pairs_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -245,17 +271,23 @@ class Comparison:
         return "\n".join([*lines, *_notes(self)])
 
 
-def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_steps: int = 0) -> Comparison:
+def compare(
+    trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_steps: int = 0
+) -> Comparison:
     """Compares a trace with `estimate`; see `jaxlc.profile.compare`.
 
     Raises:
       UserError: the number of steps is unknown, or negative.
     """
     if num_steps < 0:
-        raise UserError(f"invalid number of traced steps {num_steps}: expected at least 1, or 0 for those of the trace")
+        raise UserError(
+            f"invalid number of traced steps {num_steps}: expected at least 1, or 0 for those of the trace"
+        )
     num_steps = num_steps or len(trace.steps)
     if not num_steps:
-        raise UserError("the trace has no ranges of training steps: set --steps to the number of traced steps")
+        raise UserError(
+            "the trace has no ranges of training steps: set --steps to the number of traced steps"
+        )
     classes = EventClasses(run.program)
     module = _step_module(trace)
     uses, durations, gaps, spans, unknown = [], defaultdict(list), [], [], Counter()
@@ -271,7 +303,11 @@ def compare(trace: Trace, run: TracedRun, estimate: Estimate | None, *, num_step
             intervals.append(Activity(kind, label, event.start_seconds, event.end_seconds))
             if kind == COMMUNICATION:
                 durations[label].append(event.end_seconds - event.start_seconds)
-            if run.program is not None and kind != HOST_COPY and classes.instruction_of(event) is None:
+            if (
+                run.program is not None
+                and kind != HOST_COPY
+                and classes.instruction_of(event) is None
+            ):
                 unknown[device] += event.end_seconds - event.start_seconds
         uses.append(measure(intervals, start, end))
         gaps += _gaps(intervals)
@@ -313,11 +349,15 @@ def _gaps(intervals: Iterable[Activity]) -> list[float]:
     return [start - end for (_, end), (start, _) in zip(kernels, kernels[1:]) if start > end]
 
 
-def _class_times(uses: Sequence[TimeUse], num_runs: int, estimate: Estimate | None) -> tuple[ClassTime, ...]:
+def _class_times(
+    uses: Sequence[TimeUse], num_runs: int, estimate: Estimate | None
+) -> tuple[ClassTime, ...]:
     estimated: dict[str, float] = {}
     if estimate is not None:
         prediction = estimate.prediction
-        estimated = {kind: prediction.seconds_by_kind.get(kind, 0.0) for kind in (ATTENTION, MATMUL, OTHER)}
+        estimated = {
+            kind: prediction.seconds_by_kind.get(kind, 0.0) for kind in (ATTENTION, MATMUL, OTHER)
+        }
         estimated[COMMUNICATION] = prediction.exposed_communication_seconds
         estimated[HOST_COPY] = prediction.exposed_host_copy_seconds
     return tuple(
@@ -361,7 +401,9 @@ def _ring_steps(
 def _class_table(result: Comparison) -> Iterator[Sequence[str]]:
     yield "class", "measured ms", "of the step", "estimated ms", "measured / estimated"
     total = ClassTime(
-        name="step", measured_seconds=result.step_seconds, estimated_seconds=result.estimated_step_seconds
+        name="step",
+        measured_seconds=result.step_seconds,
+        estimated_seconds=result.estimated_step_seconds,
     )
     for row in (*result.classes, total):
         estimated = _median(result, row.estimated_seconds)
@@ -376,11 +418,23 @@ def _class_table(result: Comparison) -> Iterator[Sequence[str]]:
 
 def _median(result: Comparison, seconds: float | None) -> float | None:
     """The middle of the interval of an estimate; None if there is none."""
-    return None if seconds is None or result.estimated_interval is None else result.estimated_interval.median * seconds
+    return (
+        None
+        if seconds is None or result.estimated_interval is None
+        else result.estimated_interval.median * seconds
+    )
 
 
 def _ring_table(result: Comparison) -> Iterator[Sequence[str]]:
-    yield "instruction", "pass", "runs a step", "measured ms", "estimated ms", "exposed ms a step", "plan"
+    yield (
+        "instruction",
+        "pass",
+        "runs a step",
+        "measured ms",
+        "estimated ms",
+        "exposed ms a step",
+        "plan",
+    )
     for row in result.ring_steps:
         estimated = _median(result, row.estimated_seconds)
         yield (

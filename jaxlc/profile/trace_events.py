@@ -1,14 +1,17 @@
-"""Reads the device events of a trace that `jax.profiler` wrote (.xplane.pb), with `jax.profiler.ProfileData`.
+"""Reads the device events of a trace that `jax.profiler` wrote (.xplane.pb), with
+`jax.profiler.ProfileData`.
 
-GPUs: one plane per device, "/device:GPU:0", with one line per CUDA stream, "Stream #13(Compute)". Kernels and copies
-have the statistics hlo_op (the HLO instruction), hlo_module and name (the path of the JAX operation); copies are named
-MemcpyH2D, MemcpyD2H, MemcpyD2D or MemcpyP2P. CPU: the threads of "/host:CPU" have events with hlo_op and
-device_ordinal. Ranges of `jax.profiler.StepTraceAnnotation` have the statistic step_num.
+GPUs: one plane per device, "/device:GPU:0", with one line per CUDA stream, "Stream #13(Compute)".
+Kernels and copies have the statistics hlo_op (the HLO instruction), hlo_module and name (the path
+of the JAX operation); copies are named MemcpyH2D, MemcpyD2H, MemcpyD2D or MemcpyP2P. CPU: the
+threads of "/host:CPU" have events with hlo_op and device_ordinal. Ranges of
+`jax.profiler.StepTraceAnnotation` have the statistic step_num.
 
-The class of an event is attention, matrix products, other kernels, communication or host copies. With the text of the
-compiled step, it is the class of the event's instruction, so that measured and estimated classes agree. Without it, it
-follows from the names of kernels, copies and JAX operations; so does the class of kernels which a CUDA graph launches,
-since the profiler names the graph or nothing as their instruction.
+The class of an event is attention, matrix products, other kernels, communication or host copies.
+With the text of the compiled step, it is the class of the event's instruction, so that measured and
+estimated classes agree. Without it, it follows from the names of kernels, copies and JAX
+operations; so does the class of kernels which a CUDA graph launches, since the profiler names the
+graph or nothing as their instruction.
 """
 
 import re
@@ -49,18 +52,26 @@ class Trace(NamedTuple):
 
 
 def find(path: Path) -> Path:
-    """The trace file at `path`, or the newest one in the directory `path`. Raises UserError if there is none."""
+    """The trace file at `path`, or the newest one in the directory `path`. Raises UserError if
+    there is none.
+    """
     if path.is_file():
         return path
-    paths = sorted(path.rglob(f"*{_SUFFIX}"), key=lambda path: (path.parent.name, path.name), reverse=True)
+    paths = sorted(
+        path.rglob(f"*{_SUFFIX}"), key=lambda path: (path.parent.name, path.name), reverse=True
+    )
     if not paths:
-        raise UserError(f"no trace: {path} has no *{_SUFFIX} file; trace steps with --config.profile.steps=10:13")
+        raise UserError(
+            f"no trace: {path} has no *{_SUFFIX} file; trace steps with --config.profile.steps=10:13"
+        )
     newest = [other for other in paths if other.parent == paths[0].parent]
     return min(newest)  # the first of several hosts
 
 
 def read(path: Path) -> Trace:
-    """The trace in a .xplane.pb file. Raises UserError if it cannot be read or has no device events."""
+    """The trace in a .xplane.pb file. Raises UserError if it cannot be read or has no device
+    events.
+    """
     try:
         data = ProfileData.from_file(str(path))
     except Exception as error:  # the parser raises its own types
@@ -69,17 +80,24 @@ def read(path: Path) -> Trace:
 
 
 def of_profile(data: ProfileData, name: str) -> Trace:
-    """The trace in `data`; `name` is for error messages. Planes and events are valid as long as `data` is."""
+    """The trace in `data`; `name` is for error messages. Planes and events are valid as long as
+    `data` is.
+    """
     devices: dict[str, list[TraceEvent]] = defaultdict(list)
     steps: set[int] = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on a type of JAX 0.12, at its first use
+        # Python 3.12 on a type of JAX 0.12, at its first use
+        warnings.simplefilter("ignore", DeprecationWarning)
         _collect(list(data.planes), devices, steps)
     ordered = {  # a device without events was not used by the traced program
-        device: sorted(events, key=lambda event: event.start_seconds) for device, events in devices.items() if events
+        device: sorted(events, key=lambda event: event.start_seconds)
+        for device, events in devices.items()
+        if events
     }
     if not ordered:
-        raise UserError(f"the trace {name} has no events of devices: it was recorded while no program ran")
+        raise UserError(
+            f"the trace {name} has no events of devices: it was recorded while no program ran"
+        )
     return Trace(ordered, tuple(sorted(steps)))
 
 
@@ -90,13 +108,17 @@ def _collect(planes: list[Any], devices: dict[str, list[TraceEvent]], steps: set
         if _GPU_PLANE.fullmatch(plane.name):
             for line in plane.lines:
                 if line.name.startswith(_STREAM):
-                    devices[plane.name].extend(_event(event, dict(event.stats)) for event in line.events)
+                    devices[plane.name].extend(
+                        _event(event, dict(event.stats)) for event in line.events
+                    )
         elif plane.name == _CPU_PLANE:
             for event, stats in _with_stats(plane):
                 if "step_num" in stats:
                     steps.add(int(stats["step_num"]))
                 elif "hlo_op" in stats and not is_gpu:
-                    devices[f"/device:CPU:{stats.get('device_ordinal', 0)}"].append(_event(event, stats))
+                    devices[f"/device:CPU:{stats.get('device_ordinal', 0)}"].append(
+                        _event(event, stats)
+                    )
 
 
 def _with_stats(plane: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -120,18 +142,25 @@ def _event(event: Any, stats: dict[str, Any]) -> TraceEvent:
 
 
 ATTENTION, MATMUL, OTHER = "attention", "matrix products", "other kernels"
-HOST_COPY_KERNEL = "host copies by kernels"  # instead of by the copy engines, which need no multiprocessors
+# instead of by the copy engines, which need no multiprocessors
+HOST_COPY_KERNEL = "host copies by kernels"
 COMMUNICATION, HOST_COPY = "communication", "host copies"
 # If several events are in flight, the time counts for the first class of this order.
 CLASSES = (ATTENTION, MATMUL, OTHER, HOST_COPY_KERNEL, COMMUNICATION, HOST_COPY)
 
-_CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done")  # ranges around other events on CPU
+# ranges around other events on CPU
+_CONTROL_FLOW = ("while", "conditional", "call", "async-start", "async-done")
 _HOST_MEMCPY = re.compile(r"Memcpy(H2D|D2H)")
 _PEER_MEMCPY = re.compile(r"MemcpyP2P")
 _EVENT_CLASSES_SUFFIX = re.compile(r"(-start|-done|-update)$")
 _NUMBER = re.compile(r"(\.\d+)?$")
 _BY_NAME = (  # names of kernels and HLO instructions, if the program is unknown
-    (COMMUNICATION, re.compile(rf"nccl|nvshmem|{'|'.join(COLLECTIVES)}|ppermute|psum|all_gather|all_to_all", re.I)),
+    (
+        COMMUNICATION,
+        re.compile(
+            rf"nccl|nvshmem|{'|'.join(COLLECTIVES)}|ppermute|psum|all_gather|all_to_all", re.I
+        ),
+    ),
     (ATTENTION, re.compile(r"fmha|flash_|sdpa|cudnn.*attention|compute_dot_do_o|convert_dq", re.I)),
     (MATMUL, re.compile(r"gemm|nvjet|cutlass|cublas|\bdot\b|xmma|Cijk_", re.I)),
 )
@@ -161,7 +190,9 @@ class EventClasses:
             return None
         if MOSAIC in event.name:
             return self._class_of_mosaic(event)
-        if is_in_attention(event.op_name) and re.search(r"pallas_call|dot_general|fmha", event.op_name):
+        if is_in_attention(event.op_name) and re.search(
+            r"pallas_call|dot_general|fmha", event.op_name
+        ):
             return ATTENTION
         text = f"{event.name} {event.instruction}"
         return next((kind for kind, pattern in _BY_NAME if pattern.search(text)), OTHER)
@@ -169,8 +200,9 @@ class EventClasses:
     def instruction_of(self, event: TraceEvent) -> str | None:
         """The name of the event's instruction in the program; None if it is not in it.
 
-        The profiler names some asynchronous collectives without "-start". Kernels that a CUDA graph launches may have
-        the graph, a call, as their instruction; the compiler names its kernels after their instructions.
+        The profiler names some asynchronous collectives without "-start". Kernels that a CUDA graph
+        launches may have the graph, a call, as their instruction; the compiler names its kernels
+        after their instructions.
         """
         start = _NUMBER.sub(lambda number: f"-start{number[0]}", event.instruction, count=1)
         known = next((name for name in (event.instruction, start) if name in self._locations), None)
@@ -179,7 +211,9 @@ class EventClasses:
         return self._by_kernel_name.get(event.name)
 
     def _class_of_mosaic(self, event: TraceEvent) -> str:
-        """Products of experts, or attention; where both are Mosaic kernels, JAX names those of experts "body"."""
+        """Products of experts, or attention; where both are Mosaic kernels, JAX names those of
+        experts "body".
+        """
         has_experts, has_attention = self._mosaic_uses
         if EXPERTS in components(event.op_name) or has_experts > has_attention:
             return MATMUL
@@ -191,7 +225,9 @@ class EventClasses:
     def _mosaic_uses(self) -> tuple[bool, bool]:
         """Whether experts, and whether attention, are Mosaic kernels in the program."""
         calls = self._program.attention_calls if self._program else ()
-        has_experts = any(is_expert_kernel(instruction) for _, instruction in self._locations.values())
+        has_experts = any(
+            is_expert_kernel(instruction) for _, instruction in self._locations.values()
+        )
         return has_experts, any(counted.call.kernel == "mosaic" for counted in calls)
 
     @cached_property
@@ -222,7 +258,11 @@ class EventClasses:
 
     @cached_property
     def _host_copies(self) -> set[str]:
-        copies = [copy for copies in self._program.host_copies.values() for copy in copies] if self._program else []
+        copies = (
+            [copy for copies in self._program.host_copies.values() for copy in copies]
+            if self._program
+            else []
+        )
         return {instruction.name for copy in copies for instruction in (copy.start, copy.done)}
 
     def _class_of_instruction(self, name: str) -> str | None:
@@ -244,11 +284,17 @@ def _collective(program: AnalyzedProgram, instruction: Instruction) -> bool:
         return True
     if instruction.opcode != "async-start":
         return False
-    return any(inner.opcode in COLLECTIVES for name in instruction.called for inner in program.computations[name])
+    return any(
+        inner.opcode in COLLECTIVES
+        for name in instruction.called
+        for inner in program.computations[name]
+    )
 
 
 def _is_range(event: TraceEvent) -> bool:
-    """Whether the event is its instruction, as on CPU, and not a kernel that the instruction launches."""
+    """Whether the event is its instruction, as on CPU, and not a kernel that the instruction
+    launches.
+    """
     return event.name == event.instruction
 
 

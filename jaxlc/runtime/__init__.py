@@ -1,1 +1,3 @@
-"""The start of JAX: devices, processes, memory, XLA flags, compilation cache; and the watching of processes."""
+"""The start of JAX: devices, processes, memory, XLA flags, compilation cache; and the watching of
+processes.
+"""

@@ -1,7 +1,7 @@
 """The operating system's timer, which ends this process if its Python code cannot.
 
-A thread that holds the interpreter lock stops all Python code. The timer's signal SIGALRM has its default action, which
-needs no Python code, so the exit status is 142.
+A thread that holds the interpreter lock stops all Python code. The timer's signal SIGALRM has its
+default action, which needs no Python code, so the exit status is 142.
 """
 
 import faulthandler
@@ -11,7 +11,8 @@ import threading
 from typing import TextIO
 
 _LEAST_SECONDS = 1.0
-_lock = threading.Lock()  # of the timer, which the watched thread and the one that ends the process set
+# of the timer, which the watched thread and the one that ends the process set
+_lock = threading.Lock()
 _is_ending = False
 
 
@@ -21,8 +22,8 @@ def is_available() -> bool:
 
 
 def write_stacks_to(file: TextIO) -> None:
-    """Lets the signal write the Python stacks of all threads to `file`, without the interpreter lock, before it ends
-    the process."""
+    """Lets the signal write the Python stacks of all threads to `file`, without the interpreter
+    lock, before it ends the process."""
     faulthandler.register(signal.SIGALRM, file=file, all_threads=True, chain=True)
 
 
@@ -34,7 +35,9 @@ def set_limit(seconds: float) -> None:
 
 
 def set_end_limit(seconds: float) -> None:
-    """Ends this process after `seconds`, whatever its phases set. Called once, when its end has begun."""
+    """Ends this process after `seconds`, whatever its phases set. Called once, when its end has
+    begun.
+    """
     global _is_ending
     with _lock:
         _is_ending = True

@@ -1,8 +1,9 @@
 """JAX's persistent compilation cache: its directory, and which compilations use it.
 
-A second equal run, in the same process or after a restart, then loads its compiled programs. JAX stores programs that
-took longer than `jax_persistent_cache_min_compile_time_secs`, 1 s by default, and keys them by the program, its
-compiler options, the versions of JAX and XLA, and the devices with their instruction sets.
+A second equal run, in the same process or after a restart, then loads its compiled programs. JAX
+stores programs that took longer than `jax_persistent_cache_min_compile_time_secs`, 1 s by default,
+and keys them by the program, its compiler options, the versions of JAX and XLA, and the devices
+with their instruction sets.
 """
 
 import contextlib
@@ -23,14 +24,15 @@ from jaxlc.core.files import local_path
 from jaxlc.runtime import stderr
 from jaxlc.runtime.xla_flags import xla_version
 
-# Size limit of the default directory. JAX can bound the size itself, but that needs the package filelock, and JAX 0.10
-# fails to evict entries that were written without a bound.
+# Size limit of the default directory. JAX can bound the size itself, but that needs the package
+# filelock, and JAX 0.10 fails to evict entries that were written without a bound.
 MAX_BYTES = 8 * 2**30
 _ENTRY_PATTERNS = ("*-cache", "*-atime")  # the files that JAX writes
 _REQUESTS = "/jax/compilation_cache/compile_requests_use_cache"
 _HITS = "/jax/compilation_cache/cache_hits"
-# Before 0.12, XLA writes two errors of 1,500 characters for each program that it loads on x86 CPUs: "Target machine
-# feature +prefer-no-gather is not supported", although that is a preference, not a feature (jax-ml/jax issue 38445).
+# Before 0.12, XLA writes two errors of 1,500 characters for each program that it loads on x86 CPUs:
+# "Target machine feature +prefer-no-gather is not supported", although that is a preference, not a
+# feature (jax-ml/jax issue 38445).
 _CPU_NOTES = ("cpu_aot_loader.cc",)
 _FIRST_XLA_WITHOUT_CPU_NOTES = (0, 12)
 _TORN = re.compile(r"Error reading persistent compilation cache entry for '(\w+)'")
@@ -44,7 +46,8 @@ class _Directories:
 
 
 def configure(config: RuntimeConfig, platform: str) -> None:
-    """Sets the cache directory of JAX from config.compilation_cache_dir. May be called again, with other values.
+    """Sets the cache directory of JAX from config.compilation_cache_dir. May be called again, with
+    other values.
 
     Raises:
       UserError: the directory that the config names cannot be created.
@@ -64,8 +67,9 @@ def configure(config: RuntimeConfig, platform: str) -> None:
 def for_step(devices: Iterable) -> Iterator[None]:
     """For the compilation of a training step: uses the configured cache, unless a device is absent.
 
-    JAX writes programs compiled for absent devices to the cache but cannot read them back: without a client for the
-    devices, reading fails with the warning "Error reading persistent compilation cache entry", and JAX compiles again.
+    JAX writes programs compiled for absent devices to the cache but cannot read them back: without
+    a client for the devices, reading fails with the warning "Error reading persistent compilation
+    cache entry", and JAX compiles again.
 
     Args:
       devices: `jax.Device`s.
@@ -88,27 +92,34 @@ def for_step(devices: Iterable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torn_entries_deleted() -> Iterator[None]:
-    """Deletes the entries that JAX could not read, such as one of a process that was killed while it wrote it.
+    """Deletes the entries that JAX could not read, such as one of a process that was killed while
+    it wrote it.
 
-    JAX detects them by the checksum of the compressed entry, warns, and compiles; but it does not replace an entry that
-    exists, so every restart would compile again.
+    JAX detects them by the checksum of the compressed entry, warns, and compiles; but it does not
+    replace an entry that exists, so every restart would compile again.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
     for warning in caught:
         if (match := _TORN.match(str(warning.message))) is None:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
             continue
         paths = list(Path(jax.config.jax_compilation_cache_dir or ".").glob(f"{match[1]}-*-cache"))
         torn = [path for path in paths if _is_torn(path)]
         for path in torn:
             path.unlink(missing_ok=True)
-        warnings.warn(f"{warning.message}: compiled again, {len(torn)} damaged entries deleted", stacklevel=1)
+        warnings.warn(
+            f"{warning.message}: compiled again, {len(torn)} damaged entries deleted", stacklevel=1
+        )
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether an entry is incomplete or damaged; False for compressions other than zlib, JAX's default."""
+    """Whether an entry is incomplete or damaged; False for compressions other than zlib, JAX's
+    default.
+    """
     try:
         content = path.read_bytes()
         if content[:1] in (b"", b"\x78"):
@@ -133,7 +144,9 @@ def disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Callable[[], bool]]:
-    """Yields a function: whether at least one program was compiled since, and all of them came from the cache."""
+    """Yields a function: whether at least one program was compiled since, and all of them came from
+    the cache.
+    """
     counts: Counter[str] = Counter()
 
     def listen(event: str, **_) -> None:
@@ -147,7 +160,9 @@ def watch() -> Iterator[Callable[[], bool]]:
 
 
 def prune(directory: Path, max_bytes: int) -> None:
-    """Deletes the least recently used entries until they take at most `max_bytes`; other files are kept."""
+    """Deletes the least recently used entries until they take at most `max_bytes`; other files are
+    kept.
+    """
     entries = []
     for path in (path for pattern in _ENTRY_PATTERNS for path in directory.glob(pattern)):
         with contextlib.suppress(FileNotFoundError):  # another process may prune concurrently
@@ -162,7 +177,8 @@ def prune(directory: Path, max_bytes: int) -> None:
 
 
 def _users_directory(current: str | None) -> str | None:
-    """The directory that the user has set in the environment or in Python. "": no cache; None: not set.
+    """The directory that the user has set in the environment or in Python. "": no cache; None: not
+    set.
 
     Args:
       current: the value of jax_compilation_cache_dir.
@@ -174,8 +190,8 @@ def _directory(config: RuntimeConfig) -> str | None:
     """The directory of config.compilation_cache_dir, created if necessary, or None."""
     setting = config.compilation_cache_dir
     if setting == "auto":
-        # Processes of a GPU run share the work of autotuning. If only some of them found the program in a cache of
-        # their own, the others would wait for them.
+        # Processes of a GPU run share the work of autotuning. If only some of them found the
+        # program in a cache of their own, the others would wait for them.
         return _default_directory() if config.num_processes <= 1 else None
     if not setting:
         return None
@@ -184,12 +200,16 @@ def _directory(config: RuntimeConfig) -> str | None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = reason_of(error)
-        raise UserError(f"invalid value {setting!r} for config.runtime.compilation_cache_dir: {reason}") from None
+        raise UserError(
+            f"invalid value {setting!r} for config.runtime.compilation_cache_dir: {reason}"
+        ) from None
     return str(path)
 
 
 def _default_directory() -> str | None:
-    """The default directory, created and pruned; None if that fails, as in a read-only home directory."""
+    """The default directory, created and pruned; None if that fails, as in a read-only home
+    directory.
+    """
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlc" / "xla"
     try:
         path.mkdir(parents=True, exist_ok=True)

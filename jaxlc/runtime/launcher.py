@@ -1,8 +1,9 @@
-"""Reads the variables of the launcher of a run: Slurm, Open MPI, Kubernetes, or variables set manually.
+"""Reads the variables of the launcher of a run: Slurm, Open MPI, Kubernetes, or variables set
+manually.
 
-`runtime.start` takes the settings from them that config.runtime leaves to the launcher. JAX's own detection is switched
-off, because under Slurm it selects the GPU with the number SLURM_LOCALID also where a process has only one visible GPU
-(jax-ml/jax issues 16788, 23452 and 28194).
+`runtime.start` takes the settings from them that config.runtime leaves to the launcher. JAX's own
+detection is switched off, because under Slurm it selects the GPU with the number SLURM_LOCALID also
+where a process has only one visible GPU (jax-ml/jax issues 16788, 23452 and 28194).
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ from jaxlc.config import RuntimeConfig
 from jaxlc.core.errors import UserError
 
 DEFAULT_PORT = 9753
-_PLAIN = "JAX_PROCESS_ID"  # the launcher of launch/plain, which starts processes with equal CUDA_VISIBLE_DEVICES
+# the launcher of launch/plain, which starts processes with equal CUDA_VISIBLE_DEVICES
+_PLAIN = "JAX_PROCESS_ID"
 _LOCAL_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
@@ -37,7 +39,8 @@ def find(environment: Mapping[str, str]) -> Launch | None:
     Raises:
       UserError: a variable has an unexpected value.
     """
-    # Open MPI precedes Slurm: in a Slurm job its processes inherit variables of the step that starts its daemons.
+    # Open MPI precedes Slurm: in a Slurm job its processes inherit variables of the step that
+    # starts its daemons.
     for detect in (_from_jax_variables, _from_kubernetes, _from_open_mpi, _from_slurm):
         try:
             launch = detect(environment)
@@ -55,12 +58,15 @@ def find(environment: Mapping[str, str]) -> Launch | None:
 def _checked(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
-        raise UserError(f"invalid value {address!r} for JAX_COORDINATOR_ADDRESS: expected HOST:PORT")
+        raise UserError(
+            f"invalid value {address!r} for JAX_COORDINATOR_ADDRESS: expected HOST:PORT"
+        )
     return address
 
 
 def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
-    """`config` with the number of processes, the process index and the coordinator's address of the launcher.
+    """`config` with the number of processes, the process index and the coordinator's address of the
+    launcher.
 
     Values that the config sets take precedence.
 
@@ -68,14 +74,18 @@ def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
       UserError: a value is unknown, or config and launcher contradict each other.
     """
     if config.num_processes == 1 or (launch is None and config.num_processes == 0):
-        return dataclasses.replace(config, num_processes=1, process_id=0, coordinator_address=_LOCAL_ADDRESS)
+        return dataclasses.replace(
+            config, num_processes=1, process_id=0, coordinator_address=_LOCAL_ADDRESS
+        )
     if launch is None:
         if config.process_id < 0:
             raise UserError(
                 f"config.runtime.num_processes={config.num_processes}, but no launcher gives the index of this process;"
                 " pass --config.runtime.process_id=INDEX"
             )
-        return dataclasses.replace(config, coordinator_address=config.coordinator_address or _LOCAL_ADDRESS)
+        return dataclasses.replace(
+            config, coordinator_address=config.coordinator_address or _LOCAL_ADDRESS
+        )
     num_processes = config.num_processes or launch.num_processes
     if num_processes != launch.num_processes and config.process_id < 0:
         raise UserError(
@@ -94,20 +104,30 @@ def resolve(config: RuntimeConfig, launch: Launch | None) -> RuntimeConfig:
             f"process index {process_id} is too large for {num_processes} processes; indices are from 0 to"
             f" {num_processes - 1}"
         )
-    return dataclasses.replace(config, num_processes=num_processes, process_id=process_id, coordinator_address=address)
+    return dataclasses.replace(
+        config, num_processes=num_processes, process_id=process_id, coordinator_address=address
+    )
 
 
-def gpus_of_process(launch: Launch, environment: Mapping[str, str], num_gpus_on_machine: int) -> str | None:
-    """CUDA_VISIBLE_DEVICES for a process that sees the GPUs of all processes on its machine; None: no change.
+def gpus_of_process(
+    launch: Launch, environment: Mapping[str, str], num_gpus_on_machine: int
+) -> str | None:
+    """CUDA_VISIBLE_DEVICES for a process that sees the GPUs of all processes on its machine; None:
+    no change.
 
-    The GPUs are divided evenly in order, so that one process per GPU and processes with several GPUs both work. If a
-    launcher has assigned GPUs, such as Slurm with --gpus-per-task, the machine has enough of them for all processes.
+    The GPUs are divided evenly in order, so that one process per GPU and processes with several
+    GPUs both work. If a launcher has assigned GPUs, such as Slurm with --gpus-per-task, the machine
+    has enough of them for all processes.
 
     Raises:
       UserError: the GPUs cannot be divided evenly.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(index) for index in range(num_gpus_on_machine)] if visible is None else visible.split(",")
+    gpus = (
+        [str(index) for index in range(num_gpus_on_machine)]
+        if visible is None
+        else visible.split(",")
+    )
     num_gpus = int(environment.get("SLURM_GPUS_ON_NODE") or num_gpus_on_machine)
     are_assigned = len(gpus) * launch.num_local <= num_gpus and launch.launcher != _PLAIN
     if launch.num_local == 1 or len(gpus) < 2 or are_assigned:
@@ -123,7 +143,13 @@ def gpus_of_process(launch: Launch, environment: Mapping[str, str], num_gpus_on_
 
 def num_gpus_on_machine() -> int:
     """The number of NVIDIA GPUs with a device file. Does not start JAX."""
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    return len(
+        [
+            path
+            for path in Path("/dev").glob("nvidia*")
+            if path.name.removeprefix("nvidia").isdigit()
+        ]
+    )
 
 
 def _from_jax_variables(environment: Mapping[str, str]) -> Launch | None:
@@ -143,12 +169,15 @@ def _from_jax_variables(environment: Mapping[str, str]) -> Launch | None:
 def _from_kubernetes(environment: Mapping[str, str]) -> Launch | None:
     """An Indexed Job or a JobSet of one job, with one process per pod.
 
-    Kubernetes gives the index, but not the number of pods: the manifest sets JAX_NUM_PROCESSES. The host name of a pod
-    ends with its index, and its subdomain is the headless service.
+    Kubernetes gives the index, but not the number of pods: the manifest sets JAX_NUM_PROCESSES. The
+    host name of a pod ends with its index, and its subdomain is the headless service.
     """
     if "JOB_COMPLETION_INDEX" not in environment or "JAX_NUM_PROCESSES" not in environment:
         return None
-    num_processes, index = int(environment["JAX_NUM_PROCESSES"]), int(environment["JOB_COMPLETION_INDEX"])
+    num_processes, index = (
+        int(environment["JAX_NUM_PROCESSES"]),
+        int(environment["JOB_COMPLETION_INDEX"]),
+    )
     host, dot, domain = socket.getfqdn().partition(".")
     first_host = host.removesuffix(f"-{index}") + "-0" if host.endswith(f"-{index}") else ""
     address = f"{first_host}{dot}{domain}:{DEFAULT_PORT}" if first_host else ""
@@ -158,7 +187,10 @@ def _from_kubernetes(environment: Mapping[str, str]) -> Launch | None:
 def _from_open_mpi(environment: Mapping[str, str]) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
-    num_processes, num_local = int(environment["OMPI_COMM_WORLD_SIZE"]), int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    num_processes, num_local = (
+        int(environment["OMPI_COMM_WORLD_SIZE"]),
+        int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+    )
     # Open MPI 4 gives the addresses of mpirun, which by default starts rank 0 on its own machine:
     # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911". Open MPI 5 gives none.
     mpirun = re.search(r"tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
@@ -178,7 +210,8 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch | None:
     if "SLURM_STEP_NODELIST" not in environment or "SLURM_PROCID" not in environment:
         return None
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
-    # Above Linux's default range of ports for outgoing connections; jobs on one node rarely have the same one.
+    # Above Linux's default range of ports for outgoing connections; jobs on one node rarely have
+    # the same one.
     port = 61_440 + (job + 97 * step) % 4096
     return Launch(
         "Slurm",
@@ -186,7 +219,9 @@ def _from_slurm(environment: Mapping[str, str]) -> Launch | None:
         int(environment["SLURM_PROCID"]),
         f"{_first_host(environment['SLURM_STEP_NODELIST'])}:{port}",
         local_id=int(environment["SLURM_LOCALID"]),
-        num_local=_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])],
+        num_local=_tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[
+            int(environment["SLURM_NODEID"])
+        ],
     )
 
 

@@ -1,14 +1,16 @@
-"""The two memory pools of JAX on a GPU, in the GPU's memory and of pinned host memory; and CUDA unified memory.
+"""The two memory pools of JAX on a GPU, in the GPU's memory and of pinned host memory; and CUDA
+unified memory.
 
-The GPU's pool takes 75% of the memory by JAX's default, and the host's pool at most 64 GiB per GPU by XLA's default. A
-step that needs more ends with RESOURCE_EXHAUSTED. `prepare` sets both sizes before JAX starts, and `explained` turns
-that error into one that names the pool and the setting.
+The GPU's pool takes 75% of the memory by JAX's default, and the host's pool at most 64 GiB per GPU
+by XLA's default. A step that needs more ends with RESOURCE_EXHAUSTED. `prepare` sets both sizes
+before JAX starts, and `explained` turns that error into one that names the pool and the setting.
 
-With CUDA unified memory as the pool, arrays that do not fit into GPU memory are in host memory. It is meant for GPUs
-with a coherent link to their CPU (Grace Hopper, Grace Blackwell). The pool is larger than the memory of the GPU, and
-the driver migrates pages. XLA reads TF_FORCE_UNIFIED_MEMORY when it creates its allocator, and allocates more than the
-GPU's memory only if it is set (xla/pjrt/gpu/gpu_helpers.cc, CreateBFCAllocator). The plugins of JAX 0.10.1 and 0.12.0
-both read this name.
+With CUDA unified memory as the pool, arrays that do not fit into GPU memory are in host memory. It
+is meant for GPUs with a coherent link to their CPU (Grace Hopper, Grace Blackwell). The pool is
+larger than the memory of the GPU, and the driver migrates pages. XLA reads TF_FORCE_UNIFIED_MEMORY
+when it creates its allocator, and allocates more than the GPU's memory only if it is set
+(xla/pjrt/gpu/gpu_helpers.cc, CreateBFCAllocator). The plugins of JAX 0.10.1 and 0.12.0 both read
+this name.
 """
 
 import contextlib
@@ -32,8 +34,8 @@ from jaxlc.core.text import gib
 HOST_SHARE = 0.9
 
 _FORCE = "TF_FORCE_UNIFIED_MEMORY"
-# The pool's size as a fraction of the GPU's memory. jaxlib 0.10.1 to 0.12.0.1 reads both names (xla_client.py), reports
-# the second as deprecated, and refuses both together.
+# The pool's size as a fraction of the GPU's memory. jaxlib 0.10.1 to 0.12.0.1 reads both names
+# (xla_client.py), reports the second as deprecated, and refuses both together.
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 POOLED = ("", "default", "bfc")  # other allocators ignore the fraction and _FORCE
@@ -46,10 +48,12 @@ class Machine(NamedTuple):
 
 
 def prepare_unified(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:
-    """Sets the environment variables for `config.unified_memory` on GPUs; returns a line that reports the pool's size.
+    """Sets the environment variables for `config.unified_memory` on GPUs; returns a line that
+    reports the pool's size.
 
     Raises:
-      UserError: the user's environment variables contradict the config, or the GPUs' memory is unknown.
+      UserError: the user's environment variables contradict the config, or the GPUs' memory is
+        unknown.
     """
     machine = find_machine()
     _check_environment(environment)
@@ -63,7 +67,9 @@ def prepare_unified(config: RuntimeConfig, environment: MutableMapping[str, str]
         message += f", {fraction * machine.gpu_memory_bytes / 2**30:.0f} GiB"
     over_pcie = sorted({kind for kind in machine.gpu_kinds if not is_coherent_with_host(kind)})
     if over_pcie:
-        message += f"; warning: {over_pcie[0]} reaches its host over PCIe; spilled pages will be very slow"
+        message += (
+            f"; warning: {over_pcie[0]} reaches its host over PCIe; spilled pages will be very slow"
+        )
     return message
 
 
@@ -72,7 +78,8 @@ def is_on(environment: MutableMapping[str, str]) -> bool:
 
 
 def fraction_for(machine: Machine) -> float:
-    """The pool's size as a fraction of a GPU's memory, so that all pools together use HOST_SHARE of host memory.
+    """The pool's size as a fraction of a GPU's memory, so that all pools together use HOST_SHARE of
+    host memory.
 
     Raises:
       UserError: the GPUs' memory is unknown.
@@ -96,10 +103,13 @@ def find_machine() -> Machine:
 
 
 def query_gpus(*fields: str) -> list[list[str]]:
-    """The fields of nvidia-smi of each GPU, memory in MiB; empty if it is not installed, fails or hangs."""
+    """The fields of nvidia-smi of each GPU, memory in MiB; empty if it is not installed, fails or
+    hangs.
+    """
     query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     if shutil.which(query[0]):
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):  # it hangs if a GPU has failed
+        # it hangs if a GPU has failed
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             result = subprocess.run(query, capture_output=True, text=True, timeout=60)
             if result.returncode == 0:
                 return [line.split(", ") for line in result.stdout.splitlines()]
@@ -109,12 +119,15 @@ def query_gpus(*fields: str) -> list[list[str]]:
 def host_memory_bytes(nodes: Path) -> int:
     """Memory of the NUMA nodes that have processors.
 
-    On Grace machines the GPUs' memory forms NUMA nodes without processors, which the system includes in its total.
+    On Grace machines the GPUs' memory forms NUMA nodes without processors, which the system
+    includes in its total.
     """
     total = 0
     for node in nodes.glob("node[0-9]*"):
         if (node / "cpulist").read_text().strip():
-            line = next(line for line in (node / "meminfo").read_text().splitlines() if "MemTotal:" in line)
+            line = next(
+                line for line in (node / "meminfo").read_text().splitlines() if "MemTotal:" in line
+            )
             total += int(line.split()[-2]) * 1024
     return total or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -132,7 +145,9 @@ def _check_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def _users_fraction(config: RuntimeConfig, environment: MutableMapping[str, str]) -> float | None:
-    """The fraction in the user's environment variables, if it agrees with the config; None if it is not set."""
+    """The fraction in the user's environment variables, if it agrees with the config; None if it is
+    not set.
+    """
     name = next((name for name in FRACTIONS if environment.get(name)), None)
     if name is None:
         return None
@@ -150,10 +165,11 @@ def _users_fraction(config: RuntimeConfig, environment: MutableMapping[str, str]
     return given
 
 
-# XLA reads it when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30 bytes. The pool
-# grows by regions, each twice as large as the one before, up to the limit, and never shrinks (bfc_allocator.cc,
-# Extend). It is not preallocated: XLA makes another pool with the same limit in each process, for staging buffers of
-# copies to its GPUs (xla/pjrt/gpu/se_gpu_pjrt_client.cc), and would allocate both in full.
+# XLA reads it when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30
+# bytes. The pool grows by regions, each twice as large as the one before, up to the limit, and
+# never shrinks (bfc_allocator.cc, Extend). It is not preallocated: XLA makes another pool with the
+# same limit in each process, for staging buffers of copies to its GPUs
+# (xla/pjrt/gpu/se_gpu_pjrt_client.cc), and would allocate both in full.
 _HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_HOST_GIB = 64
 STAGING_BYTES = 16 * 2**30  # staging pool of a process: the largest arrays are a few GiB; assumed
@@ -167,9 +183,13 @@ _OUTSIDE = ("NCCL", "CUDA_ERROR_OUT_OF_MEMORY", "command buffer", "cuBLAS", "cuD
 
 
 def prepare(
-    config: RuntimeConfig, environment: MutableMapping[str, str], pinned_host_bytes: int, num_local: int = 1
+    config: RuntimeConfig,
+    environment: MutableMapping[str, str],
+    pinned_host_bytes: int,
+    num_local: int = 1,
 ) -> list[str]:
-    """Sets the sizes of both pools that the environment does not set; returns lines that report them.
+    """Sets the sizes of both pools that the environment does not set; returns lines that report
+    them.
 
     Args:
       config: with all values resolved.
@@ -186,7 +206,9 @@ def prepare(
         lines = []
     pool_bytes = host_pool_bytes(config, pinned_host_bytes)
     if environment.get(_HOST_LIMIT):
-        lines.append(f"pinned host memory pool: {environment[_HOST_LIMIT]} GiB per GPU ({_HOST_LIMIT})")
+        lines.append(
+            f"pinned host memory pool: {environment[_HOST_LIMIT]} GiB per GPU ({_HOST_LIMIT})"
+        )
     elif pool_bytes:
         environment[_HOST_LIMIT] = str(pool_bytes // 2**30)
         lines.append(_host_pool_line(pool_bytes, num_local))
@@ -194,7 +216,9 @@ def prepare(
 
 
 def host_pool_bytes(config: RuntimeConfig, pinned_host_bytes: int) -> int:
-    """The size of the pool of pinned host memory per GPU, whole GiB; 0: XLA's default, because nothing needs it."""
+    """The size of the pool of pinned host memory per GPU, whole GiB; 0: XLA's default, because
+    nothing needs it.
+    """
     if config.pinned_host_gib:
         return math.ceil(config.pinned_host_gib) * 2**30
     if not pinned_host_bytes:
@@ -203,15 +227,17 @@ def host_pool_bytes(config: RuntimeConfig, pinned_host_bytes: int) -> int:
 
 
 def pools_per_node_bytes(pool_bytes: int, num_gpus: int, num_processes: int) -> int:
-    """What the pools of `host_pool_bytes` grow to on a node, with those for staging buffers; 0 without pools."""
+    """What the pools of `host_pool_bytes` grow to on a node, with those for staging buffers; 0
+    without pools.
+    """
     return num_gpus * pool_bytes + num_processes * STAGING_BYTES if pool_bytes else 0
 
 
 def region_bytes(num_bytes: int) -> int:
     """What arrays of the training state take in the pool of pinned host memory.
 
-    They are allocated first, one by one, so they take regions up to a power of 2. The temporary buffers of a step are
-    one allocation, which takes a region of what is left.
+    They are allocated first, one by one, so they take regions up to a power of 2. The temporary
+    buffers of a step are one allocation, which takes a region of what is left.
     """
     return 2 ** math.ceil(math.log2(_MARGIN * num_bytes)) if num_bytes else 0
 
@@ -242,7 +268,9 @@ def _host_pool_line(pool_bytes: int, num_local: int) -> str:
 
 @contextlib.contextmanager
 def explained(config: RuntimeConfig) -> Iterator[None]:
-    """Turns RESOURCE_EXHAUSTED of either pool into a UserError with the pool, its size, the need and the setting."""
+    """Turns RESOURCE_EXHAUSTED of either pool into a UserError with the pool, its size, the need
+    and the setting.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -267,7 +295,11 @@ def out_of_memory(
         return None
     match = _NEED.search(message)
     need_bytes = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    problem = f"{gib(need_bytes)} GiB more do not fit into" if need_bytes else "an array does not fit into"
+    problem = (
+        f"{gib(need_bytes)} GiB more do not fit into"
+        if need_bytes
+        else "an array does not fit into"
+    )
     if _HOST_LIMIT in message or "host memory" in message.lower():
         pool_gib = int(environment.get(_HOST_LIMIT) or DEFAULT_HOST_GIB)
         enough_gib = math.ceil(pool_gib + need_bytes / 2**30)
@@ -278,14 +310,17 @@ def out_of_memory(
     own = f"{config.memory_fraction:g}"
     variable = next((name for name in FRACTIONS if environment.get(name)), "")
     fraction = environment.get(variable, "")
-    setting = "--config.runtime.memory_fraction" if fraction in ("", own) else variable  # the user's variable wins
+    # the user's variable wins
+    setting = "--config.runtime.memory_fraction" if fraction in ("", own) else variable
     if is_outside:
         return (
             f"out of GPU memory outside of JAX's pool, which takes {fraction or 'a part'} of each GPU's memory; lower"
             f" {setting}, now {fraction or own}, for NCCL, cuBLAS, cuDNN, CUDA graphs"
         )
     size = f" of {gib(stats['bytes_limit'])} GiB" if "bytes_limit" in stats else ""
-    in_use = f", of which {gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
+    in_use = (
+        f", of which {gib(stats['bytes_in_use'])} GiB are in use" if "bytes_in_use" in stats else ""
+    )
     share = f" ({fraction} of each GPU's memory)" if fraction else ""
     is_largest = float(fraction or own) >= _LARGEST_FRACTION
     larger = "" if is_largest else f"raise {setting}, to {_LARGEST_FRACTION} at most, or "

@@ -1,7 +1,9 @@
-"""Watches the other processes of a run, and ends this process with one line on stderr when one of them has ended.
+"""Watches the other processes of a run, and ends this process with one line on stderr when one of
+them has ended.
 
-Without it, JAX detects a killed process after `heartbeat_seconds`, and the others end with a C++ stack trace. Here
-every process keeps a connection to process 0, which the operating system closes when a process ends.
+Without it, JAX detects a killed process after `heartbeat_seconds`, and the others end with a C++
+stack trace. Here every process keeps a connection to process 0, which the operating system closes
+when a process ends.
 """
 
 import atexit
@@ -21,18 +23,21 @@ from jaxlc.core.interrupts import call_within, end_process
 from jaxlc.runtime import alarm
 from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, join
 
-# Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can restart the run.
+# Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can
+# restart the run.
 PEER_LOST_STATUS = 75
-# Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits longer, for an
-# error of its own, which is often the same one.
+# Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits
+# longer, for an error of its own, which is often the same one.
 _BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
-_COLLECTIVE_SECONDS = 5.0  # by which a link may report the loss of a process later than a collective fails
+# by which a link may report the loss of a process later than a collective fails
+_COLLECTIVE_SECONDS = 5.0
 _KEEPALIVE_PROBES = 3
 _RESTART = "run the same command again"
 _HINT_SECONDS = 5.0  # a file system may fail with the other machine
-_LAST_SECONDS = 22.0  # how long process 0 waits for the others: until the timer of `watchdog` has ended one that hangs
-# Limits of the end itself, by the operating system's timer: of process 0, and of the others, which need up to 7 s. The
-# timer of `watchdog` would end process 0 while it waits.
+# how long process 0 waits for the others: until the timer of `watchdog` has ended one that hangs
+_LAST_SECONDS = 22.0
+# Limits of the end itself, by the operating system's timer: of process 0, and of the others, which
+# need up to 7 s. The timer of `watchdog` would end process 0 while it waits.
 _LAST_LIMIT_SECONDS, _LIMIT_SECONDS = _LAST_SECONDS + 3.0, 15.0
 
 
@@ -49,9 +54,9 @@ class Link:
     ):
         """
         Args:
-          connections: of process 0: to all others; of others: to process 0.
-          heartbeat_seconds: a machine that has not answered for this time counts as failed.
-          on_loss: called in the thread, once, with a text such as "process 1 of 4 on node1 ended unexpectedly" and an
+          connections: of process 0: to all others; of others: to process 0. heartbeat_seconds: a
+          machine that has not answered for this time counts as failed. on_loss: called in the
+          thread, once, with a text such as "process 1 of 4 on node1 ended unexpectedly" and an
             exit status: PEER_LOST_STATUS, or 1 if that process reported an error.
         """
         self._me, self._connections, self._on_loss = me, list(connections), on_loss
@@ -59,12 +64,14 @@ class Link:
         self.has_failed = False
         for connection in connections:
             _keep_alive(connection.socket, heartbeat_seconds)
-            os.register_at_fork(after_in_child=connection.close)  # a child would keep it open when this process ends
+            # a child would keep it open when this process ends
+            os.register_at_fork(after_in_child=connection.close)
         self._thread = threading.Thread(target=self._watch, name="jaxlc-peers", daemon=True)
         self._thread.start()
 
     def close(self, failure: str | None = None, *, lost: str | None = None) -> None:
-        """Announces the normal end of this process, after which the others go on, or why all of them end.
+        """Announces the normal end of this process, after which the others go on, or why all of
+        them end.
 
         Args:
           failure: an error of this process; the others end with status 1.
@@ -81,7 +88,9 @@ class Link:
             connection.send(**message)
 
     def wait_for_loss(self, seconds: float) -> None:
-        """Waits for the thread to notice that another process has ended; returns after `seconds` if none has."""
+        """Waits for the thread to notice that another process has ended; returns after `seconds` if
+        none has.
+        """
         self._thread.join(seconds)
 
     @property
@@ -90,8 +99,8 @@ class Link:
         return self._me.process_id == 0
 
     def wait_for_others(self, seconds: float) -> None:
-        """On process 0, waits until the others have ended. When it ends, JAX aborts those whose Python code does not
-        run, before their timer writes their stacks."""
+        """On process 0, waits until the others have ended. When it ends, JAX aborts those whose
+        Python code does not run, before their timer writes their stacks."""
         end = time.monotonic() + seconds
         for connection in self._connections if self.ends_last else ():
             connection.wait_for_end(end - time.monotonic())
@@ -103,7 +112,9 @@ class Link:
             while selector.get_map():
                 for key, _ in selector.select():
                     messages = _receive(key.data)
-                    if messages is None or any(message.keys() & {"failed", "lost"} for message in messages):
+                    if messages is None or any(
+                        message.keys() & {"failed", "lost"} for message in messages
+                    ):
                         self._lose(key.data, messages or [])
                         return
                     if any("bye" in message for message in messages):
@@ -135,7 +146,8 @@ _restart_hint: Callable[[], str] = lambda: "start all processes again"
 
 
 def connect(config: RuntimeConfig, say: Say) -> None:
-    """Waits until all processes of the run have connected to process 0, then watches them until this process ends.
+    """Waits until all processes of the run have connected to process 0, then watches them until
+    this process ends.
 
     Args:
       config: with all values resolved; num_processes is more than 1.
@@ -153,16 +165,19 @@ def connect(config: RuntimeConfig, say: Say) -> None:
 
 
 def set_restart_hint(hint: Callable[[], str]) -> None:
-    """Sets the function that returns the end of the message about a lost process: where a restart resumes."""
+    """Sets the function that returns the end of the message about a lost process: where a restart
+    resumes.
+    """
     global _restart_hint
     _restart_hint = hint
 
 
 def report_failure(error: BaseException) -> None:
-    """Reports to the other processes, if there are any, that this one fails; they print the error and end.
+    """Reports to the other processes, if there are any, that this one fails; they print the error
+    and end.
 
-    A collective that fails because another process has ended is no failure of this one: it ends with the message about
-    the other process.
+    A collective that fails because another process has ended is no failure of this one: it ends
+    with the message about the other process.
     """
     if _link is None:
         return
@@ -175,19 +190,25 @@ def report_failure(error: BaseException) -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends this process; after `report_failure` without JAX's exit handler, which waits for the other processes, and
-    after an error or a signal of a single process without waiting for the threads of a save."""
+    """Ends this process; after `report_failure` without JAX's exit handler, which waits for the
+    other processes, and after an error or a signal of a single process without waiting for the
+    threads of a save."""
     if _link.has_failed if _link is not None else status:
         end_process(status)
     sys.exit(status)
 
 
 def end_run(
-    text: str, status: int = PEER_LOST_STATUS, *, announces: bool = False, since: float | None = None
+    text: str,
+    status: int = PEER_LOST_STATUS,
+    *,
+    announces: bool = False,
+    since: float | None = None,
 ) -> NoReturn:
-    """Prints why this process ends, and ends it, in a few seconds also if a file system or another process hangs;
-    process 0 ends after the others, or after `_LAST_SECONDS`. If this thread cannot go on, for example because another
-    one holds the interpreter lock, the operating system's timer ends the process with status 142.
+    """Prints why this process ends, and ends it, in a few seconds also if a file system or another
+    process hangs; process 0 ends after the others, or after `_LAST_SECONDS`. If this thread cannot
+    go on, for example because another one holds the interpreter lock, the operating system's timer
+    ends the process with status 142.
 
     Args:
       announces: the other processes print `text` and end as well.
@@ -240,7 +261,9 @@ def _receive(connection: Connection) -> list[Message] | None:
 
 
 def _keep_alive(connected: socket.socket, heartbeat_seconds: float) -> None:
-    """Lets the operating system probe an idle connection, so that a machine that is down is noticed."""
+    """Lets the operating system probe an idle connection, so that a machine that is down is
+    noticed.
+    """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     interval_seconds = max(1, int(heartbeat_seconds / (_KEEPALIVE_PROBES + 2)))
     for name, value in (

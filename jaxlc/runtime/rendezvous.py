@@ -1,8 +1,10 @@
-"""Connects all processes of a run to process 0 before `jax.distributed` starts, which waits without a message.
+"""Connects all processes of a run to process 0 before `jax.distributed` starts, which waits without
+a message.
 
-Process 0 listens at the coordinator's address, the port that JAX uses afterwards, and every other process connects to
-it. Each side prints what it waits for, and errors such as two processes with the same index end all of them. The
-connections stay open: `jaxlc.runtime.peers` watches them. They carry lines of JSON over TCP.
+Process 0 listens at the coordinator's address, the port that JAX uses afterwards, and every other
+process connects to it. Each side prints what it waits for, and errors such as two processes with
+the same index end all of them. The connections stay open: `jaxlc.runtime.peers` watches them. They
+carry lines of JSON over TCP.
 """
 
 import contextlib
@@ -46,7 +48,8 @@ class Connection:
         connected.setblocking(True)
         self.socket = connected
         self.member: Member | None = None  # who is on the other side
-        self.unreachable = ""  # why the network does not reach the other side, after the end of the connection
+        # why the network does not reach the other side, after the end of the connection
+        self.unreachable = ""
         self._buffer = b""
 
     def send(self, **message: Any) -> None:
@@ -73,12 +76,16 @@ class Connection:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         messages = [json.loads(line.decode(errors="replace")) for line in lines]
-        if len(self._buffer) > _MAX_LINE_BYTES or not all(isinstance(message, dict) for message in messages):
+        if len(self._buffer) > _MAX_LINE_BYTES or not all(
+            isinstance(message, dict) for message in messages
+        ):
             raise ValueError("not a message of jaxlc")
         return messages
 
     def wait_for_end(self, seconds: float) -> None:
-        """Waits at most `seconds` until the other side has closed the connection. Messages are lost."""
+        """Waits at most `seconds` until the other side has closed the connection. Messages are
+        lost.
+        """
         end = time.monotonic() + seconds
         with contextlib.suppress(OSError):  # also of a timeout
             while (left := end - time.monotonic()) > 0:
@@ -96,7 +103,8 @@ _FIRST_NOTICE_SECONDS = 10.0  # then twice as long each time
 _CONNECT_SECONDS = 5.0
 _WELCOME_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
-_GRACE_SECONDS = 10.0  # after the timeout, for the error of process 0, which names the missing processes
+# after the timeout, for the error of process 0, which names the missing processes
+_GRACE_SECONDS = 10.0
 _PORT_IN_USE_SECONDS = 5.0  # how long an earlier run on the same port may take to end
 _OTHER_OPEN_FILES = 1024  # libraries, checkpoints, data
 _ADVICE = "start all processes, or set a longer config.runtime.start_timeout_seconds"
@@ -139,7 +147,8 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
     Args:
       say: prints a line.
     Raises:
-      UserError: the port is in use, a process is missing after the timeout, or processes contradict each other.
+      UserError: the port is in use, a process is missing after the timeout, or processes contradict
+        each other.
     """
     _allow_open_files(me.num_processes)
     clock, arrived = _Clock(config.start_timeout_seconds), dict[int, Connection]()
@@ -166,8 +175,8 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
 
 
 def _allow_open_files(num_processes: int) -> None:
-    """Raises the limit of open files of process 0, which is 1,024 on many systems: each process of the run has a
-    connection to `peers` and one to JAX's coordination service.
+    """Raises the limit of open files of process 0, which is 1,024 on many systems: each process of
+    the run has a connection to `peers` and one to JAX's coordination service.
 
     Raises:
       UserError: the system does not allow as many.
@@ -185,7 +194,8 @@ def _allow_open_files(num_processes: int) -> None:
 
 
 def _admit(connection: Connection, me: Member, arrived: dict[int, Connection]) -> bool:
-    """Reads from a connection and adds it to `arrived`; False: it has ended, or belongs to another program.
+    """Reads from a connection and adds it to `arrived`; False: it has ended, or belongs to another
+    program.
 
     Raises:
       UserError: the process on the other side contradicts this one or another one.
@@ -228,7 +238,9 @@ def _check_member(member: Member, me: Member, arrived: dict[int, Connection]) ->
         )
 
 
-def _check_clock(clock: _Clock, address: str, me: Member, arrived: dict[int, Connection], say: Say) -> None:
+def _check_clock(
+    clock: _Clock, address: str, me: Member, arrived: dict[int, Connection], say: Say
+) -> None:
     """Prints which processes are missing, if a notice is due.
 
     Raises:
@@ -237,16 +249,21 @@ def _check_clock(clock: _Clock, address: str, me: Member, arrived: dict[int, Con
     absent = sorted(set(range(1, me.num_processes)) - arrived.keys())
     if not absent or not (clock.is_over or clock.is_notice_due()):
         return
-    names = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
+    names = ", ".join(map(str, absent[:16])) + (
+        f" and {len(absent) - 16} more" if len(absent) > 16 else ""
+    )
     missing = f"{'process' if len(absent) == 1 else 'processes'} {names} of {me.num_processes} at {address}"
     note = _note(address, is_process_0=True)
     if clock.is_over:
-        raise UserError(f"no connection from {missing} within {clock.seconds:.0f} s{note}; {_ADVICE}")
+        raise UserError(
+            f"no connection from {missing} within {clock.seconds:.0f} s{note}; {_ADVICE}"
+        )
     say(f"waiting for {missing}, {clock.seconds:.0f} s{note}")
 
 
 def join(config: RuntimeConfig, me: Member, say: Say) -> Connection:
-    """Other processes: connects to process 0 and waits until all processes have; returns the connection.
+    """Other processes: connects to process 0 and waits until all processes have; returns the
+    connection.
 
     Args:
       say: prints a line.
@@ -275,7 +292,9 @@ def join(config: RuntimeConfig, me: Member, say: Say) -> Connection:
                 problem = _connection_problem(error)
         note = f": {problem}{_note(address, is_process_0=False)}"
         if clock.is_over:
-            raise UserError(f"no connection to {target} within {clock.seconds:.0f} s{note}; {_ADVICE}")
+            raise UserError(
+                f"no connection to {target} within {clock.seconds:.0f} s{note}; {_ADVICE}"
+            )
         if clock.is_notice_due():
             say(f"waiting for {target}, {clock.seconds:.0f} s{note}")
         time.sleep(_RETRY_SECONDS)
@@ -295,7 +314,9 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
         except TimeoutError:
             if connection.member is None:
                 raise ValueError("no answer to hello") from None
-            raise UserError(f"{target} still waits for processes after {clock.seconds:.0f} s; {_ADVICE}") from None
+            raise UserError(
+                f"{target} still waits for processes after {clock.seconds:.0f} s; {_ADVICE}"
+            ) from None
         for message in messages or ():
             if "failed" in message:
                 raise UserError(message["failed"])
@@ -313,8 +334,9 @@ def _wait_for_go(connection: Connection, clock: _Clock, target: str) -> bool:
 def bind_address(address: str) -> str:
     """Where process 0 listens, IP:PORT: the interface that has the coordinator's address.
 
-    All interfaces, [::]:PORT, if no interface of this machine has that address, as behind a service of Kubernetes, or
-    if /etc/hosts gives the name of this machine a loopback address, which the other machines do not use.
+    All interfaces, [::]:PORT, if no interface of this machine has that address, as behind a service
+    of Kubernetes, or if /etc/hosts gives the name of this machine a loopback address, which the
+    other machines do not use.
 
     Args:
       address: HOST:PORT of the coordinator.
@@ -345,10 +367,14 @@ def _listen(address: str) -> socket.socket:
     deadline_seconds = time.monotonic() + _PORT_IN_USE_SECONDS
     while True:
         try:
-            return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+            return socket.create_server(
+                (host, port), family=family, backlog=1024, dualstack_ipv6=is_dual
+            )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise UserError(f"cannot listen at port {port} for {address}: {reason_of(error)}") from error
+                raise UserError(
+                    f"cannot listen at port {port} for {address}: {reason_of(error)}"
+                ) from error
             if time.monotonic() > deadline_seconds:
                 raise UserError(
                     f"port {port} on {socket.gethostname()} is in use by another program, or by another process with"
@@ -359,7 +385,9 @@ def _listen(address: str) -> socket.socket:
 
 def _connect(address: str) -> Connection:
     host, _, port = address.rpartition(":")
-    return Connection(socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS))
+    return Connection(
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS)
+    )
 
 
 def _connection_problem(error: OSError) -> str:
@@ -373,7 +401,9 @@ def _connection_problem(error: OSError) -> str:
 
 
 def _note(address: str, *, is_process_0: bool) -> str:
-    """A possible problem with the coordinator's address on this machine, after a semicolon; "": none."""
+    """A possible problem with the coordinator's address on this machine, after a semicolon; "":
+    none.
+    """
     host, _, port = address.rpartition(":")
     ips = _addresses(host, int(port))
     if not ips:
@@ -389,7 +419,9 @@ def _note(address: str, *, is_process_0: bool) -> str:
 
 
 def _is_local(ip: str) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(
+        socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         try:
             probe.bind((ip, 0))
         except OSError:

@@ -1,8 +1,8 @@
 """Sets the environment variables that JAX reads at its start, and connects the processes of a run.
 
-JAX and XLA read XLA_FLAGS, the platform and the number of devices when the first device is used, not when JAX is
-imported (JAX 0.10.1, 0.11.2 and 0.12.0.1). Two variables are read at the import: TF_CPP_MIN_LOG_LEVEL, and
-JAX_PLATFORMS, whose option can be set later.
+JAX and XLA read XLA_FLAGS, the platform and the number of devices when the first device is used,
+not when JAX is imported (JAX 0.10.1, 0.11.2 and 0.12.0.1). Two variables are read at the import:
+TF_CPP_MIN_LOG_LEVEL, and JAX_PLATFORMS, whose option can be set later.
 """
 
 import functools
@@ -19,27 +19,32 @@ from jaxlc.runtime import compilation_cache, launcher, memory, peers, rendezvous
 from jaxlc.runtime.xla_flags import check_users_flags
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Simulated devices share few cores, so one may be late by more than the 40 s after which XLA assumes that a CPU
-# collective is stuck and aborts. XLA knows both flags in every JAX version from 0.10.1 to 0.12.
+# Simulated devices share few cores, so one may be late by more than the 40 s after which XLA
+# assumes that a CPU collective is stuck and aborts. XLA knows both flags in every JAX version from
+# 0.10.1 to 0.12.
 _COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
-# A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with recoverable tasks too if
-# process 0 is the silent one, and its callback for this ends with std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1).
-# `peers` detects processes and machines that have ended, and `watchdog` those that hang.
+# A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with
+# recoverable tasks too if process 0 is the silent one, and its callback for this ends with
+# std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1). `peers` detects processes and machines that
+# have ended, and `watchdog` those that hang.
 _NO_HEARTBEAT_SECONDS = 365 * 24 * 3600
 
 
 def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool = False) -> None:
-    """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
+    """Starts JAX with the devices and processes of `config`. It may be called again with an equal
+    config.
 
     Args:
-      pinned_host_bytes: pinned host memory that a training step needs for each GPU, for runtime.pinned_host_gib=0.
-      is_watched: a watchdog detects processes that hang, so JAX's heartbeat is off.
+      pinned_host_bytes: pinned host memory that a training step needs for each GPU, for
+      runtime.pinned_host_gib=0. is_watched: a watchdog detects processes that hang, so JAX's
+      heartbeat is off.
     Raises:
-      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the directory of the
-        compilation cache cannot be created, or another process of the run is missing or contradicts this one.
+      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the
+        directory of the compilation cache cannot be created, or another process of the run is
+        missing or contradicts this one.
     """
     import jax
 
@@ -58,16 +63,21 @@ def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool
                 cluster_detection_method="deactivate",  # see launcher.py
                 coordinator_bind_address=rendezvous.bind_address(config.coordinator_address),
                 initialization_timeout=config.start_timeout_seconds,
-                heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS if is_watched else config.heartbeat_seconds,
+                heartbeat_timeout_seconds=_NO_HEARTBEAT_SECONDS
+                if is_watched
+                else config.heartbeat_seconds,
             )
-    with stderr.without_driver_notes():  # XLA parses its flags later, and ends the process at an unknown one
+    # XLA parses its flags later, and ends the process at an unknown one
+    with stderr.without_driver_notes():
         register_plugins()
     platform = jax.devices()[0].platform
     compilation_cache.configure(config, platform)
     _check_started(config, platform, jax.local_device_count(), jax.process_count())
 
 
-def start_training(config: RuntimeConfig, pinned_host_bytes: int, *, is_preflight: bool = False) -> None:
+def start_training(
+    config: RuntimeConfig, pinned_host_bytes: int, *, is_preflight: bool = False
+) -> None:
     """Starts JAX for a training run, as `start`.
 
     Args:
@@ -85,9 +95,11 @@ def _set_environment(
     launch: launcher.Launch | None = None,
     pinned_host_bytes: int = 0,
 ) -> None:
-    """Sets JAX_PLATFORMS, XLA_FLAGS, CUDA_VISIBLE_DEVICES and the variables of NVSHMEM and of XLA's allocators.
+    """Sets JAX_PLATFORMS, XLA_FLAGS, CUDA_VISIBLE_DEVICES and the variables of NVSHMEM and of XLA's
+    allocators.
 
-    Variables that the user has set are not changed. Process 0 prints the sizes of the allocators' pools.
+    Variables that the user has set are not changed. Process 0 prints the sizes of the allocators'
+    pools.
 
     Args:
       config: with all values resolved.
@@ -108,7 +120,10 @@ def _set_environment(
         xla_flags.prepare(config, environment)
         users_variables = _variables_line(environment)  # before memory_pools adds variables
         num_local = launch.num_local if launch is not None and config.num_processes > 1 else 1
-        lines = [*memory.prepare(config, environment, pinned_host_bytes, num_local), *users_variables]
+        lines = [
+            *memory.prepare(config, environment, pinned_host_bytes, num_local),
+            *users_variables,
+        ]
     elif config.unified_memory:
         lines = ["unified memory: no effect on CPU"]
     if config.process_id == 0:
@@ -117,14 +132,22 @@ def _set_environment(
 
 
 def _variables_line(environment: Mapping[str, str]) -> list[str]:
-    """One line with the variables of NCCL, CUDA and XLA that are set, because they change speed and results."""
+    """One line with the variables of NCCL, CUDA and XLA that are set, because they change speed and
+    results.
+    """
     prefixes = ("NCCL_", "CUDA_", "NVSHMEM_", "XLA_", "TF_FORCE_")
-    pairs = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(prefixes)]
+    pairs = [
+        f"{name}={value}"
+        for name, value in sorted(environment.items())
+        if name.startswith(prefixes)
+    ]
     return [f"environment: {' '.join(pairs)}"] if pairs else []
 
 
 def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
-    """XLA_FLAGS for this process's share of the simulated devices. The user's flags are last and take precedence."""
+    """XLA_FLAGS for this process's share of the simulated devices. The user's flags are last and
+    take precedence.
+    """
     if config.simulated_devices % config.num_processes:
         raise UserError(
             f"config.runtime.simulated_devices={config.simulated_devices} does not divide among {config.num_processes}"
@@ -138,10 +161,14 @@ def _simulation_flags(config: RuntimeConfig, users_flags: str) -> str:
             f" over {config.num_processes} processes requires {device_count}; remove it from XLA_FLAGS"
         )
     ours = [device_count, *_COLLECTIVE_TIMEOUTS]
-    return " ".join([*(flag for flag in ours if flag not in users_flags.split()), users_flags]).strip()
+    return " ".join(
+        [*(flag for flag in ours if flag not in users_flags.split()), users_flags]
+    ).strip()
 
 
-def _check_started(config: RuntimeConfig, platform: str, num_local_devices: int, num_processes: int) -> None:
+def _check_started(
+    config: RuntimeConfig, platform: str, num_local_devices: int, num_processes: int
+) -> None:
     if num_processes != config.num_processes:
         raise UserError(
             f"JAX has already started with {num_processes} process{'' if num_processes == 1 else 'es'}, but"

@@ -1,4 +1,5 @@
-"""Removes lines that C++ libraries write to stderr, and imports JAX without the lines of its CUDA plugin.
+"""Removes lines that C++ libraries write to stderr, and imports JAX without the lines of its CUDA
+plugin.
 
 A package whose `__init__` imports JAX, and a command, import this module first.
 """
@@ -17,11 +18,12 @@ _DRIVER_NOTES = ("Could not find cuda drivers", "before absl::InitializeLog() is
 
 @contextlib.contextmanager
 def without_lines(notes: Sequence[str]) -> Iterator[None]:
-    """Removes lines that contain one of `notes` from stderr. A thread passes on all others as they are written.
+    """Removes lines that contain one of `notes` from stderr. A thread passes on all others as they
+    are written.
 
-    Python's own messages take no detour, so the messages of a process that ends in the meantime are printed. Lines
-    of C++ code that ends the process at once, without giving the thread time, are lost: enter this only around calls
-    that do not.
+    Python's own messages take no detour, so the messages of a process that ends in the meantime are
+    printed. Lines of C++ code that ends the process at once, without giving the thread time, are
+    lost: enter this only around calls that do not.
     """
     sys.stderr.flush()
     users, stderr_copy = sys.stderr, os.dup(2)
@@ -30,7 +32,9 @@ def without_lines(notes: Sequence[str]) -> Iterator[None]:
     os.close(writer)
     with contextlib.ExitStack() as stack:
         if _descriptor_of(users) == 2:  # not in a notebook, which has another stream
-            sys.stderr = os.fdopen(os.dup(stderr_copy), "w", buffering=1, encoding=users.encoding, errors=users.errors)
+            sys.stderr = os.fdopen(
+                os.dup(stderr_copy), "w", buffering=1, encoding=users.encoding, errors=users.errors
+            )
             stack.callback(sys.stderr.close)
         relay = threading.Thread(target=_relay, args=(reader, stderr_copy, notes), daemon=True)
         relay.start()
@@ -60,7 +64,8 @@ def _descriptor_of(stream: io.TextIOBase) -> int | None:
 
 
 def without_driver_notes() -> contextlib.AbstractContextManager[None]:
-    """Removes the CUDA plugin's notes about a missing driver from stderr, where it is only used to compile.
+    """Removes the CUDA plugin's notes about a missing driver from stderr, where it is only used to
+    compile.
 
     Its C++ code prints them several times at any log level.
     """

@@ -1,20 +1,23 @@
-"""Ends a process that hangs, with one line on stderr that names the process and the phase for which all others wait.
+"""Ends a process that hangs, with one line on stderr that names the process and the phase for which
+all others wait.
 
-A run tells in which phase it is: `with watchdog.phase("checkpoint"):`. A thread compares the time in the phase with its
-deadline, a multiple of the median of its last durations. When it has passed, the thread
+A run tells in which phase it is: `with watchdog.phase("checkpoint"):`. A thread compares the time
+in the phase with its deadline, a multiple of the median of its last durations. When it has passed,
+the thread
 
-1. writes the Python stacks, the phase and the device memory to WORKDIR/hangs/process-N.txt, and reads the phases of the
-   other processes, for at most a few seconds;
+1. writes the Python stacks, the phase and the device memory to WORKDIR/hangs/process-N.txt, and
+   reads the phases of the other processes, for at most a few seconds;
 2. announces the reason to the other processes, which print it and end (`jaxlc.runtime.peers`);
 3. ends the process with status 75, after which launchers restart the run.
 
-A thread that holds the interpreter lock stops all Python code. The operating system's timer (`jaxlc.runtime.alarm`)
-ends such a process, with its stacks and status 142. When the end in step 2 begins, `peers` sets the timer to the limit
-of the end itself, since process 0 waits for the others.
+A thread that holds the interpreter lock stops all Python code. The operating system's timer
+(`jaxlc.runtime.alarm`) ends such a process, with its stacks and status 142. When the end in step 2
+begins, `peers` sets the timer to the limit of the end itself, since process 0 waits for the others.
 
-Each process publishes its phase in the key-value store of JAX's coordinator. A call to the coordinator may not return:
-with process 0 stopped by SIGSTOP, a read had not returned after 37 s. So all calls are made in helper threads. Barriers
-of the same store make all processes wait for each other before they execute a program together.
+Each process publishes its phase in the key-value store of JAX's coordinator. A call to the
+coordinator may not return: with process 0 stopped by SIGSTOP, a read had not returned after 37 s.
+So all calls are made in helper threads. Barriers of the same store make all processes wait for each
+other before they execute a program together.
 """
 
 import contextlib
@@ -48,7 +51,8 @@ DEVICES = "devices"  # the phase of a process that waits for its devices
 _PREFIX = "jaxlc/phases/"
 _PUBLISH_SECONDS = 10.0
 _READ_SECONDS = 5.0
-_STALE_SECONDS = 1.5 * _PUBLISH_SECONDS  # a process that has published nothing for this time does not answer
+# a process that has published nothing for this time does not answer
+_STALE_SECONDS = 1.5 * _PUBLISH_SECONDS
 
 
 class Row(NamedTuple):
@@ -81,8 +85,14 @@ class PhaseBoard:
           client: of JAX's coordination service.
           row: returns what to publish; called in a thread.
         """
-        self._client, self._process_id, self._num_processes, self._row = client, process_id, num_processes, row
-        self._published: dict[int, tuple[Row, float]] = {}  # process -> its row, and when it was new here
+        self._client, self._process_id, self._num_processes, self._row = (
+            client,
+            process_id,
+            num_processes,
+            row,
+        )
+        # process -> its row, and when it was new here
+        self._published: dict[int, tuple[Row, float]] = {}
         self._last_answer = time.monotonic()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="jaxlc-phases", daemon=True)
@@ -130,14 +140,19 @@ class PhaseBoard:
             self._client.key_value_delete(key)
 
     def _read(self) -> list[Row]:
-        return sorted(Row(*json.loads(value)) for _, value in self._client.key_value_dir_get(_PREFIX))
+        return sorted(
+            Row(*json.loads(value)) for _, value in self._client.key_value_dir_get(_PREFIX)
+        )
 
     def _note(self, rows: list[Row]) -> None:
         """Remembers which rows are new, by this machine's clock."""
         now, known = time.monotonic(), self._published
-        unchanged = {row.process_id for row in rows if known.get(row.process_id, (None, 0.0))[0] == row}
+        unchanged = {
+            row.process_id for row in rows if known.get(row.process_id, (None, 0.0))[0] == row
+        }
         self._published = {
-            row.process_id: (row, known[row.process_id][1] if row.process_id in unchanged else now) for row in rows
+            row.process_id: (row, known[row.process_id][1] if row.process_id in unchanged else now)
+            for row in rows
         }
 
 
@@ -145,7 +160,15 @@ def table_lines(rows: list[Row]) -> list[str]:
     """The rows as a table."""
     head = ("process", "host", "phase", "step", "seconds", "last row", "Python code")
     cells = [
-        (row.process_id, row.host, row.phase, row.step, f"{row.seconds:.0f}", f"{row.age:.0f} s ago", row.place)
+        (
+            row.process_id,
+            row.host,
+            row.phase,
+            row.step,
+            f"{row.seconds:.0f}",
+            f"{row.age:.0f} s ago",
+            row.place,
+        )
         for row in rows
     ]
     return aligned([head, *(tuple(map(str, cell)) for cell in cells)], "rllrrrl")
@@ -154,7 +177,8 @@ def table_lines(rows: list[Row]) -> list[str]:
 def suspects(rows: list[Row]) -> list[Row]:
     """The processes for which the others seem to wait; empty if the rows do not show any.
 
-    They are silent, or at an earlier step than others, or do not wait for their devices while others do.
+    They are silent, or at an earlier step than others, or do not wait for their devices while
+    others do.
     """
     for is_suspect in (
         lambda row: row.is_stale,
@@ -172,7 +196,8 @@ _LEAST_DURATIONS, _KEPT_DURATIONS = 5, 50
 _TICK_SECONDS = 1.0
 _REPORT_SECONDS = 5.0  # limit of the time to write the report
 _ALARM_SECONDS = 20.0  # after the deadline
-_STOPPED_SECONDS = 10.0  # a tick that is so late shows that this process was stopped, for example by Ctrl-Z
+# a tick that is so late shows that this process was stopped, for example by Ctrl-Z
+_STOPPED_SECONDS = 10.0
 _MAX_NAMED = 4  # processes in the last line
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
 _PACKAGE = str(Path(__file__).parents[1])
@@ -196,7 +221,10 @@ class Watchdog:
         Args:
           directory: for the reports.
         """
-        self._factor, self._floor_seconds = config.watchdog_factor, float(config.watchdog_floor_seconds)
+        self._factor, self._floor_seconds = (
+            config.watchdog_factor,
+            float(config.watchdog_floor_seconds),
+        )
         self._first_seconds = float(config.watchdog_first_seconds or math.inf)
         self._process_id, self._num_processes = jax.process_index(), jax.process_count()
         self._host, self._watched_thread = socket.gethostname(), threading.get_ident()
@@ -228,7 +256,9 @@ class Watchdog:
             seconds = time.monotonic() - start
             if is_complete and repeats:
                 self._add_duration(name, seconds)
-            self._enter(outer._replace(since=outer.since + seconds, deadline=outer.deadline + seconds))
+            self._enter(
+                outer._replace(since=outer.since + seconds, deadline=outer.deadline + seconds)
+            )
 
     @contextlib.contextmanager
     def steps(self, first_step: int) -> Iterator[None]:
@@ -240,7 +270,9 @@ class Watchdog:
     def dispatched(self, step: int) -> None:
         self._step = step
         since = self._current.since
-        self._enter(_Current(STEP, since, since + self._seconds_allowed(STEP, step - self._fetched_step)))
+        self._enter(
+            _Current(STEP, since, since + self._seconds_allowed(STEP, step - self._fetched_step))
+        )
 
     @contextlib.contextmanager
     def fetching(self, step: int) -> Iterator[list[float]]:
@@ -249,8 +281,8 @@ class Watchdog:
         yield measured
         now = time.monotonic()
         if self._last_fetch is not None:
-            # The time between fetches includes callbacks, which are in no phase. It is shorter than the time of the
-            # devices where a dispatch has waited for them.
+            # The time between fetches includes callbacks, which are in no phase. It is shorter than
+            # the time of the devices where a dispatch has waited for them.
             elapsed = (now - self._last_fetch) / max(1, step - self._fetched_step)
             for seconds in measured or [0.0]:
                 self._add_duration(STEP, max(elapsed, seconds))
@@ -274,8 +306,8 @@ class Watchdog:
         self._durations.setdefault(phase, deque(maxlen=_KEPT_DURATIONS)).append(seconds)
 
     def _seconds_allowed(self, phase: str, num_steps: int = 1) -> float:
-        """How long a phase may take. Every phase may take as long as a step, because data and steps overlap; so none
-        has a deadline while a step is in flight whose time is unknown."""
+        """How long a phase may take. Every phase may take as long as a step, because data and steps
+        overlap; so none has a deadline while a step is in flight whose time is unknown."""
         known = {
             name: statistics.median(durations)
             for name in {phase, STEP}
@@ -293,7 +325,8 @@ class Watchdog:
     def _set_up_alarm(self) -> bool:
         """Whether the timer can be used.
 
-        False: the program uses its signal, or it runs in a terminal, where Ctrl-Z may stop it for any time.
+        False: the program uses its signal, or it runs in a terminal, where Ctrl-Z may stop it for
+        any time.
         """
         is_interactive = self._num_processes == 1 and sys.stdin is not None and sys.stdin.isatty()
         if is_interactive or not alarm.is_available():
@@ -312,7 +345,10 @@ class Watchdog:
                 continue
             if now > (current := self._current).deadline:
                 self._end(now, *self._describe(current))
-            if self._board is not None and (silent := self._board.silent(self._floor_seconds)) is not None:
+            if (
+                self._board is not None
+                and (silent := self._board.silent(self._floor_seconds)) is not None
+            ):
                 self._end(now, silent, [])
 
     def _describe(self, current: _Current) -> tuple[str, list[Row]]:
@@ -326,8 +362,13 @@ class Watchdog:
             return f"process 0 of {self._num_processes} does not answer; {problem}", [row]
         others = [other for other in suspects(rows) if other.process_id != self._process_id]
         if others:
-            causes = [self._board.describe(other, other.age * other.is_stale) for other in others[:_MAX_NAMED]]
-            problem = f"{'; '.join(causes)}; {me} has waited {row.seconds:.0f} s in phase {current.phase}"
+            causes = [
+                self._board.describe(other, other.age * other.is_stale)
+                for other in others[:_MAX_NAMED]
+            ]
+            problem = (
+                f"{'; '.join(causes)}; {me} has waited {row.seconds:.0f} s in phase {current.phase}"
+            )
         return problem, rows
 
     def _end(self, since: float, problem: str, rows: list[Row]) -> NoReturn:
@@ -336,7 +377,12 @@ class Watchdog:
         peers.end_run(text, announces=True, since=since)
 
     def _write_report(self, text: str, rows: list[Row]) -> None:
-        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", "", *(table_lines(rows) if rows else []), ""]
+        lines = [
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}",
+            "",
+            *(table_lines(rows) if rows else []),
+            "",
+        ]
         print(*lines, sep="\n", file=self._report, flush=True)
         faulthandler.dump_traceback(self._report, all_threads=True)
         for device in jax.local_devices():
@@ -346,7 +392,15 @@ class Watchdog:
         current = self._current
         seconds = time.monotonic() - current.since
         place = _place(sys._current_frames().get(self._watched_thread))
-        return Row(self._process_id, self._host, current.phase, self._step, round(seconds, 1), place, time.time())
+        return Row(
+            self._process_id,
+            self._host,
+            current.phase,
+            self._step,
+            round(seconds, 1),
+            place,
+            time.time(),
+        )
 
 
 def _place(frame: FrameType | None) -> str:
@@ -387,7 +441,9 @@ def phase(name: str, *, repeats: bool = True) -> Iterator[None]:
     Args:
       repeats: False: every duration is normal, so there is no deadline.
     """
-    watched = contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name, repeats=repeats)
+    watched = (
+        contextlib.nullcontext() if _watchdog is None else _watchdog.phase(name, repeats=repeats)
+    )
     with _timed(name), watched:
         yield
 
@@ -451,8 +507,9 @@ _num_names = itertools.count()  # each barrier and each text needs its own name
 def wait_for_processes(name: str, timeout_seconds: int = _DAY_SECONDS) -> None:
     """Waits until all processes of the run are here.
 
-    It precedes the first execution of each program: compilation times differ between processes by minutes, and a
-    collective of devices fails if a process is late (Gloo: after about 30 s), or has a limit of its own.
+    It precedes the first execution of each program: compilation times differ between processes by
+    minutes, and a collective of devices fails if a process is late (Gloo: after about 30 s), or has
+    a limit of its own.
     """
     # Not jax.experimental.multihost_utils: its barrier is such a collective.
     if (client := coordination_client()) is None:
@@ -485,8 +542,8 @@ def problem_of_any_process(name: str, problem: str) -> str:
 
 
 class Program:
-    """A jitted function that all processes of a run call with the same shapes. When it is compiled, they wait for each
-    other before it is executed."""
+    """A jitted function that all processes of a run call with the same shapes. When it is compiled,
+    they wait for each other before it is executed."""
 
     def __init__(self, name: str, jitted: Any):
         """

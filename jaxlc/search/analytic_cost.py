@@ -1,9 +1,11 @@
-"""Rough time and memory of a training step from its config: the order in which a search compiles candidates.
+"""Rough time and memory of a training step from its config: the order in which a search compiles
+candidates.
 
-Time: FLOPs, bytes and collectives of a layer at the rates of the plan (`TimeModel`), times layers and microbatches.
-Kernels hide gathered weights, ring permutes and copies of activations; other communication is exposed. Memory: state
-and saved activations, whose bytes are exact, and the working set of a layer. Nothing is fitted: what was compiled
-corrects the rest (`best_first`), and the answer is always a compiled step.
+Time: FLOPs, bytes and collectives of a layer at the rates of the plan (`TimeModel`), times layers
+and microbatches. Kernels hide gathered weights, ring permutes and copies of activations; other
+communication is exposed. Memory: state and saved activations, whose bytes are exact, and the
+working set of a layer. Nothing is fitted: what was compiled corrects the rest (`best_first`), and
+the answer is always a compiled step.
 """
 
 import dataclasses
@@ -32,10 +34,11 @@ from jaxlc.step.memory import StateBytes, activation_bytes, pinned_bytes, state_
 from jaxlc.step.remat import saves_attention
 from jaxlc.step.step import build_step
 
-_PRODUCTS = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")  # down: never recomputed
+# down: never recomputed
+_PRODUCTS = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
 _TILES_PER_STEP = 2  # keys of a kernel call in layers in tiles, about; see attention/query_tiles.py
-# Arrays of activations of a layer that are gathered over tensor: 4.5 and 6.2 in steps of qwen3.5-9b with 1M tokens that
-# were compiled with tensor=2 and 4 (8 H100s, JAX 0.10.1).
+# Arrays of activations of a layer that are gathered over tensor: 4.5 and 6.2 in steps of qwen3.5-9b
+# with 1M tokens that were compiled with tensor=2 and 4 (8 H100s, JAX 0.10.1).
 _GATHERED = 5
 _LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its three values
 
@@ -45,9 +48,11 @@ class Estimate(NamedTuple):
 
     step_seconds: float
     exact_bytes: float  # state and saved activations
-    working_bytes: float  # the layer that is computed, gathered weights and the loss; buffers of libraries are missing
+    # the layer that is computed, gathered weights and the loss; buffers of libraries are missing
+    working_bytes: float
     host_bytes_per_node: float  # with the staging of a checkpoint
-    host_pools_bytes: float = 0.0  # all pools of pinned memory of a node, and a checkpoint; 0: no pools
+    # all pools of pinned memory of a node, and a checkpoint; 0: no pools
+    host_pools_bytes: float = 0.0
 
     def fits(self, gpus: Topology, working_ratio: float = 1.0) -> bool:
         """Whether it fits, if `working_bytes` are wrong by a factor of `working_ratio`."""
@@ -58,7 +63,10 @@ class Estimate(NamedTuple):
 
 def usable_memory(gpus: Topology) -> tuple[float, float]:
     """Bytes that a step may use: of a GPU, and of the host memory of a node."""
-    return USABLE_SHARE * gpus.device.memory_bytes, USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node
+    return (
+        USABLE_SHARE * gpus.device.memory_bytes,
+        USABLE_HOST_SHARE * gpus.host_memory_bytes_per_node,
+    )
 
 
 class Rates:
@@ -85,13 +93,17 @@ class Rates:
             packed = "_packed" if config.attention.document_mask else ""
             try:
                 kernels = build_step(config, make_mesh(self.gpus, config.mesh)).kernels
-                self._kernels[key] = {k: x.name + packed if x.name == "cudnn" else x.name for k, x in kernels.items()}
+                self._kernels[key] = {
+                    k: x.name + packed if x.name == "cudnn" else x.name for k, x in kernels.items()
+                }
             except UserError:
                 self._kernels[key] = None
         return self._kernels[key]
 
     def state_bytes(self, config: Config) -> StateBytes:
-        """The bytes of the training state per GPU, which depend on the mesh and on the rank of adapters."""
+        """The bytes of the training state per GPU, which depend on the mesh and on the rank of
+        adapters.
+        """
         key = (config.lora.rank, *vars(config.mesh).values())
         if key not in self._states:
             self._states[key] = state_bytes(config)
@@ -106,15 +118,25 @@ class Layout:
         self.gpus, self.roofline = rates.gpus, rates.roofline
         model, mesh, train = config.model, config.mesh, config.train
         self.model = TimeModel(self.gpus, config, self.roofline)
-        self.num_sequences = train.global_batch_size // (train.gradient_accumulation_steps * mesh.data * mesh.fsdp)
+        self.num_sequences = train.global_batch_size // (
+            train.gradient_accumulation_steps * mesh.data * mesh.fsdp
+        )
         self.tokens = self.num_sequences * config.data.seq_len / mesh.context
         self.state = rates.state_bytes(config)
         entries = product_entries(model, config.lora, train)
-        self.backward_products = (entries.input_gradients + entries.weight_gradients) / entries.forward
+        self.backward_products = (
+            entries.input_gradients + entries.weight_gradients
+        ) / entries.forward
         # Means over the layers; projected: the query projection, with the gate.
-        self.query_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor)
-        self.projected_dim = _mean_over_layers(model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor)
-        self.key_dim = _mean_over_layers(model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim)
+        self.query_dim = _mean_over_layers(
+            model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor
+        )
+        self.projected_dim = _mean_over_layers(
+            model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor
+        )
+        self.key_dim = _mean_over_layers(
+            model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim
+        )
         self.ffn_dim = _mean_over_layers(model, active_ffn_dim) / mesh.tensor
         self.head_params = model.model_dim * model.vocab_size / mesh.tensor
         self.collectives = self._collectives()
@@ -124,8 +146,13 @@ class Layout:
     def estimate(self, memory: MemoryConfig) -> Estimate:
         gpus_per_node = min(self.gpus.gpus_per_node, self.gpus.num_gpus)
         config = dataclasses.replace(self.config, memory=memory)
-        pinned, staging_bytes = pinned_bytes(config, self.state), self.state.trained + self.state.optimizer
-        pools_bytes = host_pools_per_node_bytes(host_pool_bytes(config.runtime, pinned.pooled), self.gpus)
+        pinned, staging_bytes = (
+            pinned_bytes(config, self.state),
+            self.state.trained + self.state.optimizer,
+        )
+        pools_bytes = host_pools_per_node_bytes(
+            host_pool_bytes(config.runtime, pinned.pooled), self.gpus
+        )
         return Estimate(
             self._step_seconds(memory),
             self._exact_bytes(config),
@@ -144,23 +171,37 @@ class Layout:
             total += state.optimizer
         group = memory.layers_per_remat_group
         saved = {"residual"} if group > 1 else _saved(memory)
-        activations = activation_bytes(config, saved - {*memory.offload}, config.model.num_layers // group)
-        if memory.node_copy_devices:  # in two bytes each; with several microbatches also a float32 sum of gradients
+        activations = activation_bytes(
+            config, saved - {*memory.offload}, config.model.num_layers // group
+        )
+        # in two bytes each; with several microbatches also a float32 sum of gradients
+        if memory.node_copy_devices:
             shards_per_rank = config.mesh.num_devices / config.mesh.data / memory.node_copy_devices
-            num_trained, num_frozen = state.trained / 4, state.frozen / FROZEN_BYTES[config.precision.frozen]
+            num_trained, num_frozen = (
+                state.trained / 4,
+                state.frozen / FROZEN_BYTES[config.precision.frozen],
+            )
             gradient_bytes = 2 if config.train.gradient_accumulation_steps == 1 else 6
-            total += shards_per_rank * (2 * (num_trained + num_frozen) + gradient_bytes * num_trained)
+            total += shards_per_rank * (
+                2 * (num_trained + num_frozen) + gradient_bytes * num_trained
+            )
         # Without remat also what is between the named tensors: norms, activation functions.
         return total + activations * (2 if memory.remat == "none" else 1)
 
     def _working_bytes(self, config: Config) -> float:
-        """Values and gradients of the layers that are computed, the gathered output head with its gradient, logits."""
+        """Values and gradients of the layers that are computed, the gathered output head with its
+        gradient, logits.
+        """
         memory, mesh = config.memory, config.mesh
         share = min(memory.tile_tokens / self.tokens, 1) if memory.tile_tokens else 1
         whole = ("residual", "key", "value")  # saved for all tokens, also with tiles
         tiled = [name for name in tensor_names() if name not in whole]
-        layer = 2 * activation_bytes(config, whole, 1) + 2 * share * activation_bytes(config, tiled, 1)
-        layer += _GATHERED * share * 2 * self.tokens * (1 - 1 / mesh.tensor) * config.model.model_dim
+        layer = 2 * activation_bytes(config, whole, 1) + 2 * share * activation_bytes(
+            config, tiled, 1
+        )
+        layer += (
+            _GATHERED * share * 2 * self.tokens * (1 - 1 / mesh.tensor) * config.model.model_dim
+        )
         chunk = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS
         logits = 2 * 4 * chunk * config.model.vocab_size / mesh.tensor
         return layer * memory.layers_per_remat_group + 6 * self.head_params + logits
@@ -175,17 +216,29 @@ class Layout:
         recomputed = sum(forward[name] for name in _PRODUCTS[:-1] if name not in _saved(memory))
         recomputed += (1 - 1 / group) * all_forward
         attention = (1 + reruns) * attention_forward + attention_backward
-        kernels = attention + all_forward + recomputed + backward + self._merge_seconds(tile, reruns)
-        exposed = (3 + reruns) * collectives.exchange + 4 * (2 + recomputed / all_forward) * collectives.transfer
+        kernels = (
+            attention + all_forward + recomputed + backward + self._merge_seconds(tile, reruns)
+        )
+        exposed = (3 + reruns) * collectives.exchange + 4 * (
+            2 + recomputed / all_forward
+        ) * collectives.transfer
         exposed += max(0.0, collectives.reduction - kernels)
-        for seconds, hiding in ((collectives.gather, kernels), ((4 + reruns) * collectives.hop, attention)):
+        for seconds, hiding in (
+            (collectives.gather, kernels),
+            ((4 + reruns) * collectives.hop, attention),
+        ):
             exposed += max(0.0, seconds - hiding)
             if self.config.runtime.transport == "nccl":
-                kernels += min(seconds, hiding) * (1 - self.roofline.compute_share_during_nccl(device))
+                kernels += min(seconds, hiding) * (
+                    1 - self.roofline.compute_share_during_nccl(device)
+                )
         layers = self.config.model.num_layers * (kernels + exposed)
-        layers += max(0.0, 2 * self.roofline.host_seconds(device, self._offloaded_bytes(memory)) - layers)
+        layers += max(
+            0.0, 2 * self.roofline.host_seconds(device, self._offloaded_bytes(memory)) - layers
+        )
         num_microbatches, shard = self.config.train.gradient_accumulation_steps, self.state.trained
-        # float32: each microbatch adds its gradients to a sum; the update reads and writes parameters and moments.
+        # float32: each microbatch adds its gradients to a sum; the update reads and writes
+        # parameters and moments.
         sums = self.roofline.memory_seconds(device, 3 * shard)
         update = self.roofline.memory_seconds(device, 7 * shard)
         update += self.roofline.host_seconds(device, 4 * shard) * (memory.optimizer == "host")
@@ -207,15 +260,23 @@ class Layout:
         totals = [0.0, 0.0]
         for kind, kernel in self.kernels.items():
             window = model.window_of(kind)
-            pairs = self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
+            pairs = (
+                self.num_sequences * causal_pairs(config.data.seq_len, window) / config.mesh.context
+            )
             shape, share = model.of_kind(kind), model.num_layers_of(kind) / model.num_layers
-            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One ring step has a mask.
+            # Products of a pair: 2 forward; 5 backward, of which pallas computes two twice. One
+            # ring step has a mask.
             for is_backward, products in enumerate((2, 7 if kernel == "pallas" else 5)):
                 totals[is_backward] += share * self.roofline.attention_seconds(
                     self.gpus.device,
                     kernel,
                     is_backward=bool(is_backward),
-                    flops=2 * products * shape.num_heads * shape.head_dim / config.mesh.tensor * pairs,
+                    flops=2
+                    * products
+                    * shape.num_heads
+                    * shape.head_dim
+                    / config.mesh.tensor
+                    * pairs,
                     num_keys=min(num_keys, window or num_keys),
                     head_dim=shape.head_dim,
                     is_masked=steps == 1 and not tile_tokens,
@@ -223,9 +284,14 @@ class Layout:
         return totals[0], totals[1]
 
     def _layer_seconds(self, tile_tokens: int) -> tuple[dict[str, float], float]:
-        """Matrix products of a layer with its weights: forward by the name of the result, and backward."""
+        """Matrix products of a layer with its weights: forward by the name of the result, and
+        backward.
+        """
         model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
-        widths = (*(self.projected_dim, self.key_dim, self.key_dim, self.query_dim), *[self.ffn_dim] * 3)
+        widths = (
+            *(self.projected_dim, self.key_dim, self.key_dim, self.query_dim),
+            *[self.ffn_dim] * 3,
+        )
         forward = {
             name: self.tokens / rows * self.rates.product_seconds(rows, width, model.model_dim)
             for name, width in zip(_PRODUCTS, widths, strict=True)
@@ -234,34 +300,53 @@ class Layout:
         return forward, self.backward_products * sum(forward.values())
 
     def _loss_seconds(self, memory: MemoryConfig) -> float:
-        """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32 gradient."""
+        """The output head of a microbatch, chunk by chunk; each reads and writes the head's float32
+        gradient.
+        """
         chunk, model = memory.loss_chunk_tokens or _LOSS_CHUNK_TOKENS, self.config.model
-        product = self.rates.product_seconds(chunk, model.vocab_size / self.config.mesh.tensor, model.model_dim)
+        product = self.rates.product_seconds(
+            chunk, model.vocab_size / self.config.mesh.tensor, model.model_dim
+        )
         traffic = self.roofline.memory_seconds(self.gpus.device, 2 * 4 * self.head_params)
         return self.tokens / chunk * ((1 + self.backward_products) * product + traffic)
 
     def _merge_seconds(self, tile_tokens: int, reruns: float) -> float:
-        """Partial results in float32 of ring steps or tiles of keys: two are read and one is written."""
+        """Partial results in float32 of ring steps or tiles of keys: two are read and one is
+        written.
+        """
         num_merges = num_ring_steps(self.config) - 1.0
         if tile_tokens:
             model = self.config.model
-            without_window = sum(not model.window_of(kind) for kind in model.layer_kinds) / len(model.layer_kinds)
+            without_window = sum(not model.window_of(kind) for kind in model.layer_kinds) / len(
+                model.layer_kinds
+            )
             # Half of the steps over all keys: the others are masked.
-            num_merges += without_window * self.config.data.seq_len / (2 * _TILES_PER_STEP * tile_tokens)
-        features = (1 + reruns) * self.query_dim + self.query_dim + 2 * self.key_dim  # output; gradients of q, k, v
-        return self.roofline.memory_seconds(self.gpus.device, num_merges * 3 * 4 * features * self.tokens)
+            num_merges += (
+                without_window * self.config.data.seq_len / (2 * _TILES_PER_STEP * tile_tokens)
+            )
+        # output; gradients of q, k, v
+        features = (1 + reruns) * self.query_dim + self.query_dim + 2 * self.key_dim
+        return self.roofline.memory_seconds(
+            self.gpus.device, num_merges * 3 * 4 * features * self.tokens
+        )
 
     def _collectives(self) -> "_Collectives":
         config, model, mesh = self.config, self.config.model, self.config.mesh
         ranks, steps = num_head_ranks(config), num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
-        layer_params = model.model_dim * (self.projected_dim + self.query_dim + 2 * self.key_dim + 3 * self.ffn_dim)
+        layer_params = model.model_dim * (
+            self.projected_dim + self.query_dim + 2 * self.key_dim + 3 * self.ffn_dim
+        )
         keys = 2 * 2 * self.tokens * self.key_dim
 
         def seconds(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
             size = math.prod(sizes[axis] for axis in axes)
             groups = _groups(sizes, axes, kind == "collective-permute")
-            return self.model.group_seconds(kind, groups, num_bytes * (size - 1) / size)[0] if size > 1 else 0.0
+            return (
+                self.model.group_seconds(kind, groups, num_bytes * (size - 1) / size)[0]
+                if size > 1
+                else 0.0
+            )
 
         head_dim = _mean_over_layers(model, lambda shape: shape.head_dim)
         exchanged = 2 * self.query_dim + 2 * max(self.key_dim, head_dim * ranks)
@@ -269,8 +354,11 @@ class Layout:
         if config.attention.strategy == "all_gather":
             exchange = seconds("all-gather", (2,), keys * mesh.context)
         return _Collectives(
-            gather=(3 if mesh.data == 1 else 2) * seconds("all-gather", (1, 2, 3), 2 * layer_params),
-            reduction=seconds("all-reduce", (0, 1, 2, 3), 2 * 2 * layer_params) if mesh.data > 1 else 0.0,
+            gather=(3 if mesh.data == 1 else 2)
+            * seconds("all-gather", (1, 2, 3), 2 * layer_params),
+            reduction=seconds("all-reduce", (0, 1, 2, 3), 2 * 2 * layer_params)
+            if mesh.data > 1
+            else 0.0,
             exchange=exchange,
             hop=steps * seconds("collective-permute", (2,), keys) if steps > 1 else 0.0,
             transfer=seconds("all-gather", (4,), 2 * self.tokens * model.model_dim),
@@ -297,7 +385,9 @@ class _Collectives(NamedTuple):
 def _groups(sizes: tuple[int, ...], axes: tuple[int, ...], is_permute: bool) -> Groups:
     """Device numbers along these axes of a mesh; of a permute, pairs of neighbors."""
     devices = np.arange(math.prod(sizes)).reshape(sizes)
-    groups = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, math.prod(sizes[axis] for axis in axes))
+    groups = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(
+        -1, math.prod(sizes[axis] for axis in axes)
+    )
     if is_permute:
         groups = np.stack([groups, np.roll(groups, -1, axis=1)], axis=-1).reshape(-1, 2)
     return tuple(map(tuple, groups.tolist()))

@@ -1,10 +1,13 @@
-"""The search for the best configuration: compiles the candidate that would be chosen, until the choice is compiled.
+"""The search for the best configuration: compiles the candidate that would be chosen, until the
+choice is compiled.
 
-Candidates that were not compiled have estimates (`analytic_cost`), corrected by what was compiled of the same mesh and
-strategy, or else of the same mesh, or of any. All are ranked together by `ranking`. So the search ends when no other
-candidate can change the choice: not by 2% within a mesh, nor by 5% across meshes.
+Candidates that were not compiled have estimates (`analytic_cost`), corrected by what was compiled
+of the same mesh and strategy, or else of the same mesh, or of any. All are ranked together by
+`ranking`. So the search ends when no other candidate can change the choice: not by 2% within a
+mesh, nor by 5% across meshes.
 
-`with_advice` searches settings of memory only, for the mesh and strategy of a step that does not fit.
+`with_advice` searches settings of memory only, for the mesh and strategy of a step that does not
+fit.
 """
 
 import dataclasses
@@ -29,7 +32,8 @@ from jaxlc.simulate.roofline import Roofline
 from jaxlc.simulate.time_model import DEFAULT_ROOFLINE
 from jaxlc.simulate.topology import Topology
 
-_MARGIN = 0.9  # factor on corrected estimates of memory: what exceeds the memory by less is compiled
+# factor on corrected estimates of memory: what exceeds the memory by less is compiled
+_MARGIN = 0.9
 _FIRST_WORKING = 0.5  # compiled / estimated working memory, before anything was compiled
 # The rows of candidates, in the same order; the function ends compilations.
 Compile = Callable[[Sequence["Candidate"], IsOver], Sequence[Row]]
@@ -70,11 +74,15 @@ class Candidate(Point):
         return Entry(
             mesh=self._mesh,
             microbatches=config.train.gradient_accumulation_steps,
-            seconds=time_ratio * estimate.step_seconds * self.gpus.num_gpus / config.tokens_per_step,
+            seconds=time_ratio
+            * estimate.step_seconds
+            * self.gpus.num_gpus
+            / config.tokens_per_step,
             memory_left_bytes=usable_bytes - device_bytes,
             num_departures=self._num_departures,
             # It exceeds JAX's memory pool, or the pools of pinned host memory exceed the node.
-            has_warnings=device_bytes > config.runtime.memory_fraction * self.gpus.device.memory_bytes
+            has_warnings=device_bytes
+            > config.runtime.memory_fraction * self.gpus.device.memory_bytes
             or estimate.host_pools_bytes > usable_host_bytes,
             host_kinds=ranking.host_kinds(memory.offload, memory.optimizer, memory.parameters),
         )
@@ -105,7 +113,9 @@ class _Ratios:
 
     def median(self, keys: Sequence[Hashable], default: float) -> float:
         """That of the first of `keys` that was added."""
-        return statistics.median(next((self._values[key] for key in keys if key in self._values), [default]))
+        return statistics.median(
+            next((self._values[key] for key in keys if key in self._values), [default])
+        )
 
 
 class Search:
@@ -114,7 +124,8 @@ class Search:
     def __init__(self, goal: str, candidates: Sequence[Candidate]):
         self.goal, self.candidates = goal, candidates
         self.rows: dict[Candidate, Row] = {}  # compiled candidates
-        self.num_left = 0  # candidates that could change the choice and were not compiled, because the time was over
+        # candidates that could change the choice and were not compiled, because the time was over
+        self.num_left = 0
         self._time_ratios, self._working_ratios = _Ratios(), _Ratios()
 
     def run(self, compile_candidates: Compile, is_over: IsOver, batch_size: int = 1) -> None:
@@ -131,8 +142,15 @@ class Search:
     @property
     def best(self) -> list[tuple[Candidate, Row]]:
         """Compiled candidates that fit, the best of each mesh; at most `NUM_MESHES`."""
-        entries = {x: ranking.entry_of(row) for x, row in self.rows.items() if row["status"] == "done" and row["fits"]}
-        return [(candidate, self.rows[candidate]) for candidate in _first_of_meshes(eligible(self.goal, entries))]
+        entries = {
+            x: ranking.entry_of(row)
+            for x, row in self.rows.items()
+            if row["status"] == "done" and row["fits"]
+        }
+        return [
+            (candidate, self.rows[candidate])
+            for candidate in _first_of_meshes(eligible(self.goal, entries))
+        ]
 
     @property
     def smallest(self) -> Row | None:
@@ -151,13 +169,17 @@ class Search:
             estimate = candidate.estimate
             working = (row["device_peak_bytes"] - estimate.exact_bytes) / estimate.working_bytes
             self._working_ratios.add(candidate.similar, working)
-            self._time_ratios.add(candidate.similar_in_time, row["step_seconds"] / estimate.step_seconds)
+            self._time_ratios.add(
+                candidate.similar_in_time, row["step_seconds"] / estimate.step_seconds
+            )
 
     def pending(self) -> list[Candidate]:
         """Candidates on which the choice depends and that were not compiled: none if it is known."""
         entries = eligible(self.goal, self._entries())
         decisive = ranking.decisive(entries) if entries else []
-        return [x for x in dict.fromkeys((*decisive, *_first_of_meshes(entries))) if x not in self.rows]
+        return [
+            x for x in dict.fromkeys((*decisive, *_first_of_meshes(entries))) if x not in self.rows
+        ]
 
     def _entries(self) -> dict[Candidate, Entry]:
         """All candidates that fit, compiled or by their corrected estimates."""
@@ -207,7 +229,9 @@ def with_advice(
         (candidate,) = candidates
         overrides = candidate.overrides
         try:
-            result = plan_step(candidate.checked(), gpus, lambda: starting(f"with {overrides}"), roofline=roofline)
+            result = plan_step(
+                candidate.checked(), gpus, lambda: starting(f"with {overrides}"), roofline=roofline
+            )
         except UserError as error:  # invalid for this config, or refused by the compiler
             return [dict(status="refused", reason=str(error))]
         advice.append(Change(
@@ -220,7 +244,10 @@ def with_advice(
         return [_row(candidate, result)]
 
     search.run(
-        compile_one, lambda _: len(advice) >= _NUM_COMPILED or sum(change.fits for change in advice) >= _NUM_FITTING
+        compile_one,
+        lambda _: (
+            len(advice) >= _NUM_COMPILED or sum(change.fits for change in advice) >= _NUM_FITTING
+        ),
     )
     return dataclasses.replace(plan, advice=tuple(advice))
 

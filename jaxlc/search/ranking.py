@@ -1,13 +1,15 @@
 """The order of configurations.
 
-Estimates with the same GPUs, mesh and microbatch share most errors and are compared to 2%: among equal ones, the one
-with the fewest departures from `defaults()` stands for the others, and of several the one with the most memory left.
-These are compared to 5%, across meshes: among equal ones, the one with the most memory left is first, then the one with
-the fewest departures. Copies to host memory have to pay: what copies more kinds of arrays (saved activations, optimizer
-state, parameters) is first only if all others are slower by more than 5%. What its own plan warns about is first only
-if nothing else fits. Measurements are ordered by speed.
+Estimates with the same GPUs, mesh and microbatch share most errors and are compared to 2%: among
+equal ones, the one with the fewest departures from `defaults()` stands for the others, and of
+several the one with the most memory left. These are compared to 5%, across meshes: among equal
+ones, the one with the most memory left is first, then the one with the fewest departures. Copies to
+host memory have to pay: what copies more kinds of arrays (saved activations, optimizer state,
+parameters) is first only if all others are slower by more than 5%. What its own plan warns about is
+first only if nothing else fits. Measurements are ordered by speed.
 
-`Ranking` has the results of a search, best first: a table in terminals and notebooks, CSV, and plots.
+`Ranking` has the results of a search, best first: a table in terminals and notebooks, CSV, and
+plots.
 """
 
 import csv
@@ -27,14 +29,21 @@ from jaxlc.core.files import read_json_lines
 from jaxlc.core.processes import Row
 from jaxlc.core.text import aligned
 from jaxlc.search.space import row_name
-from jaxlc.simulate.interval import PAIR_SPREAD, Interval, estimate_text, is_distinguishable, two_digits
+from jaxlc.simulate.interval import (
+    PAIR_SPREAD,
+    Interval,
+    estimate_text,
+    is_distinguishable,
+    two_digits,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 K = TypeVar("K", bound=Hashable)
 NUM_MESHES = 3  # that are compiled by a search, and named as the ones to measure
-# Relative differences of time that do not decide: with the same kernels, whose errors cancel for the most part, or not.
+# Relative differences of time that do not decide: with the same kernels, whose errors cancel for
+# the most part, or not.
 _SAME_SHAPE, _ACROSS_MESHES = 0.02, 0.05
 
 
@@ -62,7 +71,9 @@ class Entry(NamedTuple):
 
 
 def entry_of(row: Row) -> Entry:
-    """The entry of an estimated row. Rows of a sweep lack departures, pools, and settings that do not vary."""
+    """The entry of an estimated row. Rows of a sweep lack departures, pools, and settings that do
+    not vary.
+    """
     return Entry(
         mesh=mesh_of(row),
         microbatches=row["gradient_accumulation_steps"],
@@ -70,14 +81,19 @@ def entry_of(row: Row) -> Entry:
         memory_left_bytes=row["device_usable_bytes"] - row["device_peak_bytes"],
         num_departures=row.get("departures", 0),
         fits=row["fits"],
-        # As `Candidate.entry`. The size of NVSHMEM's heap is a setting of the config that the search writes.
+        # As `Candidate.entry`. The size of NVSHMEM's heap is a setting of the config that the
+        # search writes.
         has_warnings=bool(row.get("warnings")) or "runtime.memory_fraction" in row.get("pools", ()),
-        host_kinds=host_kinds(row.get("offload", ()), row.get("optimizer", ""), row.get("parameters", "")),
+        host_kinds=host_kinds(
+            row.get("offload", ()), row.get("optimizer", ""), row.get("parameters", "")
+        ),
     )
 
 
 def host_kinds(offload: Sequence[str], optimizer: str, parameters: str) -> int:
-    """Kinds of arrays in host memory, from settings of memory: saved activations, optimizer state, parameters."""
+    """Kinds of arrays in host memory, from settings of memory: saved activations, optimizer state,
+    parameters.
+    """
     return bool(offload) + (optimizer, parameters).count("host")
 
 
@@ -90,7 +106,10 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     done = [row for row in rows if row["status"] == "done"]
     others = [row for row in rows if row["status"] != "done"]
     if done and done[0]["figures"] == "measured":
-        return sorted(done, key=lambda row: (not row["fits"], -row["tokens_per_second_per_device"])) + others
+        return (
+            sorted(done, key=lambda row: (not row["fits"], -row["tokens_per_second_per_device"]))
+            + others
+        )
     return [done[index] for index in places(dict(enumerate(map(entry_of, done))))] + others
 
 
@@ -100,16 +119,24 @@ def places(entries: Mapping[K, Entry]) -> list[K]:
 
 
 def decisive(entries: Mapping[K, Entry]) -> list[K]:
-    """The keys on which the first place depends: the first, the fastest, and the fastest with the first one's shape."""
+    """The keys on which the first place depends: the first, the fastest, and the fastest with the
+    first one's shape.
+    """
     ranks = _ranks(entries)
     first = min(entries, key=ranks.__getitem__)
     group = [key for key in entries if ranks[key][:2] == ranks[first][:2]]
     group.sort(key=lambda key: entries[key].seconds)
-    return [first, group[0], next(key for key in group if entries[key].shape == entries[first].shape)]
+    return [
+        first,
+        group[0],
+        next(key for key in group if entries[key].shape == entries[first].shape),
+    ]
 
 
 def _ranks(entries: Mapping[K, Entry]) -> dict[K, tuple[float, ...]]:
-    """The sort key of each entry: its group, whether it is near the fastest one, then its memory or its time."""
+    """The sort key of each entry: its group, whether it is near the fastest one, then its memory or
+    its time.
+    """
     ranks: dict[K, tuple[float, ...]] = {}
     for group, members in _groups(entries).items():
         limit = (1 + _ACROSS_MESHES) * min(x.seconds for x in members.values())
@@ -120,7 +147,9 @@ def _ranks(entries: Mapping[K, Entry]) -> dict[K, tuple[float, ...]]:
         for keys in by_shape.values():
             same = (1 + _SAME_SHAPE) * min(entries[key].seconds for key in keys)
             equal = [key for key in keys if entries[key].seconds <= same]
-            first_of_shapes.add(min(equal, key=lambda key: (entries[key].num_departures, *entries[key].by_memory)))
+            first_of_shapes.add(
+                min(equal, key=lambda key: (entries[key].num_departures, *entries[key].by_memory))
+            )
         for key, entry in members.items():
             is_near = key in first_of_shapes and entry.seconds <= limit
             ranks[key] = (*group, not is_near, *(entry.by_memory if is_near else (entry.seconds,)))
@@ -130,12 +159,14 @@ def _ranks(entries: Mapping[K, Entry]) -> dict[K, tuple[float, ...]]:
 def _groups(entries: Mapping[K, Entry]) -> dict[tuple[int, bool], dict[K, Entry]]:
     """The entries by (tier, whether copies to host memory do not pay); smaller is better.
 
-    Tiers: what fits without warnings, what fits with warnings, the rest. Copies of more kinds of arrays than the fewest
-    within `_ACROSS_MESHES` of the fastest one of a tier do not pay.
+    Tiers: what fits without warnings, what fits with warnings, the rest. Copies of more kinds of
+    arrays than the fewest within `_ACROSS_MESHES` of the fastest one of a tier do not pay.
     """
     groups: dict[tuple[int, bool], dict[K, Entry]] = {}
     for tier in (0, 1, 2):
-        members = {key: x for key, x in entries.items() if (int(x.has_warnings) if x.fits else 2) == tier}
+        members = {
+            key: x for key, x in entries.items() if (int(x.has_warnings) if x.fits else 2) == tier
+        }
         limit = (1 + _ACROSS_MESHES) * min((x.seconds for x in members.values()), default=0.0)
         few = min((x.host_kinds for x in members.values() if x.seconds <= limit), default=0)
         for key, entry in members.items():
@@ -155,10 +186,11 @@ _SETTINGS = dict(  # and their headings, besides mesh and strategy
 
 @dataclass(frozen=True, repr=False)
 class Ranking:
-    """The points of a sweep, best first: those that fit, those that do not fit, those without results.
+    """The points of a sweep, best first: those that fit, those that do not fit, those without
+    results.
 
-    `rows` are dictionaries with the settings and results of each point, for `pandas.DataFrame`. `print(ranking)` prints
-    a table, and a notebook shows one.
+    `rows` are dictionaries with the settings and results of each point, for `pandas.DataFrame`.
+    `print(ranking)` prints a table, and a notebook shows one.
     """
 
     rows: tuple[Row, ...]
@@ -169,7 +201,10 @@ class Ranking:
     @property
     def title(self) -> str:
         """The model, and the GPUs of the estimates or measurements."""
-        row, topologies = self.rows[0], ", ".join(dict.fromkeys(row["topology"] for row in self.rows))
+        row, topologies = (
+            self.rows[0],
+            ", ".join(dict.fromkeys(row["topology"] for row in self.rows)),
+        )
         return f"{row['model']}, {row['figures']} {'for' if row['figures'] == 'estimated' else 'on'} {topologies}"
 
     def __len__(self) -> int:
@@ -183,7 +218,9 @@ class Ranking:
         return f"<Ranking of {len(self.rows)} points: {self.title};\n first: {self.rows[0]['overrides']}>"
 
     def __str__(self) -> str:
-        return "\n".join([self._heading(), *aligned(self._table() if self._done() else []), *self._notes()])
+        return "\n".join(
+            [self._heading(), *aligned(self._table() if self._done() else []), *self._notes()]
+        )
 
     def _repr_html_(self) -> str:
         return html.preformatted(str(self))
@@ -209,7 +246,10 @@ class Ranking:
             writer.writeheader()
             writer.writerows(dict(rank=rank) | row for rank, row in enumerate(self.rows, start=1))
         if not errors.is_installed("matplotlib"):
-            print(f"plots skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}", file=sys.stderr)
+            print(
+                f"plots skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}",
+                file=sys.stderr,
+            )
             return [path]
         return [path, *self._plots().write(self.rows, self.title, out)]
 
@@ -220,7 +260,9 @@ class Ranking:
         return ranking_plots
 
     def note(self) -> str:
-        """Which configurations the estimate cannot order, up to three meshes by number; "" if there are none."""
+        """Which configurations the estimate cannot order, up to three meshes by number; "" if there
+        are none.
+        """
         fitting = [(rank, row) for rank, row in enumerate(self._done(), start=1) if row["fits"]]
         if not fitting:
             return ""
@@ -233,7 +275,8 @@ class Ranking:
         ]
         if len(close) == 1:
             return ""
-        names = list(map(str, sorted(dict(reversed(close)).values())))[:NUM_MESHES]  # the first one of each mesh
+        # the first one of each mesh
+        names = list(map(str, sorted(dict(reversed(close)).values())))[:NUM_MESHES]
         num_others = len(close) - len(names)
         *names, last = [*names, *([f"{num_others} more"] if num_others else [])]
         return (
@@ -249,14 +292,27 @@ class Ranking:
         headings = list(dict.fromkeys(heading for texts in figures for heading in texts))
         table = [["", *(_SETTINGS[name] for name in varying), *headings, ""]]
         for rank, (row, texts) in enumerate(zip(self._done(), figures), start=1):
-            settings = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in varying]
+            settings = [
+                f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in varying
+            ]
             cells = [texts.get(heading, "") for heading in headings]
-            table.append([f"{rank}: {row_name(row)}", *settings, *cells, "" if row["fits"] else "does not fit"])
+            table.append(
+                [
+                    f"{rank}: {row_name(row)}",
+                    *settings,
+                    *cells,
+                    "" if row["fits"] else "does not fit",
+                ]
+            )
         return table
 
     def _heading(self) -> str:
         """The title and the settings that are equal in all rows."""
-        same = (name for name in _SETTINGS if name != "topology" and len({row[name] for row in self.rows}) == 1)
+        same = (
+            name
+            for name in _SETTINGS
+            if name != "topology" and len({row[name] for row in self.rows}) == 1
+        )
         return "\n".join([self.title, ", ".join(f"{name}={self.rows[0][name]}" for name in same)])
 
     def _done(self) -> list[Row]:
@@ -281,7 +337,8 @@ class Ranking:
 
 @checked
 def load(path: str | Path) -> Ranking:
-    """The results of a finished or interrupted sweep, best first. Print them, or show them in a notebook.
+    """The results of a finished or interrupted sweep, best first. Print them, or show them in a
+    notebook.
 
     Args:
       path: the directory of the sweep (`jaxlc sweep --out`), or its points.jsonl.
@@ -315,13 +372,17 @@ def row_text(row: Row) -> str:
     if row["status"] != "done":
         return f"{row['status']}: {row['reason']}"
     figures = _figures(row)
-    host = f" and {figures['host GiB/node']} GiB of host memory" if "host GiB/node" in figures else ""
+    host = (
+        f" and {figures['host GiB/node']} GiB of host memory" if "host GiB/node" in figures else ""
+    )
     fits = "" if row["fits"] else ", does not fit"
     return f"{figures['step (80%)']}, {figures['GiB/GPU']} GiB{host}{fits}"
 
 
 def _figures(row: Row, price_per_gpu_hour: float | None = None) -> dict[str, str]:
-    """Results by their headings: measurements as they are, estimated times as scaled medians with two digits."""
+    """Results by their headings: measurements as they are, estimated times as scaled medians with
+    two digits.
+    """
     seconds, is_estimate = row["step_seconds"], row.get("figures") == "estimated"
     interval, step = Interval(1.0, 1.0), f"{seconds:,.3g} s"
     if is_estimate:

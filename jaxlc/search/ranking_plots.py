@@ -16,7 +16,9 @@ _COLORS = {"ring": BLUE, "hybrid": RED, "ulysses": TEAL, "all_gather": AMBER}
 
 
 def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
-    """Writes the plots for rows sorted best first; returns their paths. Without completed points there is no plot."""
+    """Writes the plots for rows sorted best first; returns their paths. Without completed points
+    there is no plot.
+    """
     done = [row for row in rows if row["status"] == "done"]
     figures = {MESHES: meshes_figure} if done else {}
     if len({row["transport"] for row in done}) > 1:
@@ -27,7 +29,9 @@ def write(rows: Sequence[dict], title: str, out: Path) -> list[Path]:
 
 
 def meshes_figure(done: Sequence[dict], title: str) -> Figure:
-    """Tokens/s and memory, one bar per point, at the longest sequence length. `done`: completed rows, best first."""
+    """Tokens/s and memory, one bar per point, at the longest sequence length. `done`: completed
+    rows, best first.
+    """
     longest = max(row["seq_len"] for row in done)
     shown = [row for row in done if row["seq_len"] == longest][:_MAX_BARS]
     also = [name for name in ("remat", "transport") if len({row[name] for row in shown}) > 1]
@@ -36,12 +40,20 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     speed, memory = figure.subplots(1, 2, sharey=True)
     colors = [(_COLORS[row["strategy"]], 1.0 if row["fits"] else 0.35) for row in shown]
     places = range(len(shown))
-    for axes, column, unit in ((speed, "tokens_per_second_per_device", 1), (memory, "device_peak_bytes", 2**30)):
+    for axes, column, unit in (
+        (speed, "tokens_per_second_per_device", 1),
+        (memory, "device_peak_bytes", 2**30),
+    ):
         axes.barh(places, [row[column] / unit for row in shown], color=colors, height=0.72)
         plot_style.style_axes(axes, "x")
     is_estimate = shown[0]["figures"] == "estimated"
     if is_estimate:
-        memory.axvline(shown[0]["device_usable_bytes"] / 2**30, color=GRAY, linestyle=(0, (5, 4)), linewidth=0.9)
+        memory.axvline(
+            shown[0]["device_usable_bytes"] / 2**30,
+            color=GRAY,
+            linestyle=(0, (5, 4)),
+            linewidth=0.9,
+        )
     speed.set_yticks(places, labels, fontsize=8)
     speed.invert_yaxis()
     speed.set(xlabel="tokens/s per device")
@@ -49,18 +61,23 @@ def meshes_figure(done: Sequence[dict], title: str) -> Figure:
     names = list(dict.fromkeys(row["strategy"] for row in shown))
     if len(names) > 1:
         handles = [speed.barh(0, 0, color=_COLORS[name], label=name) for name in names]
-        figure.legend(handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8)
+        figure.legend(
+            handles=handles, ncols=len(names), frameon=False, loc="outside lower right", fontsize=8
+        )
     plot_style.set_title(figure, f"{title}, sequence length {longest:,}")
     return figure
 
 
 def transports_figure(done: Sequence[dict], title: str) -> Figure:
-    """Left: tokens/s of the best mesh over sequence length, one line per transport. Right: for every mesh, the speedup
-    of each transport over the first one."""
+    """Left: tokens/s of the best mesh over sequence length, one line per transport. Right: for
+    every mesh, the speedup of each transport over the first one."""
     longest = max(row["seq_len"] for row in done)
     best = _program(next(row for row in done if row["seq_len"] == longest))
     names = sorted({row["transport"] for row in done})
-    rate = {(_program(row), row["transport"], row["seq_len"]): row["tokens_per_second_per_device"] for row in done}
+    rate = {
+        (_program(row), row["transport"], row["seq_len"]): row["tokens_per_second_per_device"]
+        for row in done
+    }
     lengths = sorted({row["seq_len"] for row in done})
     figure = plot_style.new_figure(12, 4)
     speed, gain = figure.subplots(1, 2)
@@ -68,12 +85,22 @@ def transports_figure(done: Sequence[dict], title: str) -> Figure:
         known = [length for length in lengths if (best, name, length) in rate]
         rates = [rate[best, name, length] for length in known]
         width = 5 - 3 * number / len(names)  # lines that coincide all stay visible
-        speed.plot(known, rates, "o-", color=plot_style.CYCLE[number], linewidth=width, alpha=0.7, label=name)
+        speed.plot(
+            known,
+            rates,
+            "o-",
+            color=plot_style.CYCLE[number],
+            linewidth=width,
+            alpha=0.7,
+            label=name,
+        )
     lines = list(itertools.product(dict.fromkeys(_program(row) for row in done), names[1:]))
     for (program, name), line in zip(lines, plot_style.line_styles()):
         both = [n for n in lengths if (program, names[0], n) in rate and (program, name, n) in rate]
         gains = [100 * (rate[program, name, n] / rate[program, names[0], n] - 1) for n in both]
-        gain.plot(both, gains, "o", **line, linewidth=1, markersize=3, label=f"{name}: {program[0]}")
+        gain.plot(
+            both, gains, "o", **line, linewidth=1, markersize=3, label=f"{name}: {program[0]}"
+        )
     for axes in (speed, gain):
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])

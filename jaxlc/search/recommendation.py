@@ -1,4 +1,5 @@
-"""Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT compilation decides.
+"""Recommends configurations for a model and GPUs: rough estimates order the candidates, AOT
+compilation decides.
 
 `page` is the result as plain text, and `config_source` as a config file that `--config=FILE` takes.
 """
@@ -35,20 +36,26 @@ from jaxlc.simulate.topology import Topology, full_domain_size, part_of
 MARK = "Written by `jaxlc recommend`"
 
 
-def config_source(source: str, model: str, title: str, base: Sequence[Stage], recommended: Sequence[Config]) -> str:
+def config_source(
+    source: str, model: str, title: str, base: Sequence[Stage], recommended: Sequence[Config]
+) -> str:
     """The text of the config file.
 
     Args:
-      source: name and variant of the given config; "": none, only a model.
-      model: --model of the command; "": that of the given config.
-      title: what was recommended for what, in one line.
-      base: the stages of the given config as its file defines them, with `model`, without other overrides.
-      recommended: the config of each stage.
+      source: name and variant of the given config; "": none, only a model. model: --model of the
+      command; "": that of the given config. title: what was recommended for what, in one line.
+      base: the stages of the given config as its file defines them, with `model`, without other
+      overrides. recommended: the config of each stage.
     """
     is_preset, path = model in PRESETS, local_path(model)
-    if model and not is_preset and path.is_dir():  # absolute, so that the file can be read from other directories
+    # absolute, so that the file can be read from other directories
+    if model and not is_preset and path.is_dir():
         model = str(path.resolve())
-    lines = [f"config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}"] if model else []
+    lines = (
+        [f"config.model.{'preset' if is_preset else 'init_from'} = {as_python(model)}"]
+        if model
+        else []
+    )
     title = f"{title}\n\n{MARK}. Change it as any other config file.\n"
     given = f"read_config({as_python(source)})" if source else "defaults()"
     return file_text(title, given, _changes(base, recommended), lines)
@@ -63,13 +70,16 @@ def _changes(base: Sequence[Stage], recommended: Sequence[Config]) -> dict[str, 
     for stage, config in zip(base, recommended, strict=True):
         given = flattened(to_dict(stage.config))
         for path, value in flattened(to_dict(config)).items():
-            if (path not in given or value != given[path]) and not (stage.name and path in FROM_LENGTHS):
+            if (path not in given or value != given[path]) and not (
+                stage.name and path in FROM_LENGTHS
+            ):
                 is_shared = not stage.name or refusal(stage.name, path)
                 changes[path if is_shared else f"stages.{stage.name}.{path}"] = value
     return changes
 
 
-_CHUNK_TOKENS = 256  # per GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
+# per GPU: attention kernels have tiles of 128 tokens, and zigzag order two chunks
+_CHUNK_TOKENS = 256
 _MAX_DOMAINS = 512  # the largest number of NVLink domains that is tried if nothing fits
 _NUM_LENGTHS = 8  # the goal "longest" compiles the longest of these that fits
 LORA = {"lora.rank": 16}  # what is advised if only it fits
@@ -84,7 +94,8 @@ class Recommendation:
     gpus: Topology
     search: Search
     longest: int | None = None  # tokens of the longest sequence on these GPUs; None: none fits
-    larger: Topology | None = None  # the fewest GPUs of this kind for the sequence; None: none that was tried
+    # the fewest GPUs of this kind for the sequence; None: none that was tried
+    larger: Topology | None = None
     reason: str = ""  # why no sequence fits
     fits_with_lora: bool = False
 
@@ -100,15 +111,17 @@ def recommend(
     limit_seconds: float,
     log: Callable[[str], None] = lambda line: None,
 ) -> Recommendation:
-    """Searches meshes, attention strategies, microbatches and memory settings for `config` on `gpus`.
+    """Searches meshes, attention strategies, microbatches and memory settings for `config` on
+    `gpus`.
 
-    Model, data, mask, precision, trained parameters, sequence length and global batch size are those of `config`; with
-    the goal "longest" the sequence length varies, and a step has about as many tokens, in at least one sequence.
+    Model, data, mask, precision, trained parameters, sequence length and global batch size are
+    those of `config`; with the goal "longest" the sequence length varies, and a step has about as
+    many tokens, in at least one sequence.
 
     Args:
-      batch_size: number of candidates in a call of `compile_candidates`.
-      limit_seconds: the search ends after this time, without candidates in progress, but not before one fits.
-      log: called with lines that report progress.
+      batch_size: number of candidates in a call of `compile_candidates`. limit_seconds: the search
+      ends after this time, without candidates in progress, but not before one fits. log: called
+      with lines that report progress.
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """
@@ -117,7 +130,11 @@ def recommend(
         for part in topologies(goal, gpus):
             rates = Rates(part, roofline)
             for seq_len in _lengths(config, rates) if goal == "longest" else [config.data.seq_len]:
-                pool += (x for x in candidates(config, rates, seq_len) if x.estimate.fits(part, working_ratio=0.0))
+                pool += (
+                    x
+                    for x in candidates(config, rates, seq_len)
+                    if x.estimate.fits(part, working_ratio=0.0)
+                )
     if not pool and not any(_layouts(config, Rates(gpus, roofline))):
         raise UserError(_no_layout(config, gpus))
     log(f"{len(pool):,} combinations of mesh, strategy, microbatches and memory settings may fit")
@@ -125,16 +142,23 @@ def recommend(
     limit = duration_text(limit_seconds)
     search.run(compile_candidates, _time_limit(search, limit_seconds, log), batch_size)
     if search.num_left:
-        log(f"stopped at the limit of {limit}, before the choice was certain; the same command resumes")
+        log(
+            f"stopped at the limit of {limit}, before the choice was certain; the same command resumes"
+        )
     else:
         log(f"done: no other combination can change the choice; {len(search.rows)} compiled")
     if search.best:
         return Recommendation(base=config, gpus=gpus, search=search)
     ratio = search.working_ratio()
-    rates, shorter = Rates(gpus, roofline), [x for x in lengths(gpus.num_gpus) if x < config.data.seq_len]
+    rates, shorter = (
+        Rates(gpus, roofline),
+        [x for x in lengths(gpus.num_gpus) if x < config.data.seq_len],
+    )
     longest = next(iter(shorter[_first_fitting(config, rates, shorter, ratio) :]), None)
     seq_len = config.data.seq_len
-    larger = (part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), seq_len, ratio))
+    larger = (
+        part for part in _larger(gpus) if _may_fit(config, Rates(part, roofline), seq_len, ratio)
+    )
     lora = space.unchecked(config, LORA)
     return Recommendation(
         base=config,
@@ -148,9 +172,15 @@ def recommend(
 
 
 def _time_limit(search: Search, limit_seconds: float, log: Callable[[str], None]) -> IsOver:
-    """Ends compilations after `limit_seconds`, but not before something fits: there would be no result."""
+    """Ends compilations after `limit_seconds`, but not before something fits: there would be no
+    result.
+    """
     end_seconds, limit = time.monotonic() + limit_seconds, duration_text(limit_seconds)
-    lines = iter([f"the limit of {limit} is over, but nothing that fits is compiled yet: the search ends when one is"])
+    lines = iter(
+        [
+            f"the limit of {limit} is over, but nothing that fits is compiled yet: the search ends when one is"
+        ]
+    )
 
     def is_over(rows: Collection[Row]) -> bool:
         if time.monotonic() < end_seconds:
@@ -164,9 +194,11 @@ def _time_limit(search: Search, limit_seconds: float, log: Callable[[str], None]
 
 
 def topologies(goal: str, gpus: Topology) -> list[Topology]:
-    """The GPUs to search: all of `gpus`, or for cheapest and fewest_gpus also parts of them, largest first.
+    """The GPUs to search: all of `gpus`, or for cheapest and fewest_gpus also parts of them,
+    largest first.
 
-    Parts are numbers of whole domains, and of GPUs of one domain: divisors and powers of two, down to one GPU.
+    Parts are numbers of whole domains, and of GPUs of one domain: divisors and powers of two, down
+    to one GPU.
     """
     if goal in ("fastest", "longest"):
         return [gpus]
@@ -179,7 +211,8 @@ def topologies(goal: str, gpus: Topology) -> list[Topology]:
 
 
 def lengths(num_gpus: int) -> list[int]:
-    """Sequence lengths in tokens to try for "longest", longest first: four in each doubling, up to 2^28.
+    """Sequence lengths in tokens to try for "longest", longest first: four in each doubling, up to
+    2^28.
 
     They are multiples of the odd factors of `num_gpus`, so that any mesh divides them.
     """
@@ -188,8 +221,11 @@ def lengths(num_gpus: int) -> list[int]:
     return sorted((size for size in sizes if size < 2**28), reverse=True)
 
 
-def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 8) -> Iterator[Candidate]:
-    """Candidates for these GPUs whose mesh divides the model and the batch; most of them may not fit.
+def candidates(
+    config: Config, rates: Rates, seq_len: int, max_sequences: int = 8
+) -> Iterator[Candidate]:
+    """Candidates for these GPUs whose mesh divides the model and the batch; most of them may not
+    fit.
 
     A step has about as many tokens as that of `config`, in at least one sequence.
 
@@ -210,13 +246,21 @@ def candidates(config: Config, rates: Rates, seq_len: int, max_sequences: int = 
             yield Candidate(settings=all_settings, base=config, gpus=rates.gpus, estimate=estimate)
 
 
-def _layouts(config: Config, rates: Rates, max_sequences: int = 8) -> Iterator[tuple[Settings, Layout]]:
+def _layouts(
+    config: Config, rates: Rates, max_sequences: int = 8
+) -> Iterator[tuple[Settings, Layout]]:
     """Meshes, strategies and microbatches that divide the model, the sequence and the batch."""
     for mesh in space.meshes(config, rates.gpus.num_gpus):
         per_replica, rest = divmod(config.train.global_batch_size, mesh[DATA] * mesh[FSDP])
-        sizes = [] if rest else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
+        sizes = (
+            []
+            if rest
+            else [size for size in range(1, max_sequences + 1) if per_replica % size == 0]
+        )
         for strategy, size in itertools.product(space.strategies(config, mesh), sizes):
-            settings = space.mesh_settings(mesh) | strategy | space.batch_settings(config, mesh, size)
+            settings = (
+                space.mesh_settings(mesh) | strategy | space.batch_settings(config, mesh, size)
+            )
             changed = space.unchecked(config, settings)
             if any(split_problems(changed)) or any(length_problems(changed)):
                 continue
@@ -232,9 +276,13 @@ def _lengths(config: Config, rates: Rates) -> list[int]:
     return tried[index : index + _NUM_LENGTHS]
 
 
-def _first_fitting(config: Config, rates: Rates, seq_lens: Sequence[int], working_ratio: float) -> int:
+def _first_fitting(
+    config: Config, rates: Rates, seq_lens: Sequence[int], working_ratio: float
+) -> int:
     """The index of the longest sequence that fits by the estimate; their number if none does."""
-    return bisect.bisect_left(seq_lens, True, key=lambda length: _may_fit(config, rates, length, working_ratio))
+    return bisect.bisect_left(
+        seq_lens, True, key=lambda length: _may_fit(config, rates, length, working_ratio)
+    )
 
 
 def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -> bool:
@@ -245,13 +293,18 @@ def _may_fit(config: Config, rates: Rates, seq_len: int, working_ratio: float) -
 
 def _reason(config: Config, rates: Rates, shortest: int) -> str:
     """What is too large for a sequence of `shortest` tokens."""
-    gpus, estimates = rates.gpus, [x.estimate for x in candidates(config, rates, shortest, max_sequences=1)]
+    gpus, estimates = (
+        rates.gpus,
+        [x.estimate for x in candidates(config, rates, shortest, max_sequences=1)],
+    )
     usable_bytes, usable_host_bytes = usable_memory(gpus)
     on_gpu = [x.exact_bytes for x in estimates if x.host_bytes_per_node <= usable_host_bytes]
     on_host = [x.host_bytes_per_node for x in estimates if x.exact_bytes <= usable_bytes]
     parts = []
     if on_gpu:
-        parts.append(f"{min(on_gpu) / 2**30:,.0f} GiB of each GPU ({usable_bytes / 2**30:,.0f} usable)")
+        parts.append(
+            f"{min(on_gpu) / 2**30:,.0f} GiB of each GPU ({usable_bytes / 2**30:,.0f} usable)"
+        )
     if on_host:
         usable = f"{usable_host_bytes / 2**30:,.0f} usable, with copies for a checkpoint"
         parts.append(f"{min(on_host) / 2**30:,.0f} GiB of host memory per node ({usable})")
@@ -271,7 +324,11 @@ def _larger(gpus: Topology) -> Iterator[Topology]:
 
 
 def _no_layout(config: Config, gpus: Topology) -> str:
-    num_tokens, num_sequences, num_gpus = config.data.seq_len, config.train.global_batch_size, gpus.num_gpus
+    num_tokens, num_sequences, num_gpus = (
+        config.data.seq_len,
+        config.train.global_batch_size,
+        gpus.num_gpus,
+    )
     return (
         f"no mesh of {num_gpus} GPUs divides the sequence of {num_tokens:,} tokens, the {num_sequences} sequences of a"
         f" step and the {config.model.num_heads} query heads; use"
@@ -280,7 +337,11 @@ def _no_layout(config: Config, gpus: Topology) -> str:
     )
 
 
-def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_spread: float = PAIR_SPREAD) -> str:
+def page(
+    recommendation: Recommendation,
+    price_per_gpu_hour: float | None,
+    pair_spread: float = PAIR_SPREAD,
+) -> str:
     """Plain text. Arguments as the fields of `Ranking`."""
     config, search = recommendation.base, recommendation.search
     goal, model = search.goal.replace("_", " "), model_name(vars(config.model))
@@ -291,7 +352,9 @@ def page(recommendation: Recommendation, price_per_gpu_hour: float | None, pair_
     chosen = search.best[0][0].config
     if warning := context_warning(chosen.model, chosen.data.seq_len):
         lines.append(f"WARNING: {warning}")
-    lines.append(str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)) + "\n")
+    lines.append(
+        str(Ranking(tuple(row for _, row in search.best), price_per_gpu_hour, pair_spread)) + "\n"
+    )
     if search.best[0][1]["warnings"]:
         lines.append("Every configuration that fits has a warning:")
     for rank, (candidate, row) in enumerate(search.best, start=1):

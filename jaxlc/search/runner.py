@@ -1,11 +1,13 @@
 """Runs a function on points, each in its own process.
 
-Every row is appended to a file as soon as it is known. A command that is started again skips the points in that file.
+Every row is appended to a file as soon as it is known. A command that is started again skips the
+points in that file.
 
-The leading process does not start JAX, which would reserve the memory of the devices. `*_point` is the work on one
-point, in its own process (`jaxlc.core.processes`).
+The leading process does not start JAX, which would reserve the memory of the devices. `*_point` is
+the work on one point, in its own process (`jaxlc.core.processes`).
 
-Measurements: the training step of a config on random tokens, calls of compiled functions, and the environment.
+Measurements: the training step of a config on random tokens, calls of compiled functions, and the
+environment.
 
 The step is the same `TrainStep` that the training loop runs.
 """
@@ -50,11 +52,10 @@ def measure_step(config: Config, repeats: int, document_lengths: Sequence[int] =
     Args:
       document_lengths: as for `random_batch`.
     Returns:
-      seconds: the minimum over `repeats` calls.
-      tokens_per_second_per_device.
-      mfu_causal: model FLOP/s with causal attention over peak FLOP/s; None if the peak of the device is unknown.
-      arguments_bytes, temp_bytes: of the compiled program, per device.
-      peak_bytes: peak memory in use on the first device since the process started; None if the backend does not report
+      seconds: the minimum over `repeats` calls. tokens_per_second_per_device. mfu_causal: model
+      FLOP/s with causal attention over peak FLOP/s; None if the peak of the device is unknown.
+      arguments_bytes, temp_bytes: of the compiled program, per device. peak_bytes: peak memory in
+      use on the first device since the process started; None if the backend does not report
         it.
       loss: of one more call.
       model, seq_len, global_batch_size, kernel, remat: the measured configuration.
@@ -118,13 +119,16 @@ def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch
 
 
 def seconds_of_calls(function, *args, repeats: int) -> list[float]:
-    """Wall-clock seconds of each of `repeats` calls after one warm-up call. Each call waits for its result."""
+    """Wall-clock seconds of each of `repeats` calls after one warm-up call. Each call waits for its
+    result.
+    """
     (seconds,) = interleaved_seconds([lambda: function(*args)], repeats)
     return seconds
 
 
 def interleaved_seconds(calls: list[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Times several functions, one call of each per round, so that other load on the machine affects all of them.
+    """Times several functions, one call of each per round, so that other load on the machine
+    affects all of them.
 
     Returns:
       For each function the wall-clock seconds of its `repeats` calls, after one warm-up call.
@@ -144,7 +148,9 @@ def environment_info() -> dict[str, str | int]:
     """Device kind, number of devices, versions, and git commit of the checkout."""
     device = jax.devices()[0]
     return dict(
-        device=f"{platform.machine()} {device.device_kind}" if device.platform == "cpu" else device.device_kind,
+        device=f"{platform.machine()} {device.device_kind}"
+        if device.platform == "cpu"
+        else device.device_kind,
         num_devices=jax.device_count(),
         jax=jax.__version__,
         python=platform.python_version(),
@@ -153,7 +159,9 @@ def environment_info() -> dict[str, str | int]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that contains this file, with "+" after it if files were changed; "" without one."""
+    """The commit of the checkout that contains this file, with "+" after it if files were changed;
+    "" without one.
+    """
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -179,11 +187,12 @@ def estimate_point(
     host_memory_gib: float | None = None,
     document_lengths: str = "",
 ) -> Row:
-    """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a ranking needs.
+    """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a
+    ranking needs.
 
     Args:
-      devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in a part of a node.
-      constants, host_memory_gib, document_lengths: as for `jaxlc.plan.plan`.
+      devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in
+      a part of a node. constants, host_memory_gib, document_lengths: as for `jaxlc.plan.plan`.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # also in child processes
     from jaxlc.plan.result import plan_step
@@ -199,14 +208,21 @@ def estimate_point(
         host_memory_gib=host_memory_gib,
     )
     roofline = from_file(constants)
-    return row_of(plan_step(config, gpus, lambda: None, roofline, document_lengths=document_lengths), config)
+    return row_of(
+        plan_step(config, gpus, lambda: None, roofline, document_lengths=document_lengths), config
+    )
 
 
 def row_of(result: "Plan", config: Config) -> Row:
-    """The columns of a compiled step, for its documents if the plan has them; `worker_processes` adds its status."""
+    """The columns of a compiled step, for its documents if the plan has them; `worker_processes`
+    adds its status.
+    """
     predicted, memory, ring = result.predicted, result.memory, result.ring
     low, high = predicted.step_seconds_interval
-    largest = (f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}" for array in memory.largest[:3])
+    largest = (
+        f"{array.shape} {array.bytes / 2**30:.2f} GiB {array.made_by}"
+        for array in memory.largest[:3]
+    )
     by_resource = predicted.seconds_by_resource.items()
     times, relative = {name: getattr(predicted, name) for name in _TIMES}, 1.0
     if result.packing is not None:
@@ -218,9 +234,13 @@ def row_of(result: "Plan", config: Config) -> Row:
         **times,
         step_seconds_low=low * relative,
         step_seconds_high=high * relative,
-        time_by_resource=", ".join(f"{name} {seconds / predicted.step_seconds:.2g}" for name, seconds in by_resource),
+        time_by_resource=", ".join(
+            f"{name} {seconds / predicted.step_seconds:.2g}" for name, seconds in by_resource
+        ),
         **{name: getattr(memory, name) for name in _MEMORY},
-        device_compiled_bytes=memory.device_arguments_bytes + memory.device_temp_bytes + memory.symmetric_used_bytes,
+        device_compiled_bytes=memory.device_arguments_bytes
+        + memory.device_temp_bytes
+        + memory.symmetric_used_bytes,
         device_usable_bytes=memory.usable_bytes,
         host_usable_bytes_per_node=memory.usable_host_bytes,
         largest="; ".join(largest),
@@ -261,7 +281,9 @@ def local_devices(config: Config) -> Row:
 
 
 def measure_point(config: Config) -> Row:
-    """Times the training step on the devices of this machine. Raises JAX's error if they run out of memory."""
+    """Times the training step on the devices of this machine. Raises JAX's error if they run out of
+    memory.
+    """
     from jaxlc.runtime.start import start
     from jaxlc.step.memory import pinned_bytes
 
@@ -272,7 +294,8 @@ def measure_point(config: Config) -> Row:
         tokens_per_second_per_device=figures["tokens_per_second_per_device"],
         mfu_causal=figures["mfu_causal"],
         fits=True,
-        device_peak_bytes=figures["peak_bytes"] or figures["arguments_bytes"] + figures["temp_bytes"],
+        device_peak_bytes=figures["peak_bytes"]
+        or figures["arguments_bytes"] + figures["temp_bytes"],
         kernel=figures["kernel"],
         loss=figures["loss"],
     )
@@ -300,11 +323,16 @@ def estimate(
       options: of `estimate_point`; None has no effect.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    about = dict(figures="estimated", topology=topology, model=model_name(vars(points[0].base.model))) | options
+    about = (
+        dict(figures="estimated", topology=topology, model=model_name(vars(points[0].base.model)))
+        | options
+    )
     if constants:  # other constants give other rows
         about["constants"] = hashlib.sha256(Path(constants).read_bytes()).hexdigest()[:16]
     work = functools.partial(estimate_point, constants=constants, **options)
-    return run(points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over)
+    return run(
+        points, work, about=about, out=out, num_workers=num_workers, log=log, is_over=is_over
+    )
 
 
 def run(
@@ -317,13 +345,14 @@ def run(
     log: Callable[[str], None] = log,
     is_over: IsOver = lambda rows: False,
 ) -> list[Row]:
-    """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.
+    """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all
+    points, in their order.
 
     Args:
-      work: computes the figures of one config; see `jaxlc.search.runner`.
-      about: columns with the same value in all rows, such as the topology. The version of JAX is added.
-      log: called with lines that report progress.
-      is_over: called about twice a second with the rows so far; when it is true, points without one are `STOPPED`.
+      work: computes the figures of one config; see `jaxlc.search.runner`. about: columns with the
+      same value in all rows, such as the topology. The version of JAX is added. log: called with
+      lines that report progress. is_over: called about twice a second with the rows so far; when it
+      is true, points without one are `STOPPED`.
     Raises:
       KeyboardInterrupt: with the number of finished points in its message.
     """
@@ -350,7 +379,9 @@ def run(
                 add(key, dict(status="refused", reason=str(error)))
         total = len(configs)
         if total:
-            log(f"running {total} points, {min(num_workers, total)} at a time; results go to {path}")
+            log(
+                f"running {total} points, {min(num_workers, total)} at a time; results go to {path}"
+            )
         try:
             with progress_lines(f"running {total} points", is_shown=total > 0, log=log) as update:
                 ended = lambda: is_over([rows[key] for key in new if key in rows])  # noqa: E731
@@ -375,4 +406,6 @@ def _line(config: Config, row: Row) -> str:
 
 def _key(config: Config, about: Row) -> str:
     """Identifies a row of the file: the whole config, and the columns that all rows share."""
-    return hashlib.sha256(json.dumps([to_dict(config), about], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps([to_dict(config), about], sort_keys=True).encode()
+    ).hexdigest()[:16]

@@ -1,7 +1,8 @@
-"""The settings that a search may change: meshes, attention strategies, microbatches, and what is in which memory.
+"""The settings that a search may change: meshes, attention strategies, microbatches, and what is in
+which memory.
 
-Each memory setting has its cost in words. Imports no jax: the leading process of a sweep leaves the devices to the
-workers that measure.
+Each memory setting has its cost in words. Imports no jax: the leading process of a sweep leaves the
+devices to the workers that measure.
 """
 
 import dataclasses
@@ -71,7 +72,8 @@ ACTIVATIONS = (  # about from the most to the fewest bytes on the GPU
 )  # fmt: skip
 STRATEGIES = ("ring", "ulysses", "all_gather", "hybrid")
 _TILE_TOKENS = (32_768, 16_384, 8_192)  # larger tiles send KV blocks around the ring fewer times
-_STATE = (("device", "device"), ("host", "device"), ("host", "host"))  # (memory.optimizer, memory.parameters)
+# (memory.optimizer, memory.parameters)
+_STATE = (("device", "device"), ("host", "device"), ("host", "host"))
 _STATE_COSTS = {
     "memory.optimizer": "copies AdamW's moments from host memory and back in every update",
     "memory.parameters": "copies weights from host memory twice per step and for the update, and gradients to it",
@@ -110,10 +112,16 @@ def overrides(settings: Settings) -> str:
     return " ".join(f"--config.{path}={as_argument(value)}" for path, value in settings.items())
 
 
-def meshes(config: Config, num_devices: int, axes: Sequence[str] = MESH_AXES) -> Iterator[dict[str, int]]:
-    """Axis sizes of every mesh of `num_devices` devices; axes that are not in `axes` keep their size."""
+def meshes(
+    config: Config, num_devices: int, axes: Sequence[str] = MESH_AXES
+) -> Iterator[dict[str, int]]:
+    """Axis sizes of every mesh of `num_devices` devices; axes that are not in `axes` keep their
+    size.
+    """
     fixed = {axis: size for axis, size in vars(config.mesh).items() if axis not in axes}
-    for mesh in sorted(meshes_of(num_devices), key=lambda mesh: [getattr(mesh, axis) for axis in axes]):
+    for mesh in sorted(
+        meshes_of(num_devices), key=lambda mesh: [getattr(mesh, axis) for axis in axes]
+    ):
         if fixed.items() <= vars(mesh).items():
             yield dict(vars(mesh))
 
@@ -121,8 +129,8 @@ def meshes(config: Config, num_devices: int, axes: Sequence[str] = MESH_AXES) ->
 def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
     """Degrees that split context for hybrid, best first.
 
-    First the largest degrees that divide the KV heads, then the smallest ones that repeat KV heads. Degree `context`
-    would be ulysses, degree 1 would be ring.
+    First the largest degrees that divide the KV heads, then the smallest ones that repeat KV heads.
+    Degree `context` would be ulysses, degree 1 would be ring.
     """
     heads = [
         (shape.num_heads // mesh[TENSOR], max(1, shape.num_kv_heads // mesh[TENSOR]))
@@ -132,19 +140,33 @@ def ulysses_degrees(config: Config, mesh: Mapping[str, int]) -> list[int]:
         degree
         for degree in range(2, mesh[CONTEXT])
         if mesh[CONTEXT] % degree == 0
-        and all(queries % degree == 0 and (keys % degree == 0 or degree % keys == 0) for queries, keys in heads)
+        and all(
+            queries % degree == 0 and (keys % degree == 0 or degree % keys == 0)
+            for queries, keys in heads
+        )
     ]
     without_repeats = [degree for degree in degrees if all(keys % degree == 0 for _, keys in heads)]
     return without_repeats[::-1] + [degree for degree in degrees if degree not in without_repeats]
 
 
 def strategies(
-    config: Config, mesh: Mapping[str, int], names: Sequence[str] = STRATEGIES, max_degrees: int | None = None
+    config: Config,
+    mesh: Mapping[str, int],
+    names: Sequence[str] = STRATEGIES,
+    max_degrees: int | None = None,
 ) -> Iterator[Settings]:
-    """Attention strategies with their Ulysses degrees. With context=1 all are the same program: only the first."""
+    """Attention strategies with their Ulysses degrees. With context=1 all are the same program:
+    only the first.
+    """
     for name in names if mesh[CONTEXT] > 1 else names[:1]:
-        degrees = ulysses_degrees(config, mesh)[:max_degrees] if name == "hybrid" and mesh[CONTEXT] > 1 else [1]
-        yield from ({"attention.strategy": name, "attention.ulysses_degree": degree} for degree in degrees)
+        degrees = (
+            ulysses_degrees(config, mesh)[:max_degrees]
+            if name == "hybrid" and mesh[CONTEXT] > 1
+            else [1]
+        )
+        yield from (
+            {"attention.strategy": name, "attention.ulysses_degree": degree} for degree in degrees
+        )
 
 
 def mesh_settings(mesh: Mapping[str, int]) -> Settings:
@@ -152,10 +174,14 @@ def mesh_settings(mesh: Mapping[str, int]) -> Settings:
 
 
 def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> Settings:
-    """Microbatches of `sequences` per replica; rounds eval_sequences up to a multiple of the replicas."""
+    """Microbatches of `sequences` per replica; rounds eval_sequences up to a multiple of the
+    replicas.
+    """
     replicas = mesh[DATA] * mesh[FSDP]
     return {
-        "train.gradient_accumulation_steps": max(1, config.train.global_batch_size // (sequences * replicas)),
+        "train.gradient_accumulation_steps": max(
+            1, config.train.global_batch_size // (sequences * replicas)
+        ),
         "train.eval_sequences": math.ceil(config.train.eval_sequences / replicas) * replicas,
     }
 
@@ -165,7 +191,9 @@ def memory_settings(config: Config) -> Iterator[Settings]:
     tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)
     tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
     num_layers = config.model.num_group_layers
-    for activations, tile, (optimizer, parameters) in itertools.product(ACTIVATIONS, (0, *tiles), _STATE):
+    for activations, tile, (optimizer, parameters) in itertools.product(
+        ACTIVATIONS, (0, *tiles), _STATE
+    ):
         group = activations.layers_per_remat_group
         if group > 1:
             group = max(group, period)
@@ -184,19 +212,28 @@ def memory_settings(config: Config) -> Iterator[Settings]:
 
 
 def changes(config: Config) -> Iterator[Settings]:
-    """Settings that differ from `config`: those of its memory, smaller chunks of the loss, smaller microbatches."""
+    """Settings that differ from `config`: those of its memory, smaller chunks of the loss, smaller
+    microbatches.
+    """
     chunk, steps = config.memory.loss_chunk_tokens, config.train.gradient_accumulation_steps
     chunks = [chunk, *([chunk // 4] if chunk // 4 >= _MIN_CHUNK_TOKENS else [])]
-    can_halve = config.train.global_batch_size % (2 * steps * config.mesh.data * config.mesh.fsdp) == 0
+    can_halve = (
+        config.train.global_batch_size % (2 * steps * config.mesh.data * config.mesh.fsdp) == 0
+    )
     microbatches = (steps, 2 * steps) if can_halve else (steps,)
     given = {path: value_of(config, path) for path in next(memory_settings(config))}
-    for settings in (given, *(settings for settings in memory_settings(config) if settings != given)):
+    for settings in (
+        given,
+        *(settings for settings in memory_settings(config) if settings != given),
+    ):
         for chunk_tokens, num_microbatches in itertools.product(chunks, microbatches):
             also = {
                 "memory.loss_chunk_tokens": chunk_tokens,
                 "train.gradient_accumulation_steps": num_microbatches,
             }
-            changed = {path: x for path, x in (settings | also).items() if x != value_of(config, path)}
+            changed = {
+                path: x for path, x in (settings | also).items() if x != value_of(config, path)
+            }
             if changed:
                 yield changed
 
@@ -218,13 +255,19 @@ def cost(config: Config, changed: Settings) -> str:
 
 
 def unchecked(config: Config, settings: Settings) -> Config:
-    """The config with other values, without the checks of `jaxlc.config.with_settings`, which take milliseconds."""
+    """The config with other values, without the checks of `jaxlc.config.with_settings`, which take
+    milliseconds.
+    """
     sections: dict[str, Settings] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
         sections.setdefault(section, {})[name] = value
     return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+        config,
+        **{
+            name: dataclasses.replace(getattr(config, name), **values)
+            for name, values in sections.items()
+        },
     )
 
 
@@ -245,9 +288,16 @@ def departures(config: Config) -> list[str]:
 
 def name_of(config: Config) -> str:
     """Such as "context=8 ulysses, 4 microbatches, save=mlp_gate,mlp_up"."""
-    layout = layout_name(vars(config.mesh), config.attention.strategy, config.attention.ulysses_degree)
-    steps, changed = config.train.gradient_accumulation_steps, [path for path in departures(config) if "memory" in path]
-    values = {path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)}
+    layout = layout_name(
+        vars(config.mesh), config.attention.strategy, config.attention.ulysses_degree
+    )
+    steps, changed = (
+        config.train.gradient_accumulation_steps,
+        [path for path in departures(config) if "memory" in path],
+    )
+    values = {
+        path.removeprefix("memory."): value_of(config, path) for path in ("memory.remat", *changed)
+    }
     texts = (f"{name}={as_argument(value)}" for name, value in values.items())
     return f"{layout}, {count_text(steps, 'microbatch', 'es')}, {' '.join(texts)}"
 
@@ -261,4 +311,6 @@ def layout_name(mesh: Mapping[str, int], strategy: str, degree: int) -> str:
 
 def row_name(row: Mapping[str, Any]) -> str:
     """`layout_name` of the point of a row."""
-    return layout_name({axis: row[axis] for axis in MESH_AXES}, row["strategy"], row["ulysses_degree"])
+    return layout_name(
+        {axis: row[axis] for axis in MESH_AXES}, row["strategy"], row["ulysses_degree"]
+    )

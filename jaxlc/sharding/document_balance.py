@@ -1,4 +1,6 @@
-"""Candidates of per-document sharding: which rank gets which tokens. `document_layout` chooses one. Pure NumPy."""
+"""Candidates of per-document sharding: which rank gets which tokens. `document_layout` chooses one.
+Pure NumPy.
+"""
 
 from dataclasses import dataclass, field
 
@@ -16,16 +18,24 @@ class Assignment:
     unit: int
     sizes: np.ndarray  # int64 [sharded documents, 2 x context]: tokens of each piece
     whole: list[list[int]]  # by rank
-    cuts: list[tuple[int, int, int, int]] = field(default_factory=list)  # document, rank, offset, tokens
+    # document, rank, offset, tokens
+    cuts: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     @classmethod
     def create(
-        cls, lengths, rank_tokens: int, context: int, num_sharded: int, unit: int, in_sequence: bool = False
+        cls,
+        lengths,
+        rank_tokens: int,
+        context: int,
+        num_sharded: int,
+        unit: int,
+        in_sequence: bool = False,
     ) -> "Assignment | None":
         """None: the tokens cannot be equal on all ranks with these sharded documents.
 
         Args:
-          in_sequence: the other documents are placed one after the other, and cut where the space of a rank ends.
+          in_sequence: the other documents are placed one after the other, and cut where the space
+            of a rank ends.
         """
         documents = np.argsort(-lengths, kind="stable")
         begins = (np.cumsum(lengths) - lengths)[documents]
@@ -33,7 +43,10 @@ class Assignment:
         sizes, tokens = _cut_into_pieces(lengths[:num_sharded], context, unit)
         cuts = []
         if in_sequence:
-            whole, cuts = [[] for _ in range(context)], _place_in_sequence(lengths, num_sharded, rank_tokens - tokens)
+            whole, cuts = (
+                [[] for _ in range(context)],
+                _place_in_sequence(lengths, num_sharded, rank_tokens - tokens),
+            )
         else:
             whole, tokens = _place_whole(lengths, num_sharded, tokens, rank_tokens)
         assignment = cls(
@@ -51,9 +64,11 @@ class Assignment:
         return assignment if assignment._equalize(tokens - rank_tokens) else None
 
     def _equalize(self, excess: np.ndarray) -> bool:
-        """Moves tokens between neighboring ranks, so that every rank has as many; returns whether it is possible.
+        """Moves tokens between neighboring ranks, so that every rank has as many; returns whether
+        it is possible.
 
-        `excess` int64 [context]: tokens of each rank above its share. What is missing in total is padding.
+        `excess` int64 [context]: tokens of each rank above its share. What is missing in total is
+        padding.
         """
         padding, flow = -int(excess.sum()), 0
         for rank in range(len(excess) - 1):
@@ -98,7 +113,10 @@ class Assignment:
         if not len(self.sizes):
             return False
         last = self.sizes.shape[1] - 1
-        for num_moved, pieces in ((flow // 2, (rank, rank + 1)), (flow - flow // 2, (last - rank, last - rank - 1))):
+        for num_moved, pieces in (
+            (flow // 2, (rank, rank + 1)),
+            (flow - flow // 2, (last - rank, last - rank - 1)),
+        ):
             self.sizes[0, pieces[0]] -= num_moved
             self.sizes[0, pieces[1]] += num_moved
         return bool((self.sizes[0] > 0).all())
@@ -106,9 +124,11 @@ class Assignment:
     def work_by_rank(self) -> np.ndarray:
         """int64 [query ranks, key ranks]: pairs of a query and a key that it attends to."""
         context = len(self.whole)
-        lo, hi = self.sizes[:, :context], self.sizes[:, : context - 1 : -1]  # [sharded documents, ranks]
+        # [sharded documents, ranks]
+        lo, hi = self.sizes[:, :context], self.sizes[:, : context - 1 : -1]
         both = lo + hi
-        work = np.where(np.tri(context, k=-1, dtype=bool), both.T @ lo, hi.T @ both)  # keys of earlier, later ranks
+        # keys of earlier, later ranks
+        work = np.where(np.tri(context, k=-1, dtype=bool), both.T @ lo, hi.T @ both)
         diagonal = (both * (both + 1) // 2).sum(axis=0)
         for rank, documents in enumerate(self.whole):
             diagonal[rank] += (self.lengths[documents] * (self.lengths[documents] + 1) // 2).sum()
@@ -121,7 +141,8 @@ class Assignment:
         return work
 
     def num_shared(self) -> tuple[int, int]:
-        """The largest numbers of documents that two ranks share, and of those with over a quarter of a rank's tokens.
+        """The largest numbers of documents that two ranks share, and of those with over a quarter
+        of a rank's tokens.
 
         Either rank may have that many of them.
         """
@@ -137,11 +158,12 @@ class Assignment:
         return int((others * shared).max()), int((others * long).max())
 
     def pieces(self) -> tuple[np.ndarray, int]:
-        """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
+        """The pieces of all ranks, and the largest number of tokens of a rank that other ranks
+        need.
 
         Returns:
-          int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
-          Documents are numbered as in this class.
+          int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order
+          of the rank's tokens. Documents are numbered as in this class.
         """
         pieces, num_shared_tokens = [], 0
         for rank in range(len(self.whole)):
@@ -152,14 +174,16 @@ class Assignment:
         return np.array(pieces, np.int64).reshape(-1, 4), num_shared_tokens
 
     def mirrored_pieces(self) -> np.ndarray | None:
-        """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
+        """As `pieces`, for layers in tiles: sharded documents have their two pieces in different
+        halves of a rank.
 
-        The second half has them in the opposite order. So a tile, which mirrors them (attention/query_tiles.py),
-        has both pieces of a document. The tokens that the next rank needs of cut documents are in the first half, too.
+        The second half has them in the opposite order. So a tile, which mirrors them
+        (attention/query_tiles.py), has both pieces of a document. The tokens that the next rank
+        needs of cut documents are in the first half, too.
 
         Returns:
-          int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the rank. None: the pieces
-          do not fit into the halves.
+          int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the
+          rank. None: the pieces do not fit into the halves.
         """
         half_tokens, context = self.rank_tokens // 2, len(self.whole)
         num_tokens_lo = self.sizes[:, :context].sum(axis=1)
@@ -169,7 +193,9 @@ class Assignment:
             for document, offset, tokens in self._shared_pieces(rank):
                 is_sharded = document < len(self.sizes)
                 is_last = offset >= num_tokens_lo[document] if is_sharded else offset > 0
-                (first if not is_last else last if is_sharded else middle).append((document, offset, tokens))
+                (first if not is_last else last if is_sharded else middle).append(
+                    (document, offset, tokens)
+                )
             middle += [(document, 0, int(self.lengths[document])) for document in self.whole[rank]]
             if max(sum(tokens for _, _, tokens in part) for part in (first, last)) > half_tokens:
                 return None
@@ -181,10 +207,11 @@ class Assignment:
     def fragments(self, pieces: np.ndarray, num_chains: int) -> np.ndarray:
         """int32 [tokens]: the fragment of its rank that each token of the layout belongs to.
 
-        A chain is a part of the sequence whose tokens are on the ranks in zigzag order: first on ranks 0, 1, ..., then
-        on ..., 1, 0. Fragment 2 i is what a rank has first of chain i, fragment 2 i + 1 the second. Each sharded
-        document is a chain. The last chain begins with the cut documents, which continue on the next rank; its second
-        fragments have the whole documents and padding.
+        A chain is a part of the sequence whose tokens are on the ranks in zigzag order: first on
+        ranks 0, 1, ..., then on ..., 1, 0. Fragment 2 i is what a rank has first of chain i,
+        fragment 2 i + 1 the second. Each sharded document is a chain. The last chain begins with
+        the cut documents, which continue on the next rank; its second fragments have the whole
+        documents and padding.
 
         Args:
           pieces: of `pieces()`.
@@ -206,26 +233,33 @@ class Assignment:
         return fragments_RT.reshape(-1)
 
     def has_chains(self, num_chains: int, min_tokens: int) -> bool:
-        """Whether there are fewer sharded documents than chains, and all pieces between two others of their document
-        have at least `min_tokens` tokens."""
+        """Whether there are fewer sharded documents than chains, and all pieces between two others
+        of their document have at least `min_tokens` tokens."""
         between = [
-            tokens for document, _, offset, tokens in self.cuts if offset and offset + tokens < self.lengths[document]
+            tokens
+            for document, _, offset, tokens in self.cuts
+            if offset and offset + tokens < self.lengths[document]
         ]
         sizes = [*self.sizes.reshape(-1).tolist(), *between]
         return len(self.sizes) < num_chains and all(tokens >= min_tokens for tokens in sizes)
 
     def _shared_pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order of its tokens."""
+        """(document, offset, tokens) of the sharded and the cut documents of a rank, in the order
+        of its tokens.
+        """
         offsets = np.cumsum(self.sizes, axis=1) - self.sizes
         chunks = rank, self.sizes.shape[1] - 1 - rank
-        is_ragged = (self.sizes[:, chunks] % self.unit).any(axis=1)  # these come last: the others stay aligned
+        # these come last: the others stay aligned
+        is_ragged = (self.sizes[:, chunks] % self.unit).any(axis=1)
         pieces = [
             (int(document), int(offsets[document, chunk]), int(self.sizes[document, chunk]))
             for document in np.argsort(is_ragged, kind="stable")
             for chunk in chunks
         ]
         pieces = [piece for piece in pieces if piece[2]]
-        return pieces + [(document, offset, tokens) for document, at, offset, tokens in self.cuts if at == rank]
+        return pieces + [
+            (document, offset, tokens) for document, at, offset, tokens in self.cuts if at == rank
+        ]
 
     def order(self, pieces: np.ndarray, per_rank: int = 1) -> np.ndarray:
         """int64 [tokens]: index i of the layout holds token `order[i]` of the sequence.
@@ -237,7 +271,10 @@ class Assignment:
         for place in range(per_rank * len(self.whole)):
             place_pieces = pieces[pieces[:, 3] == place]
             first = self.begins[place_pieces[:, 0]] + place_pieces[:, 1]
-            parts += [np.arange(begin, begin + tokens) for begin, tokens in zip(first, place_pieces[:, 2], strict=True)]
+            parts += [
+                np.arange(begin, begin + tokens)
+                for begin, tokens in zip(first, place_pieces[:, 2], strict=True)
+            ]
             num_padding = self.rank_tokens // per_rank - int(place_pieces[:, 2].sum())
             parts.append(np.arange(next_padding, next_padding + num_padding))
             next_padding += num_padding
@@ -245,7 +282,9 @@ class Assignment:
 
 
 def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list, list]:
-    """The first `num_tokens` tokens of pieces (document, offset, tokens), and the others; a piece may be cut in two."""
+    """The first `num_tokens` tokens of pieces (document, offset, tokens), and the others; a piece
+    may be cut in two.
+    """
     first, rest, free = [], [], num_tokens
     for document, offset, tokens in pieces:
         size = min(tokens, free)
@@ -258,8 +297,8 @@ def _split_at(pieces: list[tuple[int, int, int]], num_tokens: int) -> tuple[list
 def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.ndarray, np.ndarray]:
     """Piece lengths int64 [documents, 2 x context], and their sum by rank, int64 [context].
 
-    All pieces of a document have the same number of units. Remaining units and the last tokens go to the ranks that
-    have the fewest tokens so far.
+    All pieces of a document have the same number of units. Remaining units and the last tokens go
+    to the ranks that have the fewest tokens so far.
     """
     tokens = np.zeros(context, np.int64)
     tokens_lo, tokens_hi = np.zeros((2, context), np.int64)
@@ -286,21 +325,31 @@ def _cut_into_pieces(lengths: np.ndarray, context: int, unit: int) -> tuple[np.n
     return sizes, (sizes[:, :context] + sizes[:, : context - 1 : -1]).sum(axis=0)
 
 
-def _place_whole(lengths, num_sharded: int, tokens: np.ndarray, rank_tokens: int) -> tuple[list[list[int]], np.ndarray]:
+def _place_whole(
+    lengths, num_sharded: int, tokens: np.ndarray, rank_tokens: int
+) -> tuple[list[list[int]], np.ndarray]:
     """The other documents by rank, longest first, and all tokens by rank."""
     ranks, work, free = range(len(tokens)), [0] * len(tokens), (rank_tokens - tokens).tolist()
     whole = [[] for _ in ranks]
     for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):
         with_space = [rank for rank in ranks if free[rank] >= length]
-        rank = min(with_space, key=lambda r: (work[r], -free[r])) if with_space else max(ranks, key=free.__getitem__)
+        rank = (
+            min(with_space, key=lambda r: (work[r], -free[r]))
+            if with_space
+            else max(ranks, key=free.__getitem__)
+        )
         whole[rank].append(document)
         work[rank] += length * length
         free[rank] -= length
     return whole, rank_tokens - np.array(free, np.int64)
 
 
-def _place_in_sequence(lengths, num_sharded: int, free: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """The other documents one after the other as (document, rank, offset, tokens); `free` int64 [context]: tokens."""
+def _place_in_sequence(
+    lengths, num_sharded: int, free: np.ndarray
+) -> list[tuple[int, int, int, int]]:
+    """The other documents one after the other as (document, rank, offset, tokens); `free` int64
+    [context]: tokens.
+    """
     ends, places = np.cumsum(np.maximum(free, 0)), []
     begin = 0
     for document, length in enumerate(lengths[num_sharded:].tolist(), num_sharded):

@@ -1,12 +1,12 @@
-"""The order of a sequence's tokens on the context ranks: zigzag order and per-document sharding. Pure NumPy.
+"""The order of a sequence's tokens on the context ranks: zigzag order and per-document sharding.
+Pure NumPy.
 
-Per-document sharding
----------------------
-Zigzag order over the whole sequence balances one document. In a sequence of many documents, a rank that holds the end
-of a long document has several times the work of a rank that holds short documents. Here, each long document is cut into
-2 x context pieces of its own, and rank r holds its pieces r and 2 x context - 1 - r, so that every rank has the same
-work in every ring step (per-document sharding: WLB-LLM, arXiv:2503.17924, section 5). Short documents are placed whole,
-by work. Every rank holds exactly the same number of tokens:
+Per-document sharding --------------------- Zigzag order over the whole sequence balances one
+document. In a sequence of many documents, a rank that holds the end of a long document has several
+times the work of a rank that holds short documents. Here, each long document is cut into 2 x
+context pieces of its own, and rank r holds its pieces r and 2 x context - 1 - r, so that every rank
+has the same work in every ring step (per-document sharding: WLB-LLM, arXiv:2503.17924, section 5).
+Short documents are placed whole, by work. Every rank holds exactly the same number of tokens:
 
     sharded documents   pieces of multiples of `block_tokens`, as far as the balance permits
     whole documents     longest first, to the rank with the least work that has space for it (LPT, Graham 1969)
@@ -14,31 +14,32 @@ by work. Every rank holds exactly the same number of tokens:
                         part is on rank r, the rest on rank r + 1. Only ring step 1 has work for it
     padding             at the end of each rank
 
-On a rank, sharded documents come first, each with its two pieces next to each other, then cut documents. So the tokens
-of a document are contiguous on every rank, and the tokens that other ranks need are a prefix of the rank's tokens.
-Sharded documents whose pieces on this rank have whole blocks come first. With the documents in the same order on all
-ranks, a kernel computes 5% more blocks of 128 x 128 (Python's standard library, context 8).
+On a rank, sharded documents come first, each with its two pieces next to each other, then cut
+documents. So the tokens of a document are contiguous on every rank, and the tokens that other ranks
+need are a prefix of the rank's tokens. Sharded documents whose pieces on this rank have whole
+blocks come first. With the documents in the same order on all ranks, a kernel computes 5% more
+blocks of 128 x 128 (Python's standard library, context 8).
 
-Ring cost: ring steps are synchronized by the transfers, so the time of a sequence is the sum over ring steps of the
-maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal. The number of sharded documents is the
-smallest whose ring cost is below a limit: each sharded document makes the pieces shorter that kernels work on.
+Ring cost: ring steps are synchronized by the transfers, so the time of a sequence is the sum over
+ring steps of the maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal.
+The number of sharded documents is the smallest whose ring cost is below a limit: each sharded
+document makes the pieces shorter that kernels work on.
 
-Without sharded documents, no rank needs the keys of another one but of the rank before it. A ring that skips the steps
-after step 1 in this case saves more than a better balance of short documents does.
+Without sharded documents, no rank needs the keys of another one but of the rank before it. A ring
+that skips the steps after step 1 in this case saves more than a better balance of short documents
+does.
 
-Zigzag order
-------------
-Under a causal mask a query attends to all earlier keys, so a rank with late tokens would have more work than one with
-early tokens. Zigzag order cuts the sequence into 2 x context chunks and assigns the chunks r and 2 x context - 1 - r to
-rank r, so that every rank has the same work (Llama 3, arXiv:2407.21783, section 3.3.2; zhuzilin/ring-flash-attention).
+Zigzag order ------------ Under a causal mask a query attends to all earlier keys, so a rank with
+late tokens would have more work than one with early tokens. Zigzag order cuts the sequence into 2 x
+context chunks and assigns the chunks r and 2 x context - 1 - r to rank r, so that every rank has
+the same work (Llama 3, arXiv:2407.21783, section 3.3.2; zhuzilin/ring-flash-attention).
 
-Sliding windows
----------------
-The exchange of the tokens that windows need of other ranks (attention/strategies/window_exchange.py) has static shapes:
-each rank sends a fixed number of tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it
-always needs the same tokens. Under per-document sharding each piece of a document has a predecessor, and pieces that
-are shorter than the window need several. So the exchange has room for several windows, and a layout of documents that
-needs more is not used.
+Sliding windows --------------- The exchange of the tokens that windows need of other ranks
+(attention/strategies/window_exchange.py) has static shapes: each rank sends a fixed number of
+tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it always needs
+the same tokens. Under per-document sharding each piece of a document has a predecessor, and pieces
+that are shorter than the window need several. So the exchange has room for several windows, and a
+layout of documents that needs more is not used.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,9 +53,11 @@ from jaxlc.sharding.document_balance import Assignment
 
 
 def zigzag_order(num_tokens: int, context: int) -> np.ndarray:
-    """Returns order_T int64 [num_tokens]: index i of the layout holds token `order_T[i]` of the natural order.
+    """Returns order_T int64 [num_tokens]: index i of the layout holds token `order_T[i]` of the
+    natural order.
 
-    The layout is split evenly over `context` ranks; each rank's local shard is two chunks of equal length, (lo, hi).
+    The layout is split evenly over `context` ranks; each rank's local shard is two chunks of equal
+    length, (lo, hi).
 
     Raises:
       UserError: num_tokens is not divisible by 2 x context.
@@ -77,7 +80,9 @@ def token_at(index, num_tokens: int, context: int):
 
 
 def natural_order(layout_order: np.ndarray) -> np.ndarray:
-    """The inverse permutation: token t of the natural order is at index `natural_order(order)[t]` of the layout."""
+    """The inverse permutation: token t of the natural order is at index `natural_order(order)[t]`
+    of the layout.
+    """
     inverse = np.empty_like(layout_order)
     inverse[layout_order] = np.arange(len(layout_order))
     return inverse
@@ -86,12 +91,16 @@ def natural_order(layout_order: np.ndarray) -> np.ndarray:
 _WINDOWS_AT_DISTANCE = {1: 8, 2: 2}  # windows for which there is room, in each direction
 
 
-def room_by_distance(rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: bool = False) -> dict[int, int]:
-    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each distance that has any.
+def room_by_distance(
+    rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: bool = False
+) -> dict[int, int]:
+    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each
+    distance that has any.
 
     Args:
-      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a chunk and of those
-        that share its prefix, the prefix ends before the chunk, on any rank: a chunk needs one more window.
+      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a
+        chunk and of those that share its prefix, the prefix ends before the chunk, on any rank: a
+        chunk needs one more window.
     """
     chunk_tokens, chunks = rank_tokens // 2, np.arange(2 * num_ranks)
     sizes = np.full(len(chunks), chunk_tokens)
@@ -116,11 +125,15 @@ def room_per_chunk(rank_tokens: int, num_ranks: int, window: int) -> int:
 
 
 def has_room_for_documents(rank_tokens: int, window: int) -> bool:
-    """Whether the exchange has room for several windows: in one direction, they are at most the tokens of a rank."""
+    """Whether the exchange has room for several windows: in one direction, they are at most the
+    tokens of a rank.
+    """
     return sum(_WINDOWS_AT_DISTANCE.values()) * (window - 1) <= rank_tokens
 
 
-def has_room(pieces: np.ndarray, num_places: int, rank_tokens: int, num_ranks: int, window: int) -> bool:
+def has_room(
+    pieces: np.ndarray, num_places: int, rank_tokens: int, num_ranks: int, window: int
+) -> bool:
     """Whether the windows of a layout need at most the tokens for which there is room.
 
     Args:
@@ -134,18 +147,24 @@ def has_room(pieces: np.ndarray, num_places: int, rank_tokens: int, num_ranks: i
     needed = _by_distance(by_rank)
     if any(needed[distance] > room.get(distance, 0) for distance in range(1, num_ranks)):
         return False
-    return per_rank == 1 or by_place.sum(axis=1).max() <= room_per_chunk(rank_tokens, num_ranks, window)
+    return per_rank == 1 or by_place.sum(axis=1).max() <= room_per_chunk(
+        rank_tokens, num_ranks, window
+    )
 
 
 def _needed(pieces: np.ndarray, num_places: int, window: int) -> np.ndarray:
-    """int64 [places, places]: tokens of the second place that windows of the first reach, at most; 0 on the diagonal.
+    """int64 [places, places]: tokens of the second place that windows of the first reach, at most;
+    0 on the diagonal.
 
     A token that several pieces of a place need counts for each of them.
     """
     pieces = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))]
     needed = np.zeros((num_places, num_places), np.int64)
     for lag in range(1, len(pieces)):
-        (document, offset, size, place), (other, other_offset, _, other_place) = pieces[:-lag].T, pieces[lag:].T
+        (document, offset, size, place), (other, other_offset, _, other_place) = (
+            pieces[:-lag].T,
+            pieces[lag:].T,
+        )
         num_tokens = offset + size - np.maximum(offset, other_offset - (window - 1))
         num_tokens = np.where(document == other, np.maximum(num_tokens, 0), 0)
         if not num_tokens.any():
@@ -156,19 +175,23 @@ def _needed(pieces: np.ndarray, num_places: int, window: int) -> np.ndarray:
 
 
 def _by_distance(needed: np.ndarray) -> np.ndarray:
-    """int64 [distances]: the maximum over the ranks of what a rank needs of the one that is `distance` before it."""
+    """int64 [distances]: the maximum over the ranks of what a rank needs of the one that is
+    `distance` before it.
+    """
     ranks = np.arange(len(needed))
     return needed[ranks[:, None], (ranks[:, None] - ranks) % len(needed)].max(axis=0)
 
 
 _BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
-# Any two ranks have tokens of at most this many documents in common, and of those with more than a quarter of a rank's
-# tokens. So two kernel calls take the documents of a ring step: attention/kernels/cudnn_packed.py, `calls_for`.
+# Any two ranks have tokens of at most this many documents in common, and of those with more than a
+# quarter of a rank's tokens. So two kernel calls take the documents of a ring step:
+# attention/kernels/cudnn_packed.py, `calls_for`.
 MAX_SHARED_DOCUMENTS, MAX_LONG_SHARED_DOCUMENTS = 11, 3
-NUM_FIRST_RING_STEPS = 2  # that have work if no document is sharded: a cut document is on neighboring ranks
-# What a ring step without pairs costs, in pairs per query: estimated 640 for Llama 3.1 8B on H100s with NVLink, 8,192
-# tokens per rank. Over a network it costs more.
+# that have work if no document is sharded: a cut document is on neighboring ranks
+NUM_FIRST_RING_STEPS = 2
+# What a ring step without pairs costs, in pairs per query: estimated 640 for Llama 3.1 8B on H100s
+# with NVLink, 8,192 tokens per rank. Over a network it costs more.
 _RING_STEP_PAIRS = 512
 
 
@@ -176,13 +199,18 @@ _RING_STEP_PAIRS = 512
 class DocumentLayout:
     """The assignment of one sequence's tokens to ranks."""
 
-    # int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
+    # int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of
+    # the rank's tokens.
     pieces: np.ndarray
-    order: np.ndarray  # int64 [tokens]: index i of the layout holds token `order[i]` of the natural order
-    ring_work: np.ndarray  # int64 [ring steps, ranks]: pairs of a query and a key that it attends to
-    num_shared_tokens: int  # the longest prefix of a rank's tokens that other ranks need: keys, or queries of such keys
+    # int64 [tokens]: index i of the layout holds token `order[i]` of the natural order
+    order: np.ndarray
+    # int64 [ring steps, ranks]: pairs of a query and a key that it attends to
+    ring_work: np.ndarray
+    # the longest prefix of a rank's tokens that other ranks need: keys, or queries of such keys
+    num_shared_tokens: int
     num_sharded_documents: int
-    block_tokens: int  # pieces of sharded documents are multiples of it, except for at most a few per document
+    # pieces of sharded documents are multiples of it, except for at most a few per document
+    block_tokens: int
 
     @property
     def ring_cost(self) -> float:
@@ -207,13 +235,12 @@ def document_layout(
     """The layout of a sequence; a pure function of its arguments.
 
     Args:
-      lengths: int [documents]: tokens of each document, in the order of the sequence. The rest of the sequence is
-        padding.
-      num_tokens: tokens of the sequence.
-      context: number of ranks.
-      block_tokens: a power of 2; preferred multiple of the lengths of pieces.
-      max_cost: the ring cost that is accepted; if no candidate reaches it, the one with the lowest cost is returned.
-      skips_ring_steps: as for `document_order`.
+      lengths: int [documents]: tokens of each document, in the order of the sequence. The rest of
+        the sequence is padding.
+      num_tokens: tokens of the sequence. context: number of ranks. block_tokens: a power of 2;
+      preferred multiple of the lengths of pieces. max_cost: the ring cost that is accepted; if no
+      candidate reaches it, the one with the lowest cost is returned. skips_ring_steps: as for
+      `document_order`.
     Raises:
       UserError: the tokens do not split over the ranks.
     """
@@ -236,18 +263,19 @@ def document_order(
     ascending: bool = False,
     skips_ring_steps: bool = False,
 ) -> np.ndarray | None:
-    """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
+    """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of
+    the natural order.
 
     A pure function, so processes that share a sequence compute the same order.
 
     Args:
-      segment_ids_T: int [tokens]: the document of each token, the same number for neighboring tokens; 0 is padding.
-      context: number of ranks, or of groups of ranks.
-      inner: number of ranks of a group. Its tokens are split over them in zigzag order, as Ulysses expects
+      segment_ids_T: int [tokens]: the document of each token, the same number for neighboring
+      tokens; 0 is padding. context: number of ranks, or of groups of ranks. inner: number of ranks
+      of a group. Its tokens are split over them in zigzag order, as Ulysses expects
         (attention/strategies/ulysses.py).
-      mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
-      window: tokens of a sliding window, whose exchange has limited room (document_layout.py).
-      ascending: the tokens of a rank are in natural order. So if neighboring documents continue the same prefix, their
+      mirrored: for layers in tiles, see `Assignment.mirrored_pieces`. window: tokens of a sliding
+      window, whose exchange has limited room (document_layout.py). ascending: the tokens of a rank
+      are in natural order. So if neighboring documents continue the same prefix, their
         tokens are contiguous on each rank, as the packed call over the keys of the prefix requires.
       skips_ring_steps: ring steps after step 1 do not run if no document needs them.
     Returns:
@@ -263,18 +291,30 @@ def document_order(
         pieces = assignment.mirrored_pieces() if mirrored else assignment.pieces()[0]
         if pieces is None or window is None:
             return pieces
-        return pieces if has_room(pieces, per_rank * context, num_tokens // context, context, window) else None
+        return (
+            pieces
+            if has_room(pieces, per_rank * context, num_tokens // context, context, window)
+            else None
+        )
 
     lengths = _checked(lengths, num_tokens, context)
-    fits = None if window is None and not mirrored else lambda assignment: pieces_of(assignment) is not None
-    best = _best_assignment(lengths, num_tokens, context, fits=fits, skips_ring_steps=skips_ring_steps)
+    fits = (
+        None
+        if window is None and not mirrored
+        else lambda assignment: pieces_of(assignment) is not None
+    )
+    best = _best_assignment(
+        lengths, num_tokens, context, fits=fits, skips_ring_steps=skips_ring_steps
+    )
     if best is None:
         return None
     order_T = documents_first[best.order(pieces_of(best), per_rank)]
     if ascending:
         order_T = np.sort(order_T.reshape(context, -1), axis=1).reshape(-1)
     if inner > 1:
-        order_T = order_T.reshape(context, -1)[:, zigzag_order(len(order_T) // context, inner)].reshape(-1)
+        order_T = order_T.reshape(context, -1)[
+            :, zigzag_order(len(order_T) // context, inner)
+        ].reshape(-1)
     return order_T
 
 
@@ -294,14 +334,16 @@ def chained_order(
     window: int | None = None,
     skips_ring_steps: bool = False,
 ) -> ChainedOrder:
-    """As `document_order`, with a limited number of documents that ranks share, for layers that exchange states.
+    """As `document_order`, with a limited number of documents that ranks share, for layers that
+    exchange states.
 
     Args:
       num_chains: at least 2. At most num_chains - 1 documents are cut into pieces for all ranks.
       min_tokens: of a piece between two others of its document.
       skips_ring_steps: as for `document_order`.
     Returns:
-      Zigzag order, which is one chain, if no layout has so few chains, so long pieces and room for the windows.
+      Zigzag order, which is one chain, if no layout has so few chains, so long pieces and room for
+      the windows.
     Raises:
       UserError: the tokens do not split over the ranks.
     """
@@ -311,7 +353,9 @@ def chained_order(
     def fits(assignment: Assignment) -> bool:
         if not assignment.has_chains(num_chains, max(1, min_tokens)):
             return False
-        return window is None or has_room(assignment.pieces()[0], context, num_tokens // context, context, window)
+        return window is None or has_room(
+            assignment.pieces()[0], context, num_tokens // context, context, window
+        )
 
     best = _best_assignment(
         _checked(lengths, num_tokens, context), num_tokens, context,
@@ -330,7 +374,9 @@ def zigzag_chain(num_tokens: int, context: int) -> ChainedOrder:
 
 
 def _documents(segment_ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens, first the tokens of documents, and the lengths of the documents. Padding may be anywhere."""
+    """The tokens, first the tokens of documents, and the lengths of the documents. Padding may be
+    anywhere.
+    """
     documents_first = np.argsort(segment_ids_T == 0, kind="stable")
     ids = segment_ids_T[documents_first][: np.count_nonzero(segment_ids_T)]
     return documents_first, np.diff(np.flatnonzero(np.diff(ids, prepend=0)), append=len(ids))
@@ -358,14 +404,15 @@ def _best_assignment(
     is_exhaustive: bool | None = None,
     skips_ring_steps: bool = False,
 ) -> Assignment | None:
-    """The first candidate that costs at most max_cost, otherwise the one with the lowest cost; None: none fits.
+    """The first candidate that costs at most max_cost, otherwise the one with the lowest cost;
+    None: none fits.
 
     The cost is the ring cost, less what skipped ring steps save.
 
     Args:
-      max_sharded: the largest number of sharded documents.
-      fits: a further condition.
-      is_exhaustive: documents are cut in sequence if no other candidate is possible. Otherwise, candidates with finer
+      max_sharded: the largest number of sharded documents. fits: a further condition.
+      is_exhaustive: documents are cut in sequence if no other candidate is possible. Otherwise,
+      candidates with finer
         pieces are not even tried once one fits. None: True without `fits`.
     """
     if is_exhaustive is None:
@@ -379,7 +426,12 @@ def _best_assignment(
             work = by_ring_step(assignment.work_by_rank())
             cost = ring_cost(work)
             if skips_ring_steps and not work[NUM_FIRST_RING_STEPS:].any():
-                cost -= _RING_STEP_PAIRS * len(work[NUM_FIRST_RING_STEPS:]) * num_tokens / max(work.sum(), 1)
+                cost -= (
+                    _RING_STEP_PAIRS
+                    * len(work[NUM_FIRST_RING_STEPS:])
+                    * num_tokens
+                    / max(work.sum(), 1)
+                )
             if cost < best_cost and (fits is None or fits(assignment)):
                 best, best_cost = assignment, cost
             if best_cost <= max_cost:
@@ -390,23 +442,36 @@ def _best_assignment(
 
 
 def ring_cost(ring_work: np.ndarray) -> float:
-    """The sum over ring steps of the maximum over ranks, relative to the mean work of a rank; work [steps, ranks]."""
+    """The sum over ring steps of the maximum over ranks, relative to the mean work of a rank; work
+    [steps, ranks].
+    """
     total = ring_work.sum()
     return float(ring_work.max(axis=1).sum() * ring_work.shape[1] / total) if total else 1.0
 
 
 def by_ring_step(work: np.ndarray) -> np.ndarray:
-    """[query rank, key rank] -> [ring step, query rank]; in step i, rank r has the keys of rank r - i."""
+    """[query rank, key rank] -> [ring step, query rank]; in step i, rank r has the keys of rank r -
+    i.
+    """
     ranks = np.arange(len(work))
     return work[ranks, (ranks - ranks[:, None]) % len(work)]
 
 
 def _assignments(
-    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, max_sharded: int, in_sequence: bool
+    lengths: np.ndarray,
+    rank_tokens: int,
+    context: int,
+    block_tokens: int,
+    max_sharded: int,
+    in_sequence: bool,
 ) -> Iterator[Assignment]:
     """The candidates in the order of preference."""
-    for unit, num_sharded in _candidates(lengths, rank_tokens, context, block_tokens, max_sharded, in_sequence):
-        assignment = Assignment.create(lengths, rank_tokens, context, num_sharded, unit, in_sequence)
+    for unit, num_sharded in _candidates(
+        lengths, rank_tokens, context, block_tokens, max_sharded, in_sequence
+    ):
+        assignment = Assignment.create(
+            lengths, rank_tokens, context, num_sharded, unit, in_sequence
+        )
         if assignment is None:
             continue
         num_shared, num_long = assignment.num_shared()
@@ -415,7 +480,12 @@ def _assignments(
 
 
 def _candidates(
-    lengths: np.ndarray, rank_tokens: int, context: int, block_tokens: int, max_sharded: int, in_sequence: bool
+    lengths: np.ndarray,
+    rank_tokens: int,
+    context: int,
+    block_tokens: int,
+    max_sharded: int,
+    in_sequence: bool,
 ):
     """(unit of piece lengths, number of sharded documents), in the order of preference."""
     if context == 1 or not len(lengths):

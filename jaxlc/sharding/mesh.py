@@ -1,13 +1,15 @@
 """The device mesh and its nodes. core/axes.py defines the names of the axes.
 
-With config.memory.node_copy_devices, weights are gathered across nodes once per step. A mesh of several nodes has two
-networks: a fast one within a node, and a slower one between nodes. The parameters stay sharded over all ranks of fsdp
-and context. Once per step each node gathers a copy in the compute dtype, sharded over its own ranks (hpZ of ZeRO++,
-Wang et al. 2023, arXiv:2306.10209); layers gather their weights from it. Gradients of the copy are sums over the tokens
-of the node; they are summed over the nodes once per step.
+With config.memory.node_copy_devices, weights are gathered across nodes once per step. A mesh of
+several nodes has two networks: a fast one within a node, and a slower one between nodes. The
+parameters stay sharded over all ranks of fsdp and context. Once per step each node gathers a copy
+in the compute dtype, sharded over its own ranks (hpZ of ZeRO++, Wang et al. 2023,
+arXiv:2306.10209); layers gather their weights from it. Gradients of the copy are sums over the
+tokens of the node; they are summed over the nodes once per step.
 
-The copy of a parameter has one more dimension, of nodes, which is sharded over the nodes: so it takes the memory of one
-copy per node, and its gradient, an array of the same shape, may differ between nodes.
+The copy of a parameter has one more dimension, of nodes, which is sharded over the nodes: so it
+takes the memory of one copy per node, and its gradient, an array of the same shape, may differ
+between nodes.
 """
 
 import math
@@ -29,13 +31,15 @@ from jaxlc.sharding.document_layout import token_at
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh of `config` over `devices` (None: all devices) in their order; tensor peers are neighbors.
+    """Makes the mesh of `config` over `devices` (None: all devices) in their order; tensor peers
+    are neighbors.
 
-    Axes have type Auto, so that the compiler completes the shardings that the code does not specify. The default of
-    `jax.make_mesh` is Explicit.
+    Axes have type Auto, so that the compiler completes the shardings that the code does not
+    specify. The default of `jax.make_mesh` is Explicit.
 
     Raises:
-      UserError: the mesh needs another number of devices. (`config.check_num_devices` also suggests a valid mesh.)
+      UserError: the mesh needs another number of devices. (`config.check_num_devices` also suggests
+        a valid mesh.)
     """
     devices = jax.devices() if devices is None else devices
     if config.num_devices != len(devices):
@@ -51,7 +55,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f" context={len(devices)}, or {way}"
         )
     shape = tuple(vars(config)[axis] for axis in MESH_AXES)
-    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(
+        np.array(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
@@ -79,15 +85,23 @@ class Ranks(NamedTuple):
     size: int
 
     def positions(self, batch: int, num_tokens: int) -> jax.Array:
-        """The positions in the sequence of this rank's `num_tokens` local tokens, int32 [batch, num_tokens]."""
+        """The positions in the sequence of this rank's `num_tokens` local tokens, int32 [batch,
+        num_tokens].
+        """
         indices_T = lax.axis_index(self.axis) * num_tokens + jnp.arange(num_tokens, dtype=jnp.int32)
-        return jnp.broadcast_to(token_at(indices_T, self.size * num_tokens, self.size), (batch, num_tokens))
+        return jnp.broadcast_to(
+            token_at(indices_T, self.size * num_tokens, self.size), (batch, num_tokens)
+        )
 
 
-def split_context(mesh: Mesh, inner: int | None, axis: str = CONTEXT) -> tuple[Mesh, tuple[Ranks, ...]]:
-    """Splits the context axis of `mesh` into an outer axis and an inner axis of `inner` neighboring ranks.
+def split_context(
+    mesh: Mesh, inner: int | None, axis: str = CONTEXT
+) -> tuple[Mesh, tuple[Ranks, ...]]:
+    """Splits the context axis of `mesh` into an outer axis and an inner axis of `inner` neighboring
+    ranks.
 
-    With `inner=None` the mesh is unchanged and has one set of ranks. `axis` is the name of the context axis.
+    With `inner=None` the mesh is unchanged and has one set of ranks. `axis` is the name of the
+    context axis.
 
     Raises:
       UserError: `inner` does not divide the axis.
@@ -95,11 +109,17 @@ def split_context(mesh: Mesh, inner: int | None, axis: str = CONTEXT) -> tuple[M
     if inner is None:
         return mesh, (Ranks(axis, mesh.shape[axis]),)
     if mesh.shape[axis] % inner:
-        raise UserError(f"invalid value {inner} for ulysses_degree: expected a divisor of {axis}={mesh.shape[axis]}")
+        raise UserError(
+            f"invalid value {inner} for ulysses_degree: expected a divisor of {axis}={mesh.shape[axis]}"
+        )
     at = mesh.axis_names.index(axis)
     ranks = Ranks(f"{axis}_outer", mesh.shape[axis] // inner), Ranks(f"{axis}_inner", inner)
     names = (*mesh.axis_names[:at], *(group.axis for group in ranks), *mesh.axis_names[at + 1 :])
-    shape = (*mesh.devices.shape[:at], *(group.size for group in ranks), *mesh.devices.shape[at + 1 :])
+    shape = (
+        *mesh.devices.shape[:at],
+        *(group.size for group in ranks),
+        *mesh.devices.shape[at + 1 :],
+    )
     return Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names)), ranks
 
 
@@ -108,13 +128,17 @@ _OUTER, _INNER = (tuple(f"{axis}_{part}" for axis in WEIGHT_AXES) for part in ("
 
 @dataclass(frozen=True)
 class Nodes:
-    """The devices of a mesh with fsdp and context split in two axes each: over nodes (outer) and in a node (inner)."""
+    """The devices of a mesh with fsdp and context split in two axes each: over nodes (outer) and in
+    a node (inner).
+    """
 
     mesh: Mesh
 
     @property
     def outer(self) -> tuple[str, ...]:
-        """The axes over nodes. Ranks of `data` have copies and gradients of their own, whether they share a node."""
+        """The axes over nodes. Ranks of `data` have copies and gradients of their own, whether they
+        share a node.
+        """
         return (DATA, *_OUTER)
 
     @property
@@ -125,7 +149,9 @@ class Nodes:
     def axes(self, axes: str | tuple[str, ...]) -> tuple[str, ...]:
         """Axes of the unsplit mesh as axes of this one."""
         names = (axes,) if isinstance(axes, str) else axes
-        return tuple(part for axis in names for part in (_parts(axis) if axis in WEIGHT_AXES else (axis,)))
+        return tuple(
+            part for axis in names for part in (_parts(axis) if axis in WEIGHT_AXES else (axis,))
+        )
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """A sharding over the unsplit mesh as one over this mesh."""
@@ -137,7 +163,9 @@ def _parts(axis: str) -> tuple[str, str]:
 
 
 def nodes_of(mesh: Mesh, node_devices: int) -> Nodes | None:
-    """The nodes of `node_devices` consecutive devices each; None if that is 0. `config.checks` checks the number."""
+    """The nodes of `node_devices` consecutive devices each; None if that is 0. `config.checks`
+    checks the number.
+    """
     if not node_devices:
         return None
     ranks = node_devices // mesh.shape[TENSOR]
@@ -150,8 +178,8 @@ def nodes_of(mesh: Mesh, node_devices: int) -> Nodes | None:
 def storage_order(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     """Axes that shard a dimension, as axes of `mesh`, which may be `Nodes.mesh`.
 
-    There, the ranks of a node vary slowest, so that the shards that one rank of each node stores are consecutive: the
-    gather across nodes joins them, and that within a node joins the results.
+    There, the ranks of a node vary slowest, so that the shards that one rank of each node stores
+    are consecutive: the gather across nodes joins them, and that within a node joins the results.
     """
     if FSDP in mesh.shape or not set(axes) & set(WEIGHT_AXES):
         return axes

@@ -1,11 +1,14 @@
-"""Sharding rules: which mesh axes shard which dimension of parameters and activations, and a table of the results.
+"""Sharding rules: which mesh axes shard which dimension of parameters and activations, and a table
+of the results.
 
-Parameters have two shardings. For storage they are also sharded over fsdp and context, whose ranks use the same weights
-(ZeRO-3, Rajbhandari et al. 2020). For compute a layer gathers its weights, which then remain sharded over tensor only
-(Shoeybi et al. 2019). A dimension is sharded over the subset of its axes with the largest product that divides it.
-With config.memory.node_copy_devices there is a third one, of the copy of a node (`nodes`).
+Parameters have two shardings. For storage they are also sharded over fsdp and context, whose ranks
+use the same weights (ZeRO-3, Rajbhandari et al. 2020). For compute a layer gathers its weights,
+which then remain sharded over tensor only (Shoeybi et al. 2019). A dimension is sharded over the
+subset of its axes with the largest product that divides it. With config.memory.node_copy_devices
+there is a third one, of the copy of a node (`nodes`).
 
-The sharding table has the sharding of every parameter, and the dimensions that a rule could not shard.
+The sharding table has the sharding of every parameter, and the dimensions that a rule could not
+shard.
 """
 
 import functools
@@ -29,7 +32,9 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """The mesh axes of every parameter dimension in storage, and of every dimension of the activations."""
+    """The mesh axes of every parameter dimension in storage, and of every dimension of the
+    activations.
+    """
 
     model: Axes = WEIGHT_AXES  # D of every weight matrix
     heads: Axes = (TENSOR,)  # N of wq [D, N, H] and wo [N, H, D]
@@ -45,8 +50,8 @@ class ShardingRules:
     bias: Axes = ()  # H or D of a bias, E of a router's
     ffn_bias: Axes = (TENSOR,)  # F of the biases of experts
     sinks: Axes = (TENSOR,)  # N of the attention sinks, one logit per head
-    taps: Axes = ()  # P of the short convolutions of Gated DeltaNet, whose channels are heads
-    decay: Axes = (TENSOR,)  # H of the decay of the states of Gated DeltaNet, two numbers per head
+    taps: Axes = ()  # P of short convolutions, whose channels are heads
+    decay: Axes = (TENSOR,)  # H of the decay of recurrent states, two numbers per head
     unsharded: Axes = ()  # any other dimension, of a model that is not ours
 
     residual: tuple[Axes, ...] = (BATCH_AXES, (CONTEXT, TENSOR), ())  # x_BTD between blocks
@@ -59,7 +64,8 @@ RULES = ShardingRules()
 
 
 def is_vector(dims: Axes) -> bool:
-    """Whether a parameter with these dimensions is the scale of a norm, a bias, the attention sinks or a decay.
+    """Whether a parameter with these dimensions is the scale of a norm, a bias, the attention sinks
+    or a decay.
 
     They are used in float32, without a cast to the compute dtype, and have no weight decay.
     """
@@ -71,23 +77,32 @@ def storage_axes(name: str, rules: ShardingRules = RULES) -> Axes:
     return vars(rules)[name]
 
 
-def storage_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads", "head_dim").
+def storage_spec(
+    dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES
+) -> PartitionSpec:
+    """The sharding of a stored parameter. `dims` names its dimensions, e.g. ("model", "heads",
+    "head_dim").
 
     `mesh` may be `Nodes.mesh`.
     """
     return _fit([storage_order(storage_axes(name, rules), mesh) for name in dims], shape, mesh)
 
 
-def copy_spec(dims: Axes, shape: tuple[int, ...], nodes: Nodes, rules: ShardingRules = RULES) -> PartitionSpec:
+def copy_spec(
+    dims: Axes, shape: tuple[int, ...], nodes: Nodes, rules: ShardingRules = RULES
+) -> PartitionSpec:
     """The sharding of a parameter in the copy of one node: as stored, without the axes over nodes."""
     stored = storage_spec(dims, shape, nodes.mesh, rules)
-    return PartitionSpec(*(tuple(a for a in axes_of(entry) if a not in nodes.outer) or None for entry in stored))
+    return PartitionSpec(
+        *(tuple(a for a in axes_of(entry) if a not in nodes.outer) or None for entry in stored)
+    )
 
 
 def is_copied(dims: Axes, rules: ShardingRules = RULES) -> bool:
     """Whether the copy of a node has this parameter: a matrix that fsdp and context shard."""
-    return not is_vector(dims) and any(set(storage_axes(name, rules)) & set(WEIGHT_AXES) for name in dims)
+    return not is_vector(dims) and any(
+        set(storage_axes(name, rules)) & set(WEIGHT_AXES) for name in dims
+    )
 
 
 def axes_of(entry) -> Axes:
@@ -95,23 +110,38 @@ def axes_of(entry) -> Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def compute_spec(dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES) -> PartitionSpec:
-    """The sharding of a parameter in use by a layer: gathered over fsdp and context, sharded over tensor."""
-    compute_axes = [tuple(axis for axis in storage_axes(name, rules) if axis not in WEIGHT_AXES) for name in dims]
+def compute_spec(
+    dims: Axes, shape: tuple[int, ...], mesh: Mesh, rules: ShardingRules = RULES
+) -> PartitionSpec:
+    """The sharding of a parameter in use by a layer: gathered over fsdp and context, sharded over
+    tensor.
+    """
+    compute_axes = [
+        tuple(axis for axis in storage_axes(name, rules) if axis not in WEIGHT_AXES)
+        for name in dims
+    ]
     return _fit(compute_axes, shape, mesh)
 
 
 def _fit(dim_axes, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     assert len(dim_axes) == len(shape), (dim_axes, shape)
-    return PartitionSpec(*(_largest_divisor(axes, size, mesh) for axes, size in zip(dim_axes, shape)))
+    return PartitionSpec(
+        *(_largest_divisor(axes, size, mesh) for axes, size in zip(dim_axes, shape))
+    )
 
 
 def _largest_divisor(axes: Axes, dim_size: int, mesh: Mesh) -> Axes | str | None:
-    """The subset of `axes` with the largest product that divides dim_size, as an entry of a PartitionSpec."""
+    """The subset of `axes` with the largest product that divides dim_size, as an entry of a
+    PartitionSpec.
+    """
     axes = [axis for axis in axes if mesh.shape[axis] > 1]
-    subsets = [subset for length in range(len(axes) + 1) for subset in itertools.combinations(axes, length)]
+    subsets = [
+        subset for length in range(len(axes) + 1) for subset in itertools.combinations(axes, length)
+    ]
     product = {subset: math.prod(mesh.shape[axis] for axis in subset) for subset in subsets}
-    best = max((subset for subset in subsets if dim_size % product[subset] == 0), key=product.__getitem__)
+    best = max(
+        (subset for subset in subsets if dim_size % product[subset] == 0), key=product.__getitem__
+    )
     return {0: None, 1: best[0] if best else None}.get(len(best), best)
 
 
@@ -121,25 +151,31 @@ class Sharder:
 
     mesh: Mesh
     rules: ShardingRules = RULES
-    nodes: Nodes | None = None  # parameters are stored on the mesh of these nodes; weights may be their copies
+    # parameters are stored on the mesh of these nodes; weights may be their copies
+    nodes: Nodes | None = None
     weights_are_gathered: bool = False  # `weight` has already been applied to all weights
     weights_on_host: bool = False  # parameters and their gradients are stored in host memory
     reduces_in_float32: bool = False  # gradients of layer weights are summed over ranks in float32
-    expert_kernel: str = "blocks"  # config.runtime.expert_kernel: what multiplies the tokens of a rank with experts
+    # config.runtime.expert_kernel: what multiplies the tokens of a rank with experts
+    expert_kernel: str = "blocks"
 
     def fetched(self, params):
-        """Copies a tree of parameters to the device; their gradients are copied back to where they are stored."""
+        """Copies a tree of parameters to the device; their gradients are copied back to where they
+        are stored.
+        """
         return jax.device_put(params, jax.memory.Space.Device) if self.weights_on_host else params
 
     def weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """Casts a stored parameter to `dtype` and then gathers it for compute: the all-gather moves `dtype`.
+        """Casts a stored parameter to `dtype` and then gathers it for compute: the all-gather moves
+        `dtype`.
 
-        Of the copy of a node, the result keeps the dimension of nodes; `product` and `by_rank` accept it, and `of_node`
-        removes it.
+        Of the copy of a node, the result keeps the dimension of nodes; `product` and `by_rank`
+        accept it, and `of_node` removes it.
 
-        The first constraint has no effect in the forward pass. In the backward pass it shards the gradient immediately,
-        so that the sum over ranks becomes a reduce-scatter. The barrier keeps the cast before the gather: without it,
-        XLA moved the cast after the gather when it recomputed a layer, and gathered float32.
+        The first constraint has no effect in the forward pass. In the backward pass it shards the
+        gradient immediately, so that the sum over ranks becomes a reduce-scatter. The barrier keeps
+        the cast before the gather: without it, XLA moved the cast after the gather when it
+        recomputed a layer, and gathered float32.
         """
         if self.weights_are_gathered:
             return stored
@@ -147,10 +183,12 @@ class Sharder:
         return self._in_use(jax.lax.optimization_barrier(stored.astype(dtype)), dims)
 
     def layer_weight(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """As `weight`, for a matrix product of a layer; its values in float32 if gradients are reduced in float32.
+        """As `weight`, for a matrix product of a layer; its values in float32 if gradients are
+        reduced in float32.
 
-        The gather still moves `dtype`. The gradient has the dtype of the array that the product reads, and the sum over
-        ranks that of the gradient, so the product must get a float32 array (`models.matmuls`).
+        The gather still moves `dtype`. The gradient has the dtype of the array that the product
+        reads, and the sum over ranks that of the gradient, so the product must get a float32 array
+        (`models.matmuls`).
         """
         if self.weights_are_gathered or not self.reduces_in_float32 or dtype == stored.dtype:
             return self.weight(stored, dims, dtype)
@@ -166,10 +204,11 @@ class Sharder:
         return rounded(stored)
 
     def head(self, stored: jax.Array, dims: Axes, dtype) -> jax.Array:
-        """As `weight`, for the output head, whose gradient the loss has already scattered to the storage sharding.
+        """As `weight`, for the output head, whose gradient the loss has already scattered to the
+        storage sharding.
 
-        The backward of `weight` would gather it first: its constraint to the sharding for compute applies to the
-        gradient too.
+        The backward of `weight` would gather it first: its constraint to the sharding for compute
+        applies to the gradient too.
         """
 
         @jax.custom_vjp
@@ -177,7 +216,8 @@ class Sharder:
             return self.weight(stored, dims, dtype)
 
         def backward(_, gradient):
-            # Without the barrier, XLA held a second copy of the float32 gradient where weights are in host memory.
+            # Without the barrier, XLA held a second copy of the float32 gradient where weights are
+            # in host memory.
             gradient = jax.lax.optimization_barrier(self._stored(gradient, dims))
             return (gradient.astype(stored.dtype),)
 
@@ -185,7 +225,8 @@ class Sharder:
         return gathered(stored)
 
     def product(self, function: Callable, x: jax.Array, w: jax.Array, dims: Axes) -> jax.Array:
-        """`function(x, w)`, linear in w: contracts the last dimensions of x [B, T, ...] with the first of w.
+        """`function(x, w)`, linear in w: contracts the last dimensions of x [B, T, ...] with the
+        first of w.
 
         Where `w` is of the copy of a node, its gradient is the sum over the tokens of the node.
 
@@ -213,20 +254,28 @@ class Sharder:
             dout = self._constrain(dout, out_spec)
             (dx,) = jax.vjp(lambda x: function(x, self.of_node(w, dims)), x)[1](dout)
             in_specs = nodes.spec(x_spec), w_spec, nodes.spec(out_spec)
-            split = jax.shard_map(gradient, mesh=nodes.mesh, in_specs=in_specs, out_specs=w_spec, check_vma=False)
+            split = jax.shard_map(
+                gradient, mesh=nodes.mesh, in_specs=in_specs, out_specs=w_spec, check_vma=False
+            )
             return dx, split(x, w, dout)
 
         run.defvjp(lambda *operands: (run(*operands), operands), backward)
         return run(x, w)
 
     def of_node(self, w: jax.Array, dims: Axes) -> jax.Array:
-        """A result of `weight` without the dimension of nodes, if it has one: each rank has the weights of its node."""
+        """A result of `weight` without the dimension of nodes, if it has one: each rank has the
+        weights of its node.
+        """
         if not self._is_copy(w, dims):
             return w
         spec = compute_spec(dims, w.shape[1:], self.mesh, self.rules)
         in_specs = PartitionSpec(self.nodes.outer, *spec)
         split = jax.shard_map(
-            operator.itemgetter(0), mesh=self.nodes.mesh, in_specs=in_specs, out_specs=spec, check_vma=False
+            operator.itemgetter(0),
+            mesh=self.nodes.mesh,
+            in_specs=in_specs,
+            out_specs=spec,
+            check_vma=False,
         )
         return self._constrain(split(w), spec)
 
@@ -238,7 +287,9 @@ class Sharder:
         if self.nodes is None:
             return self._constrain(w, storage_spec(dims, w.shape, self.mesh, self.rules))
         if self._is_copy(w, dims):
-            spec = PartitionSpec(self.nodes.outer, *copy_spec(dims, w.shape[1:], self.nodes, self.rules))
+            spec = PartitionSpec(
+                self.nodes.outer, *copy_spec(dims, w.shape[1:], self.nodes, self.rules)
+            )
         else:
             spec = storage_spec(dims, w.shape, self.nodes.mesh, self.rules)
         return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
@@ -247,7 +298,9 @@ class Sharder:
         """A parameter, or one of the copy of a node, in its sharding for compute."""
         if not self._is_copy(w, dims):
             return self._constrain(w, compute_spec(dims, w.shape, self.mesh, self.rules))
-        spec = PartitionSpec(self.nodes.outer, *compute_spec(dims, w.shape[1:], self.mesh, self.rules))
+        spec = PartitionSpec(
+            self.nodes.outer, *compute_spec(dims, w.shape[1:], self.mesh, self.rules)
+        )
         return jax.lax.with_sharding_constraint(w, NamedSharding(self.nodes.mesh, spec))
 
     def residual(self, x_BTD: jax.Array) -> jax.Array:
@@ -264,15 +317,16 @@ class Sharder:
         return self._activation(x_BTF, self.rules.ffn_out)
 
     def by_rank(self, function: Callable, tokens: Any, weights: Any, dims: Any) -> jax.Array:
-        """`function(tokens, weights)` of each rank's tokens, summed over tensor: an x_BTD sharded as the residual
-        stream.
+        """`function(tokens, weights)` of each rank's tokens, summed over tensor: an x_BTD sharded
+        as the residual stream.
 
-        The function gets the tokens of all tensor ranks, and weights that are sharded over tensor; it may sort tokens,
-        since no other rank has them. Gradients of weights are summed over the other axes in the dtype of the weights.
+        The function gets the tokens of all tensor ranks, and weights that are sharded over tensor;
+        it may sort tokens, since no other rank has them. Gradients of weights are summed over the
+        other axes in the dtype of the weights.
 
         Args:
-          tokens: tree of arrays [B, T, ...] that are `gathered`.
-          weights: tree of arrays that `weight` returned; dims: the same tree of their dimensions. Gradients of the copy
+          tokens: tree of arrays [B, T, ...] that are `gathered`. weights: tree of arrays that
+          `weight` returned; dims: the same tree of their dimensions. Gradients of the copy
             of a node are sums over the tokens of the node.
         """
         first = jax.tree.leaves(tokens)[0]
@@ -291,16 +345,21 @@ class Sharder:
             return PartitionSpec(*outer, *compute_spec(dims, shape, self.mesh, self.rules))
 
         def local(tokens, weights):
-            out = function(tokens, jax.tree.map(lambda w, is_copy: w[0] if is_copy else w, weights, is_copy))
+            out = function(
+                tokens, jax.tree.map(lambda w, is_copy: w[0] if is_copy else w, weights, is_copy)
+            )
             if self.mesh.shape[TENSOR] == 1:
                 return out
             return jax.lax.psum_scatter(out, TENSOR, scatter_dimension=1, tiled=True)
 
         tokens_spec, out_spec = PartitionSpec(rows, sequence), PartitionSpec(rows, residual)
-        # check_vma: the gradients of tokens are partial sums over tensor, of weights over the other axes.
+        # check_vma: the gradients of tokens are partial sums over tensor, of weights over the other
+        # axes.
         specs = tree.unflatten(list(map(weight_spec, leaves, dims)))
         in_specs, out_specs = (translated(tokens_spec), specs), translated(out_spec)
-        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(tokens, weights)
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )(tokens, weights)
 
     def _activation(self, x: jax.Array, dim_axes: tuple[Axes, ...]) -> jax.Array:
         return self._constrain(x, _fit(dim_axes, x.shape, self.mesh))
@@ -324,19 +383,29 @@ class ParameterSharding:
     spec: PartitionSpec
     bytes_per_device: int
     num_bytes: int
-    unsharded: tuple[str, ...]  # a reason for each dimension that is not sharded over all axes of its rule
+    # a reason for each dimension that is not sharded over all axes of its rule
+    unsharded: tuple[str, ...]
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
         shape = " ".join(f"{name}={size}" for name, size in zip(self.dims, self.shape))
         reasons = "; ".join(self.unsharded)
-        return self.name, shape, self.dtype, _spec_text(self.dims, self.spec), f"{self.bytes_per_device:,}", reasons
+        return (
+            self.name,
+            shape,
+            self.dtype,
+            _spec_text(self.dims, self.spec),
+            f"{self.bytes_per_device:,}",
+            reasons,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingTable:
-    """The parameters of a model on a mesh; `print` and notebooks show a table. `rows` has the values."""
+    """The parameters of a model on a mesh; `print` and notebooks show a table. `rows` has the
+    values.
+    """
 
     rows: tuple[ParameterSharding, ...]
     num_devices: int
@@ -353,7 +422,12 @@ class ShardingTable:
         )
 
     def __str__(self) -> str:
-        return "\n".join([*aligned([_HEADINGS, *(row.cells for row in self.rows)], _ALIGN), self.totals]) + "\n"
+        return (
+            "\n".join(
+                [*aligned([_HEADINGS, *(row.cells for row in self.rows)], _ALIGN), self.totals]
+            )
+            + "\n"
+        )
 
     def __repr__(self) -> str:
         return str(self)
@@ -363,7 +437,8 @@ class ShardingTable:
 
 
 def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
-    """The sharding of every parameter. A `!` marks a dimension that is not sharded over all its axes.
+    """The sharding of every parameter. A `!` marks a dimension that is not sharded over all its
+    axes.
 
     Args:
       abstract_params: pytree of arrays or `jax.ShapeDtypeStruct`s.
@@ -381,7 +456,8 @@ def sharding_table(abstract_params, dims, mesh: Mesh) -> ShardingTable:
                 shape=tuple(param.shape),
                 dtype=str(param.dtype),
                 spec=spec,
-                bytes_per_device=math.prod(_shard_shape(param.shape, spec, mesh)) * param.dtype.itemsize,
+                bytes_per_device=math.prod(_shard_shape(param.shape, spec, mesh))
+                * param.dtype.itemsize,
                 num_bytes=param.size * param.dtype.itemsize,
                 unsharded=tuple(_unsharded(names, param.shape, spec, mesh)),
             )
@@ -401,14 +477,22 @@ def _shard_shape(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tup
 
 
 def _spec_text(names: tuple[str, ...], spec: PartitionSpec) -> str:
-    sharded = [f"{name}:{'+'.join(axes_of(entry))}" for name, entry in zip(names, spec) if entry is not None]
+    sharded = [
+        f"{name}:{'+'.join(axes_of(entry))}"
+        for name, entry in zip(names, spec)
+        if entry is not None
+    ]
     return " ".join(sharded) or "-"
 
 
-def _unsharded(names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Iterator[str]:
+def _unsharded(
+    names: tuple[str, ...], shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> Iterator[str]:
     """Yields a reason for each dimension that is not sharded over all axes of its rule."""
     for name, size, entry in zip(names, shape, spec):
-        rule_axes = tuple(axis for axis in storage_order(storage_axes(name), mesh) if mesh.shape[axis] > 1)
+        rule_axes = tuple(
+            axis for axis in storage_order(storage_axes(name), mesh) if mesh.shape[axis] > 1
+        )
         if axes_of(entry) != rule_axes:
             product = mesh_text({axis: mesh.shape[axis] for axis in rule_axes})
             yield f"! {name}={size} is not divisible by {product}"

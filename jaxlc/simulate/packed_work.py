@@ -1,8 +1,10 @@
-"""Work of attention over packed sequences: pairs of a query and a key that a run computes in each ring step.
+"""Work of attention over packed sequences: pairs of a query and a key that a run computes in each
+ring step.
 
-A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So the time of a sequence
-follows from the rank with the most pairs in each step, and depends on the lengths of the documents and on the order of
-tokens that distributes them over the ranks (`jaxlc.step.batch`).
+A ring step ends on all ranks at the same time, because each rank waits for its next KV block. So
+the time of a sequence follows from the rank with the most pairs in each step, and depends on the
+lengths of the documents and on the order of tokens that distributes them over the ranks
+(`jaxlc.step.batch`).
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS, by_ring_step, r
 
 
 class AttentionWork(NamedTuple):
-    """Pairs per head of one sequence on the slowest rank, of full layers and of those with a sliding window."""
+    """Pairs per head of one sequence on the slowest rank, of full layers and of those with a
+    sliding window.
+    """
 
     own_pairs: float  # in ring step 0, or in the only kernel call of a strategy without ring steps
     ring_step_pairs: float  # mean over the other ring steps that run, 0 without them
@@ -62,17 +66,22 @@ class SequenceWork:
 
     lengths: tuple[int, ...]  # tokens of each document
     pairs: int  # all ranks, summed over the layers
-    ring_cost: float  # sum over ring steps, and tiles, of the slowest rank's pairs, relative to the mean of the ranks
+    # sum over ring steps, and tiles, of the slowest rank's pairs, relative to the mean of the ranks
+    ring_cost: float
     work: AttentionWork
 
 
 def num_shards(config: Config) -> int:
-    """The number of parts of a sequence whose queries are in different kernel calls: ranks, or groups of ranks."""
+    """The number of parts of a sequence whose queries are in different kernel calls: ranks, or
+    groups of ranks.
+    """
     return config.mesh.context // num_head_ranks(config)
 
 
 def num_ring_steps(config: Config) -> int:
-    """Ring steps of an attention layer, the rank's own block included; 1 for strategies without a ring."""
+    """Ring steps of an attention layer, the rank's own block included; 1 for strategies without a
+    ring.
+    """
     return 1 if config.attention.strategy == "all_gather" else num_shards(config)
 
 
@@ -80,13 +89,16 @@ def one_document(config: Config, share: float = 1.0) -> AttentionWork:
     """The work of a sequence that is one document, which is equal on all ranks: half of all pairs.
 
     Args:
-      share: of these pairs; below 1 for sequences of several documents, with equal work on all ranks.
+      share: of these pairs; below 1 for sequences of several documents, with equal work on all
+        ranks.
     """
     num_tokens, steps = config.data.seq_len, num_ring_steps(config)
     local_tokens = num_tokens / num_shards(config)
     half = share * local_tokens * num_tokens / (2 * steps)
     window_pairs = share * causal_pairs(num_tokens, config.model.window) * local_tokens / num_tokens
-    return AttentionWork(half, half if steps > 1 else 0.0, window_pairs, num_other_steps=steps - 1.0)
+    return AttentionWork(
+        half, half if steps > 1 else 0.0, window_pairs, num_other_steps=steps - 1.0
+    )
 
 
 def sequence_work(
@@ -101,10 +113,10 @@ def sequence_work(
     """The work of a packed sequence.
 
     Args:
-      order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
-      lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
-      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
-      few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
+      order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`. lengths:
+      int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
+      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none.
+      Empty: all 0. few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
     """
     num_tokens = config.data.seq_len
     segment_ids_T = np.zeros(num_tokens, np.int32)
@@ -115,16 +127,25 @@ def sequence_work(
     prefix_of = np.array([0, *(prefixes or [0] * len(lengths))])
     pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
     prefix_pairs = _prefix_pairs_by_rank(pieces, prefix_of, shards, tile_T.max() + 1)
-    work, prefix_work = (np.stack([by_ring_step(of_tile) for of_tile in x]) for x in (pairs, prefix_pairs))
+    work, prefix_work = (
+        np.stack([by_ring_step(of_tile) for of_tile in x]) for x in (pairs, prefix_pairs)
+    )
     if config.attention.strategy == "all_gather":
         work, prefix_work = (x.sum(axis=1, keepdims=True) for x in (work, prefix_work))
     slowest_ranks = (work + prefix_work).argmax(axis=2)[..., None]
     slowest, slowest_prefix = (
-        np.take_along_axis(x, slowest_ranks, axis=2).sum((0, 2)).astype(float) for x in (work, prefix_work)
+        np.take_along_axis(x, slowest_ranks, axis=2).sum((0, 2)).astype(float)
+        for x in (work, prefix_work)
     )
-    calls = by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents)).max(axis=1).astype(float)
+    calls = (
+        by_ring_step(_further_calls(pieces, shards, num_tokens // shards, few_documents))
+        .max(axis=1)
+        .astype(float)
+    )
     if skips_ring_steps and not (slowest + slowest_prefix)[NUM_FIRST_RING_STEPS:].any():
-        slowest, slowest_prefix, calls = (x[:NUM_FIRST_RING_STEPS] for x in (slowest, slowest_prefix, calls))
+        slowest, slowest_prefix, calls = (
+            x[:NUM_FIRST_RING_STEPS] for x in (slowest, slowest_prefix, calls)
+        )
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
@@ -143,14 +164,18 @@ def sequence_work(
     )
 
 
-def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> list[tuple[float, AttentionWork]]:
+def mean_of_microbatches(
+    config: Config, sequences: Sequence[SequenceWork]
+) -> list[tuple[float, AttentionWork]]:
     """The mean work per sequence if each microbatch takes as long as its slowest replica.
 
-    Replicas wait for each other where they gather weights and sum gradients, in every layer. Consecutive sequences form
-    global batches, whose sequences have the places of a run (`balanced_order`).
+    Replicas wait for each other where they gather weights and sum gradients, in every layer.
+    Consecutive sequences form global batches, whose sequences have the places of a run
+    (`balanced_order`).
 
     Returns:
-      (share of the microbatches, work) of those that run all ring steps, and of those that skip some, if there are any.
+      (share of the microbatches, work) of those that run all ring steps, and of those that skip
+      some, if there are any.
     """
     num_sequences, batch_size = len(sequences), config.train.global_batch_size
     batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))
@@ -174,7 +199,9 @@ def mean_of_microbatches(config: Config, sequences: Sequence[SequenceWork]) -> l
 
 
 class _Pieces(NamedTuple):
-    """Consecutive tokens of a document that are neighbors on one rank; int64 [pieces], in the order of the sequence."""
+    """Consecutive tokens of a document that are neighbors on one rank; int64 [pieces], in the order
+    of the sequence.
+    """
 
     document: np.ndarray
     offset: np.ndarray  # tokens of the document before the piece
@@ -193,7 +220,9 @@ def _tile_of_tokens(config: Config) -> np.ndarray:
     return np.minimum(index_T, subchunks - 1 - index_T)
 
 
-def _pieces(segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile_T: np.ndarray) -> _Pieces:
+def _pieces(
+    segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile_T: np.ndarray
+) -> _Pieces:
     rank_T = np.arange(len(order_T)) // (len(order_T) // num_ranks)
     document_T = segment_ids_T[order_T]
     is_first = np.ones(len(order_T), bool)
@@ -212,37 +241,50 @@ def _pieces(segment_ids_T: np.ndarray, order_T: np.ndarray, num_ranks: int, tile
 
 
 def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarray:
-    """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key that it attends to."""
+    """int64 [tiles, query ranks, key ranks]: pairs of a query in a tile and a key that it attends
+    to.
+    """
     num_tokens, rank = pieces.num_tokens, pieces.rank
-    by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)  # tokens of all earlier pieces, by rank
+    # tokens of all earlier pieces, by rank
+    by_rank = np.zeros((len(rank) + 1, num_ranks), np.int64)
     by_rank[np.arange(1, len(rank) + 1), rank] = num_tokens
     by_rank = by_rank.cumsum(axis=0)[:-1]
     is_new = np.diff(pieces.document, prepend=0) != 0
-    first = np.maximum.accumulate(np.where(is_new, np.arange(len(rank)), 0))  # the first piece of each document
+    # the first piece of each document
+    first = np.maximum.accumulate(np.where(is_new, np.arange(len(rank)), 0))
     pairs = np.zeros((num_tiles, num_ranks, num_ranks), np.int64)
     np.add.at(pairs, (pieces.tile, rank), num_tokens[:, None] * (by_rank - by_rank[first]))
     np.add.at(pairs, (pieces.tile, rank, rank), num_tokens * (num_tokens + 1) // 2)
     return pairs
 
 
-def _prefix_pairs_by_rank(pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int, num_tiles: int) -> np.ndarray:
-    """int64 [tiles, query ranks, key ranks]: pairs of a query in a branch in a tile and a key in its prefix."""
+def _prefix_pairs_by_rank(
+    pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int, num_tiles: int
+) -> np.ndarray:
+    """int64 [tiles, query ranks, key ranks]: pairs of a query in a branch in a tile and a key in
+    its prefix.
+    """
     queries = np.zeros((num_tiles, num_ranks, len(prefix_of)), np.int64)
     np.add.at(queries, (pieces.tile, pieces.rank, pieces.document), pieces.num_tokens)
     keys = np.where(prefix_of > 0, queries.sum(axis=0)[:, prefix_of], 0)
     return queries @ keys.T
 
 
-def _further_calls(pieces: _Pieces, num_ranks: int, local_tokens: int, few_documents: bool) -> np.ndarray:
+def _further_calls(
+    pieces: _Pieces, num_ranks: int, local_tokens: int, few_documents: bool
+) -> np.ndarray:
     """int64 [query ranks, key ranks]: calls in a loop for the documents that both ranks have.
 
-    The longest documents are first, and a call takes consecutive ones from the size of its first document on.
+    The longest documents are first, and a call takes consecutive ones from the size of its first
+    document on.
     """
     tokens = np.zeros((num_ranks, pieces.document.max(initial=0) + 1), np.int64)
     np.add.at(tokens, (pieces.rank, pieces.document), pieces.num_tokens)
     num_calls = np.zeros((num_ranks, num_ranks), np.int64)
     for ranks in np.ndindex(num_calls.shape):
-        calls = calls_for(1, local_tokens, local_tokens, causal=ranks[0] == ranks[1], few_documents=few_documents)
+        calls = calls_for(
+            1, local_tokens, local_tokens, causal=ranks[0] == ranks[1], few_documents=few_documents
+        )
         limits = np.array([size.num_queries for size in calls.repeated[1:]])
         queries_and_keys = tokens[list(ranks)]
         longest = queries_and_keys.max(axis=0)[queries_and_keys.all(axis=0)]

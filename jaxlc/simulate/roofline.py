@@ -1,16 +1,18 @@
-"""Roofline: seconds of kernels and transfers from a device's peaks and the fraction of them that is reached.
+"""Roofline: seconds of kernels and transfers from a device's peaks and the fraction of them that is
+reached.
 
     kernel    FLOPs / (peak FLOP/s x efficiency), or bytes / (memory bandwidth x efficiency)
     transfer  latency + bytes / (link bandwidth x efficiency)
 
-A JSON file of measured constants can replace each of them. Efficiencies depend on sizes, each with its published
-source:
+A JSON file of measured constants can replace each of them. Efficiencies depend on sizes, each with
+its published source:
 
     matrix products   tiles over multiprocessors (wave quantization), and a ramp of a few microseconds
     attention         saturation with the number of keys, by head dim
     NCCL              latency per step of the algorithm, by kind of collective and number of ranks
 
-None of them was fitted to a training step. docs/calibration.md lists the sources and compares steps.
+None of them was fitted to a training step. docs/calibration.md lists the sources and compares
+steps.
 """
 
 import dataclasses
@@ -37,35 +39,42 @@ class Rates(NamedTuple):
     memory: float
     attention: Mapping[str, Efficiency]  # by kernel; long sequences, head dim 128, unmasked
     num_multiprocessors: int
-    # Time that a product takes in addition to its waves of tiles and to the time of any kernel (`KERNEL_GAP_SECONDS`):
-    # filling and draining the pipeline.
+    # Time that a product takes in addition to its waves of tiles and to the time of any kernel
+    # (`KERNEL_GAP_SECONDS`): filling and draining the pipeline.
     matmul_ramp_seconds: float
 
 
-# [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6. cuBLASLt on random
-#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100.
-#     HBM copy: 1.61 of 2.04, 2.90 of 3.35, 4.01 of 4.8 TB/s. Ramp of products: FP8 on an H100, 1,024 cubed takes 7.8 us
-#     and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles and 1.4 us the time of any kernel; on a GB200
-#     4.4 and 7.7 us.
-# [2] github.com/stas00/ml-engineering, compute/accelerator, MAMF: bf16 792 of 989 TFLOP/s on an H100, the best shape.
-# [3] NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1, 2026-09-28, cuDNN 9.27, 64 heads of 128, no
-#     mask, 32,768 tokens, forward and backward: H200 622 and 543 TFLOP/s, GB200 1,558 and 1,231, A100 (PCIe) 181 and
-#     146.
-# [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, 8K: plain PyTorch 139 TFLOP/s forward and 181
+# [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6.
+# cuBLASLt on random
+#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100. HBM
+#     copy: 1.61 of 2.04, 2.90 of 3.35, 4.01 of 4.8 TB/s. Ramp of products: FP8 on an H100, 1,024
+#     cubed takes 7.8 us and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles and 1.4
+#     us the time of any kernel; on a GB200 4.4 and 7.7 us.
+# [2] github.com/stas00/ml-engineering, compute/accelerator, MAMF: bf16 792 of 989 TFLOP/s on an
+# H100, the best shape. [3] NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1,
+# 2026-09-28, cuDNN 9.27, 64 heads of 128, no
+#     mask, 32,768 tokens, forward and backward: H200 622 and 543 TFLOP/s, GB200 1,558 and 1,231,
+#     A100 (PCIe) 181 and 146.
+# [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, 8K: plain PyTorch 139 TFLOP/s
+# forward and 181
 #     backward, which are used for plain XLA.
-# [5] github.com/stas00/ml-engineering, insights/when-to-upgrade-gpus, MAMF on a B200: bf16 1,745 of 2,250 TFLOP/s, FP8
-#     3,432 of 4,500. [1] has 2,907 of 5,000 for FP8 on a GB200, with an earlier cuBLAS, but Llama 3 8B on 8 B200 and
-#     8 GB200 trains faster than such products allow (benchmarks/published_runs.toml).
-# [6] benchmarks/2026-11-26-h100.md: one H100 with 700 W, JAX 0.11.2, cuDNN 9.19, loops of single kernels and traces of
-#     steps, random data. Products of 8,192 x 4,096 x 4,096 and more achieve 665 to 725 TFLOP/s; [2] has 792 at best.
-#     cuDNN, causal, 16,384 and 131,072 tokens: 570 and 559 TFLOP/s forward, 508 and 531 backward; in steps with
-#     32,768 tokens 579 to 655 and 500 to 533.
-# Assumed: Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs, and packed
-# documents in cuDNN on a B200 are a little below its rate without.
+# [5] github.com/stas00/ml-engineering, insights/when-to-upgrade-gpus, MAMF on a B200: bf16 1,745 of
+# 2,250 TFLOP/s, FP8
+#     3,432 of 4,500. [1] has 2,907 of 5,000 for FP8 on a GB200, with an earlier cuBLAS, but Llama 3
+#     8B on 8 B200 and 8 GB200 trains faster than such products allow
+#     (benchmarks/published_runs.toml).
+# [6] benchmarks/2026-11-26-h100.md: one H100 with 700 W, JAX 0.11.2, cuDNN 9.19, loops of single
+# kernels and traces of
+#     steps, random data. Products of 8,192 x 4,096 x 4,096 and more achieve 665 to 725 TFLOP/s; [2]
+#     has 792 at best. cuDNN, causal, 16,384 and 131,072 tokens: 570 and 559 TFLOP/s forward, 508
+#     and 531 backward; in steps with 32,768 tokens 579 to 655 and 500 to 533.
+# Assumed: Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on
+# all GPUs, and packed documents in cuDNN on a B200 are a little below its rate without.
 _ATTENTION_ON_HOPPER = {
     "cudnn": Efficiency(0.60, 0.53),  # [6]; [3] has 0.63 and 0.55 on an H200
     "cudnn_packed": Efficiency(0.58, 0.49),  # [6]
-    "pallas": Efficiency(0.42, 0.52),  # [6]; the backward counts the products that it computes twice
+    # [6]; the backward counts the products that it computes twice
+    "pallas": Efficiency(0.42, 0.52),
     "mosaic": Efficiency(0.50, 0.40),
     "blockwise": Efficiency(0.14, 0.18),  # [4]
 }
@@ -76,37 +85,42 @@ _ATTENTION_ON_BLACKWELL = {
     "cudnn_packed": Efficiency(0.59, 0.46),
 }
 KERNELS = tuple(_ATTENTION_ON_HOPPER)
-EXPERT_KERNEL = 0.50  # fraction of the peak that the Mosaic products of experts achieve; assumed, no GPU measured them
+# fraction of the peak that the Mosaic products of experts achieve; assumed, no GPU measured them
+EXPERT_KERNEL = 0.50
 _RATES = MappingProxyType(
     {
         "8.0": Rates(0.82, 0.82, 0.79, _ATTENTION_ON_AMPERE, 108, 3.1e-6),
-        "9.0": Rates(0.72, 0.69, 0.85, _ATTENTION_ON_HOPPER, 132, 3.1e-6),  # [6] but FP8, which is [1]
+        # [6] but FP8, which is [1]
+        "9.0": Rates(0.72, 0.69, 0.85, _ATTENTION_ON_HOPPER, 132, 3.1e-6),
         "10.0": Rates(0.78, 0.76, 0.86, _ATTENTION_ON_BLACKWELL, 148, 1.1e-6),
     }
 )
 
-_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128))  # rows and columns that one multiprocessor computes
+# rows and columns that one multiprocessor computes
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128))
 
-# Number of keys at which an attention kernel achieves half of its rate, from [3], an H200, 2,048 and 4,096 tokens:
-# masked forward 534 and 616, backward 402 and 495 of 619 and 528 TFLOP/s; without mask 660 and 519 at 2,048.
+# Number of keys at which an attention kernel achieves half of its rate, from [3], an H200, 2,048
+# and 4,096 tokens: masked forward 534 and 616, backward 402 and 495 of 619 and 528 TFLOP/s; without
+# mask 660 and 519 at 2,048.
 HALF_KEYS_MASKED = 400.0
 HALF_KEYS_UNMASKED = 100.0
-# Rates relative to head dim 128: [6], cuDNN in traces of steps with 8,192 tokens (64) and 32,768 tokens (256). [4] has
-# 0.69 and 0.98 for the forward of its own kernel.
+# Rates relative to head dim 128: [6], cuDNN in traces of steps with 8,192 tokens (64) and 32,768
+# tokens (256). [4] has 0.69 and 0.98 for the forward of its own kernel.
 _HEAD_DIM_EFFICIENCY = (
     (64, Efficiency(0.71, 0.73)),
     (128, Efficiency(1.0, 1.0)),
     (256, Efficiency(1.1, 0.69)),
 )
 
-# NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us per collective, and
-# per step 3.4 us over NVLink or 9.6 us over a network. It agrees with the all-reduces of [1]: 16 MiB over 8 H100s takes
-# 125 us, of which 61 us are 29 MB at 479 GB/s, and 56 us are 8.4 us and 14 steps.
+# NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us
+# per collective, and per step 3.4 us over NVLink or 9.6 us over a network. It agrees with the
+# all-reduces of [1]: 16 MiB over 8 H100s takes 125 us, of which 61 us are 29 MB at 479 GB/s, and 56
+# us are 8.4 us and 14 steps.
 NCCL_LAUNCH_SECONDS = 8.4e-6
 NVLINK_STEP_SECONDS = 3.4e-6
 NETWORK_STEP_SECONDS = 9.6e-6
-# Multiprocessors that NCCL's kernels occupy while a collective runs: DeepSeek-V3 (arXiv:2412.19437, section 3.2.2)
-# reserves 20 of an H800's 132. Transports that use copy engines occupy none.
+# Multiprocessors that NCCL's kernels occupy while a collective runs: DeepSeek-V3 (arXiv:2412.19437,
+# section 3.2.2) reserves 20 of an H800's 132. Transports that use copy engines occupy none.
 NCCL_MULTIPROCESSORS = 20
 
 
@@ -116,31 +130,44 @@ def rates(device: Device) -> Rates:
 
 
 def wave_efficiency(rows: int, columns: int, batch: int, num_multiprocessors: int) -> float:
-    """The fraction of multiprocessors that a product's tiles occupy, padding included; with the best of `_TILES`.
+    """The fraction of multiprocessors that a product's tiles occupy, padding included; with the
+    best of `_TILES`.
 
-    A product of [rows, k] and [k, columns], `batch` times. NVIDIA, "Matrix Multiplication Background User's Guide",
-    sections "Tile quantization" and "Wave quantization". Smaller tiles read more from shared memory, which is ignored.
+    A product of [rows, k] and [k, columns], `batch` times. NVIDIA, "Matrix Multiplication
+    Background User's Guide", sections "Tile quantization" and "Wave quantization". Smaller tiles
+    read more from shared memory, which is ignored.
     """
     return max(
-        rows * columns * batch / (_num_waves(rows, columns, batch, tile, num_multiprocessors) * tile[0] * tile[1])
+        rows
+        * columns
+        * batch
+        / (_num_waves(rows, columns, batch, tile, num_multiprocessors) * tile[0] * tile[1])
         for tile in _TILES
     )
 
 
-def _num_waves(rows: int, columns: int, batch: int, tile: tuple[int, int], num_multiprocessors: int) -> int:
+def _num_waves(
+    rows: int, columns: int, batch: int, tile: tuple[int, int], num_multiprocessors: int
+) -> int:
     """Waves of tiles, times the multiprocessors: tiles that could be computed in the same time."""
     tiles = batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
     return math.ceil(tiles / num_multiprocessors) * num_multiprocessors
 
 
 def saturation(num_keys: float, half_keys: float) -> float:
-    """The fraction of the rate for long sequences that an attention kernel achieves with this number of keys."""
+    """The fraction of the rate for long sequences that an attention kernel achieves with this
+    number of keys.
+    """
     return num_keys / (num_keys + half_keys)
 
 
 def head_dim_efficiency(head_dim: int, *, is_backward: bool) -> float:
-    """The rate of an attention kernel relative to head dim 128, linear between the measured head dims."""
-    curve = [(dim, rate.backward if is_backward else rate.forward) for dim, rate in _HEAD_DIM_EFFICIENCY]
+    """The rate of an attention kernel relative to head dim 128, linear between the measured head
+    dims.
+    """
+    curve = [
+        (dim, rate.backward if is_backward else rate.forward) for dim, rate in _HEAD_DIM_EFFICIENCY
+    ]
     if head_dim <= curve[0][0]:
         return curve[0][1]
     for (low, low_rate), (high, high_rate) in zip(curve, curve[1:]):
@@ -152,8 +179,8 @@ def head_dim_efficiency(head_dim: int, *, is_backward: bool) -> float:
 def num_steps(kind: str, num_ranks: int) -> int:
     """Consecutive steps of NCCL's algorithm, each with the latency of a link.
 
-    All-gather and reduce-scatter pass blocks around a ring; an all-reduce does both. Sends of a permute or an
-    all-to-all are concurrent.
+    All-gather and reduce-scatter pass blocks around a ring; an all-reduce does both. Sends of a
+    permute or an all-to-all are concurrent.
     """
     around = max(1, num_ranks - 1)
     if kind == "all-reduce":
@@ -161,26 +188,31 @@ def num_steps(kind: str, num_ranks: int) -> int:
     return around if kind in ("all-gather", "reduce-scatter", "collective-broadcast") else 1
 
 
-# Text of estimates. Wherever a quantity is printed, it has the same digits; JSON files have the exact point estimates.
+# Text of estimates. Wherever a quantity is printed, it has the same digits; JSON files have the
+# exact point estimates.
 
 
-# Peak FLOP/s of matrix products relative to bfloat16, by operand data type; the same on all devices listed.
+# Peak FLOP/s of matrix products relative to bfloat16, by operand data type; the same on all devices
+# listed.
 _PEAK_OVER_BF16 = {"f32": 0.5, "f8": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Efficiencies (fractions of a device's peaks that are reached) and latencies; fields are the keys of the file.
+    """Efficiencies (fractions of a device's peaks that are reached) and latencies; fields are the
+    keys of the file.
 
     None: the published value of the GPU (`rates`).
     """
 
-    attention_share: Mapping[str, Efficiency] = field(default_factory=dict)  # kernels that are absent: as None
+    # kernels that are absent: as None
+    attention_share: Mapping[str, Efficiency] = field(default_factory=dict)
     attention_half_keys_masked: float = HALF_KEYS_MASKED
     attention_half_keys_unmasked: float = HALF_KEYS_UNMASKED
     matmul_share: float | None = None
     f8_matmul_share: float | None = None
-    expert_kernel_share: float | None = None  # products of runtime.expert_kernel=mosaic; None: an assumed value
+    # products of runtime.expert_kernel=mosaic; None: an assumed value
+    expert_kernel_share: float | None = None
     matmul_ramp_seconds: float | None = None
     matmul_wave_weight: float = 1.0  # 0: products are not slower because of partial waves of tiles
     memory_share: float | None = None
@@ -194,7 +226,8 @@ class Roofline:
     kernel_gap_seconds: float = hardware.KERNEL_GAP_SECONDS
     synchronization_seconds: float = hardware.SYNCHRONIZATION_SECONDS
     nccl_multiprocessors: float = NCCL_MULTIPROCESSORS
-    # The interval of estimated times (`interval`). Rates measured on the GPUs of the run justify a narrower one.
+    # The interval of estimated times (`interval`). Rates measured on the GPUs of the run justify a
+    # narrower one.
     time_scale: float = interval.TIME_SCALE
     time_spread: float = interval.TIME_SPREAD
     pair_spread: float = interval.PAIR_SPREAD
@@ -219,13 +252,17 @@ class Roofline:
         """
         share = self.attention_share.get(kernel, rates(device).attention[kernel])
         rate = device.bf16_flops_per_second * (share.backward if is_backward else share.forward)
-        half_keys = self.attention_half_keys_masked if is_masked else self.attention_half_keys_unmasked
+        half_keys = (
+            self.attention_half_keys_masked if is_masked else self.attention_half_keys_unmasked
+        )
         curve = head_dim_efficiency(head_dim, is_backward=is_backward)
         if num_keys != float("inf"):
             curve *= saturation(num_keys, half_keys)
         return flops / (rate * curve)
 
-    def matmul_seconds(self, device: Device, dtype: str, flops: float, products: Sequence[Product] = ()) -> float:
+    def matmul_seconds(
+        self, device: Device, dtype: str, flops: float, products: Sequence[Product] = ()
+    ) -> float:
         """Seconds of matrix products; `dtype` is XLA's name: "bf16", "f32", "f8e4m3fn".
 
         Args:
@@ -242,8 +279,15 @@ class Roofline:
         rate = device.bf16_flops_per_second * _PEAK_OVER_BF16.get(family, 1.0) * share
         if not products:
             return flops / rate
-        seconds = sum(product.flops * self._slowdown(device, product, share) for product in products) / rate
-        ramp = published.matmul_ramp_seconds if self.matmul_ramp_seconds is None else self.matmul_ramp_seconds
+        seconds = (
+            sum(product.flops * self._slowdown(device, product, share) for product in products)
+            / rate
+        )
+        ramp = (
+            published.matmul_ramp_seconds
+            if self.matmul_ramp_seconds is None
+            else self.matmul_ramp_seconds
+        )
         return seconds + ramp * len(products)
 
     def memory_seconds(self, device: Device, num_bytes: float) -> float:
@@ -260,20 +304,26 @@ class Roofline:
         return latency + num_bytes / (device.nvlink_bandwidth_bytes_per_second * self.link_share)
 
     def network_seconds(self, device: Device, num_bytes: float, num_steps: int = 1) -> float:
-        """Seconds until `num_bytes` that each GPU's network card sends have arrived. Arguments as `nvlink_seconds`."""
+        """Seconds until `num_bytes` that each GPU's network card sends have arrived. Arguments as
+        `nvlink_seconds`.
+        """
         latency = self.network_latency_seconds + (num_steps - 1) * self.network_step_seconds
         return latency + num_bytes / (device.network_bandwidth_bytes_per_second * self.link_share)
 
     def host_seconds(self, device: Device, num_bytes: float) -> float:
         """Seconds of a copy to or from host memory."""
-        return self.host_latency_seconds + num_bytes / (device.host_bandwidth_bytes_per_second * self.host_share)
+        return self.host_latency_seconds + num_bytes / (
+            device.host_bandwidth_bytes_per_second * self.host_share
+        )
 
     def compute_share_during_nccl(self, device: Device) -> float:
         """The fraction of a GPU's multiprocessors that kernels have while an NCCL collective runs."""
         return 1 - self.nccl_multiprocessors / rates(device).num_multiprocessors
 
     def _slowdown(self, device: Device, product: Product, share: float) -> float:
-        """The time of a product relative to that of a large one, which achieves `share` of the peak."""
+        """The time of a product relative to that of a large one, which achieves `share` of the
+        peak.
+        """
         if product.is_grouped:
             return share / (self.expert_kernel_share or EXPERT_KERNEL)
         shape = (product.rows, product.columns, product.batch)
@@ -282,7 +332,9 @@ class Roofline:
 
 
 def from_file(path: str) -> Roofline:
-    """The constants in a JSON file; the defaults if `path` is empty. Raises UserError as `read` does."""
+    """The constants in a JSON file; the defaults if `path` is empty. Raises UserError as `read`
+    does.
+    """
     if not path:
         return Roofline()
     try:
@@ -293,7 +345,8 @@ def from_file(path: str) -> Roofline:
 
 
 def read(text: str | bytes) -> Roofline:
-    """Constants from JSON such as {"matmul_share": 0.7, "attention_share": {"cudnn": [0.62, 0.5]}}, else the defaults.
+    """Constants from JSON such as {"matmul_share": 0.7, "attention_share": {"cudnn": [0.62, 0.5]}},
+    else the defaults.
 
     Raises:
       UserError: the text is not JSON, a key is unknown, or a value is not a number in its range.
@@ -304,9 +357,13 @@ def read(text: str | bytes) -> Roofline:
         raise UserError(f"the constants file is not valid JSON: {error}") from error
     known = [field.name for field in dataclasses.fields(Roofline)]
     if not isinstance(values, dict) or not values.keys() <= set(known):
-        raise UserError(f"invalid constants file: expected an object with some of the keys {', '.join(known)}")
+        raise UserError(
+            f"invalid constants file: expected an object with some of the keys {', '.join(known)}"
+        )
     attention = values.pop("attention_share", {})
-    if not isinstance(attention, dict) or not all(_is_pair(name, pair) for name, pair in attention.items()):
+    if not isinstance(attention, dict) or not all(
+        _is_pair(name, pair) for name, pair in attention.items()
+    ):
         kernels = ", ".join(KERNELS)
         raise UserError(
             f"invalid attention_share in the constants file: expected pairs [forward, backward] for {kernels}"
@@ -325,7 +382,10 @@ def _is_pair(name: str, value: object) -> bool:
 def _check_number(name: str, value: object) -> None:
     """Raises UserError if the value of a constant is not a number in its range."""
     if name.endswith("_share"):
-        expected, is_valid = "a fraction of the peak, greater than 0 and at most 1", lambda x: 0 < x <= 1
+        expected, is_valid = (
+            "a fraction of the peak, greater than 0 and at most 1",
+            lambda x: 0 < x <= 1,
+        )
     elif name in ("time_scale", "time_spread", "pair_spread"):
         expected, is_valid = "a positive number", lambda x: 0 < x < math.inf
     elif name == "nccl_multiprocessors":

@@ -1,4 +1,6 @@
-"""Estimated time of single kernels and transfers of a training step: a `Roofline` on the GPUs of a `Topology`."""
+"""Estimated time of single kernels and transfers of a training step: a `Roofline` on the GPUs of a
+`Topology`.
+"""
 
 import math
 from collections import Counter
@@ -9,31 +11,44 @@ from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.hlo.attention_kernels import AttentionCollective, AttentionKernelCall
 from jaxlc.hlo.collectives import Collective, Groups
 from jaxlc.hlo.kernel_costs import Cost
-from jaxlc.hlo.parser import Instruction, Program, is_data_dependent, is_in_ring_step, is_over_prefix, trip_count
+from jaxlc.hlo.parser import (
+    Instruction,
+    Program,
+    is_data_dependent,
+    is_in_ring_step,
+    is_over_prefix,
+    trip_count,
+)
 from jaxlc.simulate.packed_work import AttentionWork, num_shards, one_document
 from jaxlc.simulate.roofline import Roofline, num_steps
 from jaxlc.simulate.topology import Topology
 
 DEFAULT_ROOFLINE = Roofline()
-# Transports whose transfers within an NVLink domain are copies by copy engines, or puts without a kernel.
+# Transports whose transfers within an NVLink domain are copies by copy engines, or puts without a
+# kernel.
 _COPY_ENGINES = ("nvshmem", "symmetric", "peer")
 
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Used by the simulator, by the plan's ring section and by the benchmarks, so that all estimates agree."""
+    """Used by the simulator, by the plan's ring section and by the benchmarks, so that all
+    estimates agree.
+    """
 
     gpus: Topology
     config: Config
     roofline: Roofline = DEFAULT_ROOFLINE
-    work: AttentionWork | None = None  # work of packed sequences; None: each sequence is one document
+    # work of packed sequences; None: each sequence is one document
+    work: AttentionWork | None = None
 
     def attention_flops(self, call: AttentionKernelCall) -> float:
         """FLOPs of one run of an attention kernel, without those that its mask skips."""
         return call.full_flops * visible_fraction(call, self.config, self.work)
 
     def num_rounds(self, program: Program, loop: Instruction) -> float:
-        """Rounds of a loop in one run; those over further documents are a mean. Raises ValueError as `trip_count`."""
+        """Rounds of a loop in one run; those over further documents are a mean. Raises ValueError
+        as `trip_count`.
+        """
         if not is_data_dependent(loop.op_name):
             return trip_count(program, loop)
         if self.work is None or is_over_prefix(loop.op_name):  # one call takes two trees
@@ -54,12 +69,16 @@ class TimeModel:
 
     def kernel_seconds(self, cost: Cost) -> tuple[float, str]:
         """Seconds of a kernel that is not attention, and what bounds it: "compute" or "HBM"."""
-        compute = self.roofline.matmul_seconds(self.gpus.device, cost.dtype, cost.flops, cost.products)
+        compute = self.roofline.matmul_seconds(
+            self.gpus.device, cost.dtype, cost.flops, cost.products
+        )
         memory = self.roofline.memory_seconds(self.gpus.device, cost.bytes)
         return max(compute, memory), "compute" if compute > memory else "HBM"
 
     def collective_seconds(self, collective: Collective, sent_bytes: float) -> tuple[float, str]:
-        """Seconds of a collective that sends `sent_bytes` per device, and its link: "NVLink" or "network"."""
+        """Seconds of a collective that sends `sent_bytes` per device, and its link: "NVLink" or
+        "network".
+        """
         return self.group_seconds(collective.kind, collective.groups, sent_bytes)
 
     def group_seconds(self, kind: str, groups: Groups, sent_bytes: float) -> tuple[float, str]:
@@ -73,7 +92,9 @@ class TimeModel:
         fraction = _crossing_fraction(kind, groups, self.gpus.gpus_per_domain)
         if not fraction:
             return seconds, "NVLink"
-        return max(seconds, roofline.network_seconds(device, fraction * sent_bytes, steps)), "network"
+        return max(
+            seconds, roofline.network_seconds(device, fraction * sent_bytes, steps)
+        ), "network"
 
     def compute_share(self, collective: Collective) -> float:
         """The fraction of the multiprocessors that kernels have while `collective` runs."""
@@ -93,9 +114,11 @@ class TimeModel:
         return sum(self.attention_seconds(call) for call in exchange.overlapped_calls)
 
     def is_hidden_by_attention(self, exchange: AttentionCollective) -> bool:
-        """Whether the attention kernels that overlap with `exchange` take at least as long as it does.
+        """Whether the attention kernels that overlap with `exchange` take at least as long as it
+        does.
 
-        This is stricter than the simulator (`timeline.predict`), where all kernels hide communication.
+        This is stricter than the simulator (`timeline.predict`), where all kernels hide
+        communication.
         """
         if exchange.is_unoverlapped:
             return False
@@ -103,10 +126,12 @@ class TimeModel:
 
 
 def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float:
-    """Bytes that each GPU's network card sends, as a fraction of the bytes that the GPU sends; 0 within one domain.
+    """Bytes that each GPU's network card sends, as a fraction of the bytes that the GPU sends; 0
+    within one domain.
 
-    A collective permute may leave the domain with all its bytes. An all-to-all sends to members outside what is for
-    them. The others pass the same bytes around all members: a domain forwards them once, and its members share that.
+    A collective permute may leave the domain with all its bytes. An all-to-all sends to members
+    outside what is for them. The others pass the same bytes around all members: a domain forwards
+    them once, and its members share that.
     """
     domains = [Counter(member // gpus_per_domain for member in group) for group in groups]
     if all(len(members) == 1 for members in domains):
@@ -119,12 +144,14 @@ def _crossing_fraction(kind: str, groups: Groups, gpus_per_domain: int) -> float
     return 1 / inside
 
 
-def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionWork | None = None) -> float:
+def visible_fraction(
+    call: AttentionKernelCall, config: Config, work: AttentionWork | None = None
+) -> float:
     """The fraction of a call's pairs of query and key that its mask leaves, on the slowest rank.
 
-    The first of several packed calls counts the pairs of all documents. In tiled layers, masked calls without a window
-    are causal or, with config.attention.document_mask, cannot be distinguished; most of those are fully visible for one
-    document.
+    The first of several packed calls counts the pairs of all documents. In tiled layers, masked
+    calls without a window are causal or, with config.attention.document_mask, cannot be
+    distinguished; most of those are fully visible for one document.
 
     Args:
       work: of the sequences; None: each sequence is one document.
@@ -136,7 +163,9 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
     whole = one_document(config)
     work = work or whole
     if call.has_window:
-        return min(1.0, work.window_pairs / (_local_tokens(config) * _num_window_keys(call, config)))
+        return min(
+            1.0, work.window_pairs / (_local_tokens(config) * _num_window_keys(call, config))
+        )
     if config.memory.tile_tokens:
         pairs = work.total_of(is_over_prefix=call.is_over_prefix)
         return (1.0 if config.attention.document_mask else 0.5) * pairs / whole.total
@@ -149,16 +178,21 @@ def visible_fraction(call: AttentionKernelCall, config: Config, work: AttentionW
 
 
 def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -> ModelConfig:
-    """The settings of the layers of a call: of the first kind with its window and, if there are such, its head dim and
-    query heads. Kinds that differ only in their key/value heads are not distinguished.
+    """The settings of the layers of a call: of the first kind with its window and, if there are
+    such, its head dim and query heads. Kinds that differ only in their key/value heads are not
+    distinguished.
 
     Args:
       head_share: query heads of a call, times its sequences, relative to those of its layers.
     """
-    kinds = [kind for kind in model.used_kinds if (model.window_of(kind) is not None) == call.has_window]
+    kinds = [
+        kind for kind in model.used_kinds if (model.window_of(kind) is not None) == call.has_window
+    ]
     shapes = [model.of_kind(kind) for kind in kinds] or [model]
     num_heads = call.sizes.num_heads if call.sizes else 0
-    return min(shapes, key=lambda x: (x.head_dim != call.head_dim, x.num_heads * head_share != num_heads))
+    return min(
+        shapes, key=lambda x: (x.head_dim != call.head_dim, x.num_heads * head_share != num_heads)
+    )
 
 
 def _local_tokens(config: Config) -> float:
@@ -172,14 +206,18 @@ def _num_window_keys(call: AttentionKernelCall, config: Config) -> float:
         return float(call.sizes.num_keys)
     num_queries = _local_tokens(config)
     if config.memory.tile_tokens:  # a sub-chunk of one sequence
-        num_queries = config.memory.tile_tokens * num_head_ranks(config) / (2 * num_sequences(config))
+        num_queries = (
+            config.memory.tile_tokens * num_head_ranks(config) / (2 * num_sequences(config))
+        )
     head_share = _head_share(config)
     shape = shape_of(call, config.model, head_share)
     return _all_pairs(call, shape) / (shape.num_heads * head_share * num_queries)
 
 
 def _head_share(config: Config) -> float:
-    """The share of the query heads that a device has in a kernel call, times the sequences of a microbatch."""
+    """The share of the query heads that a device has in a kernel call, times the sequences of a
+    microbatch.
+    """
     return num_sequences(config) / (config.mesh.tensor * num_head_ranks(config))
 
 
@@ -190,7 +228,8 @@ def num_sequences(config: Config) -> float:
 
 
 def _all_pairs(call: AttentionKernelCall, model: ModelConfig) -> float:
-    """Pairs of a query and a key that a call covers, masked ones included, summed over sequences and heads.
+    """Pairs of a query and a key that a call covers, masked ones included, summed over sequences
+    and heads.
 
     Those of a blockwise loop follow from its FLOPs: 2 or 5 matrix products per pair.
     """

@@ -1,26 +1,31 @@
-"""Estimates how long a compiled step takes by simulating its schedule. Analytical; not validated on hardware.
+"""Estimates how long a compiled step takes by simulating its schedule. Analytical; not validated on
+hardware.
 
-Kernels run one after the other in schedule order. Attention and matrix products take the time that `Roofline` gives
-for their FLOPs, or for the bytes that they move if that is longer; other kernels the time for their bytes
-(`jaxlc.hlo.kernel_costs`). Collectives and host copies start and end where the schedule starts and ends them, and run
-concurrently with kernels. A kernel that has to wait for one to end waits; that time is exposed. Transfers of one queue
-run one after the other, in the order in which they start: XLA launches all collectives on one stream, for any link
-(openxla/xla pull request 17749), and a copy engine executes the copies of one direction.
+Kernels run one after the other in schedule order. Attention and matrix products take the time that
+`Roofline` gives for their FLOPs, or for the bytes that they move if that is longer; other kernels
+the time for their bytes (`jaxlc.hlo.kernel_costs`). Collectives and host copies start and end where
+the schedule starts and ends them, and run concurrently with kernels. A kernel that has to wait for
+one to end waits; that time is exposed. Transfers of one queue run one after the other, in the order
+in which they start: XLA launches all collectives on one stream, for any link (openxla/xla pull
+request 17749), and a copy engine executes the copies of one direction.
 
-A loop is simulated round by round as long as a transfer that began before it is in flight. All later rounds are alike:
-one is simulated and multiplied by their number. Of a conditional, the longest branch counts; of a ring that may skip
-steps, the one that `AnalyzedProgram.skips_ring_steps` names.
+A loop is simulated round by round as long as a transfer that began before it is in flight. All
+later rounds are alike: one is simulated and multiplied by their number. Of a conditional, the
+longest branch counts; of a ring that may skip steps, the one that
+`AnalyzedProgram.skips_ring_steps` names.
 
-NCCL's kernels occupy some multiprocessors: kernels that are bound by compute take longer while a collective of NCCL
-runs. That additional time counts as waiting for NCCL_SMS. Where the host reads a predicate of a loop or a conditional,
-kernels wait for the HOST.
+NCCL's kernels occupy some multiprocessors: kernels that are bound by compute take longer while a
+collective of NCCL runs. That additional time counts as waiting for NCCL_SMS. Where the host reads a
+predicate of a loop or a conditional, kernels wait for the HOST.
 
-Not modelled: memory bandwidth that collectives take from kernels, clocks that drop under load, input, and a host that
-launches slower than the GPU runs. Masks are taken to be causal over one document per sequence, or leave the pairs of
-`TimeModel.work`, which counts the slowest rank of each ring step. The schedule of a step that does not fit the GPU's
-memory saves memory and overlaps less; its estimate is pessimistic.
+Not modelled: memory bandwidth that collectives take from kernels, clocks that drop under load,
+input, and a host that launches slower than the GPU runs. Masks are taken to be causal over one
+document per sequence, or leave the pairs of `TimeModel.work`, which counts the slowest rank of each
+ring step. The schedule of a step that does not fit the GPU's memory saves memory and overlaps less;
+its estimate is pessimistic.
 
-`TimedOps` has the operations of each instruction with their durations; `layer_timeline` the events of one layer.
+`TimedOps` has the operations of each instruction with their durations; `layer_timeline` the events
+of one layer.
 """
 
 from collections import Counter
@@ -32,14 +37,27 @@ from jaxlc.config.kinds.experts import block_rows, num_blocks
 from jaxlc.core.scopes import CORE_ATTENTION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
-from jaxlc.hlo.parser import Computation, Instruction, called, innermost_scope, is_data_dependent, is_host_controlled
+from jaxlc.hlo.parser import (
+    Computation,
+    Instruction,
+    called,
+    innermost_scope,
+    is_data_dependent,
+    is_host_controlled,
+)
 from jaxlc.simulate.interval import Interval, time_interval
 from jaxlc.simulate.time_model import TimeModel, num_sequences
 
-# Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are independent.
+# Lane of a transfer -> the resource that kernels wait for. The two directions of the host link are
+# independent.
 LINKS = {"NVLink": "NVLink", "network": "network", "to host": "host", "from host": "host"}
 # Lane of a transfer -> the queue in which transfers run one after the other.
-QUEUES = {"NVLink": "collectives", "network": "collectives", "to host": "to host", "from host": "from host"}
+QUEUES = {
+    "NVLink": "collectives",
+    "network": "collectives",
+    "to host": "to host",
+    "from host": "from host",
+}
 PRODUCTS, OTHER_KERNELS = "matrix products", "other kernels"  # kinds of kernels, as "attention"
 
 
@@ -76,7 +94,9 @@ class TimedOps:
         self.program = program
         self._model = model
         self._synchronization_seconds = model.roofline.synchronization_seconds
-        self._collectives = {collective.transfer.start: collective for collective in program.collectives}
+        self._collectives = {
+            collective.transfer.start: collective for collective in program.collectives
+        }
         self._ops: dict[str, list[TimedOp]] = {}
 
     def of(self, computation: Computation) -> list[TimedOp]:
@@ -107,12 +127,16 @@ class TimedOps:
             return TimedOp(kernel=Kernel("attention", "compute", seconds, flops, CORE_ATTENTION))
         if instruction.opcode == "while":
             count = 1 + self.num_rounds(instruction) if is_host_controlled(instruction) else 0
-            return TimedOp(loop=instruction, synchronization_seconds=count * self._synchronization_seconds)
+            return TimedOp(
+                loop=instruction, synchronization_seconds=count * self._synchronization_seconds
+            )
         if instruction.opcode in ("call", "conditional"):
             names = called(self.program, instruction, self.program.skips_ring_steps)
             branches = tuple(self.program.computations[name] for name in names)
             count = int(instruction.opcode == "conditional")
-            return TimedOp(branches=branches, synchronization_seconds=count * self._synchronization_seconds)
+            return TimedOp(
+                branches=branches, synchronization_seconds=count * self._synchronization_seconds
+            )
         if instruction.opcode.endswith(("-done", "-update")):  # the start was counted
             return TimedOp()
         return TimedOp(kernel=self._kernel(computation, instruction))
@@ -120,7 +144,9 @@ class TimedOps:
     def _transfers(
         self, computation: Computation
     ) -> tuple[dict[Instruction, TimedTransfer], dict[Instruction, TimedTransfer]]:
-        """Transfers by the instruction that starts, and by the one that awaits them; the same if synchronous."""
+        """Transfers by the instruction that starts, and by the one that awaits them; the same if
+        synchronous.
+        """
         starts, awaits = {}, {}
         for instruction in computation:
             if instruction in self._collectives:
@@ -133,7 +159,8 @@ class TimedOps:
         for copy in self.program.host_copies[computation.name]:
             link = "to host" if copy.is_to_host else "from host"
             seconds = self._model.host_copy_seconds(copy.bytes)
-            # A kernel that accesses host memory takes the multiprocessors: other kernels wait for it.
+            # A kernel that accesses host memory takes the multiprocessors: other kernels wait for
+            # it.
             end = copy.start if copy.is_kernel else copy.done
             starts[copy.start] = awaits[end] = TimedTransfer(copy.start, link, seconds)
         return starts, awaits
@@ -149,7 +176,8 @@ class TimedOps:
 
 
 KERNELS = "kernels"  # the lane of kernels; the other lanes are links
-NCCL_SMS = "SMs of NCCL"  # the resource that kernels wait for while NCCL's kernels occupy multiprocessors
+# the resource that kernels wait for while NCCL's kernels occupy multiprocessors
+NCCL_SMS = "SMs of NCCL"
 HOST = "host synchronization"  # the resource that kernels wait for while the host reads a predicate
 _COMMUNICATION = ("NVLink", "network")
 
@@ -161,7 +189,8 @@ class Prediction:
     step_seconds: float  # one optimizer step
     tokens_per_second_per_device: float  # padding included
     mfu_causal: float  # causal model FLOPs (jaxlc.config.flops) over the bf16 peak of all devices
-    recomputed_share: float  # (FLOPs of the program - model FLOPs) / model FLOPs, attention included
+    # (FLOPs of the program - model FLOPs) / model FLOPs, attention included
+    recomputed_share: float
     exposed_communication_seconds: float  # during which kernels wait for collectives
     communication_seconds: float  # sum over all collectives, each alone on its link
     exposed_host_copy_seconds: float  # during which kernels wait for host copies
@@ -169,21 +198,25 @@ class Prediction:
     host_copies: int  # between host and GPU memory
     exposed_host_copies: int  # number of host copies that kernels wait for
     bound_by: str  # the key of seconds_by_resource with the most seconds
-    # By the resource that bounds the kernels, "compute" or "HBM", or for which they wait: "NVLink", "network", "host",
-    # NCCL_SMS, HOST.
+    # By the resource that bounds the kernels, "compute" or "HBM", or for which they wait: "NVLink",
+    # "network", "host", NCCL_SMS, HOST.
     seconds_by_resource: dict[str, float]
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
-    transfer_seconds_by_resource: dict[str, float]  # sums as above, by resource: "NVLink", "network", "host"
-    # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
-    # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
-    # innermost scope, such as "mlp kernels". Largest first.
+    # sums as above, by resource: "NVLink", "network", "host"
+    transfer_seconds_by_resource: dict[str, float]
+    # Time outside of attention kernels and of the model's own matrix products: waiting for
+    # "NVLink", "network" and "host", "recomputed matrix products" (all FLOPs of products above the
+    # model's), and other kernels by their innermost scope, such as "mlp kernels". Largest first.
     overhead_seconds: dict[str, float]
-    # Kernels of recurrent layers between their projections, products included; a part of overhead_seconds.
+    # Kernels of recurrent layers between their projections, products included; a part of
+    # overhead_seconds.
     recurrence_seconds: float = 0.0
-    # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting, copies of weights
-    # for each block, and products of padding; a part of overhead_seconds. Waiting for gathers of weights is not in it.
+    # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting,
+    # copies of weights for each block, and products of padding; a part of overhead_seconds. Waiting
+    # for gathers of weights is not in it.
     experts_overhead_seconds: float = 0.0
-    step_seconds_interval: tuple[float, float]  # in which the step is expected in 80% of cases, lowest first
+    # in which the step is expected in 80% of cases, lowest first
+    step_seconds_interval: tuple[float, float]
 
     @property
     def interval(self) -> Interval:
@@ -207,7 +240,8 @@ class Event(NamedTuple):
 
 
 def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
-    """Estimates one run of `program`, the training step of `model.config` compiled for `model.gpus`.
+    """Estimates one run of `program`, the training step of `model.config` compiled for
+    `model.gpus`.
 
     Raises:
       ValueError: the program is not scheduled, or the trip count of a loop is unknown.
@@ -246,7 +280,11 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
 def _overhead(simulator: "Simulator", model: TimeModel) -> Counter[str]:
     """`Prediction.overhead_seconds`."""
     overhead = Counter(
-        {resource: seconds for (kind, resource), seconds in simulator.seconds.items() if kind == "waiting"}
+        {
+            resource: seconds
+            for (kind, resource), seconds in simulator.seconds.items()
+            if kind == "waiting"
+        }
     )
     for scope, seconds in simulator.other_seconds.items():
         overhead[f"{scope} kernels" if scope else "kernels without a scope"] += seconds
@@ -271,15 +309,18 @@ def _experts_overhead(simulator: "Simulator", model: TimeModel) -> float:
 
 def _num_routed_rows(config: Config) -> int:
     """Rows that one call of the experts of a rank routes."""
-    num_tokens = config.memory.tile_tokens or num_sequences(config) * config.data.seq_len / config.mesh.context
+    num_tokens = (
+        config.memory.tile_tokens
+        or num_sequences(config) * config.data.seq_len / config.mesh.context
+    )
     return round(num_tokens) * config.model.experts.experts_per_token
 
 
 def events(program: AnalyzedProgram, model: TimeModel, computation: Computation) -> list[Event]:
     """The events of one run of `computation`, ordered by their end.
 
-    After `_MAX_EVENTS`, a loop that starts with idle links has a few joined kernels of each kind, and no transfers: the
-    layer of a sequence of 8M tokens in tiles has millions of kernels.
+    After `_MAX_EVENTS`, a loop that starts with idle links has a few joined kernels of each kind,
+    and no transfers: the layer of a sequence of 8M tokens in tiles has millions of kernels.
     """
     simulator = Simulator(TimedOps(program, model), events=[])
     simulator.run(computation)
@@ -290,21 +331,28 @@ class Simulator:
     """The clock, the links, and the time spent by kind and resource."""
 
     def __init__(
-        self, timed_ops: TimedOps, single_runs: dict[str, "Simulator"] | None = None, events: list[Event] | None = None
+        self,
+        timed_ops: TimedOps,
+        single_runs: dict[str, "Simulator"] | None = None,
+        events: list[Event] | None = None,
     ):
         self.timed_ops = timed_ops
         self.now = 0.0
         self.flops = 0.0  # attention and matrix products
         self.product_flops = 0.0  # matrix products outside of the recurrence
         self.product_seconds: Counter[str] = Counter()  # of the same products, by scope
-        self.other_seconds: Counter[str] = Counter()  # other kernels, those of the recurrence included, by scope
-        self.seconds: Counter[tuple[str, str]] = Counter()  # by kind and resource; they add up to `now`
-        self.transfer_seconds: Counter[str] = Counter()  # by resource, each transfer alone on its link
+        # other kernels, those of the recurrence included, by scope
+        self.other_seconds: Counter[str] = Counter()
+        # by kind and resource; they add up to `now`
+        self.seconds: Counter[tuple[str, str]] = Counter()
+        # by resource, each transfer alone on its link
+        self.transfer_seconds: Counter[str] = Counter()
         self.num_transfers: Counter[str] = Counter()  # by resource
         self.num_exposed: Counter[str] = Counter()  # by resource: transfers that kernels wait for
         self.events = events
         self._queues = {name: _Queue() for name in QUEUES.values()}
-        self._single_runs = {} if single_runs is None else single_runs  # one run of a computation, links idle
+        # one run of a computation, links idle
+        self._single_runs = {} if single_runs is None else single_runs
 
     def run(self, computation: Computation) -> None:
         for op in self.timed_ops.of(computation):
@@ -355,7 +403,9 @@ class Simulator:
         body = program.computations[loop.attributes["body"].lstrip("%")]
         remaining = self.timed_ops.num_rounds(loop)
         is_recorded = self.events is not None and len(self.events) < _MAX_EVENTS
-        while remaining >= 1 and (is_recorded or any(queue.in_flight for queue in self._queues.values())):
+        while remaining >= 1 and (
+            is_recorded or any(queue.in_flight for queue in self._queues.values())
+        ):
             self.run(body)
             remaining -= 1
             is_recorded = is_recorded and len(self.events or ()) < _MAX_EVENTS
@@ -368,7 +418,14 @@ class Simulator:
         self._advance(times * single_run.now)
         self.flops += times * single_run.flops
         self.product_flops += times * single_run.product_flops
-        for name in ("seconds", "product_seconds", "other_seconds", "transfer_seconds", "num_transfers", "num_exposed"):
+        for name in (
+            "seconds",
+            "product_seconds",
+            "other_seconds",
+            "transfer_seconds",
+            "num_transfers",
+            "num_exposed",
+        ):
             totals = getattr(self, name)
             for key, value in getattr(single_run, name).items():
                 totals[key] += times * value
@@ -383,7 +440,9 @@ class Simulator:
     def _single_run(self, computation: Computation) -> "Simulator":
         """One run of a computation that starts with idle links."""
         if computation.name not in self._single_runs:
-            simulator = self._single_runs[computation.name] = Simulator(self.timed_ops, self._single_runs)
+            simulator = self._single_runs[computation.name] = Simulator(
+                self.timed_ops, self._single_runs
+            )
             simulator.run(computation)
         return self._single_runs[computation.name]
 
@@ -408,7 +467,9 @@ class _Queue:
         self.in_flight[transfer.start] = _InFlight(transfer, transfer.seconds, None)
 
     def seconds_until_done(self, start: Instruction) -> float:
-        """Seconds until `start` is done: its own seconds and those of earlier transfers; 0 if it is not in flight."""
+        """Seconds until `start` is done: its own seconds and those of earlier transfers; 0 if it is
+        not in flight.
+        """
         seconds = 0.0
         for earlier, transfer in self.in_flight.items():
             seconds += transfer.remaining_seconds
@@ -417,7 +478,9 @@ class _Queue:
         return 0.0
 
     def seconds_of_kernel(self, seconds: float) -> float:
-        """Seconds of a kernel that takes `seconds` with all multiprocessors, while the transfers in flight run."""
+        """Seconds of a kernel that takes `seconds` with all multiprocessors, while the transfers in
+        flight run.
+        """
         total = 0.0
         for transfer in self.in_flight.values():
             progress = transfer.remaining_seconds * transfer.transfer.compute_share
@@ -459,7 +522,9 @@ LAYER_PASSES = ("forward", "backward")  # the backward of a layer includes its r
 
 
 class LayerEvent(NamedTuple):
-    """A transfer, or one kernel or several adjacent ones (`_merged`). Times are relative to the start of the pass."""
+    """A transfer, or one kernel or several adjacent ones (`_merged`). Times are relative to the
+    start of the pass.
+    """
 
     pass_name: str  # one of LAYER_PASSES
     lane: str  # "kernels", or a link: "NVLink", "network", "to host", "from host"
@@ -474,15 +539,18 @@ def layer_timeline(program: AnalyzedProgram, model: TimeModel) -> tuple[LayerEve
     for pass_name in LAYER_PASSES:
         computation = layer(program, pass_name)
         if computation is not None:
-            timeline += [LayerEvent(pass_name, *event) for event in _merged(events(program, model, computation))]
+            timeline += [
+                LayerEvent(pass_name, *event)
+                for event in _merged(events(program, model, computation))
+            ]
     return tuple(timeline)
 
 
 def layer(program: AnalyzedProgram, pass_name: str) -> Computation | None:
     """The body of the loop over layers in one of LAYER_PASSES; None if there is no such loop.
 
-    It is the outermost computation that runs attention of this pass only. Layers may contain loops, over tiles of
-    tokens, and the loop over microbatches contains the layers of both passes.
+    It is the outermost computation that runs attention of this pass only. Layers may contain loops,
+    over tiles of tokens, and the loop over microbatches contains the layers of both passes.
     """
     own = {"forward": {"forward"}, "backward": {"backward", "recomputation"}}[pass_name]
     bodies = []
@@ -491,9 +559,13 @@ def layer(program: AnalyzedProgram, pass_name: str) -> Computation | None:
         is_run = program.execution_counts[computation.name] and computation is not program.entry
         if is_run and pass_name in passes and passes <= own:
             bodies.append(computation)
-    inner = {name for computation in bodies for instruction in computation for name in instruction.called}
+    inner = {
+        name for computation in bodies for instruction in computation for name in instruction.called
+    }
     outermost = [computation for computation in bodies if computation.name not in inner]
-    return max(outermost, key=lambda computation: program.execution_counts[computation.name], default=None)
+    return max(
+        outermost, key=lambda computation: program.execution_counts[computation.name], default=None
+    )
 
 
 def _attention_passes(program: AnalyzedProgram, computation: Computation) -> set[str]:
@@ -504,15 +576,21 @@ def _attention_passes(program: AnalyzedProgram, computation: Computation) -> set
         if call is not None:
             passes.add(call.pass_name)
         else:
-            passes.update(*(_attention_passes(program, program.computations[name]) for name in instruction.called))
+            passes.update(
+                *(
+                    _attention_passes(program, program.computations[name])
+                    for name in instruction.called
+                )
+            )
     return passes
 
 
 def _merged(timeline: list[Event]) -> list[Event]:
-    """Joins adjacent kernels of one kind: a layer has hundreds of kernels, or tens of thousands in tiles.
+    """Joins adjacent kernels of one kind: a layer has hundreds of kernels, or tens of thousands in
+    tiles.
 
-    In a long timeline, adjacent kernels of any kind are joined until they take a thousandth of its duration. Kinds are
-    assigned so that the total of each kind is preserved up to that resolution.
+    In a long timeline, adjacent kernels of any kind are joined until they take a thousandth of its
+    duration. Kinds are assigned so that the total of each kind is preserved up to that resolution.
     """
     transfers = [event for event in timeline if event.lane != KERNELS]
     kernels = _joined([event for event in timeline if event.lane == KERNELS])
@@ -532,7 +610,8 @@ def _joined(kernels: list[Event]) -> list[Event]:
 
 def _coarse(kernels: list[Event], resolution_seconds: float) -> list[Event]:
     coarse: list[Event] = []
-    missing_seconds: Counter[str] = Counter()  # by kind: time of kernels minus time that was assigned to the kind
+    # by kind: time of kernels minus time that was assigned to the kind
+    missing_seconds: Counter[str] = Counter()
     for event in kernels:
         missing_seconds[event.kind] += event.end_seconds - event.start_seconds
         if coarse and _follows(coarse[-1], event):

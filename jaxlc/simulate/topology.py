@@ -1,4 +1,6 @@
-"""Target GPUs for ahead-of-time compilation: `topology("h100:8x8")` is 8 NVLink domains of 8 H100s each."""
+"""Target GPUs for ahead-of-time compilation: `topology("h100:8x8")` is 8 NVLink domains of 8 H100s
+each.
+"""
 
 import dataclasses
 import functools
@@ -18,17 +20,22 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.sharding import mesh as sharding_mesh
 
-# Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine code is not run, so
-# ptxas need not optimize it.
-WITHOUT_GPU = MappingProxyType({"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True})
-# Without autotuning XLA uses Triton for all products, also for those of 8 bits, for which a GPU would choose cuBLAS.
-# JAX 0.11 and 0.12 then fail on some products of float32: "No supported config found for HLO: %gemm_fusion_dot".
+# Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine
+# code is not run, so ptxas need not optimize it.
+WITHOUT_GPU = MappingProxyType(
+    {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
+)
+# Without autotuning XLA uses Triton for all products, also for those of 8 bits, for which a GPU
+# would choose cuBLAS. JAX 0.11 and 0.12 then fail on some products of float32: "No supported config
+# found for HLO: %gemm_fusion_dot".
 NO_TRITON = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 FAILS_WITH_TRITON = "No supported config found for HLO"  # in the message
 
 
 class _Chip(NamedTuple):
-    """Properties that only the compiler needs; XLA's own figures, xla/backends/gpu/target_config/specs."""
+    """Properties that only the compiler needs; XLA's own figures,
+    xla/backends/gpu/target_config/specs.
+    """
 
     core_count: int
     fpus_per_core: int
@@ -55,8 +62,8 @@ class _Node(NamedTuple):
     domain_size: int  # GPUs of a full NVLink domain
 
 
-# A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
-# has one.
+# A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs
+# of 480 GB, a GH200 has one.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40, domain_size=8)
 _NODES = {
     "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30, domain_size=72),
@@ -103,8 +110,11 @@ class Topology:
         ).devices
 
 
-def topology(name: str, *, devices_per_process: int = 1, host_memory_gib: float | None = None) -> Topology:
-    """Parses a name such as "h100:8x8": 8 NVLink domains of 8 GPUs each. "gb200:1x64" is a part of one NVL72.
+def topology(
+    name: str, *, devices_per_process: int = 1, host_memory_gib: float | None = None
+) -> Topology:
+    """Parses a name such as "h100:8x8": 8 NVLink domains of 8 GPUs each. "gb200:1x64" is a part of
+    one NVL72.
 
     Args:
       devices_per_process: GPUs per process.
@@ -114,11 +124,15 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_gib: float 
     """
     gpu, _, size = name.lower().partition(":")
     if gpu not in _CHIPS:
-        raise UserError(f"invalid topology {name!r}: unknown GPU; expected one of {', '.join(_CHIPS)}, as in h100:8x8")
+        raise UserError(
+            f"invalid topology {name!r}: unknown GPU; expected one of {', '.join(_CHIPS)}, as in h100:8x8"
+        )
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
     if match is None:
         one_domain = f"{gpu}:1x{size}" if size.isdecimal() else f"{gpu}:8x8"
-        raise UserError(f"invalid topology {name!r}: expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as {one_domain}")
+        raise UserError(
+            f"invalid topology {name!r}: expected GPU:DOMAINSxGPUS_PER_DOMAIN, such as {one_domain}"
+        )
     num_domains, gpus_per_domain = int(match[1]), int(match[2])
     if devices_per_process < 1 or gpus_per_domain % devices_per_process:
         raise UserError(
@@ -131,7 +145,9 @@ def topology(name: str, *, devices_per_process: int = 1, host_memory_gib: float 
         gpus_per_domain=gpus_per_domain,
         devices_per_process=devices_per_process,
         gpus_per_node=node.num_gpus,
-        host_memory_bytes_per_node=node.memory_bytes if host_memory_gib is None else int(host_memory_gib * 2**30),
+        host_memory_bytes_per_node=node.memory_bytes
+        if host_memory_gib is None
+        else int(host_memory_gib * 2**30),
     )
 
 
@@ -139,7 +155,10 @@ def part_of(gpus: Topology, num_domains: int, gpus_per_domain: int) -> Topology:
     """The same kind of GPUs and nodes in another number."""
     per_process = math.gcd(gpus.devices_per_process, gpus_per_domain)
     return dataclasses.replace(
-        gpus, num_domains=num_domains, gpus_per_domain=gpus_per_domain, devices_per_process=per_process
+        gpus,
+        num_domains=num_domains,
+        gpus_per_domain=gpus_per_domain,
+        devices_per_process=per_process,
     )
 
 
@@ -155,7 +174,9 @@ def make_mesh(gpus: Topology, config: MeshConfig) -> Mesh:
       UserError: the mesh has a different number of devices, or the GPU compiler is not installed.
     """
     if config.num_devices != gpus.num_gpus:
-        raise UserError(f"{gpus} has {gpus.num_gpus} GPUs and {config} needs {config.num_devices}; both must be equal")
+        raise UserError(
+            f"{gpus} has {gpus.num_gpus} GPUs and {config} needs {config.num_devices}; both must be equal"
+        )
     return sharding_mesh.make_mesh(config, gpus.devices)
 
 
@@ -167,7 +188,8 @@ def options_without_gpu(compute: str) -> dict[str, bool | int]:
 def target_config(device: hardware.Device) -> str:
     """Properties of a GPU as a text proto, XLA's GpuTargetConfigProto.
 
-    It has only fields that all versions from 0.10.1 to 0.12 know: an unknown field is a parse error.
+    It has only fields that all versions from 0.10.1 to 0.12 know: an unknown field is a parse
+    error.
     """
     chip = _CHIPS[device.name]
     major, minor = device.compute_capability.split(".")

@@ -34,15 +34,20 @@ class SequenceOrder:
     """The order of tokens in the arrays of a batch."""
 
     description: str  # for the start report
-    # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds token of(...)[i].
+    # arrays [S] in natural order, "segment_ids" among them -> int64 [S]: index i of the batch holds
+    # token of(...)[i].
     of: OrderOf
-    few_documents: bool = False  # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
+    # context ranks share at most `document_layout.MAX_SHARED_DOCUMENTS` of a sequence
+    few_documents: bool = False
     skips_ring_steps: bool = False  # sequences of short documents need the first ring steps only
     num_chains: int = 0  # of `chained`
-    # As `of`, with the fragments of ranks, for layers that exchange states. None: there are none, or zigzag order.
+    # As `of`, with the fragments of ranks, for layers that exchange states. None: there are none,
+    # or zigzag order.
     chained: Callable[[Mapping[str, np.ndarray]], ChainedOrder] | None = None
 
-    def arranged(self, sequence: Mapping[str, np.ndarray]) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+    def arranged(
+        self, sequence: Mapping[str, np.ndarray]
+    ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
         """All arrays of a sequence that a batch has, in natural order, and the order."""
         if self.chained is None:
             return sequence, self.of(sequence)
@@ -79,7 +84,9 @@ def choose(config: Config, context: int) -> SequenceOrder:
     skips_ring_steps = few_documents and _may_skip_ring_steps(config, context)
     if kinds_with(PassesStates, config.model):
         min_tokens = reach(config.model)
-        return _with_chains(description, context, window, min_tokens=min_tokens, skips_ring_steps=skips_ring_steps)
+        return _with_chains(
+            description, context, window, min_tokens=min_tokens, skips_ring_steps=skips_ring_steps
+        )
 
     def order_of(sequence):
         order_T = document_order(
@@ -89,7 +96,10 @@ def choose(config: Config, context: int) -> SequenceOrder:
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 
     return SequenceOrder(
-        description=description, of=order_of, few_documents=few_documents, skips_ring_steps=skips_ring_steps
+        description=description,
+        of=order_of,
+        few_documents=few_documents,
+        skips_ring_steps=skips_ring_steps,
     )
 
 
@@ -125,8 +135,12 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
     if reason is not None:
         return reason
     if attention.shared_prefixes and config.memory.tile_tokens:
-        return "memory.tile_tokens with shared prefixes, whose tokens a mirrored piece does not reach"
-    if attention.strategy == "ulysses" or (attention.strategy == "hybrid" and attention.ulysses_degree == context):
+        return (
+            "memory.tile_tokens with shared prefixes, whose tokens a mirrored piece does not reach"
+        )
+    if attention.strategy == "ulysses" or (
+        attention.strategy == "hybrid" and attention.ulysses_degree == context
+    ):
         return "each rank attends over whole sequences"
     if attention.shared_prefixes and _window(config) is not None:
         return "sliding windows of documents that share prefixes"
@@ -139,15 +153,24 @@ def _zigzag_reason(config: Config, context: int) -> str | None:
 
 
 def _may_skip_ring_steps(config: Config, context: int) -> bool:
-    """Whether the ring steps of a microbatch are of one sequence, whose documents have no other keys."""
+    """Whether the ring steps of a microbatch are of one sequence, whose documents have no other
+    keys.
+    """
     train, mesh, attention = config.train, config.mesh, config.attention
-    has_ring = attention.strategy in ("ring", "hybrid") and context // _group_size(config) > NUM_FIRST_RING_STEPS
-    is_one_sequence = train.global_batch_size == train.gradient_accumulation_steps and mesh.data * mesh.fsdp == 1
+    has_ring = (
+        attention.strategy in ("ring", "hybrid")
+        and context // _group_size(config) > NUM_FIRST_RING_STEPS
+    )
+    is_one_sequence = (
+        train.global_batch_size == train.gradient_accumulation_steps and mesh.data * mesh.fsdp == 1
+    )
     return has_ring and is_one_sequence and not attention.shared_prefixes
 
 
 def _states_reason(config: Config) -> str | None:
-    """Why sequences are in zigzag order if layers pass states along them; None: such layers do not need that."""
+    """Why sequences are in zigzag order if layers pass states along them; None: such layers do not
+    need that.
+    """
     model, attention = config.model, config.attention
     kinds = kinds_with(PassesStates, model)
     if not kinds:
@@ -158,7 +181,9 @@ def _states_reason(config: Config) -> str | None:
     if len(kinds_with(PerDocumentOrder, model)) < len(kinds):
         return f"{layers}, whose states pass through the whole sequence"
     if config.memory.tile_tokens:
-        return f"{layers} with memory.tile_tokens, whose tiles have a part of each fragment of a rank"
+        return (
+            f"{layers} with memory.tile_tokens, whose tiles have a part of each fragment of a rank"
+        )
     if attention.shared_prefixes:
         return f"{layers} with shared prefixes, whose states pass through the whole sequence"
     if attention.strategy == "hybrid":
@@ -181,18 +206,26 @@ BATCH_SPEC = PartitionSpec(None, *_SEQUENCE_SPEC)
 
 
 def sequence_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
-    """int32 of `shape` [sequences, tokens]: the position of each token in its sequence, in layout order."""
+    """int32 of `shape` [sequences, tokens]: the position of each token in its sequence, in layout
+    order.
+    """
     num_tokens = shape[1]
     positions_T = token_at(jnp.arange(num_tokens, dtype=jnp.int32), num_tokens, mesh.shape[CONTEXT])
-    return lax.with_sharding_constraint(jnp.broadcast_to(positions_T, shape), NamedSharding(mesh, _SEQUENCE_SPEC))
+    return lax.with_sharding_constraint(
+        jnp.broadcast_to(positions_T, shape), NamedSharding(mesh, _SEQUENCE_SPEC)
+    )
 
 
 def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
-    """Pairs of a query and a key that the document mask leaves in a batch, summed over the layers; float32."""
+    """Pairs of a query and a key that the document mask leaves in a batch, summed over the layers;
+    float32.
+    """
     is_text = batch.segment_ids > 0
     pairs = jnp.float32(0)
     for kind, num_layers in num_layers_by_kind(model).items():
-        num_keys = jnp.minimum(batch.positions + 1, model.window_of(kind) or batch.positions.shape[-1])
+        num_keys = jnp.minimum(
+            batch.positions + 1, model.window_of(kind) or batch.positions.shape[-1]
+        )
         # First by sequence: a sum in float32 over all tokens would round away single addends.
         by_sequence = jnp.where(is_text, num_keys, 0).sum(-1, dtype=jnp.float32)
         pairs += num_layers * by_sequence.sum()
@@ -200,12 +233,18 @@ def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
 
 
 def num_invalid_indices(batch: Batch, vocab_size: int) -> jax.Array:
-    """Tokens, weighted targets and positions out of range, which JAX would clamp without an error; float32.
+    """Tokens, weighted targets and positions out of range, which JAX would clamp without an error;
+    float32.
 
-    Batches of a run are checked on the host (`data.sequences.user_batches`), batches of other loops only here.
+    Batches of a run are checked on the host (`data.sequences.user_batches`), batches of other loops
+    only here.
     """
     targets = jnp.where(batch.loss_weights > 0, batch.targets, 0)
-    ends = ((batch.tokens, vocab_size), (targets, vocab_size), (batch.positions, batch.positions.shape[-1]))
+    ends = (
+        (batch.tokens, vocab_size),
+        (targets, vocab_size),
+        (batch.positions, batch.positions.shape[-1]),
+    )
     return sum(((x < 0) | (x >= end)).astype(jnp.float32) for x, end in ends).sum()
 
 
@@ -223,16 +262,26 @@ def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> B
     )
     batch = _abstract(config, shape, NamedSharding(mesh, BATCH_SPEC), has_fragments)
     if config.posttrain.uses_reference_model:
-        batch = batch._replace(reference_log_probs=batch.loss_weights)  # added by `train.data.Reference`
+        # added by `train.data.Reference`
+        batch = batch._replace(reference_log_probs=batch.loss_weights)
     return batch
 
 
 def abstract_sequences(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:
-    """As `abstract_batch`, of one microbatch with one sequence per rank of the data and fsdp axes; arrays [B, S]."""
+    """As `abstract_batch`, of one microbatch with one sequence per rank of the data and fsdp axes;
+    arrays [B, S].
+    """
     shape = math.prod(mesh.shape[axis] for axis in BATCH_AXES), config.data.seq_len
     return _abstract(config, shape, NamedSharding(mesh, _SEQUENCE_SPEC), has_fragments)
 
 
-def _abstract(config: Config, shape: tuple[int, ...], sharding: NamedSharding, has_fragments: bool) -> Batch:
+def _abstract(
+    config: Config, shape: tuple[int, ...], sharding: NamedSharding, has_fragments: bool
+) -> Batch:
     dtypes = array_dtypes(config) | ({"fragment_ids": jnp.int32} if has_fragments else {})
-    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()})
+    return Batch(
+        **{
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for name, dtype in dtypes.items()
+        }
+    )

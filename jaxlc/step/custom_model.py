@@ -19,28 +19,32 @@ NATURAL, ZIGZAG = "natural", "zigzag"
 
 
 class Model(Protocol):
-    """A model that `jaxlc.train.run` and `jaxlc.train.build_step` train instead of the decoder of config.model.
+    """A model that `jaxlc.train.run` and `jaxlc.train.build_step` train instead of the decoder of
+    config.model.
 
     Two attributes are optional:
 
-    token_order: "natural" (the default), or "zigzag" for a model that calls `jaxlc.attend` on tokens in zigzag order.
-    dims: the tree of the parameters with a tuple of dimension names per leaf, as in `jaxlc.sharding.rules`. By default
-      the largest dimension of each matrix is sharded over fsdp and context, vectors are replicated, and weight decay
-      applies to matrices only.
+    token_order: "natural" (the default), or "zigzag" for a model that calls `jaxlc.attend` on
+    tokens in zigzag order. dims: the tree of the parameters with a tuple of dimension names per
+    leaf, as in `jaxlc.sharding.rules`. By default
+      the largest dimension of each matrix is sharded over fsdp and context, vectors are replicated,
+      and weight decay applies to matrices only.
     """
 
     def init(self, key: jax.Array) -> Any:
         """The parameters of step 0, a pytree of float32 arrays; called under `jit`."""
 
-    def apply(self, params: Any, batch: Batch, mesh: Mesh) -> jax.Array | tuple[jax.Array, jax.Array]:
+    def apply(
+        self, params: Any, batch: Batch, mesh: Mesh
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """The output for one microbatch; called under `jit`.
 
         Args:
           batch: arrays [B, T], B sharded over data and fsdp, T over context, in `token_order`.
           mesh: the mesh of the run, for `jaxlc.attend`.
         Returns:
-          Final hidden states [B, T, D] and the output head [D, V], of which the loss computes logits in chunks; or
-          logits [B, T, V], which need B x T x V x 4 bytes.
+          Final hidden states [B, T, D] and the output head [D, V], of which the loss computes
+          logits in chunks; or logits [B, T, V], which need B x T x V x 4 bytes.
         """
 
 
@@ -71,7 +75,9 @@ class CustomObjective:
         """The order of tokens in the arrays of a batch."""
         order = getattr(self.model, "token_order", NATURAL)
         if order not in (NATURAL, ZIGZAG):
-            raise UserError(f"invalid token_order={order!r} of the model: expected {NATURAL!r} or {ZIGZAG!r}")
+            raise UserError(
+                f"invalid token_order={order!r} of the model: expected {NATURAL!r} or {ZIGZAG!r}"
+            )
         return order
 
     def init_params(self, key: jax.Array):
@@ -91,11 +97,15 @@ class CustomObjective:
         """Loss of each token, float32 [B, T]; for evaluation."""
         output = self._output(params, batch)
         if isinstance(output, tuple):
-            return token_losses(output[0], None, self._padded_head(output[1]), batch.targets, self._loss_spec)
+            return token_losses(
+                output[0], None, self._padded_head(output[1]), batch.targets, self._loss_spec
+            )
         return self._losses_of_logits(output, batch.targets)[0]
 
     def features(self, params, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
-        """The model's hidden states [B, T, D] and output head [D, V]; or its logits [B, T, V] and None."""
+        """The model's hidden states [B, T, D] and output head [D, V]; or its logits [B, T, V] and
+        None.
+        """
         output = self._output(params, batch)
         return output if isinstance(output, tuple) else (output, None)
 
@@ -109,11 +119,18 @@ class CustomObjective:
         Raises:
           UserError: the shapes do not match the `Model` protocol.
         """
-        output, vocab_size = self.model.apply(params, batch, self.mesh), self.config.model.vocab_size
+        output, vocab_size = (
+            self.model.apply(params, batch, self.mesh),
+            self.config.model.vocab_size,
+        )
         arrays = output if isinstance(output, tuple) else (output,)
         first, last = arrays[0], arrays[-1]
         is_valid = len(arrays) <= 2 and first.ndim == 3 and first.shape[:2] == batch.tokens.shape
-        if not is_valid or last.shape[-1] != vocab_size or (len(arrays) == 2 and last.shape[:-1] != first.shape[2:]):
+        if (
+            not is_valid
+            or last.shape[-1] != vocab_size
+            or (len(arrays) == 2 and last.shape[:-1] != first.shape[2:])
+        ):
             raise UserError(
                 f"the model returned {' and '.join(str(x.shape) for x in arrays)}: expected logits"
                 f" {(*batch.tokens.shape, vocab_size)} (config.model.vocab_size={vocab_size}), or hidden states"
@@ -128,14 +145,19 @@ class CustomObjective:
             return loss_sums(hidden_BTD, None, head_DV, batch.targets, weights_BT, self._loss_spec)
         losses_BT, penalties_BT = self._losses_of_logits(output, batch.targets)
         return LossSums(
-            objective=(weights_BT * (losses_BT + penalties_BT)).sum(), cross_entropy=(weights_BT * losses_BT).sum()
+            objective=(weights_BT * (losses_BT + penalties_BT)).sum(),
+            cross_entropy=(weights_BT * losses_BT).sum(),
         )
 
-    def _losses_of_logits(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _losses_of_logits(
+        self, logits_BTV: jax.Array, targets_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(loss of each token, its z-loss), float32 [B, T] each."""
         logits_BTV = logits_BTV.astype(jnp.float32)
         if self.token_loss is not None:
-            losses_N = self.token_loss(logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1))
+            losses_N = self.token_loss(
+                logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1)
+            )
             check_losses(losses_N, targets_BT.reshape(-1))
             return losses_N.reshape(targets_BT.shape), jnp.zeros(targets_BT.shape, jnp.float32)
         log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
@@ -143,7 +165,9 @@ class CustomObjective:
         return log_z_BT - target_logits_BT, self.config.train.z_loss * log_z_BT**2
 
     def _padded_head(self, head_DV: jax.Array) -> jax.Array:
-        """The head with zero columns up to a multiple of tensor, which `loss_sums` requires and masks."""
+        """The head with zero columns up to a multiple of tensor, which `loss_sums` requires and
+        masks.
+        """
         padding = -head_DV.shape[1] % self.mesh.shape[TENSOR]
         return jnp.pad(head_DV, ((0, 0), (0, padding)))
 
@@ -151,10 +175,14 @@ class CustomObjective:
 def check_methods(argument: str, value, methods: tuple[str, ...]) -> None:
     """Raises UserError if the `value` of an optional argument lacks one of the methods."""
     if value is not None and not all(callable(getattr(value, method, None)) for method in methods):
-        raise UserError(f"invalid {argument} {value!r}: expected an object with methods {' and '.join(methods)}")
+        raise UserError(
+            f"invalid {argument} {value!r}: expected an object with methods {' and '.join(methods)}"
+        )
 
 
-def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_optimizer: bool) -> None:
+def check_supported(
+    config: Config, *, has_model: bool, has_loss: bool, has_optimizer: bool
+) -> None:
     """Checks that the settings support a custom model, loss or optimizer.
 
     Raises:
@@ -196,7 +224,9 @@ def check_supported(config: Config, *, has_model: bool, has_loss: bool, has_opti
 
 
 def _default_dims(leaf: jax.ShapeDtypeStruct) -> tuple[str, ...]:
-    """Dimension names of a parameter without declared ones: the largest dimension of a matrix is sharded."""
+    """Dimension names of a parameter without declared ones: the largest dimension of a matrix is
+    sharded.
+    """
     if len(leaf.shape) < 2:
         return ("norm",) * len(leaf.shape)
     largest = max(range(len(leaf.shape)), key=leaf.shape.__getitem__)

@@ -1,4 +1,6 @@
-"""Hidden states, logits and token losses of a trained model, for text or tokens, also for very long sequences."""
+"""Hidden states, logits and token losses of a trained model, for text or tokens, also for very long
+sequences.
+"""
 
 import dataclasses
 import functools
@@ -30,7 +32,8 @@ from jaxlc.step.loss import loss_chunk_tokens
 from jaxlc.step.step import TrainStep
 
 _MAX_LOGITS_BYTES = 8 * 2**30  # in host memory, for one call
-_MIN_TOKENS = 256  # shorter sequences are padded to it: they cost little more than their compilation
+# shorter sequences are padded to it: they cost little more than their compilation
+_MIN_TOKENS = 256
 
 Tokens = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -56,20 +59,28 @@ class TokenScores(NamedTuple):
 class LanguageModel:
     """A trained model. Its methods take tokens and run on the mesh of the run.
 
-    Tokens are a string, which is encoded with the tokenizer of the run and starts with its start token (see
-    config.data.start_token), or integers [T] or [B, T] in natural order.
-    Results have the same leading dimensions, without B for a string and for [T]. Each sequence is one document and may
-    be longer than data.seq_len. Sequences are padded so that they split over the mesh; each padded length is compiled
-    once. Every process of a run must make the same calls.
+    Tokens are a string, which is encoded with the tokenizer of the run and starts with its start
+    token (see config.data.start_token), or integers [T] or [B, T] in natural order. Results have
+    the same leading dimensions, without B for a string and for [T]. Each sequence is one document
+    and may be longer than data.seq_len. Sequences are padded so that they split over the mesh; each
+    padded length is compiled once. Every process of a run must make the same calls.
     """
 
-    def __init__(self, step: TrainStep, params, tokenizer: Tokenizer, *, is_pretrained: bool = False):
+    def __init__(
+        self, step: TrainStep, params, tokenizer: Tokenizer, *, is_pretrained: bool = False
+    ):
         """`is_pretrained`: see `Result.is_pretrained`."""
-        self.config, self.mesh, self.params, self.tokenizer = step.config, step.mesh, params, tokenizer
+        self.config, self.mesh, self.params, self.tokenizer = (
+            step.config,
+            step.mesh,
+            params,
+            tokenizer,
+        )
         self._step, self._is_pretrained = step, is_pretrained
 
     def hidden_states(self, tokens: Tokens) -> jax.Array:
-        """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over context and tensor.
+        """Final hidden states after the final norm, [B, T, D] in the compute dtype, T sharded over
+        context and tensor.
 
         Raises:
           Unsupported: a custom model that returns logits only.
@@ -79,19 +90,25 @@ class LanguageModel:
         functions = self._functions(padded.batch.tokens.shape[1])
         hidden_BTD, head = functions.features(self.params, padded.batch, *padded.tables)
         if head is None:
-            raise Unsupported("hidden states are unsupported: apply() of this model returns logits only")
+            raise Unsupported(
+                "hidden states are unsupported: apply() of this model returns logits only"
+            )
         num_sequences, num_tokens = padded.shape
         hidden_BTD = hidden_BTD[:num_sequences, padded.natural_order[:num_tokens]]
         return hidden_BTD[0] if padded.is_single else hidden_BTD
 
-    def logits(self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None) -> np.ndarray:
+    def logits(
+        self, tokens: Tokens, positions: int | Sequence[int] | slice | np.ndarray | None = None
+    ) -> np.ndarray:
         """Logits of the next token, float32 [B, T, V]; logits[t] predict token t + 1.
 
-        They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied to the host.
+        They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied
+        to the host.
 
         Args:
-          positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which replaces the
-            dimension T as in NumPy indexing; `-1` gives the logits of the last token, without T. None: all tokens.
+          positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which
+            replaces the dimension T as in NumPy indexing; `-1` gives the logits of the last token,
+            without T. None: all tokens.
         Raises:
           UserError: the logits would take more than 8 GiB, or a token is not in the vocabulary.
         """
@@ -109,7 +126,9 @@ class LanguageModel:
         functions = self._functions(padded.batch.tokens.shape[1])
         features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
         chunk_tokens = loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT]
-        chunks = np.split(padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens))
+        chunks = np.split(
+            padded.natural_order[chosen_n], range(chunk_tokens, len(chosen_n), chunk_tokens)
+        )
         logits_BnV = np.concatenate(
             [np.asarray(self._logits(features_BTX, head_DV, chunk_n)) for chunk_n in chunks], axis=1
         )[:num_sequences]
@@ -117,9 +136,11 @@ class LanguageModel:
         return logits_BnV[0] if padded.is_single else logits_BnV
 
     def token_losses(self, tokens: Tokens) -> np.ndarray:
-        """The loss of each token but the first, float32 [B, T - 1], cross entropy in nats, or the custom loss.
+        """The loss of each token but the first, float32 [B, T - 1], cross entropy in nats, or the
+        custom loss.
 
-        Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks only.
+        Element t is the loss of token t + 1, given the tokens up to t. The logits exist in chunks
+        only.
         """
         return self._token_losses(self._padded(tokens))
 
@@ -130,48 +151,70 @@ class LanguageModel:
         losses_BT = losses_BT[:num_sequences, padded.natural_order[: num_tokens - 1]]
         return losses_BT[0] if padded.is_single else losses_BT
 
-    def log_probs(self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How probable candidates for the next token are. The logits exist in chunks only, on the devices.
+    def log_probs(
+        self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """How probable candidates for the next token are. The logits exist in chunks only, on the
+        devices.
 
         Args:
-          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on earlier ones only.
-          positions: token indices, int [B, n]: candidate [b, i] follows token [b, positions[b, i]].
-          candidates: token ids, int [B, n].
+          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on
+          earlier ones only. positions: token indices, int [B, n]: candidate [b, i] follows token
+          [b, positions[b, i]]. candidates: token ids, int [B, n].
         Returns:
-          The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the most probable token,
-          bool [B, n].
+          The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the
+          most probable token, bool [B, n].
         """
         scores = self.scores(tokens, positions, candidates)
         return scores.log_probs, scores.is_best
 
     def scores(
-        self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray, temperature: float = 1.0
+        self,
+        tokens: Tokens,
+        positions: np.ndarray,
+        candidates: np.ndarray,
+        temperature: float = 1.0,
     ) -> "TokenScores":
-        """As `log_probs`, of logits divided by `temperature`, with the entropy of each distribution."""
+        """As `log_probs`, of logits divided by `temperature`, with the entropy of each
+        distribution.
+        """
         padded = self._padded(tokens)
         check_range("position", np.asarray(positions), padded.shape[1], "positions")
         check_range("token", np.asarray(candidates), self.config.model.vocab_size, "candidates")
         functions = self._functions(padded.batch.tokens.shape[1])
         features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
         num_sequences, num_scored = np.shape(positions)
-        chunk = max(1, loss_chunk_tokens(self.config, self.mesh) * self.mesh.shape[CONTEXT] // features_BTX.shape[0])
+        chunk = max(
+            1,
+            loss_chunk_tokens(self.config, self.mesh)
+            * self.mesh.shape[CONTEXT]
+            // features_BTX.shape[0],
+        )
         chunk = min(chunk, 2 ** (num_scored - 1).bit_length())  # few lengths are compiled
         widths = ((0, features_BTX.shape[0] - num_sequences), (0, -num_scored % chunk))
         positions_Bn = np.pad(padded.natural_order[positions], widths)
         candidates_Bn = np.pad(candidates, widths).astype(np.int32)
         chunks = [
             self._scores(
-                features_BTX, head_DV, positions_Bn[:, i : i + chunk], candidates_Bn[:, i : i + chunk], temperature
+                features_BTX,
+                head_DV,
+                positions_Bn[:, i : i + chunk],
+                candidates_Bn[:, i : i + chunk],
+                temperature,
             )
             for i in range(0, positions_Bn.shape[1], chunk)
         ]
-        return TokenScores(*(np.concatenate(parts, axis=1)[:num_sequences, :num_scored] for parts in zip(*chunks)))
+        return TokenScores(
+            *(np.concatenate(parts, axis=1)[:num_sequences, :num_scored] for parts in zip(*chunks))
+        )
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
         padded = self._padded(tokens)
         if padded.shape[1] < 2:
-            raise UserError("the loss of one token: expected at least 2 tokens, since the first token has no loss")
+            raise UserError(
+                "the loss of one token: expected at least 2 tokens, since the first token has no loss"
+            )
         return float(self._token_losses(padded).mean(dtype=np.float64))
 
     def __repr__(self) -> str:
@@ -184,29 +227,41 @@ class LanguageModel:
         def logits(features_BTX, head_DV, index_n):
             return self._projected(features_BTX[:, index_n], head_DV)
 
-        return Program("logits", jax.jit(logits, out_shardings=NamedSharding(self.mesh, PartitionSpec())))
+        return Program(
+            "logits", jax.jit(logits, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        )
 
     @functools.cached_property
     def _scores(self):
         def scores(features_BTX, head_DV, index_Bn, candidates_Bn, temperature):
-            logits_BnV = self._projected(jnp.take_along_axis(features_BTX, index_Bn[..., None], axis=1), head_DV)
+            logits_BnV = self._projected(
+                jnp.take_along_axis(features_BTX, index_Bn[..., None], axis=1), head_DV
+            )
             log_probs_BnV = jax.nn.log_softmax(logits_BnV / temperature, axis=-1)
-            chosen_Bn = jnp.take_along_axis(log_probs_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
+            chosen_Bn = jnp.take_along_axis(log_probs_BnV, candidates_Bn[..., None], axis=-1)[
+                ..., 0
+            ]
             entropy_Bn = -(jnp.exp(log_probs_BnV) * log_probs_BnV).sum(-1)
             return TokenScores(chosen_Bn, logits_BnV.argmax(-1) == candidates_Bn, entropy_Bn)
 
-        return Program("scores", jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec())))
+        return Program(
+            "scores", jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        )
 
     def _projected(self, features_BnX: jax.Array, head_DV: jax.Array | None) -> jax.Array:
         """The logits, float32 [B, n, V]."""
         if head_DV is None:
             return features_BnX.astype(jnp.float32)
-        logits_BnV = jnp.einsum("BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32)
+        logits_BnV = jnp.einsum(
+            "BnD,DV->BnV", features_BnX, head_DV, preferred_element_type=jnp.float32
+        )
         return logits_BnV[..., : self.config.model.vocab_size]
 
     @functools.cache  # noqa: B019
     def _functions(self, num_tokens: int) -> "_Functions":
-        step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh))
+        step = dataclasses.replace(
+            self._step, config=_for_sequences_of(self.config, num_tokens, self.mesh)
+        )
         everywhere, options = NamedSharding(self.mesh, PartitionSpec()), step.compiler_options
         objective = step.objective
         return _Functions(
@@ -223,29 +278,53 @@ class LanguageModel:
             ids = with_start(self.tokenizer.encode(tokens.encode()), self.tokenizer)
         ids_BT = np.atleast_2d(ids)
         if ids_BT.ndim > 2 or not ids_BT.size or not np.issubdtype(ids_BT.dtype, np.integer):
-            raise UserError(f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]")
+            raise UserError(
+                f"invalid tokens {ids.dtype}{list(ids.shape)}: expected a text, or integers [T] or [B, T]"
+            )
         num_sequences, num_tokens = ids_BT.shape
         is_custom = self._step.model is not None  # a custom model may limit the length
-        padded_tokens = padded_length(num_tokens if is_custom else max(num_tokens, _MIN_TOKENS), self.config, self.mesh)
-        padded_sequences = num_sequences + -num_sequences % math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
-        step = dataclasses.replace(self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh))
+        padded_tokens = padded_length(
+            num_tokens if is_custom else max(num_tokens, _MIN_TOKENS), self.config, self.mesh
+        )
+        padded_sequences = num_sequences + -num_sequences % math.prod(
+            self.mesh.shape[axis] for axis in BATCH_AXES
+        )
+        step = dataclasses.replace(
+            self._step, config=_for_sequences_of(self.config, padded_tokens, self.mesh)
+        )
         widths = ((0, padded_sequences - num_sequences), (0, padded_tokens - num_tokens))
         arrays = complete_batch(
-            {"tokens": np.pad(ids_BT, widths), "segment_ids": np.pad(np.ones(ids_BT.shape, np.int32), widths)},
+            {
+                "tokens": np.pad(ids_BT, widths),
+                "segment_ids": np.pad(np.ones(ids_BT.shape, np.int32), widths),
+            },
             (padded_sequences, padded_tokens),
             self.config.model.vocab_size,
             "tokens",
         )
         # All sequences have as many tokens as the first, except those that are only padding.
-        first, order = step.sequence_order.arranged({name: array[0] for name, array in arrays.items()})
-        added = {name: np.broadcast_to(first[name], arrays["tokens"].shape) for name in first.keys() - arrays.keys()}
+        first, order = step.sequence_order.arranged(
+            {name: array[0] for name, array in arrays.items()}
+        )
+        added = {
+            name: np.broadcast_to(first[name], arrays["tokens"].shape)
+            for name in first.keys() - arrays.keys()
+        }
         sharding = NamedSharding(self.mesh, PartitionSpec(*BATCH_SPEC[1:]))
-        batch = Batch(**{name: _global_array(x[:, order], sharding) for name, x in (arrays | added).items()})
+        batch = Batch(
+            **{name: _global_array(x[:, order], sharding) for name, x in (arrays | added).items()}
+        )
         tables = ()
         if not is_custom:
             rope_tokens = num_tokens if self._is_pretrained else self.config.data.seq_len
             tables = (tables_of_kinds(self.config.model, padded_tokens, rope_tokens),)
-        return _Padded(batch, tables, natural_order(order), (num_sequences, num_tokens), is_single=ids.ndim == 1)
+        return _Padded(
+            batch,
+            tables,
+            natural_order(order),
+            (num_sequences, num_tokens),
+            is_single=ids.ndim == 1,
+        )
 
 
 class _Functions(NamedTuple):
@@ -256,7 +335,8 @@ class _Functions(NamedTuple):
 
 
 def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
-    """The length to which `num_tokens` are padded: at most a quarter more, and a multiple of what the mesh requires.
+    """The length to which `num_tokens` are padded: at most a quarter more, and a multiple of what
+    the mesh requires.
 
     There are four lengths per power of two, so that few lengths are compiled.
     """
@@ -269,7 +349,9 @@ def padded_length(num_tokens: int, config: Config, mesh: Mesh) -> int:
 
 
 def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
-    """`config` for sequences of `num_tokens`, each one document; tiles only if they divide the sequence."""
+    """`config` for sequences of `num_tokens`, each one document; tiles only if they divide the
+    sequence.
+    """
     tile_tokens = config.memory.tile_tokens
     if tile_tokens and num_tokens % (mesh.shape[CONTEXT] * tile_tokens):
         tile_tokens = 0
@@ -306,11 +388,13 @@ class TrainedModel:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether this is the model of a Hugging Face directory, loaded as it is. Its RoPE follows the length of each
-        text instead of data.seq_len."""
+        """Whether this is the model of a Hugging Face directory, loaded as it is. Its RoPE follows
+        the length of each text instead of data.seq_len."""
         return (self.workdir / CONFIG_FILE).is_file()
 
     @cached_property
     def model(self) -> LanguageModel:
         """Logits, token losses and hidden states of the trained model, for text or tokens."""
-        return LanguageModel(self.train_step, self.params, self.tokenizer, is_pretrained=self.is_pretrained)
+        return LanguageModel(
+            self.train_step, self.params, self.tokenizer, is_pretrained=self.is_pretrained
+        )

@@ -1,24 +1,24 @@
-"""Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at a time.
+"""Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at
+a time.
 
-At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB. Each rank loops over
-chunks of its tokens: it norms the chunk, gathers it over tensor, multiplies by its shard of the head, and reduces (max,
-sum of exponentials, target logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3).
-The gradient of the chunk is computed in the same iteration, so the backward pass recomputes nothing and the head is
-read once. It overwrites the chunk of x, so only one array of full sequence length exists.
+At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB.
+Each rank loops over chunks of its tokens: it norms the chunk, gathers it over tensor, multiplies by
+its shard of the head, and reduces (max, sum of exponentials, target logit) over tensor
+(Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3). The gradient of the chunk
+is computed in the same iteration, so the backward pass recomputes nothing and the head is read
+once. It overwrites the chunk of x, so only one array of full sequence length exists.
 
-Size of a chunk
----------------
-The memory that the training state leaves free decides how many tokens have their logits computed at once. Each chunk
-adds its gradient to the float32 gradient of the output head [D, V], in device memory: 4.2 GB of traffic for an 8B
-model, about as long as the chunk's matrix products with 1,024 tokens. Larger chunks do that less often.
+Size of a chunk --------------- The memory that the training state leaves free decides how many
+tokens have their logits computed at once. Each chunk adds its gradient to the float32 gradient of
+the output head [D, V], in device memory: 4.2 GB of traffic for an 8B model, about as long as the
+chunk's matrix products with 1,024 tokens. Larger chunks do that less often.
 
-Losses of experts
------------------
-They are computed from the sums that layers with experts return. Sums are over the tokens of a microbatch on all ranks:
-text, prompts without loss included, a shared prefix once, and no padding. The balance loss of a microbatch, E sum_e f_e
-P_e with the fraction f_e of assignments and the mean probability P_e of expert e (Fedus et al. 2021, arXiv:2101.03961,
-equations 4 to 6), is not linear in the sums: it is computed from the sums of all ranks (Qiu et al. 2025,
-arXiv:2501.11873). The balance loss of a step is the mean over its microbatches.
+Losses of experts ----------------- They are computed from the sums that layers with experts return.
+Sums are over the tokens of a microbatch on all ranks: text, prompts without loss included, a shared
+prefix once, and no padding. The balance loss of a microbatch, E sum_e f_e P_e with the fraction f_e
+of assignments and the mean probability P_e of expert e (Fedus et al. 2021, arXiv:2101.03961,
+equations 4 to 6), is not linear in the sums: it is computed from the sums of all ranks (Qiu et al.
+2025, arXiv:2501.11873). The balance loss of a step is the mean over its microbatches.
 """
 
 import dataclasses
@@ -43,15 +43,18 @@ from jaxlc.models.kinds import kinds_with
 from jaxlc.sharding.mesh import Nodes
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
 
-_SMALLEST, *_LARGER = 1024, 2048, 4096  # beyond 4096 the traffic is below a quarter of the products' time
+# beyond 4096 the traffic is below a quarter of the products' time
+_SMALLEST, *_LARGER = 1024, 2048, 4096
 _FREE_MEMORY_FRACTION = 0.04  # for the float32 logits of a chunk, the largest of its arrays
 
 
 def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
-    """Tokens per device whose logits are computed at once: config.memory.loss_chunk_tokens, or chosen if that is 0.
+    """Tokens per device whose logits are computed at once: config.memory.loss_chunk_tokens, or
+    chosen if that is 0.
 
-    The choice is the largest of 1024, 2048 and 4096 whose logits take at most 4% of the device memory without the state
-    and the gradients; 1024 on CPU. It ignores activations, whose size is known only after compilation.
+    The choice is the largest of 1024, 2048 and 4096 whose logits take at most 4% of the device
+    memory without the state and the gradients; 1024 on CPU. It ignores activations, whose size is
+    known only after compilation.
     """
     if config.memory.loss_chunk_tokens:
         return config.memory.loss_chunk_tokens
@@ -67,7 +70,11 @@ def loss_chunk_tokens(config: Config, mesh: Mesh) -> int:
     num_shards = mesh.shape[FSDP] * mesh.shape[CONTEXT] * mesh.shape[TENSOR]
     free_bytes = device.memory_bytes - state_bytes / num_shards
     bytes_per_token = 4 * config.model.vocab_size / mesh.shape[TENSOR]
-    fitting = [tokens for tokens in _LARGER if tokens * bytes_per_token <= _FREE_MEMORY_FRACTION * free_bytes]
+    fitting = [
+        tokens
+        for tokens in _LARGER
+        if tokens * bytes_per_token <= _FREE_MEMORY_FRACTION * free_bytes
+    ]
     return max(fitting, default=_SMALLEST)
 
 
@@ -76,8 +83,9 @@ _HEAD = PartitionSpec(None, TENSOR)
 _HEAD_DIMS = ("model", "vocab")  # the dimensions of head_DV, as `sharding.rules` names them
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
-# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is
-# called for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
+# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`,
+# differentiable. It is called for one chunk of tokens at a time, so the loss of a token depends on
+# its own logits and target only.
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -103,7 +111,9 @@ class LossSpec:
         norm_epsilon: float = 0.0,
         nodes: Nodes | None = None,
     ) -> "LossSpec":
-        """The arguments for `config` on `mesh`; norm_epsilon is used only with a scale of the final norm."""
+        """The arguments for `config` on `mesh`; norm_epsilon is used only with a scale of the final
+        norm.
+        """
         return cls(
             mesh=mesh,
             vocab_size=config.model.vocab_size,
@@ -131,7 +141,8 @@ class LossSpec:
 
 class LossSums(NamedTuple):
     objective: jax.Array  # float32: sum of weight x (loss + z_loss log(Z)^2); it is differentiated
-    cross_entropy: jax.Array  # float32: sum of weight x loss, in nats for cross entropy; the loss that is reported
+    # float32: sum of weight x loss, in nats for cross entropy; the loss that is reported
+    cross_entropy: jax.Array
 
 
 class _ChunkCarry(NamedTuple):
@@ -144,7 +155,11 @@ class _ChunkCarry(NamedTuple):
 
 
 def token_losses(
-    x_BTD: jax.Array, scale_D: jax.Array | None, head_DV: jax.Array, targets_BT: jax.Array, spec: LossSpec
+    x_BTD: jax.Array,
+    scale_D: jax.Array | None,
+    head_DV: jax.Array,
+    targets_BT: jax.Array,
+    spec: LossSpec,
 ) -> jax.Array:
     """Loss of each token, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
@@ -160,13 +175,15 @@ def loss_sums(
     weights_BT: jax.Array,
     spec: LossSpec,
 ) -> LossSums:
-    """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all microbatches.
+    """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all
+    microbatches.
 
     Args:
-      x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over context and tensor,
-        B over data and fsdp. More dimensions, not sharded, may precede B (tiles of the sequence).
-      scale_D: scale of the final norm, float32. None: x_BTD is normed already.
-      head_DV: output head in the compute dtype, V padded to a multiple of tensor. Of the copy of a node, it has a first
+      x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over
+        context and tensor, B over data and fsdp. More dimensions, not sharded, may precede B (tiles
+        of the sequence).
+      scale_D: scale of the final norm, float32. None: x_BTD is normed already. head_DV: output head
+      in the compute dtype, V padded to a multiple of tensor. Of the copy of a node, it has a first
         dimension of nodes, and its gradient is the sum over the tokens of the node.
       targets_BT: int32.
       weights_BT: float32, 0 at tokens without a target.
@@ -182,16 +199,24 @@ class _Differentiated(NamedTuple):
 
 
 def _forward_rule(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec):
-    """The arguments but the last are `CustomVJPPrimal`s, which know whether they are differentiated."""
-    differentiated = _Differentiated(scale=scale_D is not None and scale_D.perturbed, head=head_DV.perturbed)
-    primals = (None if x is None else x.value for x in (x_BTD, scale_D, head_DV, targets_BT, weights_BT))
+    """The arguments but the last are `CustomVJPPrimal`s, which know whether they are
+    differentiated.
+    """
+    differentiated = _Differentiated(
+        scale=scale_D is not None and scale_D.perturbed, head=head_DV.perturbed
+    )
+    primals = (
+        None if x is None else x.value for x in (x_BTD, scale_D, head_DV, targets_BT, weights_BT)
+    )
     sums, _, *gradients = _over_ranks(*primals, spec, differentiated)
     return sums, gradients
 
 
 @jax.named_scope(scopes.LOSS)
 def _backward_rule(_spec, gradients, cotangents: LossSums):
-    scaled = jax.tree.map(lambda gradient: (cotangents.objective * gradient).astype(gradient.dtype), gradients)
+    scaled = jax.tree.map(
+        lambda gradient: (cotangents.objective * gradient).astype(gradient.dtype), gradients
+    )
     return *scaled, None, None
 
 
@@ -199,24 +224,40 @@ loss_sums.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _over_ranks(
-    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec, differentiated: _Differentiated | None
+    x_BTD,
+    scale_D,
+    head_DV,
+    targets_BT,
+    weights_BT,
+    spec: LossSpec,
+    differentiated: _Differentiated | None,
 ):
-    """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if it is frozen)."""
+    """(sums, token losses, and unless `differentiated` is None dx_BTD, dscale_D, dhead_DV, None if
+    it is frozen).
+    """
     spec = spec.for_head(head_DV)
     local = functools.partial(_local, spec=spec, differentiated=differentiated)
     tokens = (*(None,) * (targets_BT.ndim - 2), *_TOKENS)
-    tokens, hidden, everywhere = PartitionSpec(*tokens), PartitionSpec(*tokens, None), PartitionSpec()
+    tokens, hidden, everywhere = (
+        PartitionSpec(*tokens),
+        PartitionSpec(*tokens, None),
+        PartitionSpec(),
+    )
     out_specs = (LossSums(everywhere, everywhere), tokens)
     if differentiated is not None:
         out_specs = (*out_specs, hidden, everywhere)
     head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
     if spec.nodes is not None:
         out_specs, hidden, tokens = jax.tree.map(spec.nodes.spec, (out_specs, hidden, tokens))
-        head, head_gradient = (PartitionSpec(spec.nodes.outer, *part) for part in (head, head_gradient))
+        head, head_gradient = (
+            PartitionSpec(spec.nodes.outer, *part) for part in (head, head_gradient)
+        )
     if differentiated is not None:
         out_specs = (*out_specs, head_gradient)
     in_specs = (hidden, everywhere, head, tokens, tokens)
-    mapped = jax.shard_map(local, mesh=spec.mesh_in_use, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(
+        local, mesh=spec.mesh_in_use, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     return mapped(x_BTD, scale_D, head_DV, targets_BT, weights_BT)
 
 
@@ -228,11 +269,24 @@ def _gradient_spec(shape: tuple[int, ...], spec: LossSpec) -> PartitionSpec:
 
 
 @jax.named_scope(scopes.LOSS)
-def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, differentiated: _Differentiated | None):
+def _local(
+    x_btD,
+    scale_D,
+    head_Dv,
+    targets_bt,
+    weights_bt,
+    *,
+    spec: LossSpec,
+    differentiated: _Differentiated | None,
+):
     """`_over_ranks` on one rank; the sums are those over all ranks."""
     if spec.nodes is not None:
         head_Dv = head_Dv[0]
-    x_tD, targets_t, weights_t = x_btD.reshape(-1, x_btD.shape[-1]), targets_bt.reshape(-1), weights_bt.reshape(-1)
+    x_tD, targets_t, weights_t = (
+        x_btD.reshape(-1, x_btD.shape[-1]),
+        targets_bt.reshape(-1),
+        weights_bt.reshape(-1),
+    )
     with_scale, with_head = differentiated or (False, False)
     gradients = (
         jnp.zeros(x.shape, jnp.float32) if with_gradient else None
@@ -245,8 +299,12 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, d
             lax.dynamic_slice_in_dim(x, start, size) for x in (carry.x_tD, targets_t, weights_t)
         )
         normed_cD, norm_vjp = jax.vjp(functools.partial(_norm, spec=spec), x_cD, scale_D)
-        sums, losses_c, *gradients = _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec, differentiated)
-        carry = carry._replace(losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0))
+        sums, losses_c, *gradients = _chunk_loss(
+            normed_cD, head_Dv, targets_c, weights_c, spec, differentiated
+        )
+        carry = carry._replace(
+            losses_t=lax.dynamic_update_slice_in_dim(carry.losses_t, losses_c, start, 0)
+        )
         if differentiated is None:
             return carry, sums
         dnormed_cD, dhead_Dv = gradients
@@ -257,13 +315,15 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, d
             dhead_Dv=carry.dhead_Dv + dhead_Dv if with_head else None,
         ), sums
 
-    chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])  # before the gather over tensor
+    # before the gather over tensor
+    chunk_tokens = max(1, spec.chunk_tokens // spec.mesh.shape[TENSOR])
     carry, sums = over_chunks(process_chunk, carry, len(x_tD), chunk_tokens)
     sums = jax.tree.map(lambda per_chunk: lax.psum(per_chunk.sum(), spec.sum_axes), sums)
     losses_bt = carry.losses_t.reshape(targets_bt.shape)
     if differentiated is None:
         return sums, losses_bt
-    dscale_D = lax.psum(carry.dscale_D, (*spec.sum_axes, TENSOR))  # each tensor rank norms its own tokens
+    # each tensor rank norms its own tokens
+    dscale_D = lax.psum(carry.dscale_D, (*spec.sum_axes, TENSOR))
     dhead_dv = None
     if with_head:
         with jax.named_scope(scopes.HEAD_GRADIENT):
@@ -272,8 +332,8 @@ def _local(x_btD, scale_D, head_Dv, targets_bt, weights_bt, *, spec: LossSpec, d
 
 
 def _sum_to_storage(dhead_Dv: jax.Array, spec: LossSpec) -> jax.Array:
-    """The sum over all ranks, or those of a node, of which each gets the rows that it stores: half the bytes of an
-    all-reduce. Of the copy of a node, with the dimension of nodes."""
+    """The sum over all ranks, or those of a node, of which each gets the rows that it stores: half
+    the bytes of an all-reduce. Of the copy of a node, with the dimension of nodes."""
     width = dhead_Dv.shape[1] * spec.mesh.shape[TENSOR]
     axes = axes_of(_gradient_spec((len(dhead_Dv), width), spec)[0])
     if axes:
@@ -283,11 +343,15 @@ def _sum_to_storage(dhead_Dv: jax.Array, spec: LossSpec) -> jax.Array:
     return dhead_Dv if spec.nodes is None else dhead_Dv[None]
 
 
-def _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None):
-    """The loss of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks, losses_c and, unless
-    `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None if it is frozen)."""
+def _chunk_loss(
+    normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differentiated: _Differentiated | None
+):
+    """The loss of a chunk of this rank's tokens: (sums over the chunks of all tensor ranks,
+    losses_c and, unless `differentiated` is None, dnormed_cD of this rank's tokens, dhead_Dv, None
+    if it is frozen)."""
     num_own = len(targets_c)
-    # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of all tensor ranks.
+    # One gather for the forward and the gradient of the chunk. From here on c counts the tokens of
+    # all tensor ranks.
     normed_cD, targets_c, weights_c = (
         lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in (normed_cD, targets_c, weights_c)
     )
@@ -297,13 +361,19 @@ def _chunk_loss(normed_cD, head_Dv, targets_c, weights_c, spec: LossSpec, differ
     own_losses_c = lax.dynamic_slice_in_dim(losses_c, lax.axis_index(TENSOR) * num_own, num_own)
     if differentiated is None:
         return sums, own_losses_c
-    dlogits_cv = (dlogits() / spec.temperature if spec.temperature != 1 else dlogits()).astype(normed_cD.dtype)
+    dlogits_cv = (dlogits() / spec.temperature if spec.temperature != 1 else dlogits()).astype(
+        normed_cD.dtype
+    )
     dnormed_cD = jnp.einsum("cv,Dv->cD", dlogits_cv, head_Dv, preferred_element_type=jnp.float32)
-    dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(normed_cD.dtype)
+    dnormed_cD = lax.psum_scatter(dnormed_cD, TENSOR, scatter_dimension=0, tiled=True).astype(
+        normed_cD.dtype
+    )
     dhead_Dv = None
     if differentiated.head:
         with jax.named_scope(scopes.HEAD_GRADIENT):
-            dhead_Dv = jnp.einsum("cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32)
+            dhead_Dv = jnp.einsum(
+                "cD,cv->Dv", normed_cD, dlogits_cv, preferred_element_type=jnp.float32
+            )
     return sums, own_losses_c, dnormed_cD, dhead_Dv
 
 
@@ -325,14 +395,20 @@ def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
 def check_losses(losses: jax.Array, targets: jax.Array) -> None:
     """Raises UserError if a custom loss did not return one loss per token."""
     if jnp.shape(losses) != targets.shape:
-        raise UserError(f"the loss returned shape {jnp.shape(losses)}: expected one loss per token, {targets.shape}")
+        raise UserError(
+            f"the loss returned shape {jnp.shape(losses)}: expected one loss per token, {targets.shape}"
+        )
 
 
 def _custom_loss(logits_cv, targets_c, weights_c, spec: LossSpec):
-    """As `_cross_entropy`, of `spec.token_loss`. Every tensor rank gathers the logits and computes the same losses."""
+    """As `_cross_entropy`, of `spec.token_loss`. Every tensor rank gathers the logits and computes
+    the same losses.
+    """
     width = logits_cv.shape[1]
     logits_cV = lax.all_gather(logits_cv, TENSOR, axis=1, tiled=True)
-    losses_c, vjp = jax.vjp(lambda logits: spec.token_loss(logits[:, : spec.vocab_size], targets_c), logits_cV)
+    losses_c, vjp = jax.vjp(
+        lambda logits: spec.token_loss(logits[:, : spec.vocab_size], targets_c), logits_cV
+    )
     check_losses(losses_c, targets_c)
     total = (weights_c * losses_c).sum()
 
@@ -391,12 +467,16 @@ class ExpertSums(NamedTuple):
 class ExpertMetrics(NamedTuple):
     """The balance of a step, float32. L counts layers with experts."""
 
-    balance_loss: jax.Array  # without its coefficient; the number of experts per token if all have equal loads
-    router_z_loss: jax.Array  # without its coefficient: mean of the squared log of the router's normalizer
+    # without its coefficient; the number of experts per token if all have equal loads
+    balance_loss: jax.Array
+    # without its coefficient: mean of the squared log of the router's normalizer
+    router_z_loss: jax.Array
     load_LE: jax.Array  # assignments of each expert, divided by the mean of the layer
 
 
-def expert_sums(sums: dict[str, jax.Array], segment_ids: jax.Array, train: TrainConfig) -> ExpertSums:
+def expert_sums(
+    sums: dict[str, jax.Array], segment_ids: jax.Array, train: TrainConfig
+) -> ExpertSums:
     """The losses of a microbatch.
 
     Args:
@@ -407,7 +487,10 @@ def expert_sums(sums: dict[str, jax.Array], segment_ids: jax.Array, train: Train
     num_layers, num_experts = counts_LE.shape
     num_tokens = jnp.maximum((segment_ids > 0).sum(dtype=jnp.float32), 1)
     if train.balance_loss_over == "layers":
-        fractions, means = counts_LE.sum(0) / (num_layers * num_tokens), probs_LE.sum(0) / (num_layers * num_tokens)
+        fractions, means = (
+            counts_LE.sum(0) / (num_layers * num_tokens),
+            probs_LE.sum(0) / (num_layers * num_tokens),
+        )
     else:
         fractions, means = counts_LE / num_tokens, probs_LE / num_tokens / num_layers
     return ExpertSums(
@@ -435,7 +518,8 @@ def expert_metrics(sums: ExpertSums, num_microbatches: int) -> ExpertMetrics:
 def with_balanced_biases(
     params: dict, counts_LE: jax.Array, is_finite: jax.Array, model: ModelConfig, train: TrainConfig
 ) -> dict:
-    """The parameters with the biases of the choice after a step (DeepSeek V3, arXiv:2412.19437, section 2.1.2).
+    """The parameters with the biases of the choice after a step (DeepSeek V3, arXiv:2412.19437,
+    section 2.1.2).
 
     Args:
       params: the trained parameters; frozen biases, which it does not have, do not change.
@@ -458,4 +542,7 @@ def _with_added(tree: dict, path: tuple[str, ...], change: jax.Array) -> dict:
     name, *inner = path
     if name not in tree:
         return tree
-    return {**tree, name: _with_added(tree[name], tuple(inner), change) if inner else tree[name] + change}
+    return {
+        **tree,
+        name: _with_added(tree[name], tuple(inner), change) if inner else tree[name] + change,
+    }

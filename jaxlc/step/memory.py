@@ -1,7 +1,9 @@
-"""Bytes of a training step before it is compiled: the state from its shapes, activations from the kinds of layers.
+"""Bytes of a training step before it is compiled: the state from its shapes, activations from the
+kinds of layers.
 
-`jaxlc plan` has the bytes of the compiled step; these are for what comes before: the pool of pinned host memory, which
-must be known when JAX starts, and the order in which a search compiles candidates.
+`jaxlc plan` has the bytes of the compiled step; these are for what comes before: the pool of pinned
+host memory, which must be known when JAX starts, and the order in which a search compiles
+candidates.
 """
 
 import dataclasses
@@ -33,8 +35,11 @@ class StateBytes(NamedTuple):
 
 def state_bytes(config: Config) -> StateBytes:
     """The bytes of each part of the state, from its shapes and shardings. Starts no device."""
-    memory = dataclasses.replace(config.memory, node_copy_devices=0)  # the copies of nodes are not in the state
-    step = TrainStep(config=dataclasses.replace(config, memory=memory), mesh=abstract_mesh(config.mesh))
+    # the copies of nodes are not in the state
+    memory = dataclasses.replace(config.memory, node_copy_devices=0)
+    step = TrainStep(
+        config=dataclasses.replace(config, memory=memory), mesh=abstract_mesh(config.mesh)
+    )
     state = _traced(lambda: step.abstract_state)
     trained, frozen = lora.split(state.params, step.frozen)
     reference = step.reference
@@ -42,12 +47,16 @@ def state_bytes(config: Config) -> StateBytes:
         trained=bytes_per_device(trained),
         frozen=bytes_per_device(frozen),
         optimizer=bytes_per_device(state.opt_state),
-        reference=bytes_per_device(_traced(lambda: reference.abstract_state.params)) if reference else 0,
+        reference=bytes_per_device(_traced(lambda: reference.abstract_state.params))
+        if reference
+        else 0,
     )
 
 
 def _traced(function: Callable[[], T]) -> T:
-    """The result of a function that computes shapes: JAX traces its operations and runs none on a device."""
+    """The result of a function that computes shapes: JAX traces its operations and runs none on a
+    device.
+    """
     results: list[T] = []
     jax.eval_shape(lambda: results.append(function()))
     return results[0]
@@ -56,9 +65,10 @@ def _traced(function: Callable[[], T]) -> T:
 class PinnedBytes(NamedTuple):
     """Pinned host memory per GPU that a training step needs, estimated."""
 
-    state: int  # with memory.optimizer and memory.parameters "host", and the weights of the reference model
-    # Gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is
-    # written, whichever is more.
+    # with memory.optimizer and memory.parameters "host", and the weights of the reference model
+    state: int
+    # Gradients and offloaded activations within a step, or copies of the arrays on the GPU while a
+    # checkpoint is written, whichever is more.
     temporary: int
 
     @property
@@ -68,7 +78,8 @@ class PinnedBytes(NamedTuple):
 
 
 def pinned_bytes(config: Config, state: StateBytes | None = None) -> PinnedBytes:
-    """What `config` needs; 0 if it uses no host memory. `jaxlc plan` has the bytes of the compiled step.
+    """What `config` needs; 0 if it uses no host memory. `jaxlc plan` has the bytes of the compiled
+    step.
 
     Args:
       state: of `state_bytes`. None: it is computed.
@@ -97,7 +108,8 @@ def pinned_bytes(config: Config, state: StateBytes | None = None) -> PinnedBytes
 def _offloaded_bytes(config: Config) -> int:
     """Bytes of offloaded activations of all layers, for one microbatch on one GPU."""
     group = config.memory.layers_per_remat_group
-    offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]  # see step/remat.py
+    # see step/remat.py
+    offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]
     num_stored = config.model.num_layers // group
     if group > 1 and config.model.first_layer_kinds:  # at most one more group
         num_stored += 1
@@ -105,8 +117,8 @@ def _offloaded_bytes(config: Config) -> int:
 
 
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:
-    """Bytes of named activations (`config.kinds.tensor_names`) of `num_layers` average layers, for one microbatch on
-    one GPU."""
+    """Bytes of named activations (`config.kinds.tensor_names`) of `num_layers` average layers, for
+    one microbatch on one GPU."""
     model, names = config.model, list(names)
     num_tokens = config.tokens_per_step // config.train.gradient_accumulation_steps
     itemsize = 4 if config.precision.compute == "fp32" else 2

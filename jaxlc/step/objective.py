@@ -1,14 +1,16 @@
-"""Loss and gradients of one batch: batch -> decoder -> hidden states -> final norm, output head and loss, chunk by
-chunk.
+"""Loss and gradients of one batch: batch -> decoder -> hidden states -> final norm, output head and
+loss, chunk by chunk.
 
 `accumulate` sums over the microbatches of a step.
 
-`NodeCopies` gathers copies of the parameters for each node once per step, and sums their gradients over nodes:
+`NodeCopies` gathers copies of the parameters for each node once per step, and sums their gradients
+over nodes:
 
     stored      [L, D, ...]          D sharded over the ranks of a node, and over the nodes
     copy        [L, nodes, D, ...]   nodes sharded over the nodes, D over the ranks of a node
 
-See `sharding.mesh`. Norm scales, biases and other vectors have no copy: they are kilobytes, and are not sharded.
+See `sharding.mesh`. Norm scales, biases and other vectors have no copy: they are kilobytes, and are
+not sharded.
 """
 
 import dataclasses
@@ -46,22 +48,26 @@ from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
 
 
 def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict | None = None):
-    """Sums of the loss and its gradients over a batch [gradient accumulation steps, sequences, tokens].
+    """Sums of the loss and its gradients over a batch [gradient accumulation steps, sequences,
+    tokens].
 
     Args:
-      objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums over the microbatch;
-        the first is differentiated. The second may be a tree of sums.
+      objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums
+        over the microbatch; the first is differentiated. The second may be a tree of sums.
       params: pytree of arrays, in device or host memory.
       dims: the parameter tree with a tuple of dimension names per leaf.
       histories: amax histories of FP8 delayed scaling, or None.
     Returns:
-      The sums of the second result; the sum of the gradients; the next histories, which are the maximum over the
-      microbatches, or None.
+      The sums of the second result; the sum of the gradients; the next histories, which are the
+      maximum over the microbatches, or None.
     """
     differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
 
     def add_microbatch(totals, part: Batch):
-        (gradients, amax), (part_totals, cross_entropy) = totals, differentiate(params, histories, part)
+        (gradients, amax), (part_totals, cross_entropy) = (
+            totals,
+            differentiate(params, histories, part),
+        )
         gradients = update.add(gradients, part_totals[0], dims)
         return (gradients, jax.tree.map(jnp.maximum, amax, part_totals[1])), cross_entropy
 
@@ -70,13 +76,16 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (params, histories))
         totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
         return jax.tree.map(lambda x: x.sum(0), cross_entropy), *totals
-    # No zeros, which would be allocated on the device: the sum starts with the gradients of the first microbatch.
+    # No zeros, which would be allocated on the device: the sum starts with the gradients of the
+    # first microbatch.
     first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
     totals, first_cross_entropy = differentiate(params, histories, first)
     if len(batch.tokens) == 1:
         return first_cross_entropy, *totals
     totals, cross_entropy = lax.scan(add_microbatch, totals, others)
-    return jax.tree.map(lambda first, others: first + others.sum(0), first_cross_entropy, cross_entropy), *totals
+    return jax.tree.map(
+        lambda first, others: first + others.sum(0), first_cross_entropy, cross_entropy
+    ), *totals
 
 
 @dataclass(frozen=True)
@@ -91,9 +100,9 @@ class NodeCopies:
     def gathered(self, params: dict, dims: dict) -> dict:
         """The parameters with copies in place of matrices.
 
-        Those of layers are in the compute dtype, since layers gather in it; the embedding and the output head, whose
-        gradients are always summed in float32, keep the dtype in which they are stored, and so do layers if their
-        gradients are summed in float32.
+        Those of layers are in the compute dtype, since layers gather in it; the embedding and the
+        output head, whose gradients are always summed in float32, keep the dtype in which they are
+        stored, and so do layers if their gradients are summed in float32.
         """
 
         def copy(path, stored: jax.Array, dims: tuple[str, ...]) -> jax.Array:
@@ -115,7 +124,9 @@ class NodeCopies:
 
     @jax.named_scope(scopes.SUM_OVER_NODES)
     def summed(self, gradients: dict, dims: dict) -> dict:
-        """Gradients of the parameters, float32 and sharded as these, from the gradients of the copies."""
+        """Gradients of the parameters, float32 and sharded as these, from the gradients of the
+        copies.
+        """
 
         def add(path, gradient: jax.Array, dims: tuple[str, ...]) -> jax.Array:
             if not is_copied(dims):
@@ -131,16 +142,22 @@ class NodeCopies:
                     if axes := self._over_nodes(entry):
                         x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
                         remaining -= set(axes)
-                return lax.psum(x, tuple(axis for axis in self.nodes.outer if axis in remaining)).astype(gradient.dtype)
+                return lax.psum(
+                    x, tuple(axis for axis in self.nodes.outer if axis in remaining)
+                ).astype(gradient.dtype)
 
             return self._mapped(scatter, copy, spec)(gradient)
 
         return jax.tree.map_with_path(add, gradients, dims)
 
-    def _specs(self, dims: tuple[str, ...], shape: tuple[int, ...]) -> tuple[PartitionSpec, PartitionSpec]:
+    def _specs(
+        self, dims: tuple[str, ...], shape: tuple[int, ...]
+    ) -> tuple[PartitionSpec, PartitionSpec]:
         """The shardings of a parameter and of its copy."""
         at, copy = _nodes_dim(dims), copy_spec(dims, shape, self.nodes)
-        return storage_spec(dims, shape, self.nodes.mesh), PartitionSpec(*copy[:at], self.nodes.outer, *copy[at:])
+        return storage_spec(dims, shape, self.nodes.mesh), PartitionSpec(
+            *copy[:at], self.nodes.outer, *copy[at:]
+        )
 
     def _over_nodes(self, entry) -> tuple[str, ...]:
         """The axes over nodes, of more than one, in an entry of a PartitionSpec."""
@@ -157,7 +174,9 @@ class NodeCopies:
 
 
 def _nodes_dim(dims: tuple[str, ...]) -> int:
-    """The dimension of nodes in the copy of a parameter: after the dimension of layers, which scans remove."""
+    """The dimension of nodes in the copy of a parameter: after the dimension of layers, which scans
+    remove.
+    """
     return int(dims[0] == "layers")
 
 
@@ -177,7 +196,9 @@ class Objective:
 
     @cached_property
     def nodes(self) -> Nodes | None:
-        """The nodes that gather a copy of the parameters once per step; None: layers gather from all ranks."""
+        """The nodes that gather a copy of the parameters once per step; None: layers gather from
+        all ranks.
+        """
         return nodes_of(self.mesh, self.config.memory.node_copy_devices)
 
     @cached_property
@@ -186,24 +207,27 @@ class Objective:
         return frozen_names(self.config, lora.names_of(self.dims))
 
     def init_params(self, key: jax.Array) -> dict:
-        """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but frozen matrices have the
-        dtype of config.precision.frozen."""
+        """The parameters of step 0, equal on every mesh up to vocabulary padding: float32, but
+        frozen matrices have the dtype of config.precision.frozen."""
         model = self.config.model
         vocab_size_padded = padded_vocab_size(model.vocab_size, self.mesh.shape[TENSOR])
         params = decoder.init(model, vocab_size_padded, key, self.config.lora)
         trainable, frozen = lora.split(params, self.frozen)
         _, frozen_dims = lora.split(self.dims, self.frozen)
         dtype = jnp.bfloat16 if self.config.precision.frozen == "bf16" else jnp.float32
-        frozen = jax.tree.map(lambda x, dims: x if is_vector(dims) else x.astype(dtype), frozen, frozen_dims)
+        frozen = jax.tree.map(
+            lambda x, dims: x if is_vector(dims) else x.astype(dtype), frozen, frozen_dims
+        )
         return lora.join(trainable, frozen) if self.frozen else params
 
     def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
-        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
+        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see
+        `accumulate`.
 
         Returns:
-          The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums` with posttrain.loss;
-          its gradients with respect to the trainable part of `params`, with z-loss and the losses of experts; the next
-          histories; `ExpertSums`, None without experts.
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums`
+          with posttrain.loss; its gradients with respect to the trainable part of `params`, with
+          z-loss and the losses of experts; the next histories; `ExpertSums`, None without experts.
         """
         copies = None
         if self.nodes is not None:
@@ -211,29 +235,38 @@ class Objective:
             params = copies.gathered(params, self.dims)
         trainable, frozen = lora.split(params, self.frozen)
         trainable_dims, _ = lora.split(self.dims, self.frozen)
-        # Sums are divided by this number, and the losses of experts are means over the microbatches.
+        # Sums are divided by this number, and the losses of experts are means over the
+        # microbatches.
         per_microbatch = batch.loss_weights.sum() / len(batch.tokens)
 
         def objective(trainable, histories, part: Batch):
-            *hidden_and_head, layer_sums = self._hidden_and_head(decoder.Params(trainable, frozen, histories), part)
+            *hidden_and_head, layer_sums = self._hidden_and_head(
+                decoder.Params(trainable, frozen, histories), part
+            )
             targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
             if self.config.posttrain.loss:
                 part = self._with_reference(lora.join(trainable, frozen), part)
                 weights, policy = self._policy_weights(hidden_and_head, targets, part)
-            sums = loss_sums(*hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec)
+            sums = loss_sums(
+                *hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec
+            )
             total, experts = sums.objective, None
             if kinds_with(Routed, self.config.model):
                 experts = expert_sums(layer_sums, part.segment_ids, self.config.train)
                 total += per_microbatch * weighted_loss(experts, self.config.train)
             return total, (sums.cross_entropy if policy is None else policy, experts)
 
-        (sums, experts), gradients, histories = accumulate(objective, trainable, batch, trainable_dims, histories)
+        (sums, experts), gradients, histories = accumulate(
+            objective, trainable, batch, trainable_dims, histories
+        )
         if copies is not None:
             gradients = copies.summed(gradients, trainable_dims)
         return sums, gradients, histories, experts
 
     def _with_reference(self, params, part: Batch) -> Batch:
-        """The microbatch with the log-probabilities of the base model, without adapters, if posttrain uses them."""
+        """The microbatch with the log-probabilities of the base model, without adapters, if
+        posttrain uses them.
+        """
         posttrain = self.config.posttrain
         if not posttrain.uses_reference or posttrain.reference != "base":
             return part
@@ -242,9 +275,15 @@ class Objective:
         base = dataclasses.replace(self, config=dataclasses.replace(self.config, lora=LoraConfig()))
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
-    def _policy_weights(self, hidden_and_head, targets: jax.Array, part: Batch) -> tuple[jax.Array, PolicySums]:
-        """The weights of cross entropy whose gradient is the gradient of posttrain.loss, and the sums of the loss."""
-        losses = token_losses(*map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec)
+    def _policy_weights(
+        self, hidden_and_head, targets: jax.Array, part: Batch
+    ) -> tuple[jax.Array, PolicySums]:
+        """The weights of cross entropy whose gradient is the gradient of posttrain.loss, and the
+        sums of the loss.
+        """
+        losses = token_losses(
+            *map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec
+        )
 
         def loss(log_probs_BT):
             sums = policy_sums(log_probs_BT, part, self.config.posttrain, self.policy_loss)
@@ -254,30 +293,44 @@ class Objective:
         return -gradient_BT, sums
 
     def token_losses(
-        self, params, batch: Batch, tables: TablesOfKinds | None = None, spec: LossSpec | None = None
+        self,
+        params,
+        batch: Batch,
+        tables: TablesOfKinds | None = None,
+        spec: LossSpec | None = None,
     ) -> jax.Array:
-        """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not differentiable.
+        """Loss of each token in nats, float32 [sequences, tokens]; for evaluation. Not
+        differentiable.
 
         Args:
           tables: RoPE tables instead of those for data.seq_len.
           spec: instead of that for evaluation.
         """
         *hidden_and_head, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        losses = token_losses(*hidden_and_head, self._in_tiles(batch.targets), spec or self._loss_spec)
+        losses = token_losses(
+            *hidden_and_head, self._in_tiles(batch.targets), spec or self._loss_spec
+        )
         return self._in_sequences(losses)
 
     def log_probs(self, params, batch: Batch) -> jax.Array:
-        """Log-probability of each target at posttrain.temperature, float32 [sequences, tokens]. Not differentiable."""
+        """Log-probability of each target at posttrain.temperature, float32 [sequences, tokens]. Not
+        differentiable.
+        """
         return -self.token_losses(params, batch, spec=self._training_loss_spec)
 
-    def features(self, params, batch: Batch, tables: TablesOfKinds | None = None) -> tuple[jax.Array, jax.Array]:
-        """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V padded].
+    def features(
+        self, params, batch: Batch, tables: TablesOfKinds | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V
+        padded].
 
-        Both are in the compute dtype. The product of the two, without the padding, gives the logits. `tables` as in
-        `token_losses`.
+        Both are in the compute dtype. The product of the two, without the padding, gives the
+        logits. `tables` as in `token_losses`.
         """
         x_BTD, scale_D, head_DV, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        return rms_norm(self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon), head_DV
+        return rms_norm(
+            self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon
+        ), head_DV
 
     @cached_property
     def _loss_spec(self) -> LossSpec:
@@ -288,9 +341,11 @@ class Objective:
     def _training_loss_spec(self) -> LossSpec:
         return dataclasses.replace(self._loss_spec, temperature=self.config.posttrain.temperature)
 
-    def _hidden_and_head(self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None):
-        """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the norm, output head, and
-        the sums of the layers."""
+    def _hidden_and_head(
+        self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None
+    ):
+        """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the
+        norm, output head, and the sums of the layers."""
         order = self._sequence_order
         kinds = kinds_on_mesh(
             self.config,
@@ -309,7 +364,8 @@ class Objective:
             positions = sequence_positions(batch.positions.shape, self.mesh)
             tokens = BatchTokens(positions, None)
         if kinds_with(Routed, self.config.model):
-            positions = jnp.where(batch.segment_ids > 0, positions, -1)  # see `DecoderLayer.__call__`
+            # see `DecoderLayer.__call__`
+            positions = jnp.where(batch.segment_ids > 0, positions, -1)
         seq_len = self.config.data.seq_len
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
@@ -317,7 +373,8 @@ class Objective:
             ranges={kind: layer_stack.prepare(tokens) for kind, layers in bound.items()},
             shard=self._sharder(params.trainable),
             remat=make_remat(
-                self._memory, period=len(self.config.model.layer_kinds + self.config.model.first_layer_kinds)
+                self._memory,
+                period=len(self.config.model.layer_kinds + self.config.model.first_layer_kinds),
             ),
             compute_dtype=self._compute_dtype,
         )
@@ -342,11 +399,15 @@ class Objective:
 
     @property
     def _compute_dtype(self):
-        return precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+        return precision.compute_dtype(
+            self.config.precision.compute, self.mesh.devices.flat[0].platform
+        )
 
     @property
     def _memory(self) -> MemoryConfig:
-        """config.memory; tensors to offload are saved on the device if the devices cannot use host memory."""
+        """config.memory; tensors to offload are saved on the device if the devices cannot use host
+        memory.
+        """
         memory = self.config.memory
         if lacks_host_memory(self.mesh) is None:
             return memory
@@ -363,7 +424,9 @@ class Objective:
         return sequence_order.choose(self.config, self.mesh.shape[CONTEXT])
 
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
-        return tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
+        return (
+            tiles_of(x_BT, self.mesh.shape[CONTEXT], self._num_tiles) if self._num_tiles else x_BT
+        )
 
     def _in_sequences(self, x: jax.Array) -> jax.Array:
         """The inverse of `_in_tiles`."""

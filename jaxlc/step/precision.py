@@ -1,12 +1,14 @@
-"""Mixed precision (config.precision): the compute dtype, FP8 matrix products, and dynamic loss scaling for float16.
+"""Mixed precision (config.precision): the compute dtype, FP8 matrix products, and dynamic loss
+scaling for float16.
 
-Master weights, moments and sums of gradients are always float32. float16 has 5 exponent bits, so gradients below 6e-8
-underflow: the mean loss is multiplied by a scale before the backward pass, and gradients are divided by it in float32
-(Micikevicius et al. 2018, arXiv:1710.03740, sections 3.2 and 5). If the scale is too large, a gradient is not finite:
-the update is skipped and the scale is reduced. After enough steps without an overflow the scale is increased.
+Master weights, moments and sums of gradients are always float32. float16 has 5 exponent bits, so
+gradients below 6e-8 underflow: the mean loss is multiplied by a scale before the backward pass, and
+gradients are divided by it in float32 (Micikevicius et al. 2018, arXiv:1710.03740, sections 3.2 and
+5). If the scale is too large, a gradient is not finite: the update is skipped and the scale is
+reduced. After enough steps without an overflow the scale is increased.
 
-flax.training.dynamic_scale implements the same rule, but inside its own `value_and_grad`, which would test and divide
-each microbatch separately; jmp has no upper bound of the scale.
+flax.training.dynamic_scale implements the same rule, but inside its own `value_and_grad`, which
+would test and divide each microbatch separately; jmp has no upper bound of the scale.
 """
 
 from collections.abc import Iterable
@@ -37,10 +39,12 @@ class Scaling(NamedTuple):
 
 
 def compute_dtype(precision: str, platform: str) -> jnp.dtype:
-    """The dtype of the residual stream and of all matrix products that are not in FP8. `precision` is
-    config.precision.compute; "auto" is bfloat16, but float32 on CPU, which emulates bfloat16."""
+    """The dtype of the residual stream and of all matrix products that are not in FP8. `precision`
+    is config.precision.compute; "auto" is bfloat16, but float32 on CPU, which emulates bfloat16."""
     name = {"auto": "fp32" if platform == "cpu" else "bf16"}.get(precision, precision)
-    return jnp.dtype({"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[name])
+    return jnp.dtype(
+        {"bf16": jnp.bfloat16, "fp8": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}[name]
+    )
 
 
 def make_fp8(config: PrecisionConfig, histories: dict | None) -> Fp8 | None:
@@ -78,10 +82,16 @@ def first_scaling(config: PrecisionConfig, model: ModelConfig) -> Scaling:
     return Scaling()
 
 
-def after_step(now: Scaling, next_histories: dict | None, is_finite: jax.Array, config: PrecisionConfig) -> Scaling:
+def after_step(
+    now: Scaling, next_histories: dict | None, is_finite: jax.Array, config: PrecisionConfig
+) -> Scaling:
     """The scaling state after a step. A step that was not finite does not change the histories."""
-    histories = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), next_histories, now.histories)
-    return Scaling(now.loss_scale and _next_loss_scale(now.loss_scale, is_finite, config), histories)
+    histories = jax.tree.map(
+        lambda new, old: jnp.where(is_finite, new, old), next_histories, now.histories
+    )
+    return Scaling(
+        now.loss_scale and _next_loss_scale(now.loss_scale, is_finite, config), histories
+    )
 
 
 def is_retried(loss_scale: float | None, config: PrecisionConfig) -> bool:
@@ -94,7 +104,9 @@ def _next_loss_scale(now: LossScale, is_finite: jax.Array, config: PrecisionConf
     good_steps = jnp.where(is_finite, now.good_steps + 1, 0)
     grows = good_steps >= config.loss_scale_growth_interval
     larger = jnp.where(
-        grows, jnp.minimum(now.scale * config.loss_scale_growth_factor, config.loss_scale_max), now.scale
+        grows,
+        jnp.minimum(now.scale * config.loss_scale_growth_factor, config.loss_scale_max),
+        now.scale,
     )
     smaller = jnp.maximum(now.scale * config.loss_scale_backoff_factor, config.loss_scale_min)
     return LossScale(

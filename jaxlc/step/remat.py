@@ -1,8 +1,10 @@
-"""Rematerialization: which activations are saved, offloaded to host memory, or recomputed (`jax.checkpoint`).
+"""Rematerialization: which activations are saved, offloaded to host memory, or recomputed
+(`jax.checkpoint`).
 
-Activations (`config.kinds.tensor_names`) are named where they are computed: `attention_out` and `attention_lse` in
-attention/strategies/, `delta_states` in attention/state_passing.py, the rest in models/. The experts of each token, a
-few bytes, are always saved: in a recomputation, a rounded logit could choose others.
+Activations (`config.kinds.tensor_names`) are named where they are computed: `attention_out` and
+`attention_lse` in attention/strategies/, `delta_states` in attention/state_passing.py, the rest in
+models/. The experts of each token, a few bytes, are always saved: in a recomputation, a rounded
+logit could choose others.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from jaxlc.models.contract import CHOICE
 
 _SAVED_BY = {
     "full": (CHOICE,),  # only the layer input
-    # Attention is the most expensive part to recompute, and its output is one of the smallest activations.
+    # Attention is the most expensive part to recompute, and its output is one of the smallest
+    # activations.
     "attention": ("attention_out", "attention_lse", "delta_states", CHOICE),
     # Also all matrix products with weights (`_checkpoint`): only cheap operations are recomputed.
     "matmuls": ("attention_out", "attention_lse", "delta_states", CHOICE),
@@ -28,32 +31,45 @@ class Remat(NamedTuple):
     """How the decoder wraps its layers in `jax.checkpoint`."""
 
     wrap_layer: Callable[[Callable], Callable]  # wraps the function of one layer
-    wrap_group: Callable[[Callable], Callable]  # wraps the function of `layers_per_group` layers, if that is not 1
+    # wraps the function of `layers_per_group` layers, if that is not 1
+    wrap_group: Callable[[Callable], Callable]
     layers_per_group: int
 
 
 def make_remat(memory: MemoryConfig, period: int = 1) -> Remat:
-    """The rematerialization policy of config.memory, for layers of which `period` run in an iteration of a scan.
+    """The rematerialization policy of config.memory, for layers of which `period` run in an
+    iteration of a scan.
 
-    With groups of layers, a group saves only its input. When the backward pass recomputes the group, its layers save
-    what `memory` selects, all on the device. So layers are recomputed from the group's input once, and attention runs
-    as often as with single layers and remat "full", independent of what `memory` saves.
+    With groups of layers, a group saves only its input. When the backward pass recomputes the
+    group, its layers save what `memory` selects, all on the device. So layers are recomputed from
+    the group's input once, and attention runs as often as with single layers and remat "full",
+    independent of what `memory` saves.
     """
     if memory.remat == "none":
         return Remat(lambda layer: layer, lambda group: group, 1)
     if memory.layers_per_remat_group == 1:
-        return Remat(_checkpoint(memory, memory.save, memory.offload, period), lambda group: group, 1)
+        return Remat(
+            _checkpoint(memory, memory.save, memory.offload, period), lambda group: group, 1
+        )
     wrap_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), period)
     wrap_group = _group_checkpoint(_GROUP_INPUT in memory.offload, period)
     return Remat(wrap_layer, wrap_group, memory.layers_per_remat_group)
 
 
 def saves_attention(memory: MemoryConfig) -> bool:
-    """Whether attention_out and attention_lse are saved for the backward pass, on the device or the host."""
-    return {"attention_out", "attention_lse"} <= {*_SAVED_BY[memory.remat], *memory.save, *memory.offload}
+    """Whether attention_out and attention_lse are saved for the backward pass, on the device or the
+    host.
+    """
+    return {"attention_out", "attention_lse"} <= {
+        *_SAVED_BY[memory.remat],
+        *memory.save,
+        *memory.offload,
+    }
 
 
-def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], period: int) -> Callable:
+def _checkpoint(
+    memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], period: int
+) -> Callable:
     saved = {*_SAVED_BY[memory.remat], *save} - set(offload)
     policy = _policy(saved, offload)
     if memory.remat == "matmuls":
@@ -66,8 +82,9 @@ def _checkpoint(memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str,
 def _needs_barriers(period: int) -> bool:
     """Whether a recomputation has to wait for the gradients of its results (`prevent_cse`).
 
-    A scan with one layer per iteration does not need it. If an iteration has several layers, XLA could recompute all of
-    them first. It could also merge recomputations with the forward pass, if the scan has one iteration and is inlined.
+    A scan with one layer per iteration does not need it. If an iteration has several layers, XLA
+    could recompute all of them first. It could also merge recomputations with the forward pass, if
+    the scan has one iteration and is inlined.
     """
     return period > 1
 

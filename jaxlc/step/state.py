@@ -19,7 +19,8 @@ PINNED_HOST = "pinned_host"  # the memory kind of HOST, in shardings and in comp
 _GROUP_BYTES = 2**30  # arrays that are initialized, converted or read together
 
 
-InitParams = Callable[[jax.Array], Any]  # from a PRNG key to the parameters of step 0, a pytree of arrays
+# from a PRNG key to the parameters of step 0, a pytree of arrays
+InitParams = Callable[[jax.Array], Any]
 
 
 class TrainState(NamedTuple):
@@ -36,9 +37,13 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 
 def make_state(
-    config: Config, init_params: InitParams, optimizer: optax.GradientTransformation, frozen: Set[str] = frozenset()
+    config: Config,
+    init_params: InitParams,
+    optimizer: optax.GradientTransformation,
+    frozen: Set[str] = frozenset(),
 ) -> TrainState:
-    """The state of step 0: a pure function of config.train.seed, equal on every mesh up to vocabulary padding.
+    """The state of step 0: a pure function of config.train.seed, equal on every mesh up to
+    vocabulary padding.
 
     Args:
       frozen: names of the parameters that are not trained; see `models.lora`.
@@ -47,7 +52,9 @@ def make_state(
     params = init_params(init_key)
     scaling = first_scaling(config.precision, config.model)
     opt_state = optimizer.init(lora.split(params, frozen)[0])
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, jax.random.key_data(rng), scaling)
+    return TrainState(
+        jnp.zeros((), jnp.int32), params, opt_state, jax.random.key_data(rng), scaling
+    )
 
 
 def first_state(
@@ -58,12 +65,12 @@ def first_state(
     params: Any = None,
     frozen: Set[str] = frozenset(),
 ) -> TrainState:
-    """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
-    groups, since each is computed on the device first.
+    """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays
+    are initialized in groups, since each is computed on the device first.
 
     Args:
-      params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes them.
-      frozen: as in `make_state`.
+      params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes
+      them. frozen: as in `make_state`.
     """
     if params is not None:
         abstract = abstract._replace(params=None)
@@ -77,7 +84,9 @@ def first_state(
                 state = make_state(config, init_params, optimizer, frozen)
             else:
                 on_device = jax.tree.map(lambda x: to_memory_kind(x, DEVICE), params)
-                state = make_state(config, lambda _: on_device, optimizer, frozen)._replace(params=None)
+                state = make_state(config, lambda _: on_device, optimizer, frozen)._replace(
+                    params=None
+                )
             state = jax.tree.leaves(state)
             return [state[index] for index in group]
 
@@ -89,7 +98,9 @@ def first_state(
 
 
 def groups_of(sizes: Iterable[int]) -> list[list[int]]:
-    """Indices of consecutive arrays with these bytes, which together take at most 1 GiB; a larger one is alone."""
+    """Indices of consecutive arrays with these bytes, which together take at most 1 GiB; a larger
+    one is alone.
+    """
     groups, filled_bytes = [], _GROUP_BYTES
     for index, num_bytes in enumerate(sizes):
         filled_bytes += num_bytes
@@ -104,12 +115,15 @@ def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = Non
     """Bytes that a tree of `jax.ShapeDtypeStruct`s with shardings takes on one device.
 
     Args:
-      spaces: tree of the memory space of each array; only arrays in `space` are counted. None: all are counted.
+      spaces: tree of the memory space of each array; only arrays in `space` are counted. None: all
+        are counted.
     """
     leaves = jax.tree.leaves(abstract)
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, leaf_space in zip(leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True)
+        for leaf, leaf_space in zip(
+            leaves, jax.tree.leaves(spaces) or [None] * len(leaves), strict=True
+        )
         if leaf_space is space
     )
 
@@ -117,7 +131,9 @@ def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = Non
 def memory_spaces(
     config: MemoryConfig, mesh: Mesh, optimizer: optax.GradientTransformation, abstract: TrainState
 ) -> TrainState:
-    """The `jax.memory.Space` in which each array of the state is stored, between steps and within a step."""
+    """The `jax.memory.Space` in which each array of the state is stored, between steps and within a
+    step.
+    """
     has_host = lacks_host_memory(mesh) is None
     params = HOST if has_host and config.parameters == "host" else DEVICE
     moments = HOST if has_host and config.optimizer == "host" else DEVICE
@@ -130,7 +146,9 @@ def memory_spaces(
 
 
 def is_masked(x) -> bool:
-    """Whether `x` is the empty placeholder of a parameter that another optimizer updates, as in `optax.masked`."""
+    """Whether `x` is the empty placeholder of a parameter that another optimizer updates, as in
+    `optax.masked`.
+    """
     return isinstance(x, optax.MaskedNode)
 
 
@@ -149,9 +167,11 @@ def to_memory_kind(x: jax.Array, space: jax.memory.Space) -> jax.Array:
 
 
 def lacks_host_memory(mesh: Mesh | AbstractMesh) -> str | None:
-    """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can, or are not known.
+    """Why programs on the devices of `mesh` cannot use pinned host memory; None if they can, or are
+    not known.
 
-    On CPU, JAX 0.10 does not implement the transfers ("annotate_device_placement"); 0.11.2 and 0.12 do.
+    On CPU, JAX 0.10 does not implement the transfers ("annotate_device_placement"); 0.11.2 and 0.12
+    do.
     """
     if isinstance(mesh, AbstractMesh):
         return None
@@ -182,9 +202,9 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state; nothing is allocated.
 
-    Parameters are sharded by `sharding.rules`, optimizer moments like their parameter; all else is replicated. Arrays
-    that `memory_spaces` puts in host memory have shardings with that memory kind, except on absent devices (AOT
-    compilation), whose shardings drop it.
+    Parameters are sharded by `sharding.rules`, optimizer moments like their parameter; all else is
+    replicated. Arrays that `memory_spaces` puts in host memory have shardings with that memory
+    kind, except on absent devices (AOT compilation), whose shardings drop it.
     """
     shapes = jax.eval_shape(lambda: make_state(config, init_params, optimizer, frozen))
     trainable_dims, _ = lora.split(dims, frozen)
@@ -193,7 +213,8 @@ def abstract_state(
     def stored(shape, names):
         if is_masked(shape):
             return shape
-        if len(names) != len(shape.shape):  # optimizer state of another shape, such as Adafactor's factored moments
+        # optimizer state of another shape, such as Adafactor's factored moments
+        if len(names) != len(shape.shape):
             return replicated(shape)
         spec = rules.storage_spec(names, shape.shape, mesh)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
@@ -210,9 +231,16 @@ def abstract_state(
         step=replicated(shapes.step),
         params=jax.tree.map(stored, shapes.params, dims),
         opt_state=optax.tree_map_params(
-            optimizer, stored, shapes.opt_state, trainable_dims, transform_non_params=replicated, is_leaf=is_masked
+            optimizer,
+            stored,
+            shapes.opt_state,
+            trainable_dims,
+            transform_non_params=replicated,
+            is_leaf=is_masked,
         ),
         rng=replicated(shapes.rng),
         scaling=jax.tree.map(replicated, shapes.scaling),
     )
-    return jax.tree.map(in_memory, abstract, memory_spaces(config.memory, mesh, optimizer, abstract))
+    return jax.tree.map(
+        in_memory, abstract, memory_spaces(config.memory, mesh, optimizer, abstract)
+    )

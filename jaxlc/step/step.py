@@ -1,7 +1,9 @@
-"""The training step, used by the loop, the plan, the sweep and the benchmarks; only this module jits it.
+"""The training step, used by the loop, the plan, the sweep and the benchmarks; only this module
+jits it.
 
-One optimizer step is a pure function: loss and gradients of a batch, the gradient norm, the update, the metrics. Before
-it is compiled, its attention kernels are checked on the GPU that is about to train.
+One optimizer step is a pure function: loss and gradients of a batch, the gradient norm, the update,
+the metrics. Before it is compiled, its attention kernels are checked on the GPU that is about to
+train.
 """
 
 import dataclasses
@@ -63,7 +65,8 @@ from jaxlc.step.update import StepOptimizer, learning_rate_schedule
 class StepMetrics(NamedTuple):
     """Scalars, float32 unless noted, replicated."""
 
-    # Mean cross entropy in nats over all weighted tokens of the step; NaN if a token or position is out of range.
+    # Mean cross entropy in nats over all weighted tokens of the step; NaN if a token or position is
+    # out of range.
     loss: jax.Array
     grad_norm: jax.Array  # before clipping
     learning_rate: jax.Array
@@ -73,7 +76,8 @@ class StepMetrics(NamedTuple):
     skipped_steps: jax.Array | None  # with fp16 only, int32: updates skipped since step 0
     attention_pairs: jax.Array | None  # with a document mask only: see `batch.attention_pairs`
     policy: PolicySums | None  # with posttrain.loss only: the means of the step
-    experts: ExpertMetrics | None  # with model.experts.num_experts only; arrays [layers with experts] among them
+    # with model.experts.num_experts only; arrays [layers with experts] among them
+    experts: ExpertMetrics | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,24 +98,30 @@ class StepFunction:
         has_documents = self.config.attention.document_mask and is_decoder
         num_invalid = num_invalid_indices(batch, self.config.model.vocab_size) if is_decoder else 0
         pairs = attention_pairs(batch, self.config.model) if has_documents else None
-        # No copy, only types: with absent devices the types of the arguments do not include the memory space.
+        # No copy, only types: with absent devices the types of the arguments do not include the
+        # memory space.
         state = jax.tree.map(to_memory_kind, state, self.memory_spaces)
-        # The division by the sum of weights of all ranks and microbatches: a single one may have no target tokens.
+        # The division by the sum of weights of all ranks and microbatches: a single one may have no
+        # target tokens.
         target_tokens = batch.loss_weights.sum()
         posttrain = self.config.posttrain
         total = denominator(batch, posttrain) if posttrain.loss else target_tokens
         to_mean = jnp.where(total > 0, 1.0 / total, 0.0)
         loss_scale = state.scaling.loss_scale
-        if loss_scale is not None:  # multiplies the mean loss, before anything is rounded to float16
+        # multiplies the mean loss, before anything is rounded to float16
+        if loss_scale is not None:
             batch = batch._replace(loss_weights=batch.loss_weights * (loss_scale.scale * to_mean))
             to_mean = 1.0 / loss_scale.scale
         sums, gradients, histories, experts = self.objective.loss_and_grads(
             state.params, batch, state.scaling.histories
         )
         policy = means(sums, batch, posttrain) if posttrain.loss else None
-        loss = jnp.where(num_invalid == 0, sums * to_mean if policy is None else policy.loss, jnp.nan)
+        loss = jnp.where(
+            num_invalid == 0, sums * to_mean if policy is None else policy.loss, jnp.nan
+        )
         grad_norm = update.gradient_norm(gradients, self._trainable_dims, to_mean)
-        # A step that is not finite does not change the parameters, so the loop can skip it, or stop with a valid state.
+        # A step that is not finite does not change the parameters, so the loop can skip it, or stop
+        # with a valid state.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         trainable, frozen = lora.split(state.params, self.objective.frozen)
         trainable, opt_state = update.update(
@@ -160,8 +170,8 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
 
 
 def by_kind(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone; if there are none,
-    "none"."""
+    """Yields the texts of the kinds of layers with their names; if they are equal, the text alone;
+    if there are none, "none"."""
     if not texts:
         yield "none"
     elif len(set(texts.values())) == 1:
@@ -182,35 +192,52 @@ def build_step(
     policy_loss: PolicyLoss | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> "TrainStep":
-    """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be absent.
+    """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be
+    absent.
 
     Args:
       model: a model to train instead of the decoder of config.model; see `custom_model.Model`.
-      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size],
+      targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
-      policy_loss: a loss of the log-probabilities of answers instead of the formula of config.posttrain.loss; see
-        `policy_loss.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
+      policy_loss: a loss of the log-probabilities of answers instead of the formula of
+        config.posttrain.loss; see `policy_loss.PolicyLoss`. That setting then selects the arrays of
+        a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
-        support the custom model, loss or optimizer.
+      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a
+        setting does not support the custom model, loss or optimizer.
     """
     precision.check_devices(config.precision, mesh.devices.flat)
     if config.runtime.expert_kernel == "mosaic":
         expert_products.check_devices(mesh.devices.flat)
     check_methods("model", model, ("init", "apply"))
     check_methods("optimizer", optimizer, ("init", "update"))
-    check_supported(config, has_model=model is not None, has_loss=loss is not None, has_optimizer=optimizer is not None)
+    check_supported(
+        config,
+        has_model=model is not None,
+        has_loss=loss is not None,
+        has_optimizer=optimizer is not None,
+    )
     if policy_loss is not None and not config.posttrain.loss:
-        raise UserError("policy_loss has no effect without config.posttrain.loss; set it to grpo, dapo, dr_grpo or dpo")
+        raise UserError(
+            "policy_loss has no effect without config.posttrain.loss; set it to grpo, dapo, dr_grpo or dpo"
+        )
     return TrainStep(
-        config=config, mesh=mesh, model=model, token_loss=loss, policy_loss=policy_loss, custom_optimizer=optimizer
+        config=config,
+        mesh=mesh,
+        model=model,
+        token_loss=loss,
+        policy_loss=policy_loss,
+        custom_optimizer=optimizer,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """The jitted step and its abstract arguments. The devices of `mesh` may be absent (AOT compilation)."""
+    """The jitted step and its abstract arguments. The devices of `mesh` may be absent (AOT
+    compilation).
+    """
 
     config: Config
     mesh: Mesh
@@ -229,7 +256,9 @@ class TrainStep:
     @property
     def compute_dtype(self) -> jax.numpy.dtype:
         """The dtype of the residual stream and of all matrix products that are not in FP8."""
-        return precision.compute_dtype(self.config.precision.compute, self.mesh.devices.flat[0].platform)
+        return precision.compute_dtype(
+            self.config.precision.compute, self.mesh.devices.flat[0].platform
+        )
 
     @property
     def dims(self):
@@ -244,24 +273,33 @@ class TrainStep:
     @cached_property
     def abstract_state(self) -> TrainState:
         return abstract_state(
-            self.config, self.storage_mesh, self.objective.init_params, self._optimizer, self.dims, self.frozen
+            self.config,
+            self.storage_mesh,
+            self.objective.init_params,
+            self._optimizer,
+            self.dims,
+            self.frozen,
         )
 
     @property
     def sharding_table(self) -> ShardingTable:
-        """The shape, sharding and bytes per device of each parameter, to print or to display in a notebook."""
+        """The shape, sharding and bytes per device of each parameter, to print or to display in a
+        notebook.
+        """
         return sharding_table(self.abstract_state.params, self.dims, self.storage_mesh)
 
     @property
     def storage_mesh(self) -> Mesh:
-        """The mesh of the shardings of the state: with config.memory.node_copy_devices, the same devices with fsdp and
-        context split into axes over nodes and within a node."""
+        """The mesh of the shardings of the state: with config.memory.node_copy_devices, the same
+        devices with fsdp and context split into axes over nodes and within a node."""
         nodes = nodes_of(self.mesh, self.config.memory.node_copy_devices)
         return self.mesh if nodes is None else nodes.mesh
 
     @cached_property
     def memory_spaces(self) -> TrainState:
-        """The memory of each array of the state; the shardings of `abstract_state` drop it for absent devices."""
+        """The memory of each array of the state; the shardings of `abstract_state` drop it for
+        absent devices.
+        """
         return memory_spaces(self.config.memory, self.mesh, self._optimizer, self.abstract_state)
 
     @cached_property
@@ -280,7 +318,8 @@ class TrainStep:
             memory_spaces=self.memory_spaces,
         )
 
-        def _step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:  # a name in profiles
+        # a name in profiles
+        def _step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
             return function(state, batch)
 
         return jax.jit(_step, donate_argnums=0, out_shardings=(shardings, replicated))
@@ -293,12 +332,14 @@ class TrainStep:
         extra_options: dict[str, bool | int | str] | None = None,
         lowered: jax.stages.Lowered | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles the step for the devices of the mesh, with `compiler_options` and `extra_options`.
+        """Compiles the step for the devices of the mesh, with `compiler_options` and
+        `extra_options`.
 
         Args:
           lowered: the result of `lower`, if the caller changed it.
         Raises:
-          UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
+          UserError: config.memory.offload is set, and the program for a GPU has nothing in host
+            memory.
         """
         compiled = self._compile(lowered or self.lower(), extra_options)
         offload = self.config.memory.offload
@@ -311,17 +352,22 @@ class TrainStep:
 
     @cached_property
     def jitted_evaluation(self):
-        """(params, microbatch) -> the loss of each token in nats, float32 [sequences, tokens], replicated."""
+        """(params, microbatch) -> the loss of each token in nats, float32 [sequences, tokens],
+        replicated.
+        """
 
         def token_losses(params, batch: Batch) -> jax.Array:
-            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)  # only types: see `StepFunction`
+            # only types: see `StepFunction`
+            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)
             return self.objective.token_losses(params, batch)
 
         return jax.jit(token_losses, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
 
     def lower_evaluation(self) -> jax.stages.Lowered:
         """Lowers `jitted_evaluation` for one sequence per rank of the data and fsdp axes."""
-        return self.jitted_evaluation.lower(self.abstract_state.params, self.abstract_evaluation_batch)
+        return self.jitted_evaluation.lower(
+            self.abstract_state.params, self.abstract_evaluation_batch
+        )
 
     @cached_property
     def abstract_evaluation_batch(self) -> Batch:
@@ -333,7 +379,8 @@ class TrainStep:
         extra_options: dict[str, bool | int | str] | None = None,
         lowered: jax.stages.Lowered | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles `jitted_evaluation` with the options of the step, so that it uses the same transport and memory.
+        """Compiles `jitted_evaluation` with the options of the step, so that it uses the same
+        transport and memory.
 
         Args:
           lowered: the result of `lower_evaluation`, if the caller changed it.
@@ -342,7 +389,8 @@ class TrainStep:
 
     @cached_property
     def reference(self) -> "TrainStep | None":
-        """The model of posttrain.reference_model, with its weights in host memory; None: the loss needs none.
+        """The model of posttrain.reference_model, with its weights in host memory; None: the loss
+        needs none.
 
         It is never trained: only its parameters and `jitted_log_probs` are used.
 
@@ -358,7 +406,9 @@ class TrainStep:
         reference_config = dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, init_from=init_from),
-            memory=dataclasses.replace(config.memory, parameters="host", optimizer="device", remat="full"),
+            memory=dataclasses.replace(
+                config.memory, parameters="host", optimizer="device", remat="full"
+            ),
             train=dataclasses.replace(config.train, trainable=(), frozen=()),
             lora=LoraConfig(),
         )
@@ -366,10 +416,13 @@ class TrainStep:
 
     @cached_property
     def jitted_log_probs(self):
-        """(params, batch) -> the log-probability of each target, float32, with the shape and sharding of the batch."""
+        """(params, batch) -> the log-probability of each target, float32, with the shape and
+        sharding of the batch.
+        """
 
         def log_probs(params, batch: Batch) -> jax.Array:
-            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)  # only types: see `StepFunction`
+            # only types: see `StepFunction`
+            params = jax.tree.map(to_memory_kind, params, self.memory_spaces.params)
             return jax.lax.map(lambda part: self.objective.log_probs(params, part), batch)
 
         return jax.jit(log_probs, out_shardings=NamedSharding(self.mesh, BATCH_SPEC))
@@ -394,13 +447,16 @@ class TrainStep:
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
-        """Options for the platform, runtime.xla_preset and the transport, without those that XLA_FLAGS sets."""
+        """Options for the platform, runtime.xla_preset and the transport, without those that
+        XLA_FLAGS sets.
+        """
         memory = self.config.memory
         return compile_options(
             self._platform,
             preset=self.config.runtime.xla_preset,
             transport=self.transport and self.transport.name,
-            uses_host_memory=bool(memory.offload) or "host" in (memory.parameters, memory.optimizer),
+            uses_host_memory=bool(memory.offload)
+            or "host" in (memory.parameters, memory.optimizer),
             is_deterministic=self.config.runtime.deterministic,
             max_slop_percent=self._max_slop_percent,
             environment=os.environ,
@@ -413,7 +469,9 @@ class TrainStep:
             return None
         arguments_bytes = bytes_per_device(self.abstract_state, self.memory_spaces, DEVICE)
         arguments_bytes += bytes_per_device(self.abstract_batch)
-        return slop_percent(runtime.memory_fraction * device.memory_bytes, device.memory_bytes, arguments_bytes)
+        return slop_percent(
+            runtime.memory_fraction * device.memory_bytes, device.memory_bytes, arguments_bytes
+        )
 
     def init(self, params=None) -> TrainState:
         """The state of step 0; each device initializes its own shards.
@@ -422,17 +480,26 @@ class TrainStep:
           params: pretrained parameters with the shardings of `abstract_state`. None: random ones.
         """
         return first_state(
-            self.config, self.objective.init_params, self._optimizer, self.abstract_state, params, self.frozen
+            self.config,
+            self.objective.init_params,
+            self._optimizer,
+            self.abstract_state,
+            params,
+            self.frozen,
         )
 
     def init_params(self, names: Set[str]) -> dict:
-        """The parameters of step 0 with these names, as in `models.lora`; the others are not computed."""
+        """The parameters of step 0 with these names, as in `models.lora`; the others are not
+        computed.
+        """
 
         def select(tree) -> dict:
             return lora.split(tree, names)[1]
 
         shardings = jax.tree.map(lambda x: x.sharding, select(self.abstract_state.params))
-        state = functools.partial(make_state, self.config, self.objective.init_params, self._optimizer, self.frozen)
+        state = functools.partial(
+            make_state, self.config, self.objective.init_params, self._optimizer, self.frozen
+        )
         return jax.jit(lambda: select(state().params), out_shardings=shardings)()
 
     @cached_property
@@ -453,7 +520,11 @@ class TrainStep:
     @property
     def kernel_choice(self) -> str:
         """As `kernel_names`, with reasons."""
-        return "; ".join(by_kind({kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in self.kernels.items()}))
+        return "; ".join(
+            by_kind(
+                {kind: f"{kernel.name} ({kernel.reason})" for kind, kernel in self.kernels.items()}
+            )
+        )
 
     @cached_property
     def sequence_order(self) -> SequenceOrder:
@@ -472,7 +543,9 @@ class TrainStep:
     @cached_property
     def _step_optimizer(self) -> StepOptimizer:
         schedule = learning_rate_schedule(self.config.optimizer, self.config.train.steps)
-        return StepOptimizer(config=self.config.optimizer, schedule=schedule, custom=self.custom_optimizer)
+        return StepOptimizer(
+            config=self.config.optimizer, schedule=schedule, custom=self.custom_optimizer
+        )
 
     @cached_property
     def _optimizer(self) -> optax.GradientTransformation:
@@ -483,15 +556,19 @@ class TrainStep:
 def _uses_host_memory(compiled: jax.stages.Compiled) -> bool:
     """Whether the program has buffers in host memory.
 
-    A program from the compilation cache may lack their sizes, so its text is also searched for their memory space.
+    A program from the compilation cache may lack their sizes, so its text is also searched for
+    their memory space.
     """
-    return bool(compiled.memory_analysis().host_temp_size_in_bytes) or _HOST_MEMORY_SPACE in compiled.as_text()
+    return (
+        bool(compiled.memory_analysis().host_temp_size_in_bytes)
+        or _HOST_MEMORY_SPACE in compiled.as_text()
+    )
 
 
 def check_kernels(step: TrainStep) -> list[str]:
-    """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's calls for packed documents and
-    the Mosaic products of experts with the reference, and the version of cuDNN with what config.runtime.deterministic
-    needs.
+    """Checks kernels on a GPU of this process, if the step has them: compares cuDNN's calls for
+    packed documents and the Mosaic products of experts with the reference, and the version of cuDNN
+    with what config.runtime.deterministic needs.
 
     Returns:
       Lines with the errors; none without such kernels.
@@ -505,7 +582,9 @@ def check_kernels(step: TrainStep) -> list[str]:
     if config.runtime.expert_kernel == "mosaic":
         model = config.model
         ffn_dim = model.experts.ffn_dim // config.mesh.tensor
-        sizes = dict(num_experts=model.experts.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim)
+        sizes = dict(
+            num_experts=model.experts.num_experts, model_dim=model.model_dim, ffn_dim=ffn_dim
+        )
         lines.append(check_mosaic_product(device, **sizes))
     return lines
 
@@ -518,7 +597,9 @@ def _check_cudnn(step: TrainStep, device: jax.Device) -> list[str]:
         check_deterministic(device)
     if not config.attention.document_mask:
         return []
-    shapes = dict.fromkeys(config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn")
+    shapes = dict.fromkeys(
+        config.model.of_kind(kind) for kind in kernels if kernels[kind].name == "cudnn"
+    )
     lines = [
         check_packed_cudnn(
             device,

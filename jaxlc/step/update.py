@@ -1,11 +1,11 @@
-"""The optimizer update with AdamW and its learning-rate schedules: of the whole state at once, or streamed if part of
-the state is in host memory.
+"""The optimizer update with AdamW and its learning-rate schedules: of the whole state at once, or
+streamed if part of the state is in host memory.
 
-A streamed update is a scan over layers: it copies the weights, gradients and moments of one layer to the device,
-updates them, and writes them back, so that at most one layer of the host state is on the device. Parameters
-outside the layers (embedding, head, final norm) follow one by one. As in ZeRO-Offload (Ren et al. 2021,
-arXiv:2101.06840), but the arithmetic is done on the device. The memory of an array is part of its type,
-`jax.typeof(x).memory_space`.
+A streamed update is a scan over layers: it copies the weights, gradients and moments of one layer
+to the device, updates them, and writes them back, so that at most one layer of the host state is on
+the device. Parameters outside the layers (embedding, head, final norm) follow one by one. As in
+ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), but the arithmetic is done on the device. The
+memory of an array is part of its type, `jax.typeof(x).memory_space`.
 """
 
 import functools
@@ -28,7 +28,8 @@ from jaxlc.step.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns number of earlier updates -> learning rate: from schedule_start on a linear warm-up, then
+    """Returns number of earlier updates -> learning rate: from schedule_start on a linear warm-up,
+    then
 
     cosine    a cosine decay (Loshchilov and Hutter 2017), which would reach final_learning_rate_ratio x peak one step
               after the last step, as in transformers;
@@ -42,12 +43,16 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
     after_warmup = max(1, (config.schedule_steps or steps) - config.warmup_steps)
     if config.schedule == "cosine":
-        main = optax.cosine_decay_schedule(peak, after_warmup, alpha=config.final_learning_rate_ratio)
+        main = optax.cosine_decay_schedule(
+            peak, after_warmup, alpha=config.final_learning_rate_ratio
+        )
     elif config.schedule == "linear":
         main = optax.linear_schedule(peak, final, after_warmup)
     elif config.schedule == "wsd":
         decay = optax.linear_schedule(peak, final, config.decay_steps)
-        main = optax.join_schedules([optax.constant_schedule(peak), decay], [after_warmup - config.decay_steps])
+        main = optax.join_schedules(
+            [optax.constant_schedule(peak), decay], [after_warmup - config.decay_steps]
+        )
     else:
         main = optax.constant_schedule(peak)
     # Without an initial learning rate, step 0 has peak / warmup_steps, not 0.
@@ -66,19 +71,25 @@ def updates_made(opt_state: optax.OptState) -> jax.Array:
     return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule, dims) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, dims
+) -> optax.GradientTransformationExtraArgs:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
 
-    `update` takes the global norm as `grad_norm`, so that it can be called on a part of the parameters, with the
-    gradients and moments of that part.
+    `update` takes the global norm as `grad_norm`, so that it can be called on a part of the
+    parameters, with the gradients and moments of that part.
 
     Args:
-      dims: dimension names of the parameters, or of a part of them. They select the parameters with weight decay:
-        matrices, and by setting embeddings, norm scales and biases.
+      dims: dimension names of the parameters, or of a part of them. They select the parameters with
+        weight decay: matrices, and by setting embeddings, norm scales and biases.
     """
 
     def decays(names: tuple[str, ...]) -> bool:
-        return config.decay_norms if is_vector(names) else config.decay_embeddings or names[0] != "vocab"
+        return (
+            config.decay_norms
+            if is_vector(names)
+            else config.decay_embeddings or names[0] != "vocab"
+        )
 
     has_decay = jax.tree.map(decays, dims, is_leaf=lambda x: isinstance(x, tuple))
     adamw = optax.adamw(
@@ -103,16 +114,21 @@ class StepOptimizer:
     custom: optax.GradientTransformation | None = None
 
     def of(self, dims) -> optax.GradientTransformationExtraArgs:
-        """The optimizer of the parameters with these `dims`, which are all trainable ones or a part of them."""
+        """The optimizer of the parameters with these `dims`, which are all trainable ones or a part
+        of them.
+        """
         if self.custom is not None:
             return optax.with_extra_args_support(self.custom)
         return make_optimizer(self.config, self.schedule, dims)
 
     def learning_rate(self, opt_state: optax.OptState) -> jax.Array:
-        """The learning rate of the next update, float32; NaN if a custom optimizer does not store it."""
+        """The learning rate of the next update, float32; NaN if a custom optimizer does not store
+        it.
+        """
         if self.custom is None:
             return jnp.float32(self.schedule(updates_made(opt_state)))  # skipped steps do not count
-        return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))  # as optax.inject_hyperparams does
+        # as optax.inject_hyperparams does
+        return jnp.float32(optax.tree.get(opt_state, "learning_rate", jnp.nan))
 
 
 def _clip_by_given_norm(max_grad_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -121,7 +137,9 @@ def _clip_by_given_norm(max_grad_norm: float) -> optax.GradientTransformationExt
     def update(gradients, state, params=None, *, grad_norm: jax.Array, **_):
         del params
         is_small = grad_norm < max_grad_norm
-        return jax.tree.map(lambda g: jnp.where(is_small, g, g / grad_norm * max_grad_norm), gradients), state
+        return jax.tree.map(
+            lambda g: jnp.where(is_small, g, g / grad_norm * max_grad_norm), gradients
+        ), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
@@ -145,7 +163,9 @@ def gradient_norm(gradients: dict, dims: dict, scale: jax.Array) -> jax.Array:
     sums = []
     for path in _stacks(gradients, dims):
         part, part_dims = _at(gradients, path), _at(dims, path)
-        sums.append(_stream(squares, part_dims, jnp.zeros(_num_layers(part_dims, part)), part).sum())
+        sums.append(
+            _stream(squares, part_dims, jnp.zeros(_num_layers(part_dims, part)), part).sum()
+        )
     return jnp.sqrt(sum(sums))
 
 
@@ -159,7 +179,12 @@ def add(gradients: dict, others: dict, dims: dict) -> dict:
     if not is_on_host(gradients):
         return add_part(gradients, others)
     paths = _stacks(gradients, dims)
-    return _tree({path: _stream(add_part, *(_at(tree, path) for tree in (dims, gradients, others))) for path in paths})
+    return _tree(
+        {
+            path: _stream(add_part, *(_at(tree, path) for tree in (dims, gradients, others)))
+            for path in paths
+        }
+    )
 
 
 @jax.named_scope(scopes.OPTIMIZER)
@@ -173,11 +198,12 @@ def update(
     grad_norm: jax.Array,
     is_finite: jax.Array,
 ) -> ParamsAndOptState:
-    """Parameters and optimizer state after an update with `scale` times the gradients; `old` if `is_finite` is False.
+    """Parameters and optimizer state after an update with `scale` times the gradients; `old` if
+    `is_finite` is False.
 
     Args:
-      make_optimizer: returns the optimizer of all parameters, or of a part of them, given their dims.
-      grad_norm: global norm of the scaled gradients, for clipping.
+      make_optimizer: returns the optimizer of all parameters, or of a part of them, given their
+      dims. grad_norm: global norm of the scaled gradients, for clipping.
     """
 
     def update_part(dims):
@@ -185,7 +211,9 @@ def update(
 
         def run(old: ParamsAndOptState, gradients) -> ParamsAndOptState:
             gradients = jax.tree.map(lambda g: g * scale, gradients)
-            updates, opt_state = optimizer.update(gradients, old.opt_state, old.params, grad_norm=grad_norm)
+            updates, opt_state = optimizer.update(
+                gradients, old.opt_state, old.params, grad_norm=grad_norm
+            )
             new = ParamsAndOptState(optax.apply_updates(old.params, updates), opt_state)
             return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
 
@@ -194,26 +222,33 @@ def update(
     if not is_on_host(old):
         return update_part(dims)(old, gradients)
     parts: dict[tuple[str, ...], ParamsAndOptState] = {}
-    # A streamed update does not write the optimizer's count, and all parts may be streamed: an update of no parameters
-    # gives it.
+    # A streamed update does not write the optimizer's count, and all parts may be streamed: an
+    # update of no parameters gives it.
     shared = update_part({})(ParamsAndOptState({}, _without_params(old.opt_state)), {}).opt_state
     paths = _stacks(old.params, dims)
-    for path in sorted(paths, key=lambda path: _is_stacked(_at(dims, path)), reverse=True):  # layers first
-        part, part_dims = ParamsAndOptState(_at(old.params, path), _of_part(old.opt_state, path)), _at(dims, path)
+    # layers first
+    for path in sorted(paths, key=lambda path: _is_stacked(_at(dims, path)), reverse=True):
+        part, part_dims = (
+            ParamsAndOptState(_at(old.params, path), _of_part(old.opt_state, path)),
+            _at(dims, path),
+        )
         parts[path] = _stream(update_part(part_dims), part_dims, part, _at(gradients, path))
     return _joined(old, parts, shared)
 
 
 def _stream(function: Callable, dims, results, *operands):
-    """`function(results, *operands)`, in the memory of `results`: on whole arrays, or layer by layer if stacked.
+    """`function(results, *operands)`, in the memory of `results`: on whole arrays, or layer by
+    layer if stacked.
 
-    The function gets its arrays on the device. Layers are updated in place; scalars among `results` are not written,
-    since all layers share them.
+    The function gets its arrays on the device. Layers are updated in place; scalars among `results`
+    are not written, since all layers share them.
     """
     if not _is_stacked(dims):
         results, operands = lax.optimization_barrier((results, operands))
         new_results = function(*jax.tree.map(_to_device, (results, *operands)))
-        return jax.tree.map(lambda old, new: to_memory_kind(new, memory_kind_of(old)), results, new_results)
+        return jax.tree.map(
+            lambda old, new: to_memory_kind(new, memory_kind_of(old)), results, new_results
+        )
 
     def run_layer(layer, results):
         @jax.named_scope(scopes.HOST_STATE)
@@ -225,21 +260,26 @@ def _stream(function: Callable, dims, results, *operands):
             if not stack.ndim:
                 return stack
             new = to_memory_kind(new, memory_kind_of(stack))[None]
-            return lax.dynamic_update_slice_in_dim(stack, new, layer, 0, allow_negative_indices=False)
+            return lax.dynamic_update_slice_in_dim(
+                stack, new, layer, 0, allow_negative_indices=False
+            )
 
         new_results = function(*jax.tree.map(fetch, (results, *operands)))
         return jax.tree.map(write, results, new_results)
 
-    # XLA compiles copies only if the index is the loop counter; see `jaxlc.models.offloaded_layers`.
+    # XLA compiles copies only if the index is the loop counter; see
+    # `jaxlc.models.offloaded_layers`.
     return lax.fori_loop(0, _num_layers(dims, operands), run_layer, results)
 
 
 def _stacks(params: dict, dims: dict) -> list[tuple[str, ...]]:
-    """The paths of the parts that are streamed: the entries of the tree, or of an entry whose stacks, those of several
-    kinds of layers, differ in their number of layers."""
+    """The paths of the parts that are streamed: the entries of the tree, or of an entry whose
+    stacks, those of several kinds of layers, differ in their number of layers."""
 
     def paths(name: str) -> list[tuple[str, ...]]:
-        is_one = not _is_stacked(dims[name]) or len({len(x) for x in jax.tree.leaves(params[name])}) == 1
+        is_one = (
+            not _is_stacked(dims[name]) or len({len(x) for x in jax.tree.leaves(params[name])}) == 1
+        )
         return [(name,)] if is_one else [(name, kind) for kind in params[name]]
 
     return [path for name in params for path in paths(name)]
@@ -272,8 +312,12 @@ def _first(dims) -> tuple[str, ...]:
 
 
 def _of_part(opt_state: optax.OptState, path: tuple[str, ...]) -> optax.OptState:
-    """The optimizer state of one part of the parameters; moments are dictionaries with the same keys."""
-    return jax.tree.map(lambda x: _at(x, path) if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict)
+    """The optimizer state of one part of the parameters; moments are dictionaries with the same
+    keys.
+    """
+    return jax.tree.map(
+        lambda x: _at(x, path) if isinstance(x, dict) else x, opt_state, is_leaf=_is_dict
+    )
 
 
 def _without_params(opt_state: optax.OptState) -> optax.OptState:
@@ -282,9 +326,13 @@ def _without_params(opt_state: optax.OptState) -> optax.OptState:
 
 
 def _joined(
-    whole: ParamsAndOptState, parts: dict[tuple[str, ...], ParamsAndOptState], shared: optax.OptState
+    whole: ParamsAndOptState,
+    parts: dict[tuple[str, ...], ParamsAndOptState],
+    shared: optax.OptState,
 ) -> ParamsAndOptState:
-    """Joins parts of the parameters and of the optimizer state; other optimizer state comes from `shared`."""
+    """Joins parts of the parameters and of the optimizer state; other optimizer state comes from
+    `shared`.
+    """
 
     def join(in_whole, common, *states):
         return _tree(dict(zip(parts, states))) if _is_dict(in_whole) else common

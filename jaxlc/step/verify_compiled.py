@@ -1,8 +1,8 @@
-"""Checks the compiled step against the config: the transport of attention's collectives, host memory, and what crosses
-nodes.
+"""Checks the compiled step against the config: the transport of attention's collectives, host
+memory, and what crosses nodes.
 
-JAX drops the memory kinds of arguments and results where the GPUs are absent (AOT), so `place_state` writes them into
-the lowered program.
+JAX drops the memory kinds of arguments and results where the GPUs are absent (AOT), so
+`place_state` writes them into the lowered program.
 """
 
 from collections import Counter
@@ -27,7 +27,8 @@ from jaxlc.sharding.rules import is_copied, is_vector
 from jaxlc.step.state import HOST, PINNED_HOST
 from jaxlc.step.step import TrainStep
 
-_KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"  # attributes of the lowered program's arguments and results
+# attributes of the lowered program's arguments and results
+_KIND, _ALIAS = "mhlo.memory_kind", "tf.aliasing_output"
 
 
 def place_state(step: TrainStep, lowered: Lowered) -> None:
@@ -35,7 +36,9 @@ def place_state(step: TrainStep, lowered: Lowered) -> None:
     kinds = _kinds(step.memory_spaces)
     if any(kinds):
         others = [None] * len(jax.tree.leaves(step.abstract_batch))
-        place_in_memory(lowered, kinds + others, kinds + [None] * (lowered.out_tree.num_leaves - len(kinds)))
+        place_in_memory(
+            lowered, kinds + others, kinds + [None] * (lowered.out_tree.num_leaves - len(kinds))
+        )
 
 
 def place_params(step: TrainStep, lowered: Lowered) -> None:
@@ -49,12 +52,16 @@ def _kinds(spaces) -> list[str | None]:
     return [PINNED_HOST if space is HOST else None for space in jax.tree.leaves(spaces)]
 
 
-def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: Sequence[str | None]) -> None:
-    """Writes memory kinds into a lowered program, before `.compile()`, because JAX drops the kinds of absent GPUs.
+def place_in_memory(
+    lowered: Lowered, arguments: Sequence[str | None], results: Sequence[str | None]
+) -> None:
+    """Writes memory kinds into a lowered program, before `.compile()`, because JAX drops the kinds
+    of absent GPUs.
 
-    Absent devices list no memories, so a sharding with memory_kind="pinned_host" has no effect, and the bytes would
-    count as device memory. Donation of an argument to a result in another memory is removed. The function must not
-    have been compiled before: JAX caches its executable, and does not notice that the program has changed.
+    Absent devices list no memories, so a sharding with memory_kind="pinned_host" has no effect, and
+    the bytes would count as device memory. Donation of an argument to a result in another memory is
+    removed. The function must not have been compiled before: JAX caches its executable, and does
+    not notice that the program has changed.
 
     Args:
       arguments, results: for each leaf "pinned_host" or "device", or None to keep it as it is.
@@ -64,7 +71,8 @@ def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: 
     (main,) = (operation for operation in module.body.operations if _is_main(operation))
     with module.context:
         result_attributes = [
-            _with_kind(attributes, kind) for attributes, kind in zip(main.attributes["res_attrs"], results, strict=True)
+            _with_kind(attributes, kind)
+            for attributes, kind in zip(main.attributes["res_attrs"], results, strict=True)
         ]
         argument_attributes = [
             _with_kind(attributes, arguments[index])
@@ -76,12 +84,19 @@ def place_in_memory(lowered: Lowered, arguments: Sequence[str | None], results: 
                 result_attributes[ir.IntegerAttr(aliased_output).value]
             ):
                 del named[_ALIAS]
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in argument_attributes])
-        main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(named) for named in result_attributes])
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(
+            [ir.DictAttr.get(named) for named in argument_attributes]
+        )
+        main.attributes["res_attrs"] = ir.ArrayAttr.get(
+            [ir.DictAttr.get(named) for named in result_attributes]
+        )
 
 
 def _is_main(operation) -> bool:
-    return "sym_name" in operation.attributes and ir.StringAttr(operation.attributes["sym_name"]).value == "main"
+    return (
+        "sym_name" in operation.attributes
+        and ir.StringAttr(operation.attributes["sym_name"]).value == "main"
+    )
 
 
 def _with_kind(attributes, kind: str | None) -> dict:
@@ -93,16 +108,26 @@ def _kind(named: dict) -> str:
     return ir.StringAttr(named[_KIND]).value if _KIND in named else "device"
 
 
-_TITLES = {"nccl": "NCCL", "nvshmem": "NVSHMEM", "symmetric": "one-sided NCCL", "peer": "peer copies"}
+_TITLES = {
+    "nccl": "NCCL",
+    "nvshmem": "NVSHMEM",
+    "symmetric": "one-sided NCCL",
+    "peer": "peer copies",
+}
 _NODE_SCOPES = (scopes.GATHER_NODE_COPY, scopes.SUM_OVER_NODES)
 _SCALARS_BYTES = 2**16  # of sums of losses and of counts of experts
 _HOP = "collective-permute"  # the only collective of attention to which a transport applies
 
 
 def describe(
-    attention_collectives: Sequence[AttentionCollective], *, strategy: str, num_layers: int, num_sliding: int = 0
+    attention_collectives: Sequence[AttentionCollective],
+    *,
+    strategy: str,
+    num_layers: int,
+    num_sliding: int = 0,
 ) -> list[str]:
-    """One line per kind of collective: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped: 0 of 224 forward".
+    """One line per kind of collective: "ring: 448 hops (14 x 32 layers), all NVSHMEM; unoverlapped:
+    0 of 224 forward".
 
     A hop is unoverlapped if no attention kernel runs between its start and its done.
 
@@ -116,14 +141,21 @@ def describe(
         noun = "hop" if kind == _HOP else kind
         count = _count(same_kind, noun, num_sliding if is_sliding else num_layers - num_sliding)
         where = f"{strategy}, sliding layers" if is_sliding else strategy
-        lines.append(f"{where}: {count}, {_transports(same_kind)}; unoverlapped: {_unoverlapped(same_kind)}")
+        lines.append(
+            f"{where}: {count}, {_transports(same_kind)}; unoverlapped: {_unoverlapped(same_kind)}"
+        )
     return lines or [f"{strategy}: nothing to send"]
 
 
 def mismatch(
-    attention_collectives: Sequence[AttentionCollective], requested: TransportSelection, *, strategy: str
+    attention_collectives: Sequence[AttentionCollective],
+    requested: TransportSelection,
+    *,
+    strategy: str,
 ) -> str | None:
-    """How the transports of the program differ from `requested`; None if they do not, or if nothing is sent."""
+    """How the transports of the program differ from `requested`; None if they do not, or if nothing
+    is sent.
+    """
     times_by_transport = Counter()
     for hop in attention_collectives:
         if hop.collective.kind == _HOP:
@@ -132,14 +164,19 @@ def mismatch(
     if others:
         sent = " and ".join(f"{times} by {_TITLES[name]}" for name, times in others.items())
         return f"of {times_by_transport.total()} hops the compiled step sends {sent}, and {_request(requested)}"
-    if attention_collectives and not times_by_transport and requested.name != "nccl" and not requested.is_auto:
+    if (
+        attention_collectives
+        and not times_by_transport
+        and requested.name != "nccl"
+        and not requested.is_auto
+    ):
         return f"attention.strategy={strategy!r} makes no hops, and {_request(requested)}, which applies only to hops"
     return None
 
 
 def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list[str]:
-    """Returns lines that describe the compiled `step`; on CPU only the line of the copies of nodes, and none for a
-    custom model.
+    """Returns lines that describe the compiled `step`; on CPU only the line of the copies of nodes,
+    and none for a custom model.
 
     Raises:
       UserError: as `check`, `check_memory` and `check_node_copies`.
@@ -165,7 +202,8 @@ def verify_compiled_step(step: TrainStep, compiled: jax.stages.Compiled) -> list
 
 
 def verify_evaluation(step: TrainStep, compiled: jax.stages.Compiled) -> None:
-    """Checks the transport of the compiled evaluation of `step`; not on CPU, and not for a custom model.
+    """Checks the transport of the compiled evaluation of `step`; not on CPU, and not for a custom
+    model.
 
     Raises:
       UserError: it uses another transport, unless config.runtime.transport_mismatch is "warn".
@@ -180,7 +218,9 @@ def check(step: TrainStep, attention_collectives: Sequence[AttentionCollective])
     Raises:
       UserError: it does not, and config.runtime.transport_mismatch is "error".
     """
-    problem = mismatch(attention_collectives, step.transport, strategy=step.config.attention.strategy)
+    problem = mismatch(
+        attention_collectives, step.transport, strategy=step.config.attention.strategy
+    )
     if problem is None:
         return []
     if step.config.runtime.transport_mismatch == "error":
@@ -192,8 +232,9 @@ def check(step: TrainStep, attention_collectives: Sequence[AttentionCollective])
 
 
 def check_memory(step: TrainStep, program: Program) -> None:
-    """Checks that the state that config.memory puts in host memory is there, and that its layers are never all copied
-    to the GPU at the same time. Arrays outside the layers (embedding, head, final norm) are copied one by one.
+    """Checks that the state that config.memory puts in host memory is there, and that its layers
+    are never all copied to the GPU at the same time. Arrays outside the layers (embedding, head,
+    final norm) are copied one by one.
 
     Raises:
       UserError: the compiled `step` does not satisfy this.
@@ -203,7 +244,10 @@ def check_memory(step: TrainStep, program: Program) -> None:
     requested = Counter(_shard_shape(x) for x, space in leaves if space is HOST)
     if not requested:
         return
-    memory, layer_kinds = step.config.memory, step.config.model.layer_kinds + step.config.model.first_layer_kinds
+    memory, layer_kinds = (
+        step.config.memory,
+        step.config.model.layer_kinds + step.config.model.first_layer_kinds,
+    )
     settings = f"config.memory.parameters={memory.parameters!r} and .optimizer={memory.optimizer!r}"
     missing = requested - Counter(array.dims for array in host_arguments(program))
     if missing:
@@ -211,13 +255,16 @@ def check_memory(step: TrainStep, program: Program) -> None:
             f"{settings}, but {missing.total()} of {requested.total()} arrays of the compiled step's state are not in"
             " host memory: this compiler does not support it"
         )
-    # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If only the weights or
-    # only the moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied
-    # as a whole, and if there are several kinds of layers, so is a remat group.
+    # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If
+    # only the weights or only the moments are in host memory, the others have the same shapes on
+    # the device. A stack of one layer is copied as a whole, and if there are several kinds of
+    # layers, so is a remat group.
     num_at_once = memory.layers_per_remat_group if len(layer_kinds) > 1 else 1
     layers = [name for name in LAYER_STACKS if name in state.params]
     params = jax.tree.leaves([state.params[name] for name in layers])
-    dims = jax.tree.leaves([step.dims[name] for name in layers], is_leaf=lambda x: isinstance(x, tuple))
+    dims = jax.tree.leaves(
+        [step.dims[name] for name in layers], is_leaf=lambda x: isinstance(x, tuple)
+    )
     matrices = [x for x, names in zip(params, dims, strict=True) if not is_vector(names)]
     stacks = {_shard_shape(x) for x in matrices if len(x) > num_at_once}
     stacks -= {_shard_shape(x) for x, space in leaves if space is not HOST}
@@ -232,9 +279,10 @@ def check_memory(step: TrainStep, program: Program) -> None:
 def check_host_copies(program: AnalyzedProgram) -> None:
     """Checks that copy engines, not kernels, move what loops copy between device and host memory.
 
-    A kernel that accesses host memory takes the multiprocessors for as long as the link does, so that no attention runs
-    meanwhile. XLA compiles a slice of a host array to one where it does not know the offset as a function of the loop
-    counter; see `jaxlc.models.offloaded_layers`. The fetch of one layer before a loop over layers may be a kernel.
+    A kernel that accesses host memory takes the multiprocessors for as long as the link does, so
+    that no attention runs meanwhile. XLA compiles a slice of a host array to one where it does not
+    know the offset as a function of the loop counter; see `jaxlc.models.offloaded_layers`. The
+    fetch of one layer before a loop over layers may be a kernel.
 
     Raises:
       UserError: the program, with known thunks, has such kernels in loops.
@@ -258,15 +306,19 @@ def check_host_copies(program: AnalyzedProgram) -> None:
 
 
 def check_node_copies(step: TrainStep, program: AnalyzedProgram) -> str:
-    """Checks that weights and their gradients cross nodes once per step, and returns a line with the bytes.
+    """Checks that weights and their gradients cross nodes once per step, and returns a line with
+    the bytes.
 
-    Attention exchanges more between nodes, and parameters without a copy have gradients of kilobytes.
+    Attention exchanges more between nodes, and parameters without a copy have gradients of
+    kilobytes.
 
     Raises:
       UserError: the compiled step sends more than that between nodes in a loop.
     """
     node_devices, abstract = step.config.memory.node_copy_devices, step.abstract_state.params
-    without_copy = jax.tree.map(lambda x, dims: 0 if is_copied(dims) else x.size, abstract, step.dims)
+    without_copy = jax.tree.map(
+        lambda x, dims: 0 if is_copied(dims) else x.size, abstract, step.dims
+    )
     # float32; an all-reduce sends twice.
     most_bytes = 2 * 4 * sum(jax.tree.leaves(without_copy)) + _SCALARS_BYTES
     for collective in repeated_between_nodes(program, node_devices):
@@ -290,15 +342,21 @@ def check_node_copies(step: TrainStep, program: AnalyzedProgram) -> str:
 
 
 def repeated_between_nodes(program: AnalyzedProgram, node_devices: int) -> list[Collective]:
-    """The collectives between nodes that run more than once per step, without those of attention, and without the
-    gathers of router logits that XLA adds on CPU, where it does not partition top_k."""
+    """The collectives between nodes that run more than once per step, without those of attention,
+    and without the gathers of router logits that XLA adds on CPU, where it does not partition
+    top_k."""
     return [
         collective
         for collective in program.collectives
         if collective.times > 1
-        and any(len({member // node_devices for member in group}) > 1 for group in collective.groups)
+        and any(
+            len({member // node_devices for member in group}) > 1 for group in collective.groups
+        )
         and not is_in_token_mixing(collective.transfer.start.op_name)
-        and not (collective.kind == "all-gather" and "top_k" in components(collective.transfer.start.op_name))
+        and not (
+            collective.kind == "all-gather"
+            and "top_k" in components(collective.transfer.start.op_name)
+        )
     ]
 
 
@@ -332,7 +390,11 @@ def _unoverlapped(attention_collectives: Sequence[AttentionCollective]) -> str:
     """ "0 of 224 forward, 32 of 224 backward"."""
     parts = []
     for which in PASSES:
-        times = [(hop.times, hop.is_unoverlapped) for hop in attention_collectives if hop.pass_name == which]
+        times = [
+            (hop.times, hop.is_unoverlapped)
+            for hop in attention_collectives
+            if hop.pass_name == which
+        ]
         if times:
             unoverlapped = sum(count for count, is_unoverlapped in times if is_unoverlapped)
             parts.append(f"{unoverlapped} of {sum(count for count, _ in times)} {which}")

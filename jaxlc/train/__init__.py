@@ -1,4 +1,6 @@
-"""Training: `run` trains, and `build_step` builds the training step that plan, sweep and benchmarks use too."""
+"""Training: `run` trains, and `build_step` builds the training step that plan, sweep and benchmarks
+use too.
+"""
 
 import jaxlc.runtime.stderr  # noqa: F401  imports JAX without the notes of its CUDA plugin
 from jaxlc.step.custom_model import Model

@@ -1,7 +1,8 @@
-"""What a run does between its steps: actions with a period, callbacks of the user, and stopping on a signal.
+"""What a run does between its steps: actions with a period, callbacks of the user, and stopping on
+a signal.
 
-Actions get the position of the run and may add to it. The signals are SIGTERM, which schedulers send before they kill a
-job, SIGHUP of a terminal that is closed, and SIGINT (Ctrl-C).
+Actions get the position of the run and may add to it. The signals are SIGTERM, which schedulers
+send before they kill a job, SIGHUP of a terminal that is closed, and SIGINT (Ctrl-C).
 """
 
 import contextlib
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 
 
 class TrainingStopped(RuntimeError):
-    """A loss or gradient was not finite, or a gate at the end of a stage stopped the run. The message names the
-    checkpoint."""
+    """A loss or gradient was not finite, or a gate at the end of a stage stopped the run. The
+    message names the checkpoint."""
 
 
 class Stop(enum.Enum):
-    """Why a run stops after a step; the value is its exit status, which is 128 + the number of a signal."""
+    """Why a run stops after a step; the value is its exit status, which is 128 + the number of a
+    signal.
+    """
 
     DONE = 0  # the last step of a stage, the end of the batches, or StopTraining
     SIGHUP = 128 + signal.SIGHUP
@@ -64,7 +67,8 @@ class Action(NamedTuple):
     run: Callable[[Position], Position]
     at_start: bool = False  # also before step 1
     at_signal: bool = False  # also when a signal stops the run
-    at_resume: bool = False  # also before the first step after a resume, and so not when a signal stops the run
+    # also before the first step after a resume, and so not when a signal stops the run
+    at_resume: bool = False
 
     def is_due(self, step: int, stop: Stop | None) -> bool:
         """Whether it runs after `step`, after which the run stops if `stop` is not None."""
@@ -94,11 +98,13 @@ _NAMES = {signal.SIGINT: "\nCtrl-C"}  # below the ^C of a terminal
 
 
 class PreemptionGuard:
-    """While it is entered, the first signal asks for a stop, and a second one raises KeyboardInterrupt.
+    """While it is entered, the first signal asks for a stop, and a second one raises
+    KeyboardInterrupt.
 
-    With several processes, a signal to any of them stops all of them after the same step: JAX's preemption service
-    catches SIGTERM, and the others are passed on as SIGTERM. Signals that are ignored, as SIGHUP after nohup, still
-    are. Outside the main thread signals cannot be caught; with one process `stop` is then always None.
+    With several processes, a signal to any of them stops all of them after the same step: JAX's
+    preemption service catches SIGTERM, and the others are passed on as SIGTERM. Signals that are
+    ignored, as SIGHUP after nohup, still are. Outside the main thread signals cannot be caught;
+    with one process `stop` is then always None.
     """
 
     def __init__(self):
@@ -110,15 +116,23 @@ class PreemptionGuard:
         self._previous_handlers: dict[signal.Signals, object] = {}
 
     def calling(self, on_signal: Callable[[], None]) -> "PreemptionGuard":
-        """The same guard, which calls `on_signal` in the main thread when this process catches a signal."""
+        """The same guard, which calls `on_signal` in the main thread when this process catches a
+        signal.
+        """
         self._on_signal = on_signal
         return self
 
     def __enter__(self) -> "PreemptionGuard":
         if self._is_main_thread:
-            caught = [signal.SIGINT, signal.SIGHUP, *([signal.SIGTERM] if jax.process_count() == 1 else [])]
+            caught = [
+                signal.SIGINT,
+                signal.SIGHUP,
+                *([signal.SIGTERM] if jax.process_count() == 1 else []),
+            ]
             caught = [number for number in caught if signal.getsignal(number) != signal.SIG_IGN]
-            self._previous_handlers = {number: signal.signal(number, self._handle) for number in caught}
+            self._previous_handlers = {
+                number: signal.signal(number, self._handle) for number in caught
+            }
         return self
 
     def __exit__(self, *_) -> None:
@@ -133,18 +147,25 @@ class PreemptionGuard:
         else:
             self._seconds = time.monotonic()
             with contextlib.suppress(OSError):
-                os.write(2, _message(signal.Signals(number)))  # not print: the signal may have interrupted one
+                # not print: the signal may have interrupted one
+                os.write(2, _message(signal.Signals(number)))
             if jax.process_count() > 1:
                 signal.raise_signal(signal.SIGTERM)
         self._signal = signal.Signals(number)
-        if jax.process_count() == 1:  # otherwise the others would go on: all stop at the same call of `stop`
+        # otherwise the others would go on: all stop at the same call of `stop`
+        if jax.process_count() == 1:
             self._on_signal()
 
     def stop(self) -> Stop | None:
-        """The signal that stops the run now, if there was one. Every process must make the same calls."""
+        """The signal that stops the run now, if there was one. Every process must make the same
+        calls.
+        """
         if jax.process_count() > 1:
-            # A sync point is a call, not a step: a run that waits for rollouts makes several calls in a step.
-            is_requested = self._stop is not None or multihost_utils.reached_preemption_sync_point(next(_num_calls))
+            # A sync point is a call, not a step: a run that waits for rollouts makes several calls
+            # in a step.
+            is_requested = self._stop is not None or multihost_utils.reached_preemption_sync_point(
+                next(_num_calls)
+            )
         else:
             is_requested = self._signal is not None
         if is_requested:
@@ -161,40 +182,49 @@ EVENTS = ("on_start", "on_step", "on_log", "on_evaluation", "on_checkpoint", "on
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end training: the run saves a checkpoint, evaluates, and returns its result."""
+    """Raised by a callback to end training: the run saves a checkpoint, evaluates, and returns its
+    result.
+    """
 
 
 class Callback:
     """Methods that a training run calls at its events. Override the ones that you need.
 
-    All processes of a run call every event, in the same order; print on one of them only. An exception ends the run,
-    except `StopTraining`, which ends it after a checkpoint. With several processes, all of them must raise it at the
-    same event.
+    All processes of a run call every event, in the same order; print on one of them only. An
+    exception ends the run, except `StopTraining`, which ends it after a checkpoint. With several
+    processes, all of them must raise it at the same event.
     """
 
     def on_start(self, run: "RunInfo") -> None:
-        """Called before the first step of this run and of each later stage, after its step is compiled."""
+        """Called before the first step of this run and of each later stage, after its step is
+        compiled.
+        """
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Called for each optimizer step, in order, with its loss, grad_norm, learning_rate and target_tokens.
+        """Called for each optimizer step, in order, with its loss, grad_norm, learning_rate and
+        target_tokens.
 
-        Metrics are fetched when they are logged, and at least every 8 steps, so the call may be up to 8 steps late.
-        With a callback, the metrics of a logged step are fetched before the next step is dispatched, during which
-        devices are idle; train.log_every_steps makes that rarer.
+        Metrics are fetched when they are logged, and at least every 8 steps, so the call may be up
+        to 8 steps late. With a callback, the metrics of a logged step are fetched before the next
+        step is dispatched, during which devices are idle; train.log_every_steps makes that rarer.
         """
 
     def on_log(self, row: dict[str, float]) -> None:
         """Called after a row of metrics.jsonl with the loss is written; `row` is that row."""
 
     def on_evaluation(self, step: int, evaluation: Any) -> None:
-        """Called after an evaluation of the parameters of `step` on held-out sequences; see `Result.evaluation`."""
+        """Called after an evaluation of the parameters of `step` on held-out sequences; see
+        `Result.evaluation`.
+        """
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Called after a checkpoint is copied from the devices, which is before the other events of its step. It is
-        written to `path` in the background."""
+        """Called after a checkpoint is copied from the devices, which is before the other events of
+        its step. It is written to `path` in the background."""
 
     def on_end(self, result: Any) -> None:
-        """Called at the end of the run, also after a signal or `StopTraining`; `run` returns `result`."""
+        """Called at the end of the run, also after a signal or `StopTraining`; `run` returns
+        `result`.
+        """
 
 
 @dataclass(frozen=True)
@@ -235,9 +265,15 @@ class Callbacks:
 def _check(callback: Callback) -> None:
     """Raises UserError for a method that would never be called, or not with its arguments."""
     known = f"{', '.join(EVENTS[:-1])} and {EVENTS[-1]}"
-    events = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
+    events = [
+        name
+        for name in dir(callback)
+        if name.startswith("on_") and callable(getattr(callback, name))
+    ]
     if not events:
-        raise UserError(f"invalid callback {callback!r}: expected an object with some of the methods {known}")
+        raise UserError(
+            f"invalid callback {callback!r}: expected an object with some of the methods {known}"
+        )
     for event in events:
         if event not in EVENTS:
             raise UserError(

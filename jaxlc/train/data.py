@@ -1,4 +1,6 @@
-"""The batches of a run: from the sequences of its data source, with the log-probabilities of a reference model."""
+"""The batches of a run: from the sequences of its data source, with the log-probabilities of a
+reference model.
+"""
 
 import contextlib
 import itertools
@@ -37,15 +39,22 @@ class RunData:
     """The batches of a stage, from its data source."""
 
     source: DataSource
-    waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)  # while the loop waits for `batches`
+    # while the loop waits for `batches`
+    waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)
 
     def batches(
-        self, step: TrainStep, next_sequence: int, num_steps: int, stop: Callable[[], object] = lambda: None
+        self,
+        step: TrainStep,
+        next_sequence: int,
+        num_steps: int,
+        stop: Callable[[], object] = lambda: None,
     ) -> Iterator[tuple[dict[str, jax.Array], bool]]:
-        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one.
+        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it
+        is the last one.
 
         Args:
-          stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
+          stop: several processes that wait for rollouts call it together; the iterator ends when it
+            is not None.
         """
         train, sequences = step.config.train, self.source.train
         if isinstance(self.source, Corpus) and step.config.attention.document_mask:
@@ -61,15 +70,22 @@ class RunData:
             prefetch_steps=step.config.data.prefetch_steps,
         )
         with contextlib.closing(stream), contextlib.ExitStack() as stack:
-            stack.callback(self.stop_waiting)  # before the stream is closed, whose threads may wait for a file
+            # before the stream is closed, whose threads may wait for a file
+            stack.callback(self.stop_waiting)
             if self.is_endless:  # unless `stop_waiting` was called
                 items: Iterator = _until_end(stream)
                 if isinstance(self.source, Rollouts) and jax.process_count() > 1:
-                    items = together(items, self.source.train, next_sequence // train.global_batch_size + 1, stop)
+                    items = together(
+                        items, self.source.train, next_sequence // train.global_batch_size + 1, stop
+                    )
                 timed = self.waiting.timed(items)
-                yield from ((arrays, count == num_steps) for count, arrays in enumerate(timed, start=1))
+                yield from (
+                    (arrays, count == num_steps) for count, arrays in enumerate(timed, start=1)
+                )
             else:
-                yield from self.waiting.timed(_marking_last(itertools.islice(_until_end(stream), num_steps)))
+                yield from self.waiting.timed(
+                    _marking_last(itertools.islice(_until_end(stream), num_steps))
+                )
 
     @property
     def is_endless(self) -> bool:
@@ -99,14 +115,17 @@ def _marking_last(stream: Iterator) -> Iterator:
 def together(
     items: Iterator[T], sequences: RolloutSequences, first_step: int, stop: Callable[[], object]
 ) -> Iterator[T]:
-    """Yields the items, one per step; before each, all processes wait until all of them find the file of the step.
+    """Yields the items, one per step; before each, all processes wait until all of them find the
+    file of the step.
 
-    They wait in the main thread, since the devices compare notes twice a second, and call `stop` together: a signal to
-    one process, of which only JAX's preemption service knows, ends the waiting of all at the same time.
+    They wait in the main thread, since the devices compare notes twice a second, and call `stop`
+    together: a signal to one process, of which only JAX's preemption service knows, ends the
+    waiting of all at the same time.
     """
     for step in itertools.count(first_step):
         while True:
-            # A process that is late raises the error when it reads the file, as a single process does.
+            # A process that is late raises the error when it reads the file, as a single process
+            # does.
             is_over = sequences.is_available(step) or sequences.is_late(step)
             if multihost_utils.process_allgather(np.array(is_over)).all():
                 break
@@ -137,10 +156,12 @@ def reference_lines(step: TrainStep) -> list[str]:
 
 
 class Reference:
-    """Adds the log-probabilities of config.posttrain.reference='model' to batches; without it, they stay as they are.
+    """Adds the log-probabilities of config.posttrain.reference='model' to batches; without it, they
+    stay as they are.
 
-    The weights are in pinned host memory, and each layer is copied to the device while the layer before it computes
-    (`models.offloaded_layers`). A batch gets its log-probabilities before its step, which then reads them as recorded.
+    The weights are in pinned host memory, and each layer is copied to the device while the layer
+    before it computes (`models.offloaded_layers`). A batch gets its log-probabilities before its
+    step, which then reads them as recorded.
     """
 
     def __init__(self, step: TrainStep, progress: Progress):

@@ -1,7 +1,8 @@
 """Evaluation during training: held-out loss, also by position, and the gain of full context.
 
-Loss by position is a function of the number of earlier tokens of the same document. The gain of full context is the
-loss with the last few hundred tokens as context minus the loss with the whole document.
+Loss by position is a function of the number of earlier tokens of the same document. The gain of
+full context is the loss with the last few hundred tokens as context minus the loss with the whole
+document.
 """
 
 import dataclasses
@@ -19,7 +20,14 @@ from jaxlc.core.axes import DATA, FSDP
 from jaxlc.core.text import Update, count_text, no_progress
 from jaxlc.data.sequences.loader import batches
 from jaxlc.data.sequences.source import FiniteSequences, Sequences
-from jaxlc.evals.document_loss import MIN_DOCUMENTS, DocumentSums, Estimates, concatenate, position_edges, sum_documents
+from jaxlc.evals.document_loss import (
+    MIN_DOCUMENTS,
+    DocumentSums,
+    Estimates,
+    concatenate,
+    position_edges,
+    sum_documents,
+)
 from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.sharding.document_layout import natural_order
 from jaxlc.step.batch import BATCH_SPEC, Batch
@@ -33,22 +41,25 @@ OFFSETS = (0, LIMIT)  # one for each pass
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ContextGain:
-    """Loss with limited context minus loss with full context, paired by token; positive if full context helps.
+    """Loss with limited context minus loss with full context, paired by token; positive if full
+    context helps.
 
-    Full context is the whole document before the target token, as far as it is in the sequence. For limited context,
-    each document is cut into pieces of 512 tokens, which attend only to themselves and whose positions start at 0, and
-    only the second halves of the pieces are scored. A second pass cuts 256 tokens earlier, which scores the other
-    halves. So each token has 256 to 511 earlier tokens as limited context, and the same target in both cases.
+    Full context is the whole document before the target token, as far as it is in the sequence. For
+    limited context, each document is cut into pieces of 512 tokens, which attend only to themselves
+    and whose positions start at 0, and only the second halves of the pieces are scored. A second
+    pass cuts 256 tokens earlier, which scores the other halves. So each token has 256 to 511
+    earlier tokens as limited context, and the same target in both cases.
 
-    Tokens with fewer than 512 earlier tokens do not count: their context is the same in both cases, and their gain is 0
-    by definition. A sliding window of 256 tokens would not limit the context: information passes from layer to layer,
-    so L layers attend to L x 256 tokens.
+    Tokens with fewer than 512 earlier tokens do not count: their context is the same in both cases,
+    and their gain is 0 by definition. A sliding window of 256 tokens would not limit the context:
+    information passes from layer to layer, so L layers attend to L x 256 tokens.
 
-    Pieces start in the middle of a document. A model that was trained on few such beginnings may have a higher loss for
-    this reason alone; the gain includes this effect.
+    Pieces start in the middle of a document. A model that was trained on few such beginnings may
+    have a higher loss for this reason alone; the gain includes this effect.
     """
 
-    # Sums by document and position; `loss` is the sum of loss weight x (limited - full), and the first edge is 512.
+    # Sums by document and position; `loss` is the sum of loss weight x (limited - full), and the
+    # first edge is 512.
     documents: DocumentSums
 
     @property
@@ -57,7 +68,9 @@ class ContextGain:
         return self.documents.overall
 
     def by_position(self) -> dict[str, np.ndarray]:
-        """As `Evaluation.by_position`, with the column "gain", in nats per token, instead of "loss"."""
+        """As `Evaluation.by_position`, with the column "gain", in nats per token, instead of
+        "loss".
+        """
         return self.documents.by_position("gain")
 
     def __str__(self) -> str:
@@ -65,7 +78,9 @@ class ContextGain:
         (mean,), (low,), (high,), (num_documents,) = self.overall
         documents = count_text(int(num_documents), "document")
         if num_documents < MIN_DOCUMENTS:
-            return f"{mean:z.3f} nats per token, {documents} (fewer than {MIN_DOCUMENTS}: no interval)"
+            return (
+                f"{mean:z.3f} nats per token, {documents} (fewer than {MIN_DOCUMENTS}: no interval)"
+            )
         return f"{mean:z.3f} nats per token [{low:z.3f}, {high:z.3f}], {documents}"
 
     def __repr__(self) -> str:
@@ -73,13 +88,17 @@ class ContextGain:
 
 
 class Pieces:
-    """Sequences whose documents are cut into pieces of PIECE_TOKENS tokens, `offset` tokens before each multiple."""
+    """Sequences whose documents are cut into pieces of PIECE_TOKENS tokens, `offset` tokens before
+    each multiple.
+    """
 
     def __init__(self, sequences: Sequences, offset: int):
         self._sequences, self._offset = sequences, offset
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Sequence i; each piece is a document: positions restart, and segment ids count the pieces."""
+        """Sequence i; each piece is a document: positions restart, and segment ids count the
+        pieces.
+        """
         sequence = self._sequences[i]
         positions, is_padding = sequence["positions"], sequence["segment_ids"] == 0
         shifted = positions + self._offset
@@ -93,16 +112,19 @@ class Pieces:
 
 
 def scored(positions: np.ndarray, offset: int) -> np.ndarray:
-    """bool: the tokens that the pass with `offset` scores; both passes score each position from 512 on exactly once."""
+    """bool: the tokens that the pass with `offset` scores; both passes score each position from 512
+    on exactly once.
+    """
     return (positions >= PIECE_TOKENS) & ((positions + offset) % PIECE_TOKENS >= LIMIT)
 
 
 def context_gain(full: DocumentSums, limited: DocumentSums) -> ContextGain | None:
-    """The gain over the documents that have target tokens from position 512 on; None if there are none.
+    """The gain over the documents that have target tokens from position 512 on; None if there are
+    none.
 
     Args:
-      full: sums with full context.
-      limited: sums of the same documents with limited context; `loss` contains the scored tokens only.
+      full: sums with full context. limited: sums of the same documents with limited context; `loss`
+      contains the scored tokens only.
     """
     (first,) = np.flatnonzero(full.edges == PIECE_TOKENS)
     is_long = full.weight[:, first:].sum(1) > 0
@@ -140,7 +162,9 @@ class Evaluation:
 
     @property
     def edges(self) -> np.ndarray:
-        """Edges of the position bins, int64 [bins + 1]: numbers of earlier tokens of the same document."""
+        """Edges of the position bins, int64 [bins + 1]: numbers of earlier tokens of the same
+        document.
+        """
         return self.documents.edges
 
     @property
@@ -151,9 +175,10 @@ class Evaluation:
     def by_position(self) -> dict[str, np.ndarray]:
         """Loss by position as columns of equal length, for `pandas.DataFrame`.
 
-        One row per bin of positions that has target tokens: first_position, last_position, tokens, documents, loss,
-        low, high. The loss is in nats per token. low and high are the ends of its 95% interval, of a bootstrap over
-        documents; they are NaN for fewer than 5 documents (`estimate`).
+        One row per bin of positions that has target tokens: first_position, last_position, tokens,
+        documents, loss, low, high. The loss is in nats per token. low and high are the ends of its
+        95% interval, of a bootstrap over documents; they are NaN for fewer than 5 documents
+        (`estimate`).
         """
         return self.documents.by_position("loss")
 
@@ -185,8 +210,8 @@ class Evaluator:
 
     @cached_property
     def _token_losses(self) -> jax.stages.Compiled:
-        """Returns the losses of all tokens to every process. The compiled evaluation must use the transport of the
-        training step."""
+        """Returns the losses of all tokens to every process. The compiled evaluation must use the
+        transport of the training step."""
         compiled = self._step.compile_evaluation()
         verify_evaluation(self._step, compiled)
         wait_for_processes("evaluation compiled")
@@ -199,18 +224,26 @@ class Evaluator:
     def __call__(self, params, progress: Update = no_progress) -> Evaluation:
         """Evaluates `params`; `progress` is called with the number of sequences done and in total."""
         losses = self._losses(params, self._heldout, progress)
-        sums = concatenate([sum_documents(sequence, losses_S, self.edges) for sequence, losses_S in losses])
+        sums = concatenate(
+            [sum_documents(sequence, losses_S, self.edges) for sequence, losses_S in losses]
+        )
         return Evaluation(documents=sums, num_sequences=self.num_sequences)
 
-    def with_context_gain(self, params, evaluation: Evaluation, progress: Update = no_progress) -> Evaluation:
-        """Adds the gain of full context to the evaluation of `params`, with two more passes over the sequences.
+    def with_context_gain(
+        self, params, evaluation: Evaluation, progress: Update = no_progress
+    ) -> Evaluation:
+        """Adds the gain of full context to the evaluation of `params`, with two more passes over
+        the sequences.
 
-        The gain stays None if sequences have at most 512 tokens or no document is longer. Limited context is evaluated
-        as shorter documents, so it also stays None without attention.document_mask, with attention.shared_prefixes,
-        and for a custom model, which may ignore the segment ids of the batch.
+        The gain stays None if sequences have at most 512 tokens or no document is longer. Limited
+        context is evaluated as shorter documents, so it also stays None without
+        attention.document_mask, with attention.shared_prefixes, and for a custom model, which may
+        ignore the segment ids of the batch.
         """
         config, attention = self._step.config, self._step.config.attention
-        has_pieces = attention.document_mask and not attention.shared_prefixes and self._step.model is None
+        has_pieces = (
+            attention.document_mask and not attention.shared_prefixes and self._step.model is None
+        )
         if config.data.seq_len <= PIECE_TOKENS or not has_pieces:
             return evaluation
         limited = []
@@ -218,20 +251,29 @@ class Evaluator:
             losses = self._losses(
                 params,
                 Pieces(self._heldout, offset),
-                lambda done, total, index=index: progress(index * total + done, len(OFFSETS) * total),
+                lambda done, total, index=index: progress(
+                    index * total + done, len(OFFSETS) * total
+                ),
             )
             sums = [
-                sum_documents(sequence, np.where(scored(sequence["positions"], offset), losses_S, 0.0), self.edges)
+                sum_documents(
+                    sequence,
+                    np.where(scored(sequence["positions"], offset), losses_S, 0.0),
+                    self.edges,
+                )
                 for sequence, losses_S in losses
             ]
             limited.append(concatenate(sums))
         both_passes = dataclasses.replace(limited[0], loss=limited[0].loss + limited[1].loss)
-        return dataclasses.replace(evaluation, context_gain=context_gain(evaluation.documents, both_passes))
+        return dataclasses.replace(
+            evaluation, context_gain=context_gain(evaluation.documents, both_passes)
+        )
 
     def _losses(
         self, params, inputs: Sequences, progress: Update
     ) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
-        """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in natural order.
+        """Yields each held-out sequence, and the loss of each of its tokens, float32 [S]; both in
+        natural order.
 
         Args:
           inputs: the held-out sequences, or a variant of them with other positions and segment ids.
@@ -251,7 +293,8 @@ class Evaluator:
         for begin, arrays in zip(range(0, self.num_sequences, batch_size), stream):
             losses = self._token_losses(params, jax.tree.map(lambda x: x[0], Batch(**arrays)))
             indices = range(begin, min(begin + batch_size, self.num_sequences))
-            for i, losses_S in zip(indices, np.asarray(losses)):  # the last batch may have more rows
+            # the last batch may have more rows
+            for i, losses_S in zip(indices, np.asarray(losses)):
                 yield self._heldout[i], losses_S[natural_order(order.of(inputs[i]))]
             progress(len(indices) + begin, self.num_sequences)
 

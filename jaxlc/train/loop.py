@@ -1,4 +1,5 @@
-"""The training run, top to bottom: config, devices, data, state, compilation, the loop over steps, the report.
+"""The training run, top to bottom: config, devices, data, state, compilation, the loop over steps,
+the report.
 
 Allocation of the pinned host memory of a step before its first execution.
 """
@@ -38,7 +39,15 @@ from jaxlc.step.loss import TokenLoss
 from jaxlc.step.memory import pinned_bytes
 from jaxlc.step.step import TrainStep, build_step, check_kernels
 from jaxlc.step.verify_compiled import verify_compiled_step
-from jaxlc.train.callbacks import Callback, Callbacks, Position, PreemptionGuard, RunInfo, Stop, run_due
+from jaxlc.train.callbacks import (
+    Callback,
+    Callbacks,
+    Position,
+    PreemptionGuard,
+    RunInfo,
+    Stop,
+    run_due,
+)
 from jaxlc.train.data import Reference, RunData, reference_lines
 from jaxlc.train.reports.manifest import (
     keep_config,
@@ -75,26 +84,32 @@ _PART_BYTES = 64 << 20
 
 
 def allocate_host_memory(compiled: jax.stages.Compiled, mesh: Mesh, progress: Progress) -> None:
-    """Allocates what the temporary buffers of `compiled` take in pinned host memory; the pool of JAX keeps it.
+    """Allocates what the temporary buffers of `compiled` take in pinned host memory; the pool of
+    JAX keeps it.
 
-    Pinning takes 0.5 to 0.7 s per GiB (measured on one H100 with 16 CPU cores), which the first step would take longer.
-    A program from the compilation cache may lack its sizes; then its first step allocates.
+    Pinning takes 0.5 to 0.7 s per GiB (measured on one H100 with 16 CPU cores), which the first
+    step would take longer. A program from the compilation cache may lack its sizes; then its first
+    step allocates.
     """
     num_bytes = compiled.memory_analysis().host_temp_size_in_bytes
     if mesh.devices.flat[0].platform != "gpu" or num_bytes < _LEAST_BYTES:
         return
     start_seconds = time.perf_counter()
     progress.log(f"allocating {gib(num_bytes)} GiB of pinned host memory per GPU ...")
-    with watchdog.phase("host memory", repeats=False), progress.spinner("allocating pinned host memory"):
+    with (
+        watchdog.phase("host memory", repeats=False),
+        progress.spinner("allocating pinned host memory"),
+    ):
         jax.block_until_ready(jitted_allocation(mesh, num_bytes)())
     progress.log(f"allocated pinned host memory in {time.perf_counter() - start_seconds:.1f} s")
 
 
 def jitted_allocation(mesh: Mesh, num_bytes: int) -> Callable[[], jax.Array]:
-    """A program that allocates and writes at least `num_bytes` of pinned host memory per device, and frees them.
+    """A program that allocates and writes at least `num_bytes` of pinned host memory per device,
+    and frees them.
 
-    It is one temporary buffer, as in a step: the pool cannot join regions. Its parts are written one by one, as
-    offloaded activations are, so that the device needs a buffer for one part only.
+    It is one temporary buffer, as in a step: the pool cannot join regions. Its parts are written
+    one by one, as offloaded activations are, so that the device needs a buffer for one part only.
     """
     num_parts = -(-num_bytes // _PART_BYTES)
 
@@ -106,7 +121,9 @@ def jitted_allocation(mesh: Mesh, num_bytes: int) -> Callable[[], jax.Array]:
         _, parts = lax.scan(write_part, None, jnp.arange(num_parts).astype(jnp.uint8))
         return jax.device_put(parts[-1, -1], jax.memory.Space.Device)
 
-    return jax.jit(jax.shard_map(write, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False))
+    return jax.jit(
+        jax.shard_map(write, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
+    )
 
 
 @checked
@@ -123,45 +140,57 @@ def run(
     eval_batches: Batches | None = None,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns the trained model.
+    """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns
+    the trained model.
 
-    The first SIGTERM, SIGHUP or Ctrl-C during the loop saves a checkpoint after the current step and returns; a second
-    signal raises KeyboardInterrupt at once.
+    The first SIGTERM, SIGHUP or Ctrl-C during the loop saves a checkpoint after the current step
+    and returns; a second signal raises KeyboardInterrupt at once.
 
     Args:
-      config: settings, from `jaxlc.config.read_config` or `defaults`; or the stages of `jaxlc.config.load_stages`.
-      workdir: directory of metrics, plots and checkpoints.
-      config_path: where the config comes from, NAME[:VARIANT], for error messages.
-      model: a model to train instead of the decoder of config.model, of which only vocab_size is used then; see
+      config: settings, from `jaxlc.config.read_config` or `defaults`; or the stages of
+      `jaxlc.config.load_stages`. workdir: directory of metrics, plots and checkpoints. config_path:
+      where the config comes from, NAME[:VARIANT], for error messages. model: a model to train
+      instead of the decoder of config.model, of which only vocab_size is used then; see
         `jaxlc.train.Model`.
-      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
-        [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
-      policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs, batch) -> sum of the
-        losses`, float32, differentiable. log_probs are those of the targets, float32 [sequences, tokens]; arrays of
-        batch, such as advantages and loss_weights, have that shape. The sum is divided as posttrain.loss does.
-      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule included.
-      batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
-        seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",
-        "targets" and "loss_weights" of that shape. By default a sequence is one document and the target is the next
-        token. A run that resumes skips the batches of the steps already done, so pass the same iterable from its start.
-        Training ends with the iterable, or after train.steps. With several processes, each passes the same batches.
-      eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no evaluation.
-      callbacks: objects with the methods of `jaxlc.train.Callback`.
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size],
+        targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks
+        of tokens.
+      policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs,
+        batch) -> sum of the losses`, float32, differentiable. log_probs are those of the targets,
+        float32 [sequences, tokens]; arrays of batch, such as advantages and loss_weights, have that
+        shape. The sum is divided as posttrain.loss does.
+      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule
+      included. batches: one dictionary per step instead of the corpus of config.data: "tokens",
+      integers [global_batch_size,
+        seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is
+        padding), "positions", "targets" and "loss_weights" of that shape. By default a sequence is
+        one document and the target is the next token. A run that resumes skips the batches of the
+        steps already done, so pass the same iterable from its start. Training ends with the
+        iterable, or after train.steps. With several processes, each passes the same batches.
+      eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no
+      evaluation. callbacks: objects with the methods of `jaxlc.train.Callback`.
     Raises:
-      UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled;
-        another run trains in `workdir`, its disk is full, or parameters are not finite when a checkpoint is due.
-      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a stage ends with a
-        held-out loss above its max_eval_loss, or a score below its min_scores.
+      UserError: invalid user input (config, paths, environment), in almost all cases before
+        anything is compiled; another run trains in `workdir`, its disk is full, or parameters are
+        not finite when a checkpoint is due.
+      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a
+        stage ends with a held-out loss above its max_eval_loss, or a score below its min_scores.
     """
     # Config and devices: every stage is checked before the first one starts.
     stages = load_stages(config)
     first = stages[0].config
     _start(stages, config_path, has_batches=batches is not None)
     callbacks = Callbacks(callbacks)
-    with explained(first.runtime), _make_progress() as progress, open_workdir(workdir, progress.log) as path:
+    with (
+        explained(first.runtime),
+        _make_progress() as progress,
+        open_workdir(workdir, progress.log) as path,
+    ):
         stages = with_stored_start(stages, path)
         # Training steps, with shapes and shardings. Nothing is allocated or compiled yet.
-        build = functools.partial(build_step, model=model, loss=loss, policy_loss=policy_loss, optimizer=optimizer)
+        build = functools.partial(
+            build_step, model=model, loss=loss, policy_loss=policy_loss, optimizer=optimizer
+        )
         steps = [build(stage.config, make_mesh(stage.config.mesh)) for stage in stages]
         check_same_state(stages, steps)
         check_weights(steps[0], path)
@@ -189,7 +218,9 @@ def run(
         with watched, contextlib.closing(outputs.stragglers), outputs.checkpoints.settled():
             result = _run_stages(prepared, outputs)
         if result.exit_status:
-            progress.log(f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume")
+            progress.log(
+                f"stopped after step {result.step}, saved a checkpoint; run the same command again to resume"
+            )
     callbacks("on_end", result)
     return result
 
@@ -204,20 +235,29 @@ def _start(stages: Sequence[Stage], config_path: str, *, has_batches: bool) -> N
     start_training(stages[0].config.runtime, pinned_host_bytes)
     check_equal_settings(stages)
     for stage in stages:
-        check_num_devices(stage.config, jax.device_count(), "the number of available devices is", config_path)
+        check_num_devices(
+            stage.config, jax.device_count(), "the number of available devices is", config_path
+        )
         if not has_batches:
             check_evaluation(stage.config)
     if stages[0].config.train.wandb_project:
         errors.require("wandb", "config.train.wandb_project")
-    if any(x.config.rollouts.source and (x.first_step or x.num_steps != x.config.train.steps) for x in stages):
-        raise UserError("unsupported: config.rollouts with config.stages; run the stages one after the other")
+    if any(
+        x.config.rollouts.source and (x.first_step or x.num_steps != x.config.train.steps)
+        for x in stages
+    ):
+        raise UserError(
+            "unsupported: config.rollouts with config.stages; run the stages one after the other"
+        )
     if len(stages) > 1 and has_batches:
         raise UserError(
             "unsupported: batches with config.stages; run the stages one after the other, or use data.sources"
         )
 
 
-def _open_outputs(stages: Sequence[PreparedStage], workdir: Path, progress: Progress, callbacks: Callbacks) -> Outputs:
+def _open_outputs(
+    stages: Sequence[PreparedStage], workdir: Path, progress: Progress, callbacks: Callbacks
+) -> Outputs:
     """Opens what a run writes to its workdir, and the directories of checkpoints.
 
     Raises:
@@ -243,18 +283,25 @@ def _open_outputs(stages: Sequence[PreparedStage], workdir: Path, progress: Prog
     )
     stragglers = Stragglers(first.runtime, workdir, progress.log)
     return Outputs(
-        workdir=workdir, progress=progress, checkpoints=checkpoints, callbacks=callbacks, stragglers=stragglers
+        workdir=workdir,
+        progress=progress,
+        checkpoints=checkpoints,
+        callbacks=callbacks,
+        stragglers=stragglers,
     )
 
 
 def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
-    """Trains the stages that are not done, each from the checkpoint of the stage before, and writes the report."""
+    """Trains the stages that are not done, each from the checkpoint of the stage before, and writes
+    the report.
+    """
     steps = {stage.name: stage.step for stage in stages}
     compiled = functools.lru_cache(maxsize=1)(lambda name: _compile(name, steps[name], outputs))
 
     def next_position() -> Position:
         """The position of the latest valid checkpoint, or of step 0."""
-        # Compilation, before the state is allocated: XLA's autotuner runs on the devices, and errors surface early.
+        # Compilation, before the state is allocated: XLA's autotuner runs on the devices, and
+        # errors surface early.
         latest_step = max(outputs.checkpoints.steps(), default=0)
         if latest_step < stages[-1].end_step:
             compiled(stage_after(stages, latest_step).name)
@@ -269,7 +316,9 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         if position.step < stage.end_step:
             allocate_host_memory(compiled(stage.name), stage.step.mesh, outputs.progress)
             position, stop = _train(run, position, compiled(stage.name), guard)
-        elif position.step == stage.end_step and stage.missing_evaluations(position.step, run.checkpoints):
+        elif position.step == stage.end_step and stage.missing_evaluations(
+            position.step, run.checkpoints
+        ):
             position = run.score(run.evaluate(position))
         elif stage is not stages[-1]:
             continue
@@ -282,13 +331,17 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         return run.finish(stages, position, stop)
 
 
-def _open_metrics(stages: Sequence[PreparedStage], outputs: Outputs, position: Position) -> MetricsLog:
+def _open_metrics(
+    stages: Sequence[PreparedStage], outputs: Outputs, position: Position
+) -> MetricsLog:
     """The metrics, as they were after the step of `position`."""
     is_primary, writers, workdir = jax.process_index() == 0, [], outputs.workdir
     config, stage = stages[0].config, stage_until(stages, position.step)
     if is_primary and config.train.wandb_project:
         run_id, settings = read_manifest(workdir)["run_id"], stored_settings(workdir)
-        writers.append(WandbWriter(config.train.wandb_project, run_id, workdir, settings, outputs.progress.log))
+        writers.append(
+            WandbWriter(config.train.wandb_project, run_id, workdir, settings, outputs.progress.log)
+        )
     return open_metrics(
         workdir,
         resume_step=position.step or None,
@@ -310,35 +363,49 @@ def _train(
     run.progress.start_stage(stage.name, stage.end_step, flops_per_step)
     run.callbacks("on_start", RunInfo(stage.config, stage.step.mesh, run.workdir, start.step))
     saves, actions, position = run.saves, run.actions, start
-    position = run_due(actions if start.step == 0 else [x for x in actions if x.at_resume], position)
+    position = run_due(
+        actions if start.step == 0 else [x for x in actions if x.at_resume], position
+    )
     reports, with_reference = StepReports(run, start.step), Reference(stage.step, run.progress)
     num_steps = stage.end_step - start.step
-    has_deadline = stage.config.rollouts.source != "files"  # another program may take any time to write them
+    # another program may take any time to write them
+    has_deadline = stage.config.rollouts.source != "files"
     with (
         contextlib.closing(reports.pending),
         guard.calling(stage.data.stop_waiting),
         watchdog.steps(start.step),
-        contextlib.closing(stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)) as stream,
+        contextlib.closing(
+            stage.data.batches(stage.step, start.next_sequence, num_steps, guard.stop)
+        ) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
-        batches = watchdog.phases("data" if has_deadline else "rollouts", stream, repeats=has_deadline)
+        batches = watchdog.phases(
+            "data" if has_deadline else "rollouts", stream, repeats=has_deadline
+        )
         for step, (arrays, is_last) in enumerate(batches, start.step + 1):
             watchdog.dispatched(step)
             profiled_step.start(step, position.state)
             reports.pending.dispatching()
             state, metrics = profiled_step(step, position.state, with_reference(Batch(**arrays)))
-            position = Position(state=state, step=step, next_sequence=position.next_sequence + batch_size)
+            position = Position(
+                state=state, step=step, next_sequence=position.next_sequence + batch_size
+            )
             reports.pending.add(step, metrics)
             stop = guard.stop()
             if is_last:
                 stop = Stop.DONE
                 if step < stage.end_step:
-                    run.progress.log(f"batches ended after step {step} of config.train.steps={stage.end_step}")
+                    run.progress.log(
+                        f"batches ended after step {step} of config.train.steps={stage.end_step}"
+                    )
 
-            # Metrics are fetched after the next step is dispatched, so that the devices always have work. Actions and
-            # callbacks wait for them: a state is saved if its metrics are finite, and StopTraining stops at that step.
-            # It is saved before anything that may fail: reports, callbacks, evaluations.
-            waits = profiled_step.is_last(step) or any(x.is_due(step, stop) for x in (*saves, *actions))
+            # Metrics are fetched after the next step is dispatched, so that the devices always have
+            # work. Actions and callbacks wait for them: a state is saved if its metrics are finite,
+            # and StopTraining stops at that step. It is saved before anything that may fail:
+            # reports, callbacks, evaluations.
+            waits = profiled_step.is_last(step) or any(
+                x.is_due(step, stop) for x in (*saves, *actions)
+            )
             reports.fetch(step if waits or run.callbacks else step - 1, waits=waits)
             if stop is Stop.DONE:
                 reports.fetch_last(step)
@@ -367,8 +434,8 @@ def _make_progress() -> Progress:
 
 
 def _compile(stage: str, step: TrainStep, outputs: Outputs) -> jax.stages.Compiled:
-    """The compiled step; its kernels, its transport and its use of host memory are checked. What the compiled
-    program needs is kept in the manifest."""
+    """The compiled step; its kernels, its transport and its use of host memory are checked. What
+    the compiled program needs is kept in the manifest."""
     progress = outputs.progress
     for line in check_kernels(step):
         progress.log(line)

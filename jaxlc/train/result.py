@@ -1,4 +1,6 @@
-"""The result of a run: the trained model, its metrics and figures; also of a run that is loaded from its workdir."""
+"""The result of a run: the trained model, its metrics and figures; also of a run that is loaded
+from its workdir.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +18,12 @@ from jaxlc.checkpoints.pretrained import load_pretrained, restore_all_params
 from jaxlc.config import Config, from_dict, with_settings
 from jaxlc.config import load as load_config
 from jaxlc.config.checks.mesh_checks import working_mesh
-from jaxlc.config.models.pretrained import CONFIG_FILE, COPY_DIRECTORY, TOKENIZER_FILE, find_directory
+from jaxlc.config.models.pretrained import (
+    CONFIG_FILE,
+    COPY_DIRECTORY,
+    TOKENIZER_FILE,
+    find_directory,
+)
 from jaxlc.core import errors, text
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, mesh_text
 from jaxlc.core.errors import UserError, checked
@@ -31,7 +38,12 @@ from jaxlc.step.language_model import TrainedModel
 from jaxlc.step.loss import TokenLoss
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation import Evaluation, Evaluator
-from jaxlc.train.reports.final_report import LOSS_BY_POSITION_PLOT, LOSS_PLOT, OPTIMIZER_PLOT, REWARD_PLOT
+from jaxlc.train.reports.final_report import (
+    LOSS_BY_POSITION_PLOT,
+    LOSS_PLOT,
+    OPTIMIZER_PLOT,
+    REWARD_PLOT,
+)
 from jaxlc.train.reports.metrics import METRICS_FILE, TENSORBOARD_DIRECTORY, History, Row, read_rows
 
 if TYPE_CHECKING:
@@ -42,12 +54,14 @@ if TYPE_CHECKING:
 class Result(TrainedModel):
     """A run, as returned by `jaxlc.train.run` and `jaxlc.load`."""
 
-    # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGHUP 129, SIGINT (Ctrl-C) 130
+    # 0, or 128 + the number of the signal that stopped the run: SIGTERM 143, SIGHUP 129, SIGINT
+    # (Ctrl-C) 130
     exit_status: int = 0
     rows: list[Row] = field(default_factory=list, repr=False)  # the content of metrics.jsonl
-    evaluate: Callable[[], Evaluation] = field(repr=False)  # evaluates `params` on the held-out sequences of the run
-    # Held-out loss after the last step; None if a signal stopped the run before it, if the run was loaded, or if the
-    # run has no held-out sequences.
+    # evaluates `params` on the held-out sequences of the run
+    evaluate: Callable[[], Evaluation] = field(repr=False)
+    # Held-out loss after the last step; None if a signal stopped the run before it, if the run was
+    # loaded, or if the run has no held-out sequences.
     evaluation: Evaluation | None = None
 
     @cached_property
@@ -67,7 +81,11 @@ class Result(TrainedModel):
             reward_figure=REWARD_PLOT,
             tensorboard=TENSORBOARD_DIRECTORY,
         )
-        return {name: self.workdir / file for name, file in names.items() if (self.workdir / file).exists()}
+        return {
+            name: self.workdir / file
+            for name, file in names.items()
+            if (self.workdir / file).exists()
+        }
 
     def loss_figure(self) -> "Figure":
         """Training and held-out loss over steps. Raises UserError if matplotlib is not installed."""
@@ -88,7 +106,8 @@ class Result(TrainedModel):
         return loss_by_position_figure(self.evaluation or self.evaluate())
 
     def reward_figure(self) -> "Figure":
-        """Mean reward of the rollouts, tokens of their answers, ratio and age of the policy over steps.
+        """Mean reward of the rollouts, tokens of their answers, ratio and age of the policy over
+        steps.
 
         Raises:
           UserError: matplotlib is not installed, or the run has no rollouts.
@@ -108,14 +127,19 @@ class Result(TrainedModel):
         losses, speed = self.history.column("loss")[1], self.history.median("tokens_per_second")
         rows = [("steps", f"{self.step:,} of {self.config.train.steps:,}")]
         if len(losses):
-            rows.append(("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f} {self.history.loss_unit}"))
+            rows.append(
+                ("training loss", f"{losses[0]:.3f} → {losses[-1]:.3f} {self.history.loss_unit}")
+            )
         if self.evaluation is not None:
             rows.append(("held-out loss", f"{self.evaluation.loss:.3f} nats per token"))
         if speed is not None:
             rows.append(("tokens/s (median)", f"{speed:,.0f}"))
         rows += [("mesh", mesh_text(self.mesh.shape)), ("workdir", displayed(self.workdir))]
         rows.append(
-            ("explore", "model, params, tokenizer, history, config, paths, loss_figure(), loss_by_position_figure()")
+            (
+                "explore",
+                "model, params, tokenizer, history, config, paths, loss_figure(), loss_by_position_figure()",
+            )
         )
         return text.table((), rows, align="ll")
 
@@ -129,26 +153,31 @@ def load(
     model: Model | None = None,
     loss: TokenLoss | None = None,
 ) -> Result:
-    """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
+    """Loads a run from its workdir, on the mesh of the run or another one: the same object that
+    `train.run` returns.
 
-    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face directory is loaded too,
-    as a run of no steps with the default settings, on one device unless `mesh` is given.
+    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face
+    directory is loaded too, as a run of no steps with the default settings, on one device unless
+    `mesh` is given.
 
     Args:
-      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json, or the hub id
-        ORGANIZATION/NAME of a model, which is downloaded.
-      step: the checkpoint to load. None: the latest one.
-      mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
+      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json,
+        or the hub id ORGANIZATION/NAME of a model, which is downloaded.
+      step: the checkpoint to load. None: the latest one. mesh: sizes of the mesh axes data, fsdp,
+      context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.
       model, loss: the custom model and loss of the run, if it had them.
     Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too
+      few devices.
     """
     workdir = find_directory(str(workdir), "the source", with_weights=True).absolute()
     if (workdir / CONFIG_FILE).is_file():
         for name, value in dict(step=step, model=model).items():
             if value is not None:
-                raise UserError(f"{name} has no effect: {displayed(workdir)} is a Hugging Face directory, not a run")
+                raise UserError(
+                    f"{name} has no effect: {displayed(workdir)} is a Hugging Face directory, not a run"
+                )
         return _load_huggingface(workdir, mesh, loss)
     directory = workdir / CHECKPOINTS_DIRECTORY
     step = existing_step(directory, step)
@@ -168,9 +197,13 @@ def load(
     )
 
 
-def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None) -> Result:
+def _load_huggingface(
+    directory: Path, mesh: Mapping[str, int] | None, loss: TokenLoss | None
+) -> Result:
     """The model in a Hugging Face directory, as a run of no steps."""
-    config = _on_mesh(load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh, is_run=False)
+    config = _on_mesh(
+        load_config(ConfigDict({"model": {"init_from": str(directory)}})), mesh, is_run=False
+    )
     tokenizer = data_sources.load_matching_tokenizer(config)
     train_step = build_step(config, make_mesh(config.mesh, _start(config)), loss=loss)
     params, _ = load_pretrained(train_step)
@@ -185,7 +218,9 @@ def _load_huggingface(directory: Path, mesh: Mapping[str, int] | None, loss: Tok
 
 
 def _with_existing_tokenizer(config: Config, workdir: Path) -> Config:
-    """`config`, with the tokenizer copied to `workdir` if its original Hugging Face directory is gone."""
+    """`config`, with the tokenizer copied to `workdir` if its original Hugging Face directory is
+    gone.
+    """
     path, copy = Path(config.data.tokenizer), workdir / COPY_DIRECTORY / TOKENIZER_FILE
     is_of_model = path == local_path(config.model.init_from) / TOKENIZER_FILE
     if not is_of_model or path.exists() or not copy.is_file():
@@ -223,11 +258,15 @@ def _on_mesh(config: Config, mesh: Mapping[str, int] | None, *, is_run: bool = T
     try:
         return with_settings(config, settings)
     except UserError as error:  # its advice is about settings of a new run, such as data.seq_len
-        one_device = settings | {f"mesh.{axis}": 1 for axis in sizes} | {"train.global_batch_size": 1}
+        one_device = (
+            settings | {f"mesh.{axis}": 1 for axis in sizes} | {"train.global_batch_size": 1}
+        )
         if not is_run:  # every mesh divides it
             one_device["data.seq_len"] = 2 * math.lcm(*range(1, math.prod(sizes.values()) + 1))
         fallback = with_settings(config, one_device | {"runtime.simulated_devices": 0})
-        meshes = (working_mesh(fallback, number) for number in range(math.prod(sizes.values()), 0, -1))
+        meshes = (
+            working_mesh(fallback, number) for number in range(math.prod(sizes.values()), 0, -1)
+        )
         nearest = next(asdict(mesh) for mesh in meshes if mesh is not None)
         raise UserError(
             f"the {'run' if is_run else 'model'} does not split over the mesh {mesh_text(sizes)}"
@@ -264,15 +303,22 @@ def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluatio
     """Reads the corpus or the traces of the config and evaluates on its held-out sequences.
 
     Raises:
-      UserError: the run had its own batches, which are not stored, or rollouts, or there are no held-out sequences.
+      UserError: the run had its own batches, which are not stored, or rollouts, or there are no
+        held-out sequences.
     """
     if fingerprint == CALLER_BATCHES:
-        raise UserError("the run had its own batches, which are not stored: use model.token_losses on held-out tokens")
+        raise UserError(
+            "the run had its own batches, which are not stored: use model.token_losses on held-out tokens"
+        )
     config = train_step.config
     if config.rollouts.source:
-        raise UserError("the run made rollouts and held out none: use model.token_losses on held-out tokens")
+        raise UserError(
+            "the run made rollouts and held out none: use model.token_losses on held-out tokens"
+        )
     heldout = data_sources.open(config).heldout
     if heldout is None:
-        raise UserError(f"no group is held out: config.data.eval_fraction={config.data.eval_fraction:g}")
+        raise UserError(
+            f"no group is held out: config.data.eval_fraction={config.data.eval_fraction:g}"
+        )
     evaluator = Evaluator(train_step, heldout, config.train.eval_sequences)
     return evaluator.with_context_gain(params, evaluator(params))

@@ -1,5 +1,5 @@
-"""A stage while it is trained: evaluates and saves its state, and writes the report at the end of the run. Only one run
-at a time writes to a workdir.
+"""A stage while it is trained: evaluates and saves its state, and writes the report at the end of
+the run. Only one run at a time writes to a workdir.
 """
 
 import contextlib
@@ -17,7 +17,14 @@ from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
 from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, EVALUATED, LOCK_FILE, SCORES
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import LockHeld, full_disk_explained, local_path, locked, make_writable, write_errors_explained
+from jaxlc.core.files import (
+    LockHeld,
+    full_disk_explained,
+    local_path,
+    locked,
+    make_writable,
+    write_errors_explained,
+)
 from jaxlc.posttrain.rollouts import export_for_rollouts, write_decoded
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import wait_for_processes
@@ -41,7 +48,11 @@ class StageRun(Outputs):
     def saves(self) -> tuple[Action, ...]:
         """They run before everything else that follows a step, since that may fail."""
         train = self.stage.config.train
-        local = [Action(train.local_checkpoint_every_steps, self.save_locally)] if train.local_checkpoints else []
+        local = (
+            [Action(train.local_checkpoint_every_steps, self.save_locally)]
+            if train.local_checkpoints
+            else []
+        )
         return Action(train.checkpoint_every_steps, self.save, at_signal=True), *local
 
     @property
@@ -56,26 +67,39 @@ class StageRun(Outputs):
             Action(config.evals.every_steps, self.score, at_start=True, at_resume=True),
             *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
-            *([Action(1, self.make_rollouts, at_start=True, at_resume=True)] if with_rollouts else []),
+            *(
+                [Action(1, self.make_rollouts, at_start=True, at_resume=True)]
+                if with_rollouts
+                else []
+            ),
         )
 
     def report_rollouts(self, position: Position) -> Position:
-        """Writes means over the rollouts of the last step to metrics.jsonl, and some of another program as texts."""
+        """Writes means over the rollouts of the last step to metrics.jsonl, and some of another
+        program as texts.
+        """
         means = dict(self.stage.data.source.train.of_step(position.step).rewards)
         if (policy_step := means.pop("policy_step", None)) is not None:
-            means["policy_age"] = position.step - 1 - policy_step  # training steps between the answers and their use
-        self.metrics.write(step=position.step, **{f"rollouts/{name}": value for name, value in means.items()})
+            # training steps between the answers and their use
+            means["policy_age"] = position.step - 1 - policy_step
+        self.metrics.write(
+            step=position.step, **{f"rollouts/{name}": value for name, value in means.items()}
+        )
         if self.stage.rollout_maker is None and jax.process_index() == 0:
             write_decoded(self.workdir, position.step, self.stage.data.source.train)
         return position
 
     def compare_processes(self, position: Position) -> Position:
-        """Measures the devices, and reports processes that are slow; every process calls it at the same step."""
+        """Measures the devices, and reports processes that are slow; every process calls it at the
+        same step.
+        """
         self.timings.add(**self.stragglers.measure(position.step))
         return position
 
     def export(self, position: Position) -> Position:
-        """Exports the checkpoint of the step for the program that makes the rollouts, and calls its command."""
+        """Exports the checkpoint of the step for the program that makes the rollouts, and calls its
+        command.
+        """
         self.checkpoints.wait()
         if jax.process_index() == 0:
             with watchdog.phase("export", repeats=False), self.progress.spinner("exporting"):
@@ -83,8 +107,14 @@ class StageRun(Outputs):
         return position
 
     def make_rollouts(self, position: Position) -> Position:
-        """Makes the rollouts of the next step, if the policy makes them; otherwise training waits for their file."""
-        maker, sequences, step = self.stage.rollout_maker, self.stage.data.source.train, position.step + 1
+        """Makes the rollouts of the next step, if the policy makes them; otherwise training waits
+        for their file.
+        """
+        maker, sequences, step = (
+            self.stage.rollout_maker,
+            self.stage.data.source.train,
+            position.step + 1,
+        )
         if maker is not None and step <= self.stage.end_step:
             with watchdog.phase("generation"), self.progress.spinner("making rollouts"):
                 maker(position.state.params, step, sequences.path(step), self.workdir)
@@ -92,8 +122,8 @@ class StageRun(Outputs):
         return position
 
     def evaluate(self, position: Position) -> Position:
-        """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out sequences and it is not
-        known."""
+        """Computes the held-out loss and writes it to metrics.jsonl, if there are held-out
+        sequences and it is not known."""
         if self.stage.evaluator is None or EVAL_LOSS in self.checkpoints.evaluation(position.step):
             return position
         with watchdog.phase("evaluation"), self.progress.progress_bar("evaluating") as update:
@@ -104,24 +134,33 @@ class StageRun(Outputs):
         return replace(position, evaluation=evaluation)
 
     def score(self, position: Position) -> Position:
-        """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks and they are not
-        known."""
+        """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks
+        and they are not known."""
         if self.stage.scorer is None or SCORES in self.checkpoints.evaluation(position.step):
             return position
         with watchdog.phase("scores"), self.progress.spinner("evaluating tasks"):
-            scores = self.stage.scorer(position.state.params, position.step, self.workdir, self.progress.log)
+            scores = self.stage.scorer(
+                position.state.params, position.step, self.workdir, self.progress.log
+            )
         for score in scores:
             name = f"scores/{score.name}"
-            others = {f"{name}/{key}": value for key, value in score._asdict().items() if key not in ("name", "score")}
+            others = {
+                f"{name}/{key}": value
+                for key, value in score._asdict().items()
+                if key not in ("name", "score")
+            }
             self.metrics.write(step=position.step, **{name: score.score}, **others)
-        self.checkpoints.add_evaluation(position.step, **{SCORES: {x.name: finite(x.score) for x in scores}})
+        self.checkpoints.add_evaluation(
+            position.step, **{SCORES: {x.name: finite(x.score) for x in scores}}
+        )
         return position
 
     def save(self, position: Position) -> Position:
         """Saves a checkpoint, which is written in the background.
 
         Raises:
-          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the other processes.
+          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the
+            other processes.
         """
         if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
             raise TrainingStopped(
@@ -130,7 +169,9 @@ class StageRun(Outputs):
             )
         with watchdog.phase("checkpoint"), self.timings.saving():
             meta = self._meta(position, self.stage.config.train.checkpoint_every_steps)
-            is_new = self.checkpoints.save(position.step, checkpoint_part(self.stage.step, position.state), meta)
+            is_new = self.checkpoints.save(
+                position.step, checkpoint_part(self.stage.step, position.state), meta
+            )
         if is_new:
             self.callbacks("on_checkpoint", position.step, directory / str(position.step))
         return position
@@ -159,14 +200,18 @@ class StageRun(Outputs):
         )
 
     def _rollouts_meta(self, step: int, every: int) -> dict[str, dict[str, str]]:
-        """The digests of the files of rollouts that the steps since the periodic checkpoint before used."""
+        """The digests of the files of rollouts that the steps since the periodic checkpoint before
+        used.
+        """
         if not self.stage.config.rollouts.source:
             return {}
         before = (step - 1) // every * every if every else 0
         return {ROLLOUTS: self.stage.data.source.train.digests(range(before + 1, step + 1))}
 
     def finish(self, stages: Sequence[PreparedStage], end: Position, stop: Stop) -> Result:
-        """Writes the plots and prints the summary, unless a signal stopped the run; waits for the checkpoints."""
+        """Writes the plots and prints the summary, unless a signal stopped the run; waits for the
+        checkpoints.
+        """
         evaluation, evaluator, data = end.evaluation, self.stage.evaluator, self.stage.data
         if stop is Stop.DONE:
             if evaluator is not None:
@@ -178,7 +223,9 @@ class StageRun(Outputs):
             if jax.process_index() == 0:
                 num_tokens = num_tokens_until(stages, end.step)
                 times = data.waiting.share, self.progress.seconds_to_first_step
-                self.progress.log(write_report(self.workdir, end.step, num_tokens, evaluation, *times))
+                self.progress.log(
+                    write_report(self.workdir, end.step, num_tokens, evaluation, *times)
+                )
         self.checkpoints.close(is_done=stop is Stop.DONE)
         self.metrics.close()
         return Result(
@@ -197,27 +244,31 @@ class StageRun(Outputs):
         """`Result.evaluate`: after the run, when metrics.jsonl is closed."""
         evaluator = self.stage.evaluator
         if evaluator is None:
-            raise UserError("the run has no held-out sequences: pass eval_batches to jaxlc.train.run")
+            raise UserError(
+                "the run has no held-out sequences: pass eval_batches to jaxlc.train.run"
+            )
         return evaluator.with_context_gain(position.state.params, evaluator(position.state.params))
 
 
-# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
-# has lost its power for 90 s.
+# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks
+# of a machine that has lost its power for 90 s.
 LOCK_SECONDS = 100.0
 _BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the others
 
 
 @contextlib.contextmanager
 def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Path]:
-    """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute path.
+    """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute
+    path.
 
-    Process 0 holds the lock, and the other processes wait for it, so that none of them touches the checkpoints of
-    another run.
+    Process 0 holds the lock, and the other processes wait for it, so that none of them touches the
+    checkpoints of another run.
 
     Args:
       log: prints a line.
     Raises:
-      UserError: the workdir is not writable, another run trains in it, or its disk becomes full in the block.
+      UserError: the workdir is not writable, another run trains in it, or its disk becomes full in
+        the block.
     """
     path = prepare_workdir(workdir)
     with contextlib.ExitStack() as stack:
@@ -226,13 +277,16 @@ def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Pa
         if jax.process_index() == 0:
             stack.callback(_remove_empty, path)
             stack.enter_context(_locked(path, log))
-            stack.callback(_remove_empty, path / CHECKPOINTS_DIRECTORY, path / METRICS_FILE)  # while it is locked
+            # while it is locked
+            stack.callback(_remove_empty, path / CHECKPOINTS_DIRECTORY, path / METRICS_FILE)
         wait_for_processes("workdir locked", int(LOCK_SECONDS) + _BARRIER_SECONDS)
         yield path
 
 
 def _remove_empty(*paths: Path) -> None:
-    """Removes what `prepare_workdir` has made for a start that was refused: empty files and directories."""
+    """Removes what `prepare_workdir` has made for a start that was refused: empty files and
+    directories.
+    """
     for path in paths:
         with contextlib.suppress(OSError):  # such as a directory that is not empty
             if path.is_dir():
@@ -242,16 +296,22 @@ def _remove_empty(*paths: Path) -> None:
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
-    """Creates `workdir` if it does not exist, checks that it is writable, and returns its absolute path.
+    """Creates `workdir` if it does not exist, checks that it is writable, and returns its absolute
+    path.
 
     Raises:
       UserError: it is not writable, or a file in it is a symbolic link.
     """
     path, advice = local_path(workdir).absolute(), "use a different --workdir"
     make_writable(path, advice)
-    links = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir())
-    if links:  # of a workdir that somebody else has written: the run would write to a file elsewhere
-        raise UserError(f"{path / links[0]} is a symbolic link, so a run would write elsewhere: remove it, or {advice}")
+    links = sorted(
+        entry.name for entry in path.iterdir() if entry.is_symlink() and not entry.is_dir()
+    )
+    # of a workdir that somebody else has written: the run would write to a file elsewhere
+    if links:
+        raise UserError(
+            f"{path / links[0]} is a symbolic link, so a run would write elsewhere: remove it, or {advice}"
+        )
     with write_errors_explained(path, advice):
         (path / CHECKPOINTS_DIRECTORY).mkdir(exist_ok=True)
         (path / METRICS_FILE).open("a").close()
@@ -262,7 +322,9 @@ def prepare_workdir(workdir: str | Path) -> Path:
 def _locked(path: Path, log: Callable[[str], None]) -> Iterator[None]:
     lock = locked(
         path / LOCK_FILE,
-        lambda holder: log(f"waiting up to {LOCK_SECONDS:.0f} s for {holder}, which trains in {path}"),
+        lambda holder: log(
+            f"waiting up to {LOCK_SECONDS:.0f} s for {holder}, which trains in {path}"
+        ),
         timeout_seconds=LOCK_SECONDS,
         on_unsupported=lambda: log(
             f"warning: the file system of {path} has no locks: do not start a second run in this workdir"
@@ -284,5 +346,7 @@ def _kept(path: Path) -> str:
     for incomplete in checkpoints.glob(f"*{TEMPORARY}*"):
         shutil.rmtree(incomplete, ignore_errors=True)
     steps = committed_steps(checkpoints)
-    saved = f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no checkpoint yet"
+    saved = (
+        f"the checkpoint of step {steps[-1]} is complete" if steps else "there is no checkpoint yet"
+    )
     return f"{saved}; free space, then run the same command again{' to resume' if steps else ''}"

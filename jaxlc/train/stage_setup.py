@@ -1,7 +1,8 @@
 """The stages of a run, prepared: each with its training step and data, and where it starts.
 
-A stage starts from the checkpoint at the end of the stage before, also within one process. So a run that is killed at a
-stage boundary resumes exactly like an uninterrupted one, and the arrays get the shardings of the new stage's mesh.
+A stage starts from the checkpoint at the end of the stage before, also within one process. So a run
+that is killed at a stage boundary resumes exactly like an uninterrupted one, and the arrays get the
+shardings of the new stage's mesh.
 
 A run checks its settings, workdir and data here, before it writes or compiles anything.
 """
@@ -18,7 +19,12 @@ from pathlib import Path
 import jax
 
 from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, read_meta
-from jaxlc.checkpoints.pretrained import check_pretrained, load_pretrained, with_base, without_frozen
+from jaxlc.checkpoints.pretrained import (
+    check_pretrained,
+    load_pretrained,
+    with_base,
+    without_frozen,
+)
 from jaxlc.checkpoints.restore import RestoreTarget, check_latest
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, SCORES
@@ -78,8 +84,12 @@ class PreparedStage(Stage):
         return [name for name in every if step == self.end_step or is_period(step, every[name])]
 
     def missing_evaluations(self, step: int, checkpoints: Checkpoints) -> list[str]:
-        """The evaluations of the checkpoint of `step` that are due and not known, such as after a kill."""
-        return [name for name in self.evaluations_due(step) if name not in checkpoints.evaluation(step)]
+        """The evaluations of the checkpoint of `step` that are due and not known, such as after a
+        kill.
+        """
+        return [
+            name for name in self.evaluations_due(step) if name not in checkpoints.evaluation(step)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +145,16 @@ def check_position(stages: Sequence[PreparedStage], step: int, meta: dict) -> No
         )
 
 
-def _check_gate(stages: Sequence[PreparedStage], stage: PreparedStage, evaluation: dict, checkpoints: Path) -> None:
+def _check_gate(
+    stages: Sequence[PreparedStage], stage: PreparedStage, evaluation: dict, checkpoints: Path
+) -> None:
     """Checks the gates of the stage before `stage`.
 
     Args:
       evaluation: of the checkpoint at the end of the stage before.
     Raises:
-      TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
+      TrainingStopped: its held-out loss is above the limit, or a score below; the message names the
+        checkpoint.
     """
     before, step = stage_until(stages, stage.first_step), stage.first_step
     stopped = f"stage {stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
@@ -169,7 +182,9 @@ def _first_state(stage: PreparedStage, state: TrainState) -> TrainState:
         return state
     for moments in jax.tree.leaves(state.opt_state):
         moments.delete()  # before the new ones are allocated
-    return stage.step.init(state.params)._replace(step=state.step, rng=state.rng, scaling=state.scaling)
+    return stage.step.init(state.params)._replace(
+        step=state.step, rng=state.rng, scaling=state.scaling
+    )
 
 
 def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainState, dict] | None:
@@ -179,11 +194,14 @@ def _restored(stages: Sequence[PreparedStage], outputs: Outputs) -> tuple[TrainS
         return restored
     (state, meta), step = restored, int(restored[0].step)
     path = outputs.workdir / CHECKPOINTS_DIRECTORY / str(step)
-    return state._replace(params=with_base(stage_after(stages, step).step, state.params, meta[BASE], path)), meta
+    return state._replace(
+        params=with_base(stage_after(stages, step).step, state.params, meta[BASE], path)
+    ), meta
 
 
 def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Position:
-    """The position of the latest valid checkpoint, or of step 0, with the weights of model.init_from if it is set.
+    """The position of the latest valid checkpoint, or of step 0, with the weights of
+    model.init_from if it is set.
 
     Raises:
       TrainingStopped: the gate of the stage before is closed.
@@ -199,7 +217,9 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
     rows = meta.get("rows", ())
     if 0 < step == stage.first_step:
         if (before := stage_until(stages, step)).missing_evaluations(step, outputs.checkpoints):
-            progress.log(f"the checkpoint of step {step}, the end of stage {before.name}, is evaluated first")
+            progress.log(
+                f"the checkpoint of step {step}, the end of stage {before.name}, is evaluated first"
+            )
             del state, restored  # frees their memory
             restored = _restored([before], outputs)  # on the mesh of the stage before
             assert restored is not None
@@ -207,17 +227,24 @@ def first_position(stages: Sequence[PreparedStage], outputs: Outputs) -> Positio
         _check_gate(stages, stage, outputs.checkpoints.evaluation(step), directory)
         progress.log(f"stage {stage.name} starts from the checkpoint of step {step}")
         return Position(state=_first_state(stage, state), step=step, next_sequence=0, rows=rows)
-    for line in resume_lines(stage.config, workdir, stage.data.source.fingerprint, step, meta, stage.name):
+    for line in resume_lines(
+        stage.config, workdir, stage.data.source.fingerprint, step, meta, stage.name
+    ):
         progress.log(line)
     if stage.config.rollouts.source:
         stage.data.source.train.check_digests(meta.get(ROLLOUTS, {}))
     # Rollouts are in files by step, also if the global batch size has changed.
-    next_sequence = step * stage.config.train.global_batch_size if stage.config.rollouts.source else meta["next_row"]
+    next_sequence = (
+        step * stage.config.train.global_batch_size
+        if stage.config.rollouts.source
+        else meta["next_row"]
+    )
     return Position(state=state, step=step, next_sequence=next_sequence, rows=rows)
 
 
 def with_stored_start(stages: Sequence[Stage], workdir: Path) -> tuple[Stage, ...]:
-    """The stages, with data.start_token of the checkpoints in `workdir`: `auto` means the same until a run ends.
+    """The stages, with data.start_token of the checkpoints in `workdir`: `auto` means the same
+    until a run ends.
 
     Raises:
       UserError: a setting differs from that of the checkpoints.
@@ -257,12 +284,14 @@ def num_tokens_until(stages: Sequence[PreparedStage], step: int) -> int:
     """
     ends = [*(stage.end_step for stage in stages[:-1]), step]
     return sum(
-        max(0, min(step, end) - stage.first_step) * stage.config.tokens_per_step for stage, end in zip(stages, ends)
+        max(0, min(step, end) - stage.first_step) * stage.config.tokens_per_step
+        for stage, end in zip(stages, ends)
     )
 
 
 def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines that a run prints before training: each stage with its step and data, then the shardings.
+    """The lines that a run prints before training: each stage with its step and data, then the
+    shardings.
 
     Args:
       step_lines: of each stage; see `start_report.step_lines`.
@@ -271,12 +300,16 @@ def start_lines(stages: Sequence[PreparedStage], step_lines: Sequence[Sequence[s
     for stage, lines_of_step in zip(stages, step_lines):
         if stage.name:
             reset = ", optimizer state reset" if stage.optimizer_state == "reset" else ""
-            lines.append(f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}")
+            lines.append(
+                f"STAGE {stage.name}: steps {stage.first_step + 1:,} to {stage.end_step:,}{reset}"
+            )
         lines += [*lines_of_step, *data_lines(stage.config, stage.data.source, stage.num_steps)]
         if stage.rollout_maker is not None:
             lines += stage.rollout_maker.lines
         if stage.step.model is None:
-            warning = context_warning(stage.config.model, stage.config.data.seq_len, stage=stage.name)
+            warning = context_warning(
+                stage.config.model, stage.config.data.seq_len, stage=stage.name
+            )
             lines += [f"warning: {warning}"] if warning else []
         lines.append("")
     return [*lines, str(stages[0].step.sharding_table)]
@@ -296,17 +329,26 @@ def check_equal_settings(stages: Sequence[Stage]) -> None:
     Raises:
       UserError: one has not, on every process; it names the process and the settings.
     """
-    own = {f"{stage.name or 'config'}.{path}": str(value) for stage in stages for path, value in _settings(stage)}
+    own = {
+        f"{stage.name or 'config'}.{path}": str(value)
+        for stage in stages
+        for path, value in _settings(stage)
+    }
     first = json.loads(text_of_process_0("settings", json.dumps(own)))
     names = [name for name in own | first if own.get(name) != first.get(name)]
-    differences = (f"{name}={own.get(name)}, where process 0 has {first.get(name)}" for name in names[:_MAX_NAMES])
+    differences = (
+        f"{name}={own.get(name)}, where process 0 has {first.get(name)}"
+        for name in names[:_MAX_NAMES]
+    )
     problem = f"process {jax.process_index()} has {'; '.join(differences)}" if names else ""
     if problem := problem_of_any_process("settings", problem):
         raise UserError(f"{problem}: start all processes with the same settings")
 
 
 def _settings(stage: Stage) -> list[tuple[str, object]]:
-    return [item for item in flattened(to_dict(stage.config)).items() if item[0] not in _OWN_SETTINGS]
+    return [
+        item for item in flattened(to_dict(stage.config)).items() if item[0] not in _OWN_SETTINGS
+    ]
 
 
 def check_same_state(stages: Sequence[Stage], steps: Sequence[TrainStep]) -> None:
@@ -325,7 +367,8 @@ def check_same_state(stages: Sequence[Stage], steps: Sequence[TrainStep]) -> Non
 
 
 def check_weights(step: TrainStep, workdir: Path) -> None:
-    """Checks the files of config.model.init_from, before data is read, if a new run in `workdir` will read them.
+    """Checks the files of config.model.init_from, before data is read, if a new run in `workdir`
+    will read them.
 
     Args:
       step: of the first stage.
@@ -337,12 +380,12 @@ def check_weights(step: TrainStep, workdir: Path) -> None:
 
 
 def check_stages(stages: Sequence[PreparedStage], workdir: Path) -> None:
-    """Checks that the latest checkpoint and the metrics in `workdir` are those of these stages, and that their
-    parameters can be evaluated.
+    """Checks that the latest checkpoint and the metrics in `workdir` are those of these stages, and
+    that their parameters can be evaluated.
 
     Raises:
-      UserError: the checkpoint is another model's, metrics.jsonl is damaged, no held-out token has a loss, or an
-        evaluation of config.evals has no examples.
+      UserError: the checkpoint is another model's, metrics.jsonl is damaged, no held-out token has
+        a loss, or an evaluation of config.evals has no examples.
     """
     meta = check_latest(workdir / CHECKPOINTS_DIRECTORY, functools.partial(restore_target, stages))
     if meta is not None:

@@ -1,4 +1,5 @@
-"""Profiles of training steps: traces of the steps that config.profile names, and device memory when it runs out.
+"""Profiles of training steps: traces of the steps that config.profile names, and device memory when
+it runs out.
 
     WORKDIR/profile/
         plugins/profile/DATE/HOST.xplane.pb    the trace, for XProf and `jaxlc profile`
@@ -6,7 +7,8 @@
         run.json                               its config and devices, and the pairs of its attention
         memory-PROCESS.prof                    allocations on the devices, written when a step runs out of memory
 
-With config.profile.processes="all", the first three are in one directory per process, WORKDIR/profile/process-N.
+With config.profile.processes="all", the first three are in one directory per process,
+WORKDIR/profile/process-N.
 """
 
 import ctypes
@@ -28,20 +30,28 @@ from jaxlc.step.step import StepMetrics
 
 PROFILE_DIRECTORY = "profile"  # in the workdir
 PROGRAM_FILE, RUN_FILE = "step.hlo.txt.gz", "run.json"
-PAIRS = "attention_pairs"  # in RUN_FILE: mean `StepMetrics.attention_pairs` of the traced steps; absent if unknown
+# in RUN_FILE: mean `StepMetrics.attention_pairs` of the traced steps; absent if unknown
+PAIRS = "attention_pairs"
 STEP_ANNOTATION = "train"  # name of the range of one step, with the statistic step_num
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _CUDA_RUNTIMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
 
 
 class StepProfiler:
-    """Calls the compiled step, and traces the steps of config.profile. A context manager around the loop over steps.
+    """Calls the compiled step, and traces the steps of config.profile. A context manager around the
+    loop over steps.
 
-    Each call is a range named `STEP_ANNOTATION` in any trace of the process. An exception that reports that the device
-    memory is exhausted writes a memory profile.
+    Each call is a range named `STEP_ANNOTATION` in any trace of the process. An exception that
+    reports that the device memory is exhausted writes a memory profile.
     """
 
-    def __init__(self, config: Config, workdir: Path, run_step: jax.stages.Compiled, log: Callable[[str], None]):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        run_step: jax.stages.Compiled,
+        log: Callable[[str], None],
+    ):
         """
         Args:
           run_step: the compiled step, (state, batch) -> (state, metrics).
@@ -61,7 +71,9 @@ class StepProfiler:
             jax.block_until_ready(state)  # earlier steps are not a part of the trace
             self._start(step)
 
-    def __call__(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def __call__(
+        self, step: int, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, StepMetrics]:
         with jax.profiler.StepTraceAnnotation(STEP_ANNOTATION, step_num=step):
             state, metrics = self._run_step(state, batch)
         if self._first_traced is not None:
@@ -82,7 +94,10 @@ class StepProfiler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._first_traced is not None:  # the run ended among the traced steps
             self._stop(None)
@@ -91,7 +106,9 @@ class StepProfiler:
 
     @property
     def _trace_directory(self) -> Path:
-        """One directory per process if all trace: JAX names traces by second and host, which processes can share."""
+        """One directory per process if all trace: JAX names traces by second and host, which
+        processes can share.
+        """
         if self._config.profile.processes == "first":
             return self._directory
         return self._directory / f"process-{jax.process_index()}"
@@ -115,12 +132,18 @@ class StepProfiler:
             _cuda_runtime().cudaProfilerStop()
             return
         jax.profiler.stop_trace()
-        steps = f"steps {first} to {last}" if last is not None else f"steps from {first} on, until the run ended,"
+        steps = (
+            f"steps {first} to {last}"
+            if last is not None
+            else f"steps from {first} on, until the run ended,"
+        )
         directory = self._trace_directory
         pairs = [metrics.attention_pairs for metrics in self._metrics]
         if last is not None and None not in pairs:
             self._write_run({PAIRS: statistics.fmean(map(float, pairs))})
-        self._log(f"traced {steps} in {directory}; compare them with the plan: jaxlc profile {directory}")
+        self._log(
+            f"traced {steps} in {directory}; compare them with the plan: jaxlc profile {directory}"
+        )
 
     def _write_run(self, more: Mapping[str, float] = MappingProxyType({})) -> None:
         devices = dict(device_kind=jax.devices()[0].device_kind, num_devices=jax.device_count())

@@ -1,9 +1,10 @@
-"""Names slow processes and devices. Collectives make the step times of all processes equal, so they do not show which
-one the others wait for.
+"""Names slow processes and devices. Collectives make the step times of all processes equal, so they
+do not show which one the others wait for.
 
-Every few steps each process times a fixed product and a copy to the host on each of its devices, without a collective,
-and publishes these and the seconds that it spent on data, callbacks and checkpoints, in the key-value store of JAX's
-coordinator. Process 0 reads them at the next measurement, when all of them are there.
+Every few steps each process times a fixed product and a copy to the host on each of its devices,
+without a collective, and publishes these and the seconds that it spent on data, callbacks and
+checkpoints, in the key-value store of JAX's coordinator. Process 0 reads them at the next
+measurement, when all of them are there.
 """
 
 import json
@@ -32,14 +33,15 @@ TIMES_FILE = "process_times.jsonl"  # in the workdir
 PRODUCT, COPY = "product", "copy"
 # The phases of a process that do not contain waiting for other processes.
 _PHASES = ("data", "callback", "export")
-# Events of Orbax, for the part of this process: name -> the time until a step can continue, and the time to write.
+# Events of Orbax, for the part of this process: name -> the time until a step can continue, and the
+# time to write.
 _COPIED, _WRITTEN = "checkpoint copy", "checkpoint write"
 _CHECKPOINT_EVENTS = {
     "/jax/orbax/write/blocking_d2h_duration_secs": _COPIED,
     "/jax/orbax/write/background_ts_duration_secs": _WRITTEN,
 }
-# Not DEVICES, in which the others wait for the slowest process. Not _WRITTEN: files are written in the background, so
-# parts of one checkpoint can fall into two measurements.
+# Not DEVICES, in which the others wait for the slowest process. Not _WRITTEN: files are written in
+# the background, so parts of one checkpoint can fall into two measurements.
 _COMPARED = (*_PHASES, _COPIED, PRODUCT, COPY)
 _PREFIX = "jaxlc/times/"
 _SECONDS = 5.0  # limit of a call to the coordinator, which may hang
@@ -48,9 +50,11 @@ _REPEATS = 3
 _MAX_ROWS = 2**17  # that `read_times` returns; 0.2 GB
 _DIGITS = 6  # after the decimal point of published seconds: the file has a row per process
 NUM_PRODUCTS = 16  # one after the other, in one measurement
-# Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of the time.
+# Smaller differences are noise: in seconds (simulated devices share the cores), and as a share of
+# the time.
 _LEAST_CPU_SECONDS, _LEAST_DEVICE_SECONDS, _LEAST_SHARE = 0.05, 2e-4, 0.02
-# Side and dtype of the square matrices. 8 MB on a GPU; 0.27 TFLOP take about 0.4 ms on an H100 (estimated).
+# Side and dtype of the square matrices. 8 MB on a GPU; 0.27 TFLOP take about 0.4 ms on an H100
+# (estimated).
 _CPU_OPERAND, _GPU_OPERAND = (128, jnp.dtype(jnp.float32)), (2048, jnp.dtype(jnp.bfloat16))
 
 
@@ -61,7 +65,8 @@ class Times(NamedTuple):
     host: str
     step: int
     seconds: float  # since the measurement before
-    devices: dict[str, list[float]]  # PRODUCT, COPY -> time of each local device; empty: not measured
+    # PRODUCT, COPY -> time of each local device; empty: not measured
+    devices: dict[str, list[float]]
     phases: dict[str, float]  # seconds in each phase since the measurement before
 
 
@@ -80,14 +85,20 @@ class Slow(NamedTuple):
 
 
 class Stragglers:
-    """Measures and compares the processes of a run; process 0 writes TIMES_FILE and logs which ones are slow."""
+    """Measures and compares the processes of a run; process 0 writes TIMES_FILE and logs which ones
+    are slow.
+    """
 
     def __init__(self, config: RuntimeConfig, workdir: Path, log: Callable[[str], None]):
         """
         Args:
           log: prints a line.
         """
-        self._every, self._factor, self._log = config.straggler_every_steps, config.straggler_factor, log
+        self._every, self._factor, self._log = (
+            config.straggler_every_steps,
+            config.straggler_factor,
+            log,
+        )
         self._client, self._path = coordination_client(), workdir / TIMES_FILE
         self._host, self._number = socket.gethostname(), 0
         self._published: Times | None = None
@@ -99,7 +110,8 @@ class Stragglers:
             jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def measure(self, step: int) -> dict[str, float]:
-        """Called between steps, when the devices are idle; returns metrics of the slowest process, on process 0.
+        """Called between steps, when the devices are idle; returns metrics of the slowest process,
+        on process 0.
 
         At other steps than every n-th, such as the last one, it only compares what was published.
         """
@@ -127,33 +139,54 @@ class Stragglers:
         if start - self._last_probe >= self._probe_seconds / _MAX_SHARE:
             devices = device_times(jax.local_devices())
             self._probe_seconds, self._last_probe = time.monotonic() - start, time.monotonic()
-        totals = dict.fromkeys((*_PHASES, DEVICES), 0.0) | watchdog.phase_seconds() | self._checkpoint_seconds
+        totals = (
+            dict.fromkeys((*_PHASES, DEVICES), 0.0)
+            | watchdog.phase_seconds()
+            | self._checkpoint_seconds
+        )
         names = (*_PHASES, DEVICES, _COPIED, _WRITTEN)
         phases = {name: totals[name] - self._phases_before.get(name, 0.0) for name in names}
         seconds = start - self._last
         self._phases_before, self._last = totals, time.monotonic()
-        devices = {name: [round(time, _DIGITS) for time in times] for name, times in devices.items()}
+        devices = {
+            name: [round(time, _DIGITS) for time in times] for name, times in devices.items()
+        }
         phases = {name: round(time, _DIGITS) for name, time in phases.items()}
-        return Times(jax.process_index(), self._host, step, round(seconds, _DIGITS), devices, phases)
+        return Times(
+            jax.process_index(), self._host, step, round(seconds, _DIGITS), devices, phases
+        )
 
     def _publish(self, times: Times) -> None:
-        # Two keys in turn: a process writes one again after the devices of all have run more steps, and process 0
-        # reads it before it dispatches these.
+        # Two keys in turn: a process writes one again after the devices of all have run more steps,
+        # and process 0 reads it before it dispatches these.
         self._number += 1
         self._published = times
         if (client := self._client) is not None:
             key = f"{_PREFIX}{self._number % 2}/{times.process_id}"
-            call_within(_SECONDS, lambda: client.key_value_set(key, json.dumps(times), allow_overwrite=True))
+            call_within(
+                _SECONDS, lambda: client.key_value_set(key, json.dumps(times), allow_overwrite=True)
+            )
 
     def _compare(self) -> list[Slow]:
-        """Compares what was published at the measurement before, on process 0; empty if none is slow."""
+        """Compares what was published at the measurement before, on process 0; empty if none is
+        slow.
+        """
         own, self._published = self._published, None
         if own is None or jax.process_index() != 0:
             return []
         rows = [own]
         if (client := self._client) is not None:
-            values = call_within(_SECONDS, lambda: client.key_value_dir_get(f"{_PREFIX}{self._number % 2}/")) or []
-            rows = sorted(row for row in (Times(*json.loads(value)) for _, value in values) if row.step == own.step)
+            values = (
+                call_within(
+                    _SECONDS, lambda: client.key_value_dir_get(f"{_PREFIX}{self._number % 2}/")
+                )
+                or []
+            )
+            rows = sorted(
+                row
+                for row in (Times(*json.loads(value)) for _, value in values)
+                if row.step == own.step
+            )
             rows = [_without_wait(row, rows[0]) for row in rows]
         with self._path.open("a") as out:
             out.write(json.dumps([row._asdict() for row in rows]) + "\n")
@@ -161,7 +194,8 @@ class Stragglers:
 
 
 def slow_ones(rows: list[Times], factor: float, least_device_seconds: float) -> list[Slow]:
-    """The slowest process or device of each kind of time, if it is slower than `factor` times the lower median.
+    """The slowest process or device of each kind of time, if it is slower than `factor` times the
+    lower median.
 
     Args:
       least_device_seconds: smaller differences between devices do not count.
@@ -180,17 +214,18 @@ def slow_ones(rows: list[Times], factor: float, least_device_seconds: float) -> 
 
 
 def _without_wait(row: Times, first: Times) -> Times:
-    """Without the time that the thread which writes a checkpoint waits for process 0, which makes the directory after
-    its copy."""
+    """Without the time that the thread which writes a checkpoint waits for process 0, which makes
+    the directory after its copy."""
     waited = max(0.0, first.phases[_COPIED] - row.phases[_COPIED])
     return row._replace(phases=row.phases | {_WRITTEN: max(0.0, row.phases[_WRITTEN] - waited)})
 
 
 def read_times(workdir: Path) -> list[list[Times]]:
-    """The measurements of a run, in the order of their steps; of steps that were repeated, the last one.
+    """The measurements of a run, in the order of their steps; of steps that were repeated, the last
+    one.
 
-    Of more than _MAX_ROWS times of processes, every n-th measurement: those of a long run of 1,024 processes would take
-    several GB.
+    Of more than _MAX_ROWS times of processes, every n-th measurement: those of a long run of 1,024
+    processes would take several GB.
 
     Raises:
       UserError: the file is damaged.
@@ -202,7 +237,11 @@ def read_times(workdir: Path) -> list[list[Times]]:
         num_rows = sum(line.count('"process_id"') for line in file)
     period = -(-num_rows // _MAX_ROWS)
     with path.open(errors="replace") as file:
-        lines = [line for count, line in enumerate(file) if line.endswith("\n") and count % max(1, period) == 0]
+        lines = [
+            line
+            for count, line in enumerate(file)
+            if line.endswith("\n") and count % max(1, period) == 0
+        ]
     try:
         rows = [[Times(**row) for row in parse_json(line)] for line in lines]
     except (ValueError, TypeError) as error:
@@ -212,7 +251,9 @@ def read_times(workdir: Path) -> list[list[Times]]:
 
 
 def times_of(rows: Iterable[Times], cause: str) -> Iterator[tuple[Times, int | None, float]]:
-    """(process, its device or None, seconds) of each process, or of each device for PRODUCT and COPY."""
+    """(process, its device or None, seconds) of each process, or of each device for PRODUCT and
+    COPY.
+    """
     for row in rows:
         if cause in row.phases:
             yield row, None, row.phases[cause]
@@ -248,7 +289,9 @@ def _products(x: jax.Array) -> jax.Array:
 
 
 def device_times(devices: Iterable[jax.Device]) -> dict[str, list[float]]:
-    """The least time of a few products and copies to the host on each device, one device after the other, in s."""
+    """The least time of a few products and copies to the host on each device, one device after the
+    other, in s.
+    """
     times: dict[str, list[float]] = {PRODUCT: [], COPY: []}
     for device in devices:
         size, dtype = operand(device.platform)

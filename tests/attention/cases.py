@@ -1,4 +1,6 @@
-"""Regression cases for masks. They are the sequences of one batch, so that one compilation tests all of them."""
+"""Regression cases for masks. They are the sequences of one batch, so that one compilation tests
+all of them.
+"""
 
 import functools
 
@@ -44,9 +46,9 @@ def segments() -> np.ndarray:
 
 def positions() -> np.ndarray:
     """[BATCH, TOKENS] int32: positions that restart with each document."""
-    return np.stack([np.concatenate([np.arange(abs(n)) for n in lengths]) for lengths in DOCUMENTS.values()]).astype(
-        np.int32
-    )
+    return np.stack(
+        [np.concatenate([np.arange(abs(n)) for n in lengths]) for lengths in DOCUMENTS.values()]
+    ).astype(np.int32)
 
 
 def sequence_positions(batch: int = BATCH) -> jax.Array:
@@ -63,13 +65,28 @@ def ranges(packed: bool, spec: AttentionSpec) -> KeyRanges | None:
 
 
 def inputs(
-    batch=BATCH, num_tokens=TOKENS, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=None, dtype=jnp.float32, seed=0
+    batch=BATCH,
+    num_tokens=TOKENS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    value_dim=None,
+    dtype=jnp.float32,
+    seed=0,
 ):
     """Random (q_BTNH, k_BSKH, v_BSKH, dout_BTNH)."""
     keys = jax.random.split(jax.random.key(seed), 4)
     value_dim = value_dim or head_dim
-    widths = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, value_dim), (num_heads, value_dim))
-    return tuple(jax.random.normal(k, (batch, num_tokens, *w)).astype(dtype) for k, w in zip(keys, widths, strict=True))
+    widths = (
+        (num_heads, head_dim),
+        (num_kv_heads, head_dim),
+        (num_kv_heads, value_dim),
+        (num_heads, value_dim),
+    )
+    return tuple(
+        jax.random.normal(k, (batch, num_tokens, *w)).astype(dtype)
+        for k, w in zip(keys, widths, strict=True)
+    )
 
 
 def split_mesh(**axes: int) -> Mesh:
@@ -80,7 +97,8 @@ def split_mesh(**axes: int) -> Mesh:
 
 @functools.cache
 def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, sinks_N=None, **heads):
-    """(out, gradients) of the reference in float32, for inputs rounded to `dtype`; heads as in `inputs`.
+    """(out, gradients) of the reference in float32, for inputs rounded to `dtype`; heads as in
+    `inputs`.
 
     Args:
       sinks_N: numbers, whose gradient, the last one, is [1, N]; None: no sinks.
@@ -102,7 +120,9 @@ def oracle(packed=True, causal=True, dtype=jnp.float32, window=None, sinks_N=Non
 def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, window=None, heads=None, **settings):
     """The same through the public API, on a mesh; `settings` are arguments of `attend`."""
     q, k, v, dout = inputs(dtype=dtype, **(heads or {}))
-    settings.update(causal=causal, window=window, segment_ids=jnp.asarray(segments()) if packed else None)
+    settings.update(
+        causal=causal, window=window, segment_ids=jnp.asarray(segments()) if packed else None
+    )
 
     def objective(q, k, v):
         out = attend(q, k, v, mesh=mesh, **settings)
@@ -113,17 +133,21 @@ def sharded(mesh, packed=True, causal=True, dtype=jnp.float32, window=None, head
 
 
 def assert_rows_match(actual, expected, tolerance: float) -> None:
-    """Compares each batch row of each array separately, so that large values in one do not mask errors in another."""
+    """Compares each batch row of each array separately, so that large values in one do not mask
+    errors in another.
+    """
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         for row in range(y.shape[0]):
-            if np.abs(y[row]).max() < 1e-5:  # 0 up to rounding, such as dq and dk of one-token documents
+            # 0 up to rounding, such as dq and dk of one-token documents
+            if np.abs(y[row]).max() < 1e-5:
                 assert np.abs(x[row]).max() < 1e-5, (row, y.shape)
             else:
                 assert max_relative_error(x[row], y[row]) <= tolerance, (row, y.shape)
 
 
 def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands, sinks_N=None):
-    """[out, dq, dk, dv, dsinks_1N or None] in natural order, tile by tile as in a layer; `operands` as of `inputs`.
+    """[out, dq, dk, dv, dsinks_1N or None] in natural order, tile by tile as in a layer; `operands`
+    as of `inputs`.
 
     Args:
       order_T: the layout of the sequence.
@@ -135,20 +159,28 @@ def tiled_results(tiled: TiledAttention, order_T: np.ndarray, ranges, operands, 
 
     @jax.jit
     def all_tiles(*operands):
-        q_MBtNH, k_MBtKH, v_MBtKH, dout_MBtNH = (tiles_of(x[:, order_T], context, tiles) for x in operands)
+        q_MBtNH, k_MBtKH, v_MBtKH, dout_MBtNH = (
+            tiles_of(x[:, order_T], context, tiles) for x in operands
+        )
         indices = jnp.arange(tiles, dtype=jnp.int32)
         empty = tiled.empty(q_MBtNH.shape[1], len(order_T), q_MBtNH.shape[-1], q_MBtNH.dtype)
-        kv, _ = lax.scan(lambda kv, tile: (tiled.put(kv, *tile), None), empty, (k_MBtKH, v_MBtKH, indices))
+        kv, _ = lax.scan(
+            lambda kv, tile: (tiled.put(kv, *tile), None), empty, (k_MBtKH, v_MBtKH, indices)
+        )
         kv = tiled.exchange(kv, ranges)
 
         def loop_body(dkv, operands):
             q_BtNH, dout_BtNH, tile = operands
             results = tiled.forward(q_BtNH, kv, tile, ranges, sinks_N)
-            dq_BtNH, dkv, dsinks_N = tiled.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
+            dq_BtNH, dkv, dsinks_N = tiled.backward(
+                q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N
+            )
             return dkv, (results[0], dq_BtNH, dsinks_N)
 
         dkv = jnp.zeros(kv.shape, jnp.float32)
-        dkv, (out_MBtNH, dq_MBtNH, dsinks_MN) = lax.scan(loop_body, dkv, (q_MBtNH, dout_MBtNH, indices))
+        dkv, (out_MBtNH, dq_MBtNH, dsinks_MN) = lax.scan(
+            loop_body, dkv, (q_MBtNH, dout_MBtNH, indices)
+        )
         dkv = tiled.add_exchanged(dkv, ranges)
         results = out_MBtNH, dq_MBtNH, *lax.map(lambda index: tiled.take(dkv, index), indices)
         dsinks_1N = None if sinks_N is None else dsinks_MN.sum(0, keepdims=True)

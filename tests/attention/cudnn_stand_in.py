@@ -1,8 +1,8 @@
 """A stand-in for cuDNN's packed calls: it computes what the operands of a call say.
 
-Arrays are memory: one dimension, read and written at the element offsets of the operands with the strides of the
-shapes, as cuDNN does. What cuDNN does not write is NaN here. So results match only if every length, offset and stride
-is correct.
+Arrays are memory: one dimension, read and written at the element offsets of the operands with the
+strides of the shapes, as cuDNN does. What cuDNN does not write is NaN here. So results match only
+if every length, offset and stride is correct.
 """
 
 import math
@@ -20,14 +20,20 @@ def install(monkeypatch) -> None:
 
 
 class _Memory:
-    """The rows of one operand: those of document d start at element offsets[d], num_tokens of them are reachable."""
+    """The rows of one operand: those of document d start at element offsets[d], num_tokens of them
+    are reachable.
+    """
 
     def __init__(self, shape, lengths_BM, offsets):
         (batch, num_tokens, self.num_heads, self.head_dim), self.size = shape, math.prod(shape)
         num_documents = batch * lengths_BM.shape[1]
         assert lengths_BM.dtype == offsets.dtype == jnp.int32
-        assert lengths_BM.shape[0] == offsets.shape[0] == batch and offsets.shape[1] == lengths_BM.shape[1] + 1 > 2
-        offsets = offsets.reshape(-1)[:num_documents]  # the entry after them is the end of the array
+        assert (
+            lengths_BM.shape[0] == offsets.shape[0] == batch
+            and offsets.shape[1] == lengths_BM.shape[1] + 1 > 2
+        )
+        # the entry after them is the end of the array
+        offsets = offsets.reshape(-1)[:num_documents]
         row = jnp.arange(num_tokens)
         self.is_row_DT = row < lengths_BM.reshape(-1, 1)
         row_stride = self.num_heads * self.head_dim
@@ -38,12 +44,18 @@ class _Memory:
         )
 
     def read(self, x):
-        x_DTNH = jnp.take(x.reshape(-1), self.element_DTNH, mode="fill", fill_value=jnp.nan).astype(jnp.float32)
+        x_DTNH = jnp.take(x.reshape(-1), self.element_DTNH, mode="fill", fill_value=jnp.nan).astype(
+            jnp.float32
+        )
         return jnp.where(self.is_row_DT[:, :, None, None], x_DTNH, 0.0)
 
     def written(self, x_DTNH, like):
         index = jnp.where(self.is_row_DT[:, :, None, None], self.element_DTNH, self.size)
-        written = jnp.full(self.size, jnp.nan, like.dtype).at[index].set(x_DTNH.astype(like.dtype), mode="drop")
+        written = (
+            jnp.full(self.size, jnp.nan, like.dtype)
+            .at[index]
+            .set(x_DTNH.astype(like.dtype), mode="drop")
+        )
         return written.reshape(like.shape)
 
 
@@ -71,7 +83,9 @@ def packed_forward(q, k, v, q_lengths, kv_lengths, q_offsets, kv_offsets, *, sca
     return q_memory.written(out, q), jnp.where(q_memory.is_row_DT[:, None], lse, jnp.nan)
 
 
-def packed_backward(q, k, v, q_lengths, kv_lengths, q_offsets, kv_offsets, out, lse, dout, *, scale, causal):
+def packed_backward(
+    q, k, v, q_lengths, kv_lengths, q_offsets, kv_offsets, out, lse, dout, *, scale, causal
+):
     q_memory, k_memory = _memories(q, k, q_lengths, kv_lengths, q_offsets, kv_offsets)
     num_kv_heads, groups = k.shape[2], q.shape[2] // k.shape[2]
     q_D, out_D, dout_D = (q_memory.read(x) for x in (q, out, dout))

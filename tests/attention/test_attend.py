@@ -1,4 +1,6 @@
-"""`attend` outside of jaxlc's trainer: meshes with other axes, token order, lse, transformations, `shard_map`."""
+"""`attend` outside of jaxlc's trainer: meshes with other axes, token order, lse, transformations,
+`shard_map`.
+"""
 
 import functools
 import re
@@ -36,12 +38,17 @@ def operands():
 
 
 def results_of(attend_fn):
-    """(out, lse) and the gradients with respect to q, k and v; the objective depends on out and on lse."""
+    """(out, lse) and the gradients with respect to q, k and v; the objective depends on out and on
+    lse.
+    """
     q, k, v, dout = operands()
 
     def objective(q, k, v):
         out, lse = attend_fn(q, k, v)
-        return (out * dout).sum() + jnp.sin(jnp.where(jnp.isneginf(lse), 0.0, lse)).sum(), (out, lse)
+        return (out * dout).sum() + jnp.sin(jnp.where(jnp.isneginf(lse), 0.0, lse)).sum(), (
+            out,
+            lse,
+        )
 
     gradients, results = jax.jit(jax.grad(objective, (0, 1, 2), has_aux=True))(q, k, v)
     return results, gradients
@@ -50,8 +57,13 @@ def results_of(attend_fn):
 @functools.cache
 def oracle(packed: bool = False, window: int | None = None):
     positions = jnp.broadcast_to(jnp.arange(TOKENS), (2, TOKENS))
-    tokens, spec = TokenInfo(positions, jnp.asarray(SEGMENTS) if packed else None), AttentionSpec(window=window)
-    return results_of(lambda q, k, v: reference.forward(q, k, v, key_ranges(tokens, tokens, spec), spec))
+    tokens, spec = (
+        TokenInfo(positions, jnp.asarray(SEGMENTS) if packed else None),
+        AttentionSpec(window=window),
+    )
+    return results_of(
+        lambda q, k, v: reference.forward(q, k, v, key_ranges(tokens, tokens, spec), spec)
+    )
 
 
 def assert_matches(actual, expected) -> None:
@@ -65,23 +77,39 @@ def assert_matches(actual, expected) -> None:
     "axes, names",
     [
         (dict(dp=2, sp=4), in_batch),
-        (dict(sp=2, tp=4), dict(context_axis="sp", head_axis="tp")),  # more tensor ranks than key/value heads
-        (dict(data=2, sp=2, tensor=2), dict(context_axis="sp")),  # jaxlc's own names are the defaults
+        # more tensor ranks than key/value heads
+        (dict(sp=2, tp=4), dict(context_axis="sp", head_axis="tp")),
+        # jaxlc's own names are the defaults
+        (dict(data=2, sp=2, tensor=2), dict(context_axis="sp")),
         (dict(replica=2, sp=3), dict(context_axis="sp")),  # replicated over an axis without role
     ],
     ids=["batch", "heads", "defaults", "replicated"],
 )
 def test_attend_on_other_mesh_matches_reference(axes, names):
-    assert_matches(results_of(functools.partial(attend, mesh=mesh_of(**axes), return_lse=True, **names)), oracle())
+    assert_matches(
+        results_of(functools.partial(attend, mesh=mesh_of(**axes), return_lse=True, **names)),
+        oracle(),
+    )
 
 
 @pytest.mark.parametrize(
-    "strategy, window", [("ring", None), ("ring", 5), ("all_gather", None), ("ulysses", 5), ("hybrid", None)]
+    "strategy, window",
+    [("ring", None), ("ring", 5), ("all_gather", None), ("ulysses", 5), ("hybrid", None)],
 )
 def test_attend_lse_of_packed_documents_matches_reference(strategy, window):
-    settings = dict(strategy=strategy, ulysses_ranks=2 if strategy == "hybrid" else None, window=window, **in_batch)
-    attend_fn = functools.partial(attend, mesh=mesh_of(dp=2, sp=4), segment_ids=jnp.asarray(SEGMENTS), **settings)
-    assert_matches(results_of(functools.partial(attend_fn, return_lse=True)), oracle(packed=True, window=window))
+    settings = dict(
+        strategy=strategy,
+        ulysses_ranks=2 if strategy == "hybrid" else None,
+        window=window,
+        **in_batch,
+    )
+    attend_fn = functools.partial(
+        attend, mesh=mesh_of(dp=2, sp=4), segment_ids=jnp.asarray(SEGMENTS), **settings
+    )
+    assert_matches(
+        results_of(functools.partial(attend_fn, return_lse=True)),
+        oracle(packed=True, window=window),
+    )
 
 
 def test_attend_in_zigzag_order_equals_natural_order():
@@ -106,8 +134,8 @@ def collectives_of(**settings) -> list[str]:
 
 
 def test_natural_order_needs_permutes_only():
-    """In zigzag order: one send before the loop of ring steps and one in each of its two steps, which are unrolled. In
-    natural order: two per array more."""
+    """In zigzag order: one send before the loop of ring steps and one in each of its two steps,
+    which are unrolled. In natural order: two per array more."""
     assert collectives_of(token_order="zigzag") == ["collective-permute"] * 3
     assert collectives_of(token_order="natural") == ["collective-permute"] * (3 + 2 * 4)
 
@@ -121,7 +149,9 @@ def test_reorder_equals_zigzag_order(num_ranks):
         return zigzag, sharded_attention.to_natural(zigzag, ranks)
 
     spec = PartitionSpec(None, "sp")
-    zigzag, natural = jax.shard_map(local, mesh=mesh_of(sp=num_ranks), in_specs=spec, out_specs=spec)(tokens)
+    zigzag, natural = jax.shard_map(
+        local, mesh=mesh_of(sp=num_ranks), in_specs=spec, out_specs=spec
+    )(tokens)
     np.testing.assert_array_equal(zigzag[0], zigzag_order(6 * num_ranks, num_ranks))
     np.testing.assert_array_equal(natural, tokens)
 
@@ -136,7 +166,9 @@ def test_attend_output_keeps_the_sharding_of_queries():
 def test_attend_under_vmap_matches_reference():
     def attend_fn(q, k, v):
         add_batch = [x[:, None] for x in (q, k, v)]
-        over_batch = jax.vmap(functools.partial(attend, mesh=mesh_of(sp=2), context_axis="sp", return_lse=True))
+        over_batch = jax.vmap(
+            functools.partial(attend, mesh=mesh_of(sp=2), context_axis="sp", return_lse=True)
+        )
         return jax.tree.map(lambda x: x[:, 0], over_batch(*add_batch))
 
     assert_matches(results_of(attend_fn), oracle())
@@ -152,7 +184,9 @@ def test_attend_with_current_mesh_matches_reference(strategy):
     """`hybrid` splits the context axis in two, so its mesh differs from the current one."""
     mesh = mesh_of(dp=2, sp=2)
     ulysses_ranks = 2 if strategy == "hybrid" else None
-    attend_fn = functools.partial(attend, mesh=mesh, strategy=strategy, ulysses_ranks=ulysses_ranks, **in_batch)
+    attend_fn = functools.partial(
+        attend, mesh=mesh, strategy=strategy, ulysses_ranks=ulysses_ranks, **in_batch
+    )
     with jax.set_mesh(mesh):
         assert_matches(results_of(functools.partial(attend_fn, return_lse=True)), oracle())
 
@@ -163,20 +197,32 @@ def in_shard_map(mesh: Mesh, manual=frozenset(), **settings):
     def local(q, k, v, segments):
         return attend(q, k, v, context_axis="sp", segment_ids=segments, return_lse=True, **settings)
 
-    specs = PartitionSpec(None if manual else "dp", "sp"), PartitionSpec(None if manual else "dp", None, "sp")
+    specs = (
+        PartitionSpec(None if manual else "dp", "sp"),
+        PartitionSpec(None if manual else "dp", None, "sp"),
+    )
     return jax.shard_map(
-        local, mesh=mesh, in_specs=specs[0], out_specs=specs, axis_names=manual or set(mesh.axis_names), check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=specs[0],
+        out_specs=specs,
+        axis_names=manual or set(mesh.axis_names),
+        check_vma=False,
     )
 
 
-@pytest.mark.parametrize("strategy, window", [("ring", None), ("ring", 5), ("all_gather", None), ("ulysses", None)])
+@pytest.mark.parametrize(
+    "strategy, window", [("ring", None), ("ring", 5), ("all_gather", None), ("ulysses", None)]
+)
 def test_attend_in_shard_map_matches_reference(strategy, window):
     attend_fn = in_shard_map(mesh_of(dp=2, sp=4), strategy=strategy, window=window)
     actual = results_of(lambda q, k, v: attend_fn(q, k, v, jnp.asarray(SEGMENTS)))
     assert_matches(actual, oracle(packed=True, window=window))
 
 
-@pytest.mark.parametrize("manual", [frozenset(), frozenset(["sp"])], ids=["all_axes", "context_axis"])
+@pytest.mark.parametrize(
+    "manual", [frozenset(), frozenset(["sp"])], ids=["all_axes", "context_axis"]
+)
 def test_attend_in_shard_map_takes_zigzag_order(manual):
     order = zigzag_order(TOKENS, 2)
     attend_fn = in_shard_map(mesh_of(dp=2, sp=2), manual, token_order="zigzag")
@@ -198,10 +244,14 @@ def test_attend_in_shard_map_in_wrong_order_differs():
 def test_attend_with_unknown_axis_names_the_axes():
     q, k, v, _ = operands()
     for argument in ("context_axis", "batch_axes", "head_axis"):
-        message = rf"unknown {argument} 'seqq': the mesh has the axes dp, seq \(did you mean seq\?\)"
+        message = (
+            rf"unknown {argument} 'seqq': the mesh has the axes dp, seq \(did you mean seq\?\)"
+        )
         with pytest.raises(UserError, match=message):
             attend(q, k, v, mesh=mesh_of(dp=2, seq=2), **{"context_axis": "seq", argument: "seqq"})
-    with pytest.raises(UserError, match="unknown context_axis 'context': the mesh has the axes dp, sp"):
+    with pytest.raises(
+        UserError, match="unknown context_axis 'context': the mesh has the axes dp, sp"
+    ):
         attend(q, k, v, mesh=mesh_of(dp=2, sp=2))
 
 
@@ -223,13 +273,17 @@ def test_attend_with_invalid_argument_raises(settings, words):
 
 def test_attend_without_batch_dimension_raises():
     q, k, v, _ = operands()
-    with pytest.raises(UserError, match=r"invalid shapes q \(48, 4, 8\), .* expected q \[B, T, N, H\]"):
+    with pytest.raises(
+        UserError, match=r"invalid shapes q \(48, 4, 8\), .* expected q \[B, T, N, H\]"
+    ):
         attend(q[0], k[0], v[0], mesh=mesh_of(sp=2), context_axis="sp")
 
 
 def test_attend_with_integer_arrays_raises():
     q, k, v, _ = operands()
-    with pytest.raises(UserError, match="invalid dtypes float32, int32, float32 of q, k, v: expected floats"):
+    with pytest.raises(
+        UserError, match="invalid dtypes float32, int32, float32 of q, k, v: expected floats"
+    ):
         attend(q, k.astype("int32"), v, mesh=mesh_of(sp=2), context_axis="sp")
 
 
@@ -251,5 +305,7 @@ def test_attend_in_unsuitable_shard_map_raises():
         functools.partial(attend, mesh=mesh, context_axis="sp"), mesh=mesh, in_specs=PartitionSpec("dp"),
         out_specs=PartitionSpec("dp"), axis_names={"dp"}, check_vma=False,
     )  # fmt: skip
-    with pytest.raises(Unsupported, match="inside a shard_map over dp but not over context_axis='sp'"):
+    with pytest.raises(
+        Unsupported, match="inside a shard_map over dp but not over context_axis='sp'"
+    ):
         jax.jit(other)(*qkv)

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlc.attention.kernels.block_mask import MAX_BLOCK_RANGES, BlockMask, kv_block_ranges, query_block_ranges
+from jaxlc.attention.kernels.block_mask import (
+    MAX_BLOCK_RANGES,
+    BlockMask,
+    kv_block_ranges,
+    query_block_ranges,
+)
 
 QUERY_BLOCK, KV_BLOCK = 4, 8
 
@@ -24,11 +29,18 @@ def _mask(num_queries=50, num_keys=50, causal=True, window=None) -> BlockMask:
 def _reduce_blocks(mask_TS: np.ndarray, reduce) -> np.ndarray:
     """[query blocks, KV blocks]: `reduce` over each pair of blocks."""
     rows = [mask_TS[i : i + QUERY_BLOCK] for i in range(0, mask_TS.shape[0], QUERY_BLOCK)]
-    return np.array([[reduce(row[:, j : j + KV_BLOCK]) for j in range(0, row.shape[1], KV_BLOCK)] for row in rows])
+    return np.array(
+        [
+            [reduce(row[:, j : j + KV_BLOCK]) for j in range(0, row.shape[1], KV_BLOCK)]
+            for row in rows
+        ]
+    )
 
 
 def _num_uses(ranges: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each pair of blocks is used (with mask, without mask), from ranges [own blocks, ranges, 3]."""
+    """How often each pair of blocks is used (with mask, without mask), from ranges [own blocks,
+    ranges, 3].
+    """
     masked, full = np.zeros((2, len(ranges), num_blocks), int)
     for own, own_ranges in enumerate(ranges):
         for start, middle, end in own_ranges:
@@ -39,14 +51,22 @@ def _num_uses(ranges: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarr
 
 def _dense(mask: BlockMask, ranges) -> np.ndarray:
     start, end = (
-        mask.implicit_range(np.arange(mask.num_queries)) if ranges is None else (np.asarray(x[0]) for x in ranges)
+        mask.implicit_range(np.arange(mask.num_queries))
+        if ranges is None
+        else (np.asarray(x[0]) for x in ranges)
     )
     keys = np.arange(mask.num_keys)
     is_after = keys >= (0 if start is None else start[:, None])
-    return is_after & (keys < (mask.num_keys if end is None else end[:, None])) & np.ones((mask.num_queries, 1), bool)
+    return (
+        is_after
+        & (keys < (mask.num_keys if end is None else end[:, None]))
+        & np.ones((mask.num_queries, 1), bool)
+    )
 
 
-def _ranges(positions=None, segments=None, causal=True, window=None, num_tokens=50) -> tuple[jax.Array, jax.Array]:
+def _ranges(
+    positions=None, segments=None, causal=True, window=None, num_tokens=50
+) -> tuple[jax.Array, jax.Array]:
     """(start, end) [1, num_tokens] of contiguous documents, by comparing all pairs."""
     positions = np.arange(num_tokens) if positions is None else positions
     mask_TS = np.ones((num_tokens, num_tokens), bool)
@@ -60,7 +80,9 @@ def _ranges(positions=None, segments=None, causal=True, window=None, num_tokens=
 
 
 def _check(mask: BlockMask, ranges, exact: bool) -> None:
-    """Each pair of blocks that is not fully masked is used once, and without the mask only if it is fully visible."""
+    """Each pair of blocks that is not fully masked is used once, and without the mask only if it is
+    fully visible.
+    """
     mask_TS = _dense(mask, ranges)
     some, every = _reduce_blocks(mask_TS, np.any), _reduce_blocks(mask_TS, np.all)
     kv_ranges, query_ranges = (f(ranges, mask)[0] for f in (kv_block_ranges, query_block_ranges))
@@ -99,14 +121,18 @@ def test_documents_give_sufficient_ranges(window, causal):
 
 @pytest.mark.parametrize("window", [None, 13])
 def test_zigzag_order_gives_exact_ranges(window):
-    """Queries in the zigzag order of 3 ranks: chunks 0 5 1 4 2 3, of 8 tokens; keys in natural order."""
+    """Queries in the zigzag order of 3 ranks: chunks 0 5 1 4 2 3, of 8 tokens; keys in natural
+    order.
+    """
     queries = np.arange(48).reshape(6, 8)[[0, 5, 1, 4, 2, 3]].reshape(48)
-    _check(_mask(48, 48), [x[:, queries] for x in _ranges(window=window, num_tokens=48)], exact=True)
+    _check(
+        _mask(48, 48), [x[:, queries] for x in _ranges(window=window, num_tokens=48)], exact=True
+    )
 
 
 def test_more_ranges_than_the_list_holds_use_no_block_twice():
-    """Blocks of queries attend alternately to the first and to the last keys: the last range contains all remaining
-    blocks, and none is used twice."""
+    """Blocks of queries attend alternately to the first and to the last keys: the last range
+    contains all remaining blocks, and none is used twice."""
     start = jnp.asarray(np.arange(320)[None] // QUERY_BLOCK % 2 * 160, jnp.int32)
     mask, ranges = _mask(320, 320), (start, start + 160)
     assert query_block_ranges(ranges, mask).shape[2] == MAX_BLOCK_RANGES < 320 // QUERY_BLOCK // 2

@@ -46,7 +46,10 @@ UNSUPPORTED_BY_CUDNN = {
         _problem(cudnn_version=(9, 10, 1)),
         "cuDNN 9.10.1, whose backward has known bugs (supported: 9.10.2 and later)",
     ),
-    "value dim": (_problem(value_dim=64), "head dim 64 of values (supported: head dim of queries, 128)"),
+    "value dim": (
+        _problem(value_dim=64),
+        "head dim 64 of values (supported: head dim of queries, 128)",
+    ),
     "all_gather": (
         _problem(implicit_positions=False),
         "key ranges of all_gather, sliding windows or decoding (supported: packed documents without a window)",
@@ -70,7 +73,10 @@ UNSUPPORTED_BY_CUDNN = {
         "packed documents with cuDNN 9.18.0 on compute capability 12.0 (supported: 9.18.1 and later; before, gradients"
         " may be wrong: TransformerEngine#3333)",
     ),
-    "without cuDNN": (_problem(cudnn_version=()), "cuDNN is not installed (supported: 9.8 and later)"),
+    "without cuDNN": (
+        _problem(cudnn_version=()),
+        "cuDNN is not installed (supported: 9.8 and later)",
+    ),
 }
 unsupported_by_cudnn = pytest.mark.parametrize(
     ("problem", "limit"), UNSUPPORTED_BY_CUDNN.values(), ids=UNSUPPORTED_BY_CUDNN.keys()
@@ -105,14 +111,20 @@ def test_auto_with_supported_problem_is_cudnn(problem):
 @pytest.mark.parametrize("name", ["auto", "cudnn"])
 def test_packed_documents_on_absent_hopper_assume_cudnn_version(name):
     """A plan has no cuDNN to ask, so it says what it assumes."""
-    assert choose_kernel(name, _problem(**PACKED)).reason.endswith("; assumes cuDNN 9.18.0 or later")
-    assert choose_kernel(name, _problem(RTX5090, **PACKED)).reason.endswith("; assumes cuDNN 9.18.1 or later")
+    assert choose_kernel(name, _problem(**PACKED)).reason.endswith(
+        "; assumes cuDNN 9.18.0 or later"
+    )
+    assert choose_kernel(name, _problem(RTX5090, **PACKED)).reason.endswith(
+        "; assumes cuDNN 9.18.1 or later"
+    )
 
 
 @pytest.mark.gpu_compiler
 def test_choose_reads_cudnn_version_of_attached_devices_only(monkeypatch):
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())
-    packed = functools.partial(choose, AttentionConfig(), mesh, head_dim=128, dtype=jnp.bfloat16, packed=True)
+    packed = functools.partial(
+        choose, AttentionConfig(), mesh, head_dim=128, dtype=jnp.bfloat16, packed=True
+    )
     monkeypatch.setattr(cudnn, "cudnn_version", lambda: (9, 17, 0))
     assert packed().name == "cudnn" and "assumes cuDNN 9.18.0" in packed().reason
     monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
@@ -164,7 +176,12 @@ def test_packed_documents_compile_without_faster_kernels(gpu, head_dim, name):
     def loss(q, segments):
         return attend(q, q, q, attend.prepare(None, segments))[0].astype(jnp.float32).sum()
 
-    program = jax.jit(jax.grad(loss)).lower(q, segments).compile(compiler_options=dict(WITHOUT_GPU)).as_text()
+    program = (
+        jax.jit(jax.grad(loss))
+        .lower(q, segments)
+        .compile(compiler_options=dict(WITHOUT_GPU))
+        .as_text()
+    )
     assert ("flash_dq" in program) == (name == "pallas")
 
 
@@ -174,5 +191,7 @@ def test_named_kernel_is_selected_over_faster_one(name):
 
 
 def test_unknown_kernel_raises():
-    with pytest.raises(ValueError, match="unknown attention kernel 'fastest'; known: auto, .*blockwise, cudnn"):
+    with pytest.raises(
+        ValueError, match="unknown attention kernel 'fastest'; known: auto, .*blockwise, cudnn"
+    ):
         choose_kernel("fastest", _problem())

@@ -1,11 +1,11 @@
 """The cuDNN kernel without a GPU; test_cudnn_packed.py tests packed documents.
 
-Tested: the operands and settings of cuDNN's calls. A fake replaces the private functions of JAX that call cuDNN and
-computes attention with the reference, so the results match only if the operands are correct. Also tested: the programs
-that XLA compiles ahead of time for an H100.
+Tested: the operands and settings of cuDNN's calls. A fake replaces the private functions of JAX
+that call cuDNN and computes attention with the reference, so the results match only if the operands
+are correct. Also tested: the programs that XLA compiles ahead of time for an H100.
 
-Not tested: the results that cuDNN itself computes on a GPU. scripts/gpu_first_contact.py compares those with the
-reference.
+Not tested: the results that cuDNN itself computes on a GPU. scripts/gpu_first_contact.py compares
+those with the reference.
 """
 
 import functools
@@ -38,9 +38,12 @@ FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 
 
 def _top_left(query, key, scale, mask_type, sliding_window_length):
-    """(ranges, spec) of the reference for these cuDNN settings: masks are aligned at the first query and key."""
+    """(ranges, spec) of the reference for these cuDNN settings: masks are aligned at the first
+    query and key.
+    """
     queries, keys = (
-        TokenInfo(jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2]), None) for x in (query, key)
+        TokenInfo(jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2]), None)
+        for x in (query, key)
     )
     causal = {fmha.MaskType.CAUSAL: True, fmha.MaskType.NO_MASK: False}[mask_type]
     spec = AttentionSpec(causal=causal, window=sliding_window_length, scale=scale)
@@ -51,9 +54,19 @@ def _forward_jax_0_10(
     query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
     scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length, is_training,
 ):  # fmt: skip
-    assert is_training and not any(variadic_args) and dropout_rate == 0 and layout == fmha.AttentionLayout.BTNH.value
-    assert all(x.size == 0 for x in (bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v))
-    out, lse = reference.forward(query, key, value, *_top_left(query, key, scale, mask_type, sliding_window_length))
+    assert (
+        is_training
+        and not any(variadic_args)
+        and dropout_rate == 0
+        and layout == fmha.AttentionLayout.BTNH.value
+    )
+    assert all(
+        x.size == 0
+        for x in (bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v)
+    )
+    out, lse = reference.forward(
+        query, key, value, *_top_left(query, key, scale, mask_type, sliding_window_length)
+    )
     return out.astype(query.dtype), lse
 
 
@@ -65,7 +78,10 @@ def _backward_jax_0_10(
     assert fwd_output.dtype == grad_output.dtype == query.dtype and activation.dtype == jnp.float32
     ranges, spec = _top_left(query, key, scale, mask_type, sliding_window_length)
     results = fwd_output, activation, grad_output, jnp.zeros_like(activation)
-    return [x.astype(query.dtype) for x in reference.backward(query, key, value, ranges, spec, QueryResults(*results))]
+    return [
+        x.astype(query.dtype)
+        for x in reference.backward(query, key, value, ranges, spec, QueryResults(*results))
+    ]
 
 
 def _forward_jax_0_12(*operands, score_mod_args, score_mod, **settings):
@@ -80,7 +96,9 @@ def _backward_jax_0_12(*operands, score_mod_args, score_mod, **settings):
 
 @pytest.fixture
 def fake_cudnn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """The reference without a gradient of the lse, with the private signatures of a JAX version (param)."""
+    """The reference without a gradient of the lse, with the private signatures of a JAX version
+    (param).
+    """
     forward, backward = {
         "jax 0.10": (_forward_jax_0_10, _backward_jax_0_10),
         "jax 0.12": (_forward_jax_0_12, _backward_jax_0_12),
@@ -93,7 +111,11 @@ def fake_cudnn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     jax.clear_caches()
 
 
-SPECS = dict(causal=AttentionSpec(), full=AttentionSpec(causal=False, scale=0.3), window=AttentionSpec(window=7))
+SPECS = dict(
+    causal=AttentionSpec(),
+    full=AttentionSpec(causal=False, scale=0.3),
+    window=AttentionSpec(window=7),
+)
 
 
 @pytest.mark.parametrize("fake_cudnn", ["jax 0.10", "jax 0.12"], indirect=True)
@@ -121,7 +143,11 @@ def test_cudnn_under_vmap_matches_reference(fake_cudnn):
     def results_of(kernel):
         def of_set(q):
             out, lse = kernel.forward(q, k, v, None, spec)
-            return out, lse, *kernel.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse))
+            return (
+                out,
+                lse,
+                *kernel.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse)),
+            )
 
         return jax.vmap(of_set)(queries)
 
@@ -136,7 +162,11 @@ def test_attend_with_cudnn_under_vmap_lowers():
     q = jax.ShapeDtypeStruct((3, 2, 256, 4, 64), jnp.bfloat16, sharding=sharding)
 
     def loss(q):
-        return jax.vmap(lambda q: attend(q, q, q, mesh=mesh, kernel="cudnn"))(q).astype(jnp.float32).sum()
+        return (
+            jax.vmap(lambda q: attend(q, q, q, mesh=mesh, kernel="cudnn"))(q)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     text = jax.jit(jax.grad(loss)).lower(q).as_text()
     assert FORWARD in text and BACKWARD in text
@@ -159,7 +189,9 @@ def test_cudnn_with_causal_and_unequal_lengths_raises():
 
 
 def test_workspace_bytes_at_1m_keys():
-    """Llama 3 8B at 2^20 keys: 16 GiB of float32 dq, 4 bytes per query and head, and dk and dv of 32 heads."""
+    """Llama 3 8B at 2^20 keys: 16 GiB of float32 dq, 4 bytes per query and head, and dk and dv of
+    32 heads.
+    """
     q_shape, k_shape = (1, 2**20, 32, 128), (1, 2**20, 8, 128)
     assert cudnn.workspace_bytes(q_shape, k_shape, backward=True) == 16 * 2**30 + 2**27 + 16 * 2**30
     assert cudnn.workspace_bytes(q_shape, q_shape, backward=True) == 16 * 2**30 + 2**27
@@ -167,20 +199,33 @@ def test_workspace_bytes_at_1m_keys():
 
 
 def _compiled(function, *abstract):
-    return parse(jax.jit(function).lower(*abstract).compile(compiler_options=dict(WITHOUT_GPU)).as_text())
+    return parse(
+        jax.jit(function).lower(*abstract).compile(compiler_options=dict(WITHOUT_GPU)).as_text()
+    )
 
 
 def _instructions(program, opcode):
-    return [instruction for computation in program for instruction in computation if instruction.opcode == opcode]
+    return [
+        instruction
+        for computation in program
+        for instruction in computation
+        if instruction.opcode == opcode
+    ]
 
 
 def _calls(program, target):
-    """The number of cuDNN calls in the program for each (mask, dtypes of the operands, dtypes of the results)."""
+    """The number of cuDNN calls in the program for each (mask, dtypes of the operands, dtypes of
+    the results).
+    """
     counts = Counter()
     for computation in program:
         for call in computation:
             if call.attributes.get("custom_call_target") == f'"{target}"':
-                operands = [array.dtype for operand in computation.operands(call) for array in operand.arrays]
+                operands = [
+                    array.dtype
+                    for operand in computation.operands(call)
+                    for array in operand.arrays
+                ]
                 results = [array.dtype for array in call.arrays]
                 mask = call.backend_config["cudnn_fmha_backend_config"]["mask_type"]
                 counts[mask, " ".join(operands), " ".join(results)] += 1
@@ -191,12 +236,17 @@ def _calls(program, target):
 def test_h100_call_is_one_kernel_plus_conversions():
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())
     sharding = NamedSharding(mesh, PartitionSpec())
-    q, k = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    q, k = (
+        jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16, sharding=sharding)
+        for heads in (4, 2)
+    )
     lse = jax.ShapeDtypeStruct((2, 4, 256), jnp.float32, sharding=sharding)
     spec = AttentionSpec(window=32)
 
     def backward(q, k, v, out, lse, dout):
-        return cudnn.backward(q, k, v, None, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+        return cudnn.backward(
+            q, k, v, None, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse))
+        )
 
     programs = (
         _compiled(lambda q, k, v: cudnn.forward(q, k, v, None, spec), q, k, k),
@@ -218,7 +268,10 @@ def ring_on_h100s():
     attend = make(config, mesh)
     assert choose(config, mesh, head_dim=64, dtype=jnp.bfloat16, packed=False).name == "cudnn"
     sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
-    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 4096, heads, 64), jnp.bfloat16, sharding=sharding)
+        for heads in (4, 2)
+    )
 
     @functools.cache
     def compiled(uses_lse: bool):
@@ -237,10 +290,14 @@ def ring_on_h100s():
 
 @pytest.mark.gpu_compiler
 def test_hybrid_with_cudnn_lowers_with_second_mesh():
-    """JAX allows cuDNN's primitives in programs with two meshes only after the edit in `_jax_internals`."""
+    """JAX allows cuDNN's primitives in programs with two meshes only after the edit in
+    `_jax_internals`.
+    """
     mesh = make_mesh(topology("h100:1x8"), MeshConfig(context=8))
     attend = make(AttentionConfig(strategy="hybrid", kernel="cudnn", ulysses_degree=2), mesh)
-    q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT)))
+    q = jax.ShapeDtypeStruct(
+        (1, 256, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, CONTEXT))
+    )
     lowered = jax.jit(lambda q: attend(q, q, q)).lower(q)
     assert FORWARD in lowered.as_text()
 
@@ -250,7 +307,8 @@ def test_ring_on_h100s_has_expected_cudnn_calls(ring_on_h100s):
     """Ring step 0 is causal; the others are not. Operands are bfloat16, the lse is float32."""
     program = ring_on_h100s(uses_lse=False)
     qkv = "bf16 bf16 bf16"
-    # The program has every forward call twice: in the forward pass, and recomputed for the backward pass.
+    # The program has every forward call twice: in the forward pass, and recomputed for the backward
+    # pass.
     assert _calls(program, FORWARD) == {
         ("CAUSAL", qkv, "bf16 f32 u8"): 2,
         ("NO_MASK", qkv, "bf16 f32 u8"): 6,
@@ -263,7 +321,9 @@ def test_ring_on_h100s_has_expected_cudnn_calls(ring_on_h100s):
 
 @pytest.mark.gpu_compiler
 def test_unused_lse_gradient_is_removed_by_xla(ring_on_h100s):
-    """XLA removes the branch if the gradient is zero. If the lse is used, each of the four calls has a branch."""
+    """XLA removes the branch if the gradient is zero. If the lse is used, each of the four calls
+    has a branch.
+    """
     assert _instructions(ring_on_h100s(uses_lse=False), "conditional") == []
     program = ring_on_h100s(uses_lse=True)
     assert len(_instructions(program, "conditional")) == 4
@@ -272,9 +332,20 @@ def test_unused_lse_gradient_is_removed_by_xla(ring_on_h100s):
 
 @pytest.mark.parametrize(
     ("capability", "version", "is_supported"),
-    [("9.0", (9, 8, 0), True), ("10.0", (9, 17, 1), False), ("10.0", (9, 18, 0), True), ("12.0", (9, 10, 2), False)],
+    [
+        ("9.0", (9, 8, 0), True),
+        ("10.0", (9, 17, 1), False),
+        ("10.0", (9, 18, 0), True),
+        ("12.0", (9, 10, 2), False),
+    ],
 )
-def test_deterministic_backward_on_blackwell_needs_new_cudnn(capability, version, is_supported, monkeypatch):
+def test_deterministic_backward_on_blackwell_needs_new_cudnn(
+    capability, version, is_supported, monkeypatch
+):
     monkeypatch.setattr(cudnn, "cudnn_version", lambda: version)
-    with nullcontext() if is_supported else pytest.raises(UserError, match=r"cuDNN 9\.1.* 9\.18\.0 and later.*pallas"):
+    with (
+        nullcontext()
+        if is_supported
+        else pytest.raises(UserError, match=r"cuDNN 9\.1.* 9\.18\.0 and later.*pallas")
+    ):
         cudnn.check_deterministic(SimpleNamespace(compute_capability=capability))

@@ -1,7 +1,8 @@
-"""cuDNN's packed calls without a GPU: a stand-in computes what their operands say (cudnn_stand_in.py).
+"""cuDNN's packed calls without a GPU: a stand-in computes what their operands say
+(cudnn_stand_in.py).
 
-Not tested: the results that cuDNN itself computes on a GPU, and whether it accepts different offsets of queries and
-keys. scripts/gpu_first_contact.py compares those with the reference.
+Not tested: the results that cuDNN itself computes on a GPU, and whether it accepts different
+offsets of queries and keys. scripts/gpu_first_contact.py compares those with the reference.
 """
 
 import functools
@@ -47,9 +48,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 
 
 def random_segments(num_sequences: int, num_tokens: int) -> np.ndarray:
-    """[num_sequences, num_tokens]: documents of random lengths, many of them short, and padding between them."""
+    """[num_sequences, num_tokens]: documents of random lengths, many of them short, and padding
+    between them.
+    """
     generator = np.random.default_rng(0)
-    lengths = np.minimum(generator.geometric(1 / 8, (num_sequences, num_tokens)), generator.integers(1, 60))
+    lengths = np.minimum(
+        generator.geometric(1 / 8, (num_sequences, num_tokens)), generator.integers(1, 60)
+    )
     ids = np.stack([np.repeat(np.arange(1, num_tokens + 1), row)[:num_tokens] for row in lengths])
     return np.where(ids % 5 == 0, 0, ids).astype(np.int32)
 
@@ -66,7 +71,9 @@ def float64_oracle(q, k, v, segments_BT, dout, dlse):
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
     groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
-    in_document = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (segments_BT[:, :, None] != 0)
+    in_document = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (
+        segments_BT[:, :, None] != 0
+    )
     mask = (in_document & np.tri(segments_BT.shape[1], dtype=bool))[:, None]
     scores = np.where(mask, scale * np.einsum("BTNH,BSNH->BNTS", q, k), -np.inf)
     largest = np.where(mask.any(-1, keepdims=True), scores.max(-1, keepdims=True), 0)
@@ -119,17 +126,24 @@ _FULL = ("ring of 2", "ring of 3", "ring of 4", "ring of 8", "ulysses")
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(x, id=name, marks=pytest.mark.full if name in _FULL else ()) for name, x in STRATEGIES.items()],
+    [
+        pytest.param(x, id=name, marks=pytest.mark.full if name in _FULL else ())
+        for name, x in STRATEGIES.items()
+    ],
 )
 def test_packed_strategy_matches_float64_oracle(stand_in, settings):
-    """Documents of one token, over all ranks, on one; padding; ring steps without work. Also the lse's gradient."""
+    """Documents of one token, over all ranks, on one; padding; ring steps without work. Also the
+    lse's gradient.
+    """
     qkv, segments_BT, cotangents, oracle = expected()
     mesh = split_mesh(context=settings["context"])
     settings = {name: value for name, value in settings.items() if name != "context"}
     attend_split = make(AttentionConfig(kernel="cudnn", **settings), mesh, token_order="natural")
 
     def attend_packed(q, k, v):
-        return attend_split(q, k, v, attend_split.prepare(None, jnp.asarray(segments_BT), jax.typeof(q)))
+        return attend_split(
+            q, k, v, attend_split.prepare(None, jnp.asarray(segments_BT), jax.typeof(q))
+        )
 
     actual = jax.jit(functools.partial(_results, attend_packed))(qkv, cotangents)
     _assert_matches(actual, oracle)
@@ -142,16 +156,20 @@ def test_packed_strategy_matches_float64_oracle(stand_in, settings):
     pytest.param(Case("ulysses", dict(context=2), 2, kernel="cudnn"), marks=pytest.mark.full),
 ], ids=str)  # fmt: skip
 def test_packed_tiles_match_reference(stand_in, case):
-    """Each KV block step is a lower triangle or a rectangle, also where a step has several sub-chunks of keys."""
+    """Each KV block step is a lower triangle or a rectangle, also where a step has several
+    sub-chunks of keys.
+    """
     assert_rows_match(run(case), oracle(packed=True, **case.heads), FLOAT32_PARITY)
 
 
 @pytest.fixture
 def check(stand_in, monkeypatch):
-    """The check before training with 128 tokens and two buckets, and with 256 tokens in the large problem.
+    """The check before training with 128 tokens and two buckets, and with 256 tokens in the large
+    problem.
 
     Args:
-      problem: the only problem to compute: 0 is a rank's own KV block, 1 a ring step, 2 the large problem. None: all.
+      problem: the only problem to compute: 0 is a rank's own KV block, 1 a ring step, 2 the large
+        problem. None: all.
     """
     monkeypatch.setattr(cudnn_packed, "MIN_BUCKET_TOKENS", 16)
     problems = packed_check._problems
@@ -187,9 +205,13 @@ def test_check_before_training_passes_in_memory_filled_with_nan(check, monkeypat
     assert jnp.isnan(packed_check._nan_array(4)).all()
 
 
-@pytest.mark.parametrize(("max_arrays", "num_arrays"), [(100, 12), (5, 5)], ids=["free", "fragmented"])
+@pytest.mark.parametrize(
+    ("max_arrays", "num_arrays"), [(100, 12), (5, 5)], ids=["free", "fragmented"]
+)
 def test_check_before_training_fills_the_pool_of_a_gpu(monkeypatch, max_arrays, num_arrays):
-    """Four fifths of the free memory, or what can be allocated, in arrays that exist at the same time."""
+    """Four fifths of the free memory, or what can be allocated, in arrays that exist at the same
+    time.
+    """
     monkeypatch.setattr(packed_check, "_POISON_BYTES", 2**12)
     stats = dict(bytes_limit=9 * 2**13, bytes_in_use=2**13)
     alive, deleted = [], []
@@ -201,7 +223,9 @@ def test_check_before_training_fills_the_pool_of_a_gpu(monkeypatch, max_arrays, 
         return SimpleNamespace(delete=lambda: deleted.append(sum(alive)))
 
     monkeypatch.setattr(packed_check, "_nan_array", nan_array)
-    packed_check.fill_free_memory_with_nan(SimpleNamespace(platform="gpu", memory_stats=lambda: stats))
+    packed_check.fill_free_memory_with_nan(
+        SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    )
     assert deleted == [num_arrays * 2**12] * num_arrays
 
 
@@ -221,12 +245,16 @@ def test_check_before_training_finds_ignored_offsets(check, monkeypatch):
     monkeypatch.setattr(cudnn_stand_in, "_memories", _cumulated_q_offsets)
     assert "relative error" in check(0, documents=(58, 1, 3, 12, 14, 9, 25, -6))
     for problem in (0, 2):
-        with pytest.raises(UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"):
+        with pytest.raises(
+            UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"
+        ):
             check(problem)
 
 
 def test_check_before_training_finds_stale_memory_of_gaps(check, monkeypatch):
-    """A backward that adds up memory between documents that it has not written: no error while that is zero."""
+    """A backward that adds up memory between documents that it has not written: no error while that
+    is zero.
+    """
     stale_value = 0.0
 
     def stale(*args, **settings):
@@ -249,28 +277,42 @@ def test_check_before_training_finds_wrong_and_failing_calls(check, monkeypatch)
         return right._replace(kv_offsets=jnp.maximum(right.kv_offsets - 16, 0))
 
     monkeypatch.setattr(cudnn_packed, "packed_operands", shifted)
-    with pytest.raises(UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"):
+    with pytest.raises(
+        UserError, match="cuDNN is wrong on packed documents .*attention.kernel=pallas"
+    ):
         check(1)
     monkeypatch.setattr(cudnn_packed, "cudnn_packed_forward", lambda *_, **__: _refuse())
-    with pytest.raises(UserError, match="cuDNN fails on packed documents .*no plan.*attention.kernel=pallas"):
+    with pytest.raises(
+        UserError, match="cuDNN fails on packed documents .*no plan.*attention.kernel=pallas"
+    ):
         check()
 
 
 def test_check_without_memory_skips_large_problem():
-    """With it, the last document starts above 2^27 elements, and the first call has descending offsets."""
+    """With it, the last document starts above 2^27 elements, and the first call has descending
+    offsets.
+    """
     stats = dict(bytes_limit=9 * 2**30, bytes_in_use=2**30)
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     sizes = (32, 8), 128, packed_check._DOCUMENT_TOKENS, packed_check._LARGE_ELEMENTS
     problems, note = packed_check._problems(gpu, *sizes)
-    assert [x.num_tokens for x in problems] == [1024, 1024] and "2^27 elements: only 8.0 GiB are free" in note
+    assert [x.num_tokens for x in problems] == [
+        1024,
+        1024,
+    ] and "2^27 elements: only 8.0 GiB are free" in note
     stats["bytes_limit"] *= 4
     (*_, large), note = packed_check._problems(gpu, *sizes)
     assert note == "" and (large.num_tokens - large.lengths[-1]) * 32 * 128 > 2**27
     for problem in (problems[0], large):
         sizes = 1, problem.num_tokens, problem.num_tokens
-        calls = cudnn_packed.calls_for(*sizes, causal=True, few_documents=problem.spec.few_documents)
-        rows, *_ = cudnn_packed.document_table(*problem.ranges(), problem.num_tokens, calls, causal=True).once
-        assert rows.q_start[0, 0] > rows.q_start[0, 1] + rows.q_length[0, 1]  # also a gap between them
+        calls = cudnn_packed.calls_for(
+            *sizes, causal=True, few_documents=problem.spec.few_documents
+        )
+        rows, *_ = cudnn_packed.document_table(
+            *problem.ranges(), problem.num_tokens, calls, causal=True
+        ).once
+        # also a gap between them
+        assert rows.q_start[0, 0] > rows.q_start[0, 1] + rows.q_length[0, 1]
 
 
 def _refuse():
@@ -287,12 +329,21 @@ def _kernel_results(segments_BT, q, k, v, dout, dlse, few_documents=False):
 @pytest.mark.parametrize("few_documents", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("context", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context, few_documents):
-    """Per-document sharding: pieces of a document on all ranks, whole and cut documents, other orders on ranks.
+    """Per-document sharding: pieces of a document on all ranks, whole and cut documents, other
+    orders on ranks.
 
-    With few documents, a ring step has two calls and no loop. Four ranks share all of eleven documents, ring steps of
-    whole documents are empty, and the ring is unrolled.
+    With few documents, a ring step has two calls and no loop. Four ranks share all of eleven
+    documents, ring steps of whole documents are empty, and the ring is unrolled.
     """
-    packings = [(96,), (40, 3, 29, 24), (1,) * 96, (61,), (5, 1, 50, 2, 2, 20, 9), (32, 32, 32), (12,) * 8]
+    packings = [
+        (96,),
+        (40, 3, 29, 24),
+        (1,) * 96,
+        (61,),
+        (5, 1, 50, 2, 2, 20, 9),
+        (32, 32, 32),
+        (12,) * 8,
+    ]
     packings += [(15, 5, 8, 6, 12, 11, 9, 5, 3, 4, 13), (1, 17, 9, 1, 1, 23, 2, 30, 4, 6)]
     segments_BT = np.zeros((len(packings), TOKENS), np.int32)
     order_BT = np.zeros((len(packings), TOKENS), np.int32)
@@ -303,12 +354,16 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context,
     dlse = jax.random.normal(jax.random.key(9), (len(packings), q.shape[2], TOKENS))
 
     attend_ring = make(
-        AttentionConfig(strategy="ring", kernel="cudnn"), split_mesh(context=context), few_documents=few_documents
+        AttentionConfig(strategy="ring", kernel="cudnn"),
+        split_mesh(context=context),
+        few_documents=few_documents,
     )
     segments_in_order = jnp.asarray(np.take_along_axis(segments_BT, order_BT, axis=1))
 
     def attend_packed(q, k, v):
-        return attend_ring(q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order, jax.typeof(q)))
+        return attend_ring(
+            q, k, v, attend_ring.prepare(jnp.asarray(order_BT), segments_in_order, jax.typeof(q))
+        )
 
     operands = [_reordered(x, order_BT) for x in (q, k, v)]
     cotangents = _reordered(dout, order_BT), _reordered(dlse, order_BT, axis=2)
@@ -319,35 +374,53 @@ def test_packed_ring_in_document_order_matches_float64_oracle(stand_in, context,
 
 
 def test_two_calls_of_a_ring_step_match_reference(stand_in):
-    """Eleven documents, three of them longer than a quarter of the tokens, a gap, and another order of the keys."""
+    """Eleven documents, three of them longer than a quarter of the tokens, a gap, and another order
+    of the keys.
+    """
     lengths = np.array([1, 13, -1, 13, 1, 1, 13, 1, 1, 1, 1, 1])
     segments_BT = np.repeat(np.where(lengths > 0, np.arange(1, 13), 0), abs(lengths))[None]
     q, k, v, dout = inputs(batch=1, num_tokens=48)
     spec = AttentionSpec(causal=False, few_documents=True)
-    ranges = key_ranges(*(TokenInfo(None, jnp.asarray(x)) for x in (segments_BT, segments_BT[:, ::-1])), spec)
+    ranges = key_ranges(
+        *(TokenInfo(None, jnp.asarray(x)) for x in (segments_BT, segments_BT[:, ::-1])), spec
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def results(kernel):
         out, lse = kernel.forward(q, k, v, ranges, spec)
-        return out, lse, *kernel.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+        return (
+            out,
+            lse,
+            *kernel.backward(
+                q, k, v, ranges, spec, QueryResults(out, lse, dout, jnp.zeros_like(lse))
+            ),
+        )
 
     assert "while" not in str(jax.make_jaxpr(results, static_argnums=0)(cudnn))
     _assert_matches(*([np.asarray(x) for x in results(kernel)] for kernel in (cudnn, reference)))
 
 
 def test_own_block_with_more_documents_than_two_calls_take_matches_oracle(stand_in):
-    """Calls of three and of twelve documents, then a loop: with it, 33 documents, two of a quarter of the tokens."""
+    """Calls of three and of twelve documents, then a loop: with it, 33 documents, two of a quarter
+    of the tokens.
+    """
     lengths = (25, -3, 1, 24) + 15 * (2, 1) + (-5,)
-    segments_BT = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])[None]
+    segments_BT = np.concatenate(
+        [np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)]
+    )[None]
     q, k, v, dout = inputs(batch=1, num_tokens=segments_BT.size)
     dlse = jnp.ones((1, q.shape[2], segments_BT.size))
     results = functools.partial(_kernel_results, segments_BT, few_documents=True)
     actual = jax.jit(results)(q, k, v, dout, dlse)
-    _assert_matches([np.asarray(x) for x in actual], float64_oracle(q, k, v, segments_BT, dout, dlse))
+    _assert_matches(
+        [np.asarray(x) for x in actual], float64_oracle(q, k, v, segments_BT, dout, dlse)
+    )
 
 
 def test_more_than_few_documents_give_nan(stand_in):
-    """Calls of three and of eight documents take eleven, of which three have more than six of 24 queries or keys."""
+    """Calls of three and of eight documents take eleven, of which three have more than six of 24
+    queries or keys.
+    """
     spec = AttentionSpec(causal=False, few_documents=True)
     q, k, v, _ = inputs(batch=1, num_tokens=24)
 
@@ -370,10 +443,13 @@ def test_more_than_few_documents_give_nan(stand_in):
 
 def _reordered(x, order_BT, axis: int = 1):
     """x with the tokens of each sequence in this order."""
-    return jnp.stack([jnp.take(row, order, axis=axis - 1) for row, order in zip(x, order_BT, strict=True)])
+    return jnp.stack(
+        [jnp.take(row, order, axis=axis - 1) for row, order in zip(x, order_BT, strict=True)]
+    )
 
 
-# Changes of PackedOperands, for N = 4, K = 2 and head dim 16: a row of q has 64 elements, a row of k 32.
+# Changes of PackedOperands, for N = 4, K = 2 and head dim 16: a row of q has 64 elements, a row of
+# k 32.
 MUTATIONS = {
     "none": {},
     "q offsets one row later": dict(q_offsets=lambda x: x + 64),
@@ -389,19 +465,24 @@ MUTATIONS = {
 def test_packed_call_with_wrong_operand_differs(stand_in, monkeypatch):
     """The comparison with the oracle detects a wrong offset, stride or length."""
     lengths = (5, 1, -2, 9, 7)
-    segments_BT = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])[None]
+    segments_BT = np.concatenate(
+        [np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)]
+    )[None]
     q, k, v, dout = inputs(batch=1, num_tokens=24)
     dlse = jnp.ones((1, q.shape[2], 24))
     oracle = float64_oracle(q, k, v, segments_BT, dout, dlse)
     correct = cudnn_packed.packed_operands
-    monkeypatch.setattr(cudnn, "_fold_vmap_into_batch", lambda call: call)  # it cannot close over `mutation`
+    # it cannot close over `mutation`
+    monkeypatch.setattr(cudnn, "_fold_vmap_into_batch", lambda call: call)
 
     @jax.jit  # one program for all mutations
     def results(mutation):
         def mutated(*args):
             operands = correct(*args)
             versions = [
-                operands._replace(**{name: change(getattr(operands, name)) for name, change in changes.items()})
+                operands._replace(
+                    **{name: change(getattr(operands, name)) for name, change in changes.items()}
+                )
                 for changes in MUTATIONS.values()
             ]
             return jax.tree.map(lambda *values: jnp.stack(values)[mutation], *versions)
@@ -458,21 +539,32 @@ def _h100(context: int = 1):
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 def test_packed_operands_in_lowered_program_are_unchanged():
-    """JAX's own wrapper multiplies kv offsets by the stride of q in 0.10.1. N = 4, K = 2, head dim 64."""
-    operands = [jnp.asarray(x, jnp.int32) for x in ([[3, 4]], [[3, 2]], [[0, 768, 2048]], [[640, 128, 1024]])]
+    """JAX's own wrapper multiplies kv offsets by the stride of q in 0.10.1. N = 4, K = 2, head dim
+    64.
+    """
+    operands = [
+        jnp.asarray(x, jnp.int32)
+        for x in ([[3, 4]], [[3, 2]], [[0, 768, 2048]], [[640, 128, 1024]])
+    ]
     sharding = NamedSharding(_h100(), PartitionSpec())
-    q, k = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16, sharding=sharding) for heads in (4, 2)
+    )
     lse = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32, sharding=sharding)
     settings = dict(scale=1.0, causal=False)
 
     def backward(q, k, lse):
         return _jax_internals.cudnn_packed_backward(q, k, k, *operands, q, lse, q, **settings)
 
-    forward = jax.jit(lambda q, k: _jax_internals.cudnn_packed_forward(q, k, k, *operands, **settings))
+    forward = jax.jit(
+        lambda q, k: _jax_internals.cudnn_packed_forward(q, k, k, *operands, **settings)
+    )
     assert [x.shape for x in forward.eval_shape(q, k)] == [(1, 8, 4, 64), (2, 4, 8)]
     texts = forward.lower(q, k).as_text(), jax.jit(backward).lower(q, k, lse).as_text()
     for text, num_before in zip(texts, (3, 6), strict=True):
-        constants = dict(re.findall(r"(%\w+) = stablehlo.constant dense<(.*)> : tensor<.*xi32>", text))
+        constants = dict(
+            re.findall(r"(%\w+) = stablehlo.constant dense<(.*)> : tensor<.*xi32>", text)
+        )
         (call,) = re.findall(r"custom_call @__cudnn\$fmhaSoftmax\w*\((.*?)\)", text)
         names = call.split(", ")[num_before:]
         assert [constants[name] for name in names] == [str(x.tolist()) for x in operands]
@@ -486,19 +578,26 @@ def _calls(program) -> set[tuple]:
             target = call.attributes.get("custom_call_target", "").strip('"')
             if target in (FORWARD, BACKWARD):
                 settings = call.backend_config["cudnn_fmha_backend_config"]
-                calls.add((target == BACKWARD, settings["mask_type"], settings["max_seg_per_batch"]))
+                calls.add(
+                    (target == BACKWARD, settings["mask_type"], settings["max_seg_per_batch"])
+                )
     return calls
 
 
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
 def test_packed_ring_on_h100s_has_expected_cudnn_calls():
-    """Ring step 0 is causal, the others are rectangles, without a loop of calls. Head dim 256 needs Hopper."""
+    """Ring step 0 is causal, the others are rectangles, without a loop of calls. Head dim 256 needs
+    Hopper.
+    """
     mesh, config = _h100(8), AttentionConfig(strategy="ring", kernel="auto")
     assert choose(config, mesh, head_dim=256, dtype=jnp.bfloat16, packed=True).name == "cudnn"
     attend_ring = make(config, mesh, few_documents=True)
     sharding = NamedSharding(mesh, PartitionSpec(None, CONTEXT))
-    q, k = (jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16, sharding=sharding) for heads in (4, 2))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 4096, heads, 256), jnp.bfloat16, sharding=sharding)
+        for heads in (4, 2)
+    )
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32, sharding=sharding)
 
     def loss(q, k, v, positions, segment_ids):

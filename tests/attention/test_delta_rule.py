@@ -19,7 +19,8 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.document_layout import chained_order, zigzag_chain
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
-LENGTHS = 5, 190, 61, 1, 1, 130, 100, 24  # borders inside chunks and between ranks; the last document is padding
+# borders inside chunks and between ranks; the last document is padding
+LENGTHS = 5, 190, 61, 1, 1, 130, 100, 24
 SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
 FLOAT64_PARITY = 1e-12
 NAMES = "out", "q", "k", "v", "g", "beta"
@@ -33,7 +34,9 @@ def short_chunks(monkeypatch):
 
 
 def mesh_of(context=1, tensor=1):
-    return jaxlc.make_mesh(context=context, tensor=tensor, devices=jax.devices()[: context * tensor])
+    return jaxlc.make_mesh(
+        context=context, tensor=tensor, devices=jax.devices()[: context * tensor]
+    )
 
 
 def oracle(q, k, v, g, beta, segments):
@@ -60,13 +63,22 @@ def operands(dtype, num_tokens=512, key_heads=2, heads=4, key_dim=8, value_dim=6
     q, k = (normal(key, (1, num_tokens, key_heads, key_dim)) for key in keys[:2])
     q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     g = -jax.nn.softplus(normal(keys[3], (1, num_tokens, heads))) * 0.3
-    return q, k, normal(keys[2], (1, num_tokens, heads, value_dim)), g, jax.nn.sigmoid(normal(keys[4], g.shape))
+    return (
+        q,
+        k,
+        normal(keys[2], (1, num_tokens, heads, value_dim)),
+        g,
+        jax.nn.sigmoid(normal(keys[4], g.shape)),
+    )
 
 
 def filters(dtype, num_taps=4, heads=4):
     """Of q, k and v, with the sizes of `operands`."""
     shapes = (num_taps, 2, 8), (num_taps, 2, 8), (num_taps, heads, 6)
-    return [jax.random.normal(key, shape, dtype) for key, shape in zip(jax.random.split(jax.random.key(1), 3), shapes)]
+    return [
+        jax.random.normal(key, shape, dtype)
+        for key, shape in zip(jax.random.split(jax.random.key(1), 3), shapes)
+    ]
 
 
 def values_and_gradients(function, arrays):
@@ -77,14 +89,18 @@ def values_and_gradients(function, arrays):
         out = function(*arrays)
         return (out * weights).sum(), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(weighted, tuple(range(len(arrays))), has_aux=True))(*arrays)
+    (_, out), grads = jax.jit(
+        jax.value_and_grad(weighted, tuple(range(len(arrays))), has_aux=True)
+    )(*arrays)
     return [out, *grads]
 
 
 @functools.cache
 def expected(dtype, is_packed):
     segments = SEGMENTS if is_packed else np.ones_like(SEGMENTS)
-    return values_and_gradients(functools.partial(oracle, segments=jnp.asarray(segments)), operands(dtype))
+    return values_and_gradients(
+        functools.partial(oracle, segments=jnp.asarray(segments)), operands(dtype)
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,16 +113,22 @@ def expected(dtype, is_packed):
         (dict(context=2, tensor=4), "zigzag", True, 64, "float32"),
     ],
 )
-def test_gated_delta_rule_equals_a_loop_over_tokens(monkeypatch, mesh, token_order, is_packed, group_tokens, dtype):
+def test_gated_delta_rule_equals_a_loop_over_tokens(
+    monkeypatch, mesh, token_order, is_packed, group_tokens, dtype
+):
     monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", group_tokens)
     with jax.enable_x64(dtype == "float64"):
         mesh = mesh_of(**mesh)
-        order = zigzag_order(512, mesh.shape["context"]) if token_order == "zigzag" else np.arange(512)
+        order = (
+            zigzag_order(512, mesh.shape["context"]) if token_order == "zigzag" else np.arange(512)
+        )
         segments = jnp.asarray(SEGMENTS[:, order]) if is_packed else None
 
         def ours(*arrays):
             arrays = (x[:, order] for x in arrays)
-            out = gated_delta_rule(*arrays, mesh=mesh, segment_ids=segments, token_order=token_order)
+            out = gated_delta_rule(
+                *arrays, mesh=mesh, segment_ids=segments, token_order=token_order
+            )
             return out[:, natural_order(order)]
 
         actual = values_and_gradients(ours, operands(dtype))
@@ -125,7 +147,9 @@ def test_gated_delta_rule_equals_a_loop_over_tokens(monkeypatch, mesh, token_ord
     ids=str,
 )
 def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
-    """The mixer, convolutions included; pieces are shorter than some documents, and of several groups."""
+    """The mixer, convolutions included; pieces are shorter than some documents, and of several
+    groups.
+    """
     monkeypatch.setattr(tiled_delta_net, "_TOKENS_AT_ONCE", 64)
     with jax.enable_x64(dtype == "float64"):
         mesh = mesh_of(**mesh)
@@ -144,27 +168,38 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
             for x in by_tile[:3]:
                 x = x.reshape(*x.shape[:3], -1)
                 before.append(net.tokens_before(x))
-            before = tuple(net.before_tiles(b.reshape(*b.shape[:2], *x.shape[3:])) for b, x in zip(before, by_tile[:3]))
+            before = tuple(
+                net.before_tiles(b.reshape(*b.shape[:2], *x.shape[3:]))
+                for b, x in zip(before, by_tile[:3])
+            )
             ranges = net.prepare(segments)
             filters = filter_q, filter_k, filter_v
-            maps = jax.lax.map(lambda tile: net.maps((*tile[0], *filters), *tile[1:]), (by_tile, before, ranges))
+            maps = jax.lax.map(
+                lambda tile: net.maps((*tile[0], *filters), *tile[1:]), (by_tile, before, ranges)
+            )
             states = net.states(maps)
             out = jax.lax.map(
-                lambda tile: net.outputs((*tile[0], *filters), *tile[1:]), (by_tile, before, states, ranges)
+                lambda tile: net.outputs((*tile[0], *filters), *tile[1:]),
+                (by_tile, before, states, ranges),
             )
             return layout_of(out, context)
 
         actual, exact = (values_and_gradients(function, arrays) for function in (in_tiles, whole))
-        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
+        for name, a, b in zip(
+            (*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True
+        ):
             bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
             assert max_relative_error(a, b) < bound, name
 
 
 def orders_of(context):
-    """Four sequences of documents, with their orders: sharded and cut documents; one document; more long documents than
-    chains, which are cut in sequence; zigzag order."""
+    """Four sequences of documents, with their orders: sharded and cut documents; one document; more
+    long documents than chains, which are cut in sequence; zigzag order."""
     documents = LENGTHS[:-1], (510,), (70, 67, 66, 65, 1, 80, 70, 73), LENGTHS[:-1]
-    segments = [np.pad(np.repeat(np.arange(1, len(x) + 1), x), (0, 512 - sum(x))).astype(np.int32) for x in documents]
+    segments = [
+        np.pad(np.repeat(np.arange(1, len(x) + 1), x), (0, 512 - sum(x))).astype(np.int32)
+        for x in documents
+    ]
     chained = functools.partial(chained_order, context=context, num_chains=CHAINS, min_tokens=3)
     return np.stack(segments), [*map(chained, segments[:3]), zigzag_chain(512, context)]
 
@@ -180,7 +215,9 @@ def orders_of(context):
     ids=str,
 )
 def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh, dtype):
-    """The mixer, convolutions included, with several groups of a fragment, on ranks with 2 x 3 fragments."""
+    """The mixer, convolutions included, with several groups of a fragment, on ranks with 2 x 3
+    fragments.
+    """
     monkeypatch.setattr(sharded_rule, "GROUP_TOKENS", 64)
     segments, orders = orders_of(mesh["context"])
     with jax.enable_x64(dtype == "float64"):
@@ -190,21 +227,29 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
         arrays = *tokens, filter_q, filter_k, filter_v
 
         def natural(*arrays):
-            return ShardedDeltaNet(mesh_of())(*arrays, ranges=Documents(jnp.asarray(segments), None))
+            return ShardedDeltaNet(mesh_of())(
+                *arrays, ranges=Documents(jnp.asarray(segments), None)
+            )
 
         def by_document(*arrays):
             *tokens, filter_q, filter_k, filter_v = arrays
             net = ShardedDeltaNet(mesh_of(**mesh), num_chains=CHAINS, num_taps=4)
             order_BT, fragments_BT = (jnp.stack(x) for x in zip(*orders))
             of_rows = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
-            ranges = net.prepare(of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
+            ranges = net.prepare(
+                of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT
+            )
             tokens = [of_rows(x, order_BT) for x in tokens]
             out = net(*tokens, filter_q, filter_k, filter_v, ranges=ranges)
             return of_rows(out, jnp.stack([natural_order(order.order_T) for order in orders]))
 
-        actual, exact = (values_and_gradients(function, arrays) for function in (by_document, natural))
+        actual, exact = (
+            values_and_gradients(function, arrays) for function in (by_document, natural)
+        )
         bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
-        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
+        for name, a, b in zip(
+            (*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True
+        ):
             assert max_relative_error(a, b) < bound, name
 
 
@@ -217,8 +262,11 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
     ],
 )
 def test_branches_equal_separate_rows(context, dtype):
-    """Two trees, prefixes shorter and longer than a chunk, branches that start in one chunk and on other ranks."""
-    trees = [(150, (70, 1, 2, 60)), (2, (9, 3)), (1, (3,)), (90, ())]  # tokens of the prefix and of its branches
+    """Two trees, prefixes shorter and longer than a chunk, branches that start in one chunk and on
+    other ranks.
+    """
+    # tokens of the prefix and of its branches
+    trees = [(150, (70, 1, 2, 60)), (2, (9, 3)), (1, (3,)), (90, ())]
     segments, prefixes, rows, at, number = [], [], [], 0, 0
     for length, branches in trees:
         number += 1
@@ -234,7 +282,9 @@ def test_branches_equal_separate_rows(context, dtype):
             rows.append((np.concatenate([first, np.arange(at, at + branch)]), length))
             at += branch
     num_tokens = 512
-    segments, prefixes = (np.pad(x, (0, num_tokens - at))[None].astype(np.int32) for x in (segments, prefixes))
+    segments, prefixes = (
+        np.pad(x, (0, num_tokens - at))[None].astype(np.int32) for x in (segments, prefixes)
+    )
     with jax.enable_x64(dtype == "float64"):
         order = zigzag_order(num_tokens, context)
         arrays = (*operands(dtype), *filters(dtype))
@@ -251,14 +301,22 @@ def test_branches_equal_separate_rows(context, dtype):
             *tokens, filter_q, filter_k, filter_v = arrays
             out = jnp.zeros_like(arrays[2])
             for row, num_prefix in rows:
-                part = ShardedDeltaNet(mesh_of())(*(x[:, row] for x in tokens), filter_q, filter_k, filter_v)
-                start = 0 if num_prefix and segments[0, row[num_prefix]] == segments[0, row[0]] + 1 else num_prefix
+                part = ShardedDeltaNet(mesh_of())(
+                    *(x[:, row] for x in tokens), filter_q, filter_k, filter_v
+                )
+                start = (
+                    0
+                    if num_prefix and segments[0, row[num_prefix]] == segments[0, row[0]] + 1
+                    else num_prefix
+                )
                 out = out.at[:, row[start:]].set(part[:, start:])
             return out
 
         actual, exact = (values_and_gradients(function, arrays) for function in (tree, separate))
         bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
-        for name, a, b in zip((*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True):
+        for name, a, b in zip(
+            (*NAMES, "filter_q", "filter_k", "filter_v"), actual, exact, strict=True
+        ):
             assert max_relative_error(a, b) < bound, name
 
 
@@ -269,9 +327,16 @@ def test_bytes_between_ranks_do_not_depend_on_the_length():
         shapes = jax.eval_shape(functools.partial(operands, "float32", num_tokens))
         rule = jax.jit(functools.partial(gated_delta_rule, mesh=mesh, token_order="zigzag"))
         text = rule.lower(*shapes).as_text()
-        return sorted(re.findall(r'"stablehlo\.(?:all_reduce|all_gather|all_to_all|collective_permute)".*', text))
+        return sorted(
+            re.findall(
+                r'"stablehlo\.(?:all_reduce|all_gather|all_to_all|collective_permute)".*', text
+            )
+        )
 
-    lengths = [re.sub(r"%\w+|handle = \d+", "", "\n".join(collectives(num_tokens))) for num_tokens in (1024, 8192)]
+    lengths = [
+        re.sub(r"%\w+|handle = \d+", "", "\n".join(collectives(num_tokens)))
+        for num_tokens in (1024, 8192)
+    ]
     assert lengths[0] == lengths[1] and "collective_permute" in lengths[0]
 
 
@@ -287,11 +352,15 @@ def test_equal_keys_of_a_chunk_without_decay(monkeypatch):
     size = chunk_rule.CHUNK_TOKENS
     k = jnp.ones((1, size, 1, 4)) / 2
     v = jax.random.normal(jax.random.key(1), (1, size, 1, 4))
-    out = gated_delta_rule(k, k, v, jnp.zeros((1, size, 1)), jnp.ones((1, size, 1)), mesh=mesh_of(), scale=1.0)
+    out = gated_delta_rule(
+        k, k, v, jnp.zeros((1, size, 1)), jnp.ones((1, size, 1)), mesh=mesh_of(), scale=1.0
+    )
     assert max_relative_error(out, v) < 1e-4
 
 
-@pytest.mark.parametrize("context, token_order", [(1, "natural"), (4, "natural"), (4, "zigzag"), (8, "zigzag")])
+@pytest.mark.parametrize(
+    "context, token_order", [(1, "natural"), (4, "natural"), (4, "zigzag"), (8, "zigzag")]
+)
 def test_short_convolution_equals_numpy_per_document(context, token_order):
     with jax.enable_x64():
         x = jax.random.normal(jax.random.key(0), (1, 512, 6), jnp.float64)
@@ -301,14 +370,17 @@ def test_short_convolution_equals_numpy_per_document(context, token_order):
 
         def ours(x, weights):
             segments = jnp.asarray(SEGMENTS[:, order])
-            out = short_convolution(x[:, order], weights, mesh=mesh, segment_ids=segments, token_order=token_order)
+            out = short_convolution(
+                x[:, order], weights, mesh=mesh, segment_ids=segments, token_order=token_order
+            )
             return out[:, natural_order(order)]
 
         def theirs(x, weights):
             documents = jnp.split(x, np.cumsum(LENGTHS)[:-1], axis=1)
             padded = [jnp.pad(document, ((0, 0), (3, 0), (0, 0))) for document in documents]
             return jnp.concatenate(
-                [sum(p[:, i : p.shape[1] - 3 + i] * weights[i] for i in range(4)) for p in padded], axis=1
+                [sum(p[:, i : p.shape[1] - 3 + i] * weights[i] for i in range(4)) for p in padded],
+                axis=1,
             )
 
         loss = lambda function: lambda x, weights: jnp.sin(function(x, weights)).sum()  # noqa: E731
@@ -325,7 +397,9 @@ def test_invalid_arguments_raise():
     with pytest.raises(UserError, match=r"expected q and k \[B, T, G, K\]"):
         gated_delta_rule(q, k, v, g[..., 0], beta, mesh=mesh)
     with pytest.raises(Unsupported, match="segment 1 of sequence 0 is not contiguous"):
-        gated_delta_rule(q, k, v, g, beta, mesh=mesh, segment_ids=np.tile(np.int32([[1, 2]]), (1, 256)))
+        gated_delta_rule(
+            q, k, v, g, beta, mesh=mesh, segment_ids=np.tile(np.int32([[1, 2]]), (1, 256))
+        )
     with pytest.raises(UserError, match="invalid token_order='sorted'"):
         gated_delta_rule(q, k, v, g, beta, mesh=mesh, token_order="sorted")
     with pytest.raises(UserError, match="a convolution of 300 taps reaches beyond the 256 tokens"):

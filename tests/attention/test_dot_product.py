@@ -59,8 +59,13 @@ def test_dot_product_attention_matches_jax_nn(settings):
     expected, expected_gradients = results_of(jax.nn.dot_product_attention, operands(), **settings)
     lengths = settings.get("query_seq_lengths", jnp.full(3, TOKENS))
     is_token = (jnp.arange(TOKENS) < lengths[:, None])[:, :, None]
-    np.testing.assert_array_equal(jnp.isneginf(actual[1]), jnp.broadcast_to(~is_token, actual[1].shape))
-    pairs = [(actual[0], expected[0]), (jnp.where(is_token, actual[1], 0), jnp.where(is_token, expected[1], 0))]
+    np.testing.assert_array_equal(
+        jnp.isneginf(actual[1]), jnp.broadcast_to(~is_token, actual[1].shape)
+    )
+    pairs = [
+        (actual[0], expected[0]),
+        (jnp.where(is_token, actual[1], 0), jnp.where(is_token, expected[1], 0)),
+    ]
     for x, y in [*pairs, *zip(gradients, expected_gradients)]:
         assert x.dtype == y.dtype and max_relative_error(x, y) <= FLOAT32_PARITY
 
@@ -68,7 +73,8 @@ def test_dot_product_attention_matches_jax_nn(settings):
 def test_dot_product_attention_without_batch_matches_jax_nn():
     unbatched = [x[0] for x in operands()]
     actual, expected = (
-        results_of(attend_fn, unbatched, is_causal=True) for attend_fn in (on_mesh(), jax.nn.dot_product_attention)
+        results_of(attend_fn, unbatched, is_causal=True)
+        for attend_fn in (on_mesh(), jax.nn.dot_product_attention)
     )
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert max_relative_error(x, y) <= FLOAT32_PARITY
@@ -95,7 +101,9 @@ def test_dot_product_attention_strategies_agree():
 @pytest.mark.jax_version
 def test_dot_product_attention_has_signature_of_jax_nn():
     def parameters(function):
-        return [(x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()]
+        return [
+            (x.name, x.kind, x.default) for x in inspect.signature(function).parameters.values()
+        ]
 
     expected = parameters(jax.nn.dot_product_attention)
     assert parameters(dot_product_attention)[: len(expected)] == expected
@@ -106,11 +114,20 @@ def test_dot_product_attention_has_signature_of_jax_nn():
     [
         (dict(bias=jnp.zeros((1, 1, TOKENS, TOKENS))), "unsupported: bias"),
         (dict(mask=jnp.ones((1, 1, TOKENS, TOKENS), bool)), "unsupported: mask"),
-        (dict(local_window_size=3), r"local_window_size=3 with is_causal=False, .* local_window_size=\(3, 0\)"),
+        (
+            dict(local_window_size=3),
+            r"local_window_size=3 with is_causal=False, .* local_window_size=\(3, 0\)",
+        ),
         (dict(local_window_size=(-1, 0)), r"local_window_size=\(-1, 0\)"),
         (dict(query_seq_lengths=LENGTHS), "key_value_seq_lengths other than query_seq_lengths"),
-        (dict(is_causal=True, key_value_seq_lengths=LENGTHS), "key_value_seq_lengths other than query_seq_lengths"),
-        (dict(query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS - 1), "key_value_seq_lengths other than"),
+        (
+            dict(is_causal=True, key_value_seq_lengths=LENGTHS),
+            "key_value_seq_lengths other than query_seq_lengths",
+        ),
+        (
+            dict(query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS - 1),
+            "key_value_seq_lengths other than",
+        ),
         (dict(implementation="cudnn"), "unsupported by attention kernel cudnn"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -133,12 +150,19 @@ def test_dot_product_attention_of_cross_attention_raises():
         (dict(key=(3, TOKENS, 8)), "invalid shapes query"),
         (dict(dtype=jnp.bfloat16), "invalid dtypes float32, bfloat16"),
         (dict(implementation="triton"), "invalid implementation='triton'"),
-        (dict(query_seq_lengths=LENGTHS[:2], is_causal=True), r"invalid query_seq_lengths int32\(2,\)"),
+        (
+            dict(query_seq_lengths=LENGTHS[:2], is_causal=True),
+            r"invalid query_seq_lengths int32\(2,\)",
+        ),
     ],
     ids=["shape", "dtype", "implementation", "lengths"],
 )
 def test_dot_product_attention_with_invalid_argument_raises(change, words):
     q, k, v, _ = operands()
-    k = k.astype(change.pop("dtype", k.dtype)) if "key" not in change else jnp.zeros(change.pop("key"))
+    k = (
+        k.astype(change.pop("dtype", k.dtype))
+        if "key" not in change
+        else jnp.zeros(change.pop("key"))
+    )
     with pytest.raises(UserError, match=words):
         on_mesh()(q, k, v, **change)

@@ -1,4 +1,6 @@
-"""Key ranges against dense masks of all pairs of tokens, for the pairs of blocks that the strategies compute."""
+"""Key ranges against dense masks of all pairs of tokens, for the pairs of blocks that the
+strategies compute.
+"""
 
 import jax
 import numpy as np
@@ -20,7 +22,9 @@ ranges_of = jax.jit(key_ranges, static_argnums=2)
 
 def dense_mask(q: TokenInfo, k: TokenInfo, spec: AttentionSpec) -> np.ndarray:
     """[B, T, S] by the definition, in numpy."""
-    mask_BTS = np.ones((*(q.segments_BT if q.positions_BT is None else q.positions_BT).shape, 1), bool)
+    mask_BTS = np.ones(
+        (*(q.segments_BT if q.positions_BT is None else q.positions_BT).shape, 1), bool
+    )
     if q.segments_BT is not None:
         segments_BT1 = q.segments_BT[:, :, None]
         mask_BTS = (segments_BT1 == k.segments_BT[:, None, :]) & (segments_BT1 != 0)
@@ -31,9 +35,15 @@ def dense_mask(q: TokenInfo, k: TokenInfo, spec: AttentionSpec) -> np.ndarray:
 
 
 def packed(seed: int, rank_order: str):
-    """(positions, segments) [CONTEXT, tokens of a rank], with documents of 1 to TOKENS tokens and some padding."""
+    """(positions, segments) [CONTEXT, tokens of a rank], with documents of 1 to TOKENS tokens and
+    some padding.
+    """
     rng = np.random.default_rng(seed)
-    lengths, budget, longest = [], TOKENS - int(rng.integers(0, 20)), int(TOKENS ** rng.uniform(0.1, 1.0))
+    lengths, budget, longest = (
+        [],
+        TOKENS - int(rng.integers(0, 20)),
+        int(TOKENS ** rng.uniform(0.1, 1.0)),
+    )
     while budget:
         lengths.append(min(int(rng.integers(1, longest + 1)), budget))
         budget -= lengths[-1]
@@ -58,10 +68,16 @@ def check(q, k, spec):
 def test_key_ranges_equal_dense_mask(spec):
     for seed in range(10):
         ranks = packed(seed, "documents")
-        q, k = (tuple(x[index] for x in ranks) for index in np.indices((CONTEXT, CONTEXT)).reshape(2, -1))
+        q, k = (
+            tuple(x[index] for x in ranks)
+            for index in np.indices((CONTEXT, CONTEXT)).reshape(2, -1)
+        )
         check(q, k, spec)  # ring steps
         natural = packed(seed, "natural")
-        check(tuple(x.reshape(1, -1) for x in natural), tuple(x.reshape(1, -1) for x in natural), spec)  # ulysses
+        # ulysses
+        check(
+            tuple(x.reshape(1, -1) for x in natural), tuple(x.reshape(1, -1) for x in natural), spec
+        )
         tiles = tuple(x[:, 16:32] for x in natural)
         halos = tuple(np.concatenate([x[:-1, -12:], x[1:]], axis=1) for x in natural)
         check(tuple(x[1:] for x in tiles), halos, spec)
@@ -96,7 +112,8 @@ def test_implicit_ranges_equal_ranges_of_last_queries(lengths):
     q, k = (TokenInfo(np.arange(length)[None] - length, None) for length in lengths)
     for spec in (SPECS["causal"], SPECS["window"], SPECS["documents"]):
         start_T, end_T = (
-            default if x is None else x for x, default in zip(implicit_ranges(spec, *lengths), (0, lengths[1]))
+            default if x is None else x
+            for x, default in zip(implicit_ranges(spec, *lengths), (0, lengths[1]))
         )
         bounds = (np.broadcast_to(x, (1, lengths[0])) for x in (start_T, end_T))
         dense = KeyRanges(*bounds).dense_mask_BTS(lengths[1])

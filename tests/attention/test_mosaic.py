@@ -1,11 +1,11 @@
 """The kernel `mosaic` without a GPU.
 
-A stand-in replaces the two functions of tokamax. It computes what the operands of a call mean to tokamax's kernels:
-(max, total) as the softmax, out in out . dout only, ranges and causality by index. So the results match the reference
-only if the operands are correct.
+A stand-in replaces the two functions of tokamax. It computes what the operands of a call mean to
+tokamax's kernels: (max, total) as the softmax, out in out . dout only, ranges and causality by
+index. So the results match the reference only if the operands are correct.
 
-Not tested: the results that tokamax computes on a GPU (scripts/gpu_first_contact.py). Where tokamax is installed, both
-passes are compiled for an H100 and a B200.
+Not tested: the results that tokamax computes on a GPU (scripts/gpu_first_contact.py). Where tokamax
+is installed, both passes are compiled for an H100 and a B200.
 """
 
 import subprocess
@@ -50,7 +50,9 @@ def _heads(x_SKH, num_heads: int):
 def _check_shapes(q, k, v, start, end, bias, mask):
     assert q.ndim == k.ndim == v.ndim == 3 and q.shape[0] % 128 == k.shape[0] % 128 == 0
     assert bias is None and mask is None
-    assert (start is None) == (end is None) and all(x is None or x.shape == (1, q.shape[0]) for x in (start, end))
+    assert (start is None) == (end is None) and all(
+        x is None or x.shape == (1, q.shape[0]) for x in (start, end)
+    )
 
 
 def _forward(
@@ -58,7 +60,12 @@ def _forward(
     return_residuals, use_stable_softmax, rescale_threshold, config,
 ):  # fmt: skip
     _check_shapes(q, k, v, k_start, k_end, bias, mask)
-    assert logits_soft_cap is None and normalize_output and return_residuals and not config["persistent"]
+    assert (
+        logits_soft_cap is None
+        and normalize_output
+        and return_residuals
+        and not config["persistent"]
+    )
     k, v = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     mask_TS = _visible_TS(k_start, k_end, is_causal, len(q), len(k))
     scores = jnp.where(mask_TS, logits_scale * jnp.einsum("tnh,snh->nts", q, k), -jnp.inf)
@@ -74,7 +81,12 @@ def _backward(
     config,
 ):  # fmt: skip
     _check_shapes(q, k, v, k_start, k_end, bias, mask)
-    assert logits_soft_cap is None and ds_dtype is None and dout.dtype == q.dtype and out.dtype == jnp.float32
+    assert (
+        logits_soft_cap is None
+        and ds_dtype is None
+        and dout.dtype == q.dtype
+        and out.dtype == jnp.float32
+    )
     num_kv_heads, (maximum, total) = k.shape[1], residuals
     all_k, all_v = _heads(k, q.shape[1]), _heads(v, q.shape[1])
     mask_TS = _visible_TS(k_start, k_end, is_causal, len(q), len(k))
@@ -82,9 +94,13 @@ def _backward(
     p = jnp.where(mask_TS, jnp.exp(scores - maximum[..., None]) / total[..., None], 0.0)
     delta = jnp.einsum("tnh,tnh->nt", out, dout)
     ds = p * (jnp.einsum("tnh,snh->nts", dout, all_v) - delta[..., None])
-    dq, dk = (logits_scale * x for x in (jnp.einsum("nts,snh->tnh", ds, all_k), jnp.einsum("nts,tnh->snh", ds, q)))
+    dq, dk = (
+        logits_scale * x
+        for x in (jnp.einsum("nts,snh->tnh", ds, all_k), jnp.einsum("nts,tnh->snh", ds, q))
+    )
     dk, dv = (
-        x.reshape(len(k), num_kv_heads, -1, x.shape[-1]).sum(2) for x in (dk, jnp.einsum("nts,tnh->snh", p, dout))
+        x.reshape(len(k), num_kv_heads, -1, x.shape[-1]).sum(2)
+        for x in (dk, jnp.einsum("nts,tnh->snh", p, dout))
     )
     return *(x.astype(q.dtype) for x in (dq, dk, dv)), None
 
@@ -92,7 +108,9 @@ def _backward(
 @pytest.fixture
 def fake_tokamax(monkeypatch: pytest.MonkeyPatch):
     """The stand-in, for an H100, with blocks of 128 tokens per call of the backward."""
-    module = SimpleNamespace(Config=dict, flash_attention_kernel=_forward, flash_attention_vjp_kernel=_backward)
+    module = SimpleNamespace(
+        Config=dict, flash_attention_kernel=_forward, flash_attention_vjp_kernel=_backward
+    )
     monkeypatch.setattr(mosaic, "modules", lambda generation: mosaic.Modules(module, module))
     monkeypatch.setattr(mosaic, "target_generation", lambda: "9")
     monkeypatch.setattr(mosaic, "unsupported", lambda problem: None)
@@ -123,16 +141,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys", "ranges", "spec"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "ranges", "spec"), CASES.values(), ids=CASES.keys()
+)
 def test_mosaic_operands_give_reference_results(fake_tokamax, num_queries, num_keys, ranges, spec):
     """Grouped queries and a gradient of the lse, which tokamax does not have."""
     q, _, _, dout = inputs(batch=2, num_tokens=num_queries, value_dim=24)
     _, k, v, _ = inputs(batch=2, num_tokens=num_keys, value_dim=24, seed=1)
     dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], num_queries))
     out, lse = jax.jit(reference.forward, static_argnums=4)(q, k, v, ranges, spec)
-    gradients = jax.jit(reference.backward, static_argnums=4)(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
+    gradients = jax.jit(reference.backward, static_argnums=4)(
+        q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse)
+    )
     actual_out, actual_lse = jax.jit(mosaic.forward, static_argnums=4)(q, k, v, ranges, spec)
-    actual = jax.jit(mosaic.backward, static_argnums=4)(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
+    actual = jax.jit(mosaic.backward, static_argnums=4)(
+        q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse)
+    )
     assert all(x.dtype == jnp.float32 for x in (actual_out, actual_lse, *actual))
     np.testing.assert_array_equal(np.isneginf(actual_lse), np.isneginf(lse))
     finite_lse = (jnp.maximum(x, -1e3) for x in (actual_lse, lse))
@@ -141,7 +165,9 @@ def test_mosaic_operands_give_reference_results(fake_tokamax, num_queries, num_k
 
 
 def test_mosaic_without_dlse_has_one_backward_per_pair(fake_tokamax, monkeypatch):
-    """A constant dlse of zero removes the second call; fully masked pairs of blocks are not computed at all."""
+    """A constant dlse of zero removes the second call; fully masked pairs of blocks are not
+    computed at all.
+    """
     num_calls = []
 
     def counted(*operands, **settings):
@@ -151,11 +177,14 @@ def test_mosaic_without_dlse_has_one_backward_per_pair(fake_tokamax, monkeypatch
     fake_tokamax.flash_attention_vjp_kernel = counted
     q, k, v, dout = inputs(batch=1, num_tokens=384)
     end_BT = jnp.arange(1, 385, dtype=jnp.int32)[None]
-    ranges = KeyRanges(128 * ((end_BT - 1) // 256), end_BT)  # blocks 1 and 2 attend to themselves, 1 to 0 as well
+    # blocks 1 and 2 attend to themselves, 1 to 0 as well
+    ranges = KeyRanges(128 * ((end_BT - 1) // 256), end_BT)
 
     def gradients(q, k, v):
         out, lse = mosaic.forward(q, k, v, ranges, AttentionSpec())
-        return mosaic.backward(q, k, v, ranges, AttentionSpec(), QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+        return mosaic.backward(
+            q, k, v, ranges, AttentionSpec(), QueryResults(out, lse, dout, jnp.zeros_like(lse))
+        )
 
     jax.block_until_ready(jax.jit(gradients)(q, k, v))
     jax.effects_barrier()
@@ -163,25 +192,40 @@ def test_mosaic_without_dlse_has_one_backward_per_pair(fake_tokamax, monkeypatch
 
 
 def test_ring_with_mosaic_matches_reference(fake_tokamax):
-    """Packed documents over 4 ranks: global out and lse in the backward, ranges against the block of each ring step."""
+    """Packed documents over 4 ranks: global out and lse in the backward, ranges against the block
+    of each ring step.
+    """
     heads = dict(num_heads=4, num_kv_heads=2)
     actual = sharded(split_mesh(context=4), packed=True, kernel="mosaic", heads=heads)
     assert_rows_match(actual, oracle(packed=True, **heads), FLOAT32_PARITY)
 
 
-H100 = dict(platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=128, value_dim=128, window=7)
+H100 = dict(
+    platform="gpu",
+    compute_capability="9.0",
+    dtype="bfloat16",
+    head_dim=128,
+    value_dim=128,
+    window=7,
+)
 UNSUPPORTED = [
     (dict(platform="cpu"), "platform cpu (supported: gpu)"),
     (dict(compute_capability="8.0"), "compute capability 8.0 (supported: 9.0 and 10.x)"),
     (dict(compute_capability=None), "compute capability None (supported: 9.0 and 10.x)"),
     (dict(compute_capability="12.0"), "compute capability 12.0 (supported: 9.0 and 10.x)"),
     (dict(dtype="float32"), "dtype float32 (supported: bfloat16, float16)"),
-    (dict(head_dim=264), "head dim 264 (supported: multiples of 8 up to 256 on compute capability 9.x)"),
+    (
+        dict(head_dim=264),
+        "head dim 264 (supported: multiples of 8 up to 256 on compute capability 9.x)",
+    ),
     (
         dict(compute_capability="10.0", value_dim=256),
         "head dim 256 of values (supported: multiples of 8 up to 192 on compute capability 10.x)",
     ),
-    (dict(value_dim=100), "head dim 100 of values (supported: multiples of 8 up to 256 on compute capability 9.x)"),
+    (
+        dict(value_dim=100),
+        "head dim 100 of values (supported: multiples of 8 up to 256 on compute capability 9.x)",
+    ),
     (dict(), None),
     (dict(compute_capability="10.3", head_dim=192), None),
     (dict(head_dim=256, value_dim=256), None),
@@ -190,7 +234,10 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("change", "limit"), UNSUPPORTED)
 def test_unsupported_has_value_and_limit(change, limit):
-    assert mosaic.unsupported(AttentionProblem(**H100 | dict(implicit_positions=False) | change)) == limit
+    assert (
+        mosaic.unsupported(AttentionProblem(**H100 | dict(implicit_positions=False) | change))
+        == limit
+    )
 
 
 def test_mosaic_without_positive_scale_raises():
@@ -207,7 +254,9 @@ def test_mosaic_on_cpu_raises():
 
 def test_mosaic_without_tokamax_names_extra(monkeypatch):
     monkeypatch.setattr(errors, "is_installed", lambda package: False)
-    with pytest.raises(UserError, match=r"attention.kernel=mosaic needs the package tokamax.*\[mosaic\]"):
+    with pytest.raises(
+        UserError, match=r"attention.kernel=mosaic needs the package tokamax.*\[mosaic\]"
+    ):
         mosaic.modules.__wrapped__("9")
 
 
@@ -215,9 +264,13 @@ def test_changed_tokamax_raises_with_parameters(monkeypatch):
     def changed(q, k, v, added): ...
 
     monkeypatch.setattr(errors, "is_installed", lambda package: True)
-    fake = SimpleNamespace(import_module=lambda name: SimpleNamespace(flash_attention_kernel=changed))
+    fake = SimpleNamespace(
+        import_module=lambda name: SimpleNamespace(flash_attention_kernel=changed)
+    )
     monkeypatch.setattr(mosaic, "importlib", fake)
-    with pytest.raises(NotImplementedError, match=r"changed flash_attention_kernel .supported: .*added, bias"):
+    with pytest.raises(
+        NotImplementedError, match=r"changed flash_attention_kernel .supported: .*added, bias"
+    ):
         mosaic.modules.__wrapped__("9")
 
 
@@ -233,11 +286,15 @@ def test_target_inside_shard_map_is_that_of_the_mesh(gpu, generation):
 
     mesh = make_mesh(topology(f"{gpu}:1x1"), MeshConfig())
     specs = PartitionSpec()
-    jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=specs), jnp.zeros(1))
+    jax.eval_shape(
+        jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=specs), jnp.zeros(1)
+    )
     assert targets == [generation]
 
 
-needs_tokamax = pytest.mark.skipif(not errors.is_installed("tokamax"), reason="needs pip install -e '.[mosaic]'")
+needs_tokamax = pytest.mark.skipif(
+    not errors.is_installed("tokamax"), reason="needs pip install -e '.[mosaic]'"
+)
 
 
 @needs_tokamax

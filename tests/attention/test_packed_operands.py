@@ -18,14 +18,21 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 
 
 def _table(segments, sizes, causal=True, k_segments=None):
-    """The table of tokens with these segment ids, [batch, tokens], for one call of the first of `sizes` and a loop.
+    """The table of tokens with these segment ids, [batch, tokens], for one call of the first of
+    `sizes` and a loop.
 
     Positions follow from the order.
     """
-    queries = TokenInfo(jnp.broadcast_to(jnp.arange(len(segments[0])), (len(segments), len(segments[0]))), segments)
+    queries = TokenInfo(
+        jnp.broadcast_to(jnp.arange(len(segments[0])), (len(segments), len(segments[0]))), segments
+    )
     keys = queries if k_segments is None else TokenInfo(None, jnp.asarray(k_segments))
-    ranges = key_ranges(queries._replace(segments_BT=jnp.asarray(segments)), keys, AttentionSpec(causal=causal))
-    return document_table(*ranges, keys.segments_BT.shape[1], Calls(sizes[:1], sizes), causal=causal)
+    ranges = key_ranges(
+        queries._replace(segments_BT=jnp.asarray(segments)), keys, AttentionSpec(causal=causal)
+    )
+    return document_table(
+        *ranges, keys.segments_BT.shape[1], Calls(sizes[:1], sizes), causal=causal
+    )
 
 
 def _documents(table) -> list[tuple[int, ...]]:
@@ -39,7 +46,9 @@ def _documents(table) -> list[tuple[int, ...]]:
 
 
 def test_document_table_of_own_block_has_triangles():
-    """Two sequences of 8 tokens: documents of 3 and 4 tokens and padding; padding, then documents of 1 and 5."""
+    """Two sequences of 8 tokens: documents of 3 and 4 tokens and padding; padding, then documents
+    of 1 and 5.
+    """
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [0, 0, 7, 3, 3, 3, 3, 3]])
     table = _table(segments, (Bucket(2, 8, 8),))
     assert _documents(table) == [(0, 3, 0, 3), (3, 4, 3, 4), (10, 1, 10, 1), (11, 5, 11, 5)]
@@ -50,7 +59,10 @@ def test_document_table_of_own_block_has_triangles():
 
 def test_document_table_of_ring_step_has_rectangles():
     """Queries and keys of a document are at different rows; documents on one side only have none."""
-    segments, k_segments = np.array([[4, 1, 1, 1, 2, 2, 3, 0]]), np.array([[2, 2, 2, 5, 1, 3, 3, 0]])
+    segments, k_segments = (
+        np.array([[4, 1, 1, 1, 2, 2, 3, 0]]),
+        np.array([[2, 2, 2, 5, 1, 3, 3, 0]]),
+    )
     table = _table(segments, (Bucket(1, 8, 8),), causal=False, k_segments=k_segments)
     assert _documents(table) == [(1, 3, 4, 1), (4, 2, 0, 3), (6, 1, 5, 2)]
     assert table.q_document.tolist() == [-1, 0, 0, 0, 1, 1, 2, -1]
@@ -58,7 +70,12 @@ def test_document_table_of_ring_step_has_rectangles():
 
 
 def test_document_table_without_pairs_is_empty():
-    table = _table(np.array([[1, 1, 0, 0]]), (Bucket(1, 4, 4),), causal=False, k_segments=np.array([[2, 2, 2, 0]]))
+    table = _table(
+        np.array([[1, 1, 0, 0]]),
+        (Bucket(1, 4, 4),),
+        causal=False,
+        k_segments=np.array([[2, 2, 2, 0]]),
+    )
     assert table.num_documents == 0 and _documents(table) == []
     assert set(table.q_document.tolist()) == set(table.kv_document.tolist()) == {-1}
 
@@ -77,7 +94,9 @@ def test_document_table_is_sorted_by_bucket():
 
 
 def test_packed_operands_offsets_are_elements_of_their_array():
-    """Grouped queries, N = 4 and K = 2 of head dim 8: 32 elements per token of q, 16 of k. Unused: the end."""
+    """Grouped queries, N = 4 and K = 2 of head dim 8: 32 elements per token of q, 16 of k. Unused:
+    the end.
+    """
     table = _table(np.array([[1, 1, 1, 2, 2, 2, 2, 0]]), (Bucket(1, 8, 8),))
     operands = packed_operands(table.once[0], (1, 8, 4, 8), (1, 8, 2, 8))
     assert [x.tolist() for x in operands] == [[[3, 4]], [[3, 4]], [[0, 96, 256]], [[0, 48, 128]]]
@@ -87,14 +106,19 @@ def test_packed_operands_offsets_are_elements_of_their_array():
 def test_packed_operands_of_later_rows_count_earlier_ones():
     segments = np.array([[1, 1, 0, 0], [3, 0, 2, 2]])
     table = _table(segments, buckets(2, 4, 4))
-    operands = packed_operands(table.repeated.of_call(Bucket(2, 4, 4), 1, (8, 8)), (2, 4, 3, 8), (2, 4, 1, 8))
-    # Four documents per call, as rows of two; cuDNN reads offsets across rows. Documents 1 and 2 of the table are left.
+    operands = packed_operands(
+        table.repeated.of_call(Bucket(2, 4, 4), 1, (8, 8)), (2, 4, 3, 8), (2, 4, 1, 8)
+    )
+    # Four documents per call, as rows of two; cuDNN reads offsets across rows. Documents 1 and 2 of
+    # the table are left.
     assert operands.q_lengths_RM.tolist() == operands.kv_lengths_RM.tolist() == [[1, 2], [0, 0]]
     assert operands.q_offsets.tolist() == [[96, 144, 192], [192, 192, 192]]
     assert operands.kv_offsets.tolist() == [[32, 48, 64], [64, 64, 64]]
 
 
-@pytest.mark.parametrize("shape", [(1, 65536, 65536), (2, 8192, 4096), (1, 1000, 1000), (3, 96, 96), (1, 7, 5)])
+@pytest.mark.parametrize(
+    "shape", [(1, 65536, 65536), (2, 8192, 4096), (1, 1000, 1000), (3, 96, 96), (1, 7, 5)]
+)
 def test_buckets_have_equal_padded_sizes(shape):
     """Rows x tokens do not depend on the bucket, so neither do the padded lse and the workspace."""
     batch, num_queries, num_keys = shape
@@ -110,14 +134,23 @@ def test_buckets_have_equal_padded_sizes(shape):
 
 
 def test_calls_of_few_documents_take_the_longest_first():
-    """At most 3 documents of a rank have more than a quarter of its tokens, and 15 more than a sixteenth."""
-    ring_step, own_block = (calls_for(2, 8192, 8192, causal=causal, few_documents=True) for causal in (False, True))
+    """At most 3 documents of a rank have more than a quarter of its tokens, and 15 more than a
+    sixteenth.
+    """
+    ring_step, own_block = (
+        calls_for(2, 8192, 8192, causal=causal, few_documents=True) for causal in (False, True)
+    )
     assert ring_step == Calls((Bucket(2, 8192, 8192, 3), Bucket(8, 2048, 2048, 2)), ())
     assert own_block == Calls(
-        (Bucket(2, 8192, 8192, 3), Bucket(8, 2048, 2048, 3)), tuple(Bucket(32 * n, 512 // n, 512 // n) for n in (1, 4))
+        (Bucket(2, 8192, 8192, 3), Bucket(8, 2048, 2048, 3)),
+        tuple(Bucket(32 * n, 512 // n, 512 // n) for n in (1, 4)),
     )
     assert [calls.num_documents for calls in (ring_step, own_block)] == [2 * 11, 2 * 15]
     assert [size.num_queries for size in own_block.sizes] == [8192, 2048, 512, 128]
-    assert calls_for(1, 256, 256, causal=True, few_documents=True).repeated == (Bucket(4, 64, 64, 3),)
+    assert calls_for(1, 256, 256, causal=True, few_documents=True).repeated == (
+        Bucket(4, 64, 64, 3),
+    )
     for causal in (False, True):  # without quarters, and for many documents
-        assert calls_for(1, 7, 7, causal=causal, few_documents=True) == Calls(buckets(1, 7, 7), buckets(1, 7, 7))
+        assert calls_for(1, 7, 7, causal=causal, few_documents=True) == Calls(
+            buckets(1, 7, 7), buckets(1, 7, 7)
+        )

@@ -1,4 +1,6 @@
-"""The kernel `pallas`: skipped blocks, sizes that are no multiples of blocks, large arrays, and programs for GPUs."""
+"""The kernel `pallas`: skipped blocks, sizes that are no multiples of blocks, large arrays, and
+programs for GPUs.
+"""
 
 import re
 import subprocess
@@ -32,7 +34,11 @@ def _check(q, k, v, dout, ranges, spec, tolerance=FLOAT32_PARITY):
     assert_rows_match(jnp.maximum(actual_lse, -1e3), jnp.maximum(lse, -1e3), tolerance)
     dlse = jnp.ones_like(lse)
     actual = pallas.backward(q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse))
-    assert_rows_match(actual, reference.backward(*float32, ranges, spec, QueryResults(out, lse, dout, dlse)), tolerance)
+    assert_rows_match(
+        actual,
+        reference.backward(*float32, ranges, spec, QueryResults(out, lse, dout, dlse)),
+        tolerance,
+    )
 
 
 def _lengths(num_queries: int, num_keys: int, **other):
@@ -42,7 +48,9 @@ def _lengths(num_queries: int, num_keys: int, **other):
 
 
 @pytest.mark.parametrize("window", [None, 5, 21])
-@pytest.mark.parametrize("lengths", [(40, 40), (23, 50), (50, 23)], ids=["equal", "fewer_queries", "more_queries"])
+@pytest.mark.parametrize(
+    "lengths", [(40, 40), (23, 50), (50, 23)], ids=["equal", "fewer_queries", "more_queries"]
+)
 def test_implicit_positions_with_partial_blocks_match_reference(lengths, window):
     """With more queries than keys, the first queries precede all keys and are fully masked."""
     spec = AttentionSpec(window=window, query_block_tokens=16, key_block_tokens=16)
@@ -54,7 +62,12 @@ def test_full_attention_with_partial_blocks_matches_reference():
 
 
 def test_head_dims_not_power_of_2_in_float16_match_reference():
-    _check(*_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16), None, SPEC, BFLOAT16_ATTENTION)
+    _check(
+        *_lengths(23, 23, head_dim=12, value_dim=20, dtype=jnp.float16),
+        None,
+        SPEC,
+        BFLOAT16_ATTENTION,
+    )
 
 
 @pytest.mark.jax_version
@@ -68,13 +81,17 @@ def test_more_ranges_than_the_list_holds_match_reference():
 def test_backward_is_bitwise_reproducible():
     q, k, v, dout = _lengths(40, 40, dtype=jnp.bfloat16)
     out, lse = pallas.forward(q, k, v, None, SPEC)
-    first, again = (pallas.backward(q, k, v, None, SPEC, QueryResults(out, lse, dout, lse)) for _ in range(2))
+    first, again = (
+        pallas.backward(q, k, v, None, SPEC, QueryResults(out, lse, dout, lse)) for _ in range(2)
+    )
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
 @pytest.mark.jax_version
 def test_fully_masked_blocks_are_skipped():
-    """One of two documents, in blocks of its own, is all NaN: computing its blocks would give 0 x NaN = NaN."""
+    """One of two documents, in blocks of its own, is all NaN: computing its blocks would give 0 x
+    NaN = NaN.
+    """
     segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), 32, axis=1)
     tokens = TokenInfo(sequence_positions(1)[:, :64], segments)
     ranges = key_ranges(tokens, tokens, SPEC)
@@ -91,7 +108,11 @@ def test_blocks_after_the_diagonal_are_skipped():
     k, v = (x.at[:, 32:].set(jnp.nan) for x in (k, v))
     out, lse = pallas.forward(q, k, v, None, SPEC)
     dq, _, _ = pallas.backward(q, k, v, None, SPEC, QueryResults(out, lse, dout, 0 * lse))
-    assert np.isfinite(out[:, :32]).all() and np.isfinite(dq[:, :32]).all() and np.isnan(out[:, 32:]).all()
+    assert (
+        np.isfinite(out[:, :32]).all()
+        and np.isfinite(dq[:, :32]).all()
+        and np.isnan(out[:, 32:]).all()
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,8 +127,15 @@ def test_blocks_after_the_diagonal_are_skipped():
     ],
 )
 def test_unsupported_has_value_and_limit(change, limit):
-    problem = dict(platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=128, value_dim=128)
-    assert pallas.unsupported(AttentionProblem(**problem | dict(window=7, implicit_positions=False) | change)) == limit
+    problem = dict(
+        platform="gpu", compute_capability="9.0", dtype="bfloat16", head_dim=128, value_dim=128
+    )
+    assert (
+        pallas.unsupported(
+            AttentionProblem(**problem | dict(window=7, implicit_positions=False) | change)
+        )
+        == limit
+    )
 
 
 def _abstract_operands(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int):
@@ -126,7 +154,9 @@ def _both(q, k, ranges, out, lse):
 
 
 def _targeting_h100():
-    """A context in which Triton kernels lower without a GPU: JAX 0.11 and later need the target device."""
+    """A context in which Triton kernels lower without a GPU: JAX 0.11 and later need the target
+    device.
+    """
     device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
@@ -151,7 +181,9 @@ def _triton_programs(lowered) -> dict[str, str]:
 
 @pytest.mark.jax_version
 def test_triton_is_not_imported_with_other_kernels():
-    """JAX 0.11 deprecates Pallas' Triton backend; importing the trainer and training with another kernel must not."""
+    """JAX 0.11 deprecates Pallas' Triton backend; importing the trainer and training with another
+    kernel must not.
+    """
     code = (
         "import sys, jax, jax.numpy as jnp, jaxlc.step.step;"
         " from jaxlc.attention.contract import AttentionSpec; from jaxlc.attention.kernels.choose import KERNELS;"
@@ -166,13 +198,17 @@ def test_triton_is_not_imported_with_other_kernels():
 @pytest.mark.jax_version
 @pytest.mark.parametrize(("num_tokens", "bits"), [(2**20, 64), (2**14, 32)])
 def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
-    """[1, 1048576, 32, 128] has 2^32 elements. Indices are widened before they are multiplied by a stride."""
+    """[1, 1048576, 32, 128] has 2^32 elements. Indices are widened before they are multiplied by a
+    stride.
+    """
     with _targeting_h100():
         traced = jax.jit(_both).trace(*_abstract_operands(num_tokens, 32, 32, 128))
         programs = _triton_programs(traced.lower(lowering_platforms=("cuda",)))
     assert len(programs) == 3
     for name, text in programs.items():
-        offsets = re.findall(r"tt.addptr .* : tensor<\d+x\d+x!tt.ptr<b?f\d+>>, tensor<\d+x\d+xi(\d+)>", text)
+        offsets = re.findall(
+            r"tt.addptr .* : tensor<\d+x\d+x!tt.ptr<b?f\d+>>, tensor<\d+x\d+xi(\d+)>", text
+        )
         assert offsets and set(offsets) == {str(bits)}, name
         products = re.findall(r"arith.muli .* : tensor<\d+x\d+xi(\d+)>", text)
         assert products and set(products) == {str(bits)}, name
@@ -182,17 +218,27 @@ def test_offsets_into_large_arrays_have_64_bits(num_tokens, bits):
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("gpu", "head_dim"),
-    [("h100", 128), *(pytest.param(*x, marks=pytest.mark.full) for x in (("h100", 96), ("a100", 128), ("b200", 64)))],
+    [
+        ("h100", 128),
+        *(
+            pytest.param(*x, marks=pytest.mark.full)
+            for x in (("h100", 96), ("a100", 128), ("b200", 64))
+        ),
+    ],
 )
 def test_pallas_compiles_for_absent_gpus(gpu, head_dim):
     """Inside `shard_map`, as in the trainer: it gives Triton the target GPU."""
     mesh = jax.sharding.Mesh(topology(f"{gpu}:1x1").devices, ("x",))
     replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
     operands = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), _abstract_operands(2048, 8, 2, head_dim)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+        _abstract_operands(2048, 8, 2, head_dim),
     )
-    on_device = jax.shard_map(_both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    on_device = jax.shard_map(
+        _both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
     program = jax.jit(on_device).lower(*operands).compile(compiler_options=dict(WITHOUT_GPU))
     for kernel in ("flash_forward", "flash_dq", "flash_dkv"):
         assert kernel in program.as_text()
-    assert program.memory_analysis().temp_size_in_bytes < 2**20  # nothing of size tokens x tokens, no repeated heads
+    # nothing of size tokens x tokens, no repeated heads
+    assert program.memory_analysis().temp_size_in_bytes < 2**20

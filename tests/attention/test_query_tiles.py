@@ -1,4 +1,6 @@
-"""Attention by tiles against the reference: put, forward, backward and take, called tile by tile as in a layer."""
+"""Attention by tiles against the reference: put, forward, backward and take, called tile by tile as
+in a layer.
+"""
 
 import functools
 from collections import Counter
@@ -48,7 +50,9 @@ class Case(NamedTuple):
     sinks_N: tuple[float, ...] | None = None
 
     def tiled(self) -> TiledAttention:
-        config = AttentionConfig(strategy=self.strategy, kernel=self.kernel, ulysses_degree=self.ulysses_degree)
+        config = AttentionConfig(
+            strategy=self.strategy, kernel=self.kernel, ulysses_degree=self.ulysses_degree
+        )
         return make_tiled(
             config,
             split_mesh(**self.axes),
@@ -67,9 +71,13 @@ def run(case: Case, dtype=jnp.float32):
     """(out, (dq, dk, dv, dsinks_1N)) of `cases.inputs`, in natural order."""
     tiled, order = case.tiled(), zigzag_order(TOKENS, case.axes.get(CONTEXT, 1))
     masks = (positions(), segments()) if case.packed else (np.asarray(sequence_positions()), None)
-    ranges = jax.jit(tiled.prepare)(*(None if x is None else jnp.asarray(x[:, order]) for x in masks))
+    ranges = jax.jit(tiled.prepare)(
+        *(None if x is None else jnp.asarray(x[:, order]) for x in masks)
+    )
 
-    out, *gradients = tiled_results(tiled, order, ranges, inputs(dtype=dtype, **case.heads), case.sinks_N)
+    out, *gradients = tiled_results(
+        tiled, order, ranges, inputs(dtype=dtype, **case.heads), case.sinks_N
+    )
     return out, tuple(gradients)
 
 
@@ -94,14 +102,25 @@ CASES = [
     Case("hybrid", dict(context=4), 2, ulysses_degree=2, kernel="blockwise"),
     Case("hybrid", dict(context=4), 4, packed=False, ulysses_degree=2, kv_tokens_per_step=6),
     Case("hybrid", dict(context=6), 2, 12, 3, ulysses_degree=3),
-    Case("hybrid", dict(context=6), 4, 4, 2, ulysses_degree=2, kernel="blockwise", kv_tokens_per_step=4),
+    Case(
+        "hybrid",
+        dict(context=6),
+        4,
+        4,
+        2,
+        ulysses_degree=2,
+        kernel="blockwise",
+        kv_tokens_per_step=4,
+    ),
     Case("hybrid", dict(context=8), 3, 8, 4, ulysses_degree=4, kv_tokens_per_step=4),
     Case("hybrid", dict(context=4, tensor=2), 2, 8, 4, ulysses_degree=2, packed=False),
     Case("ring", dict(context=1), 4, window=7, kernel="blockwise", sinks_N=SINKS),
     Case("ring", dict(context=4), 3, window=7, sinks_N=SINKS),
     Case("ring", dict(context=2), 2, window=70, packed=False),  # more than a chunk
     Case("ulysses", dict(context=2), 2, window=10, packed=False),
-    Case("hybrid", dict(context=6), 2, window=20, ulysses_degree=2, kernel="blockwise", sinks_N=SINKS),
+    Case(
+        "hybrid", dict(context=6), 2, window=20, ulysses_degree=2, kernel="blockwise", sinks_N=SINKS
+    ),
 ]
 
 
@@ -121,7 +140,10 @@ _FULL = (
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.full if index in _FULL else ()) for index, case in enumerate(CASES)],
+    [
+        pytest.param(case, marks=pytest.mark.full if index in _FULL else ())
+        for index, case in enumerate(CASES)
+    ],
     ids=lambda case: " ".join(map(str, case)),
 )
 def test_tiled_attention_matches_reference(case: Case):
@@ -130,7 +152,15 @@ def test_tiled_attention_matches_reference(case: Case):
 
 
 def test_tiled_attention_in_bfloat16_matches_reference():
-    case = Case("hybrid", dict(context=4), 4, packed=False, ulysses_degree=2, kv_tokens_per_step=6, kernel="blockwise")
+    case = Case(
+        "hybrid",
+        dict(context=4),
+        4,
+        packed=False,
+        ulysses_degree=2,
+        kv_tokens_per_step=6,
+        kernel="blockwise",
+    )
     expected = oracle(packed=False, dtype=jnp.bfloat16, **case.heads)
     assert_rows_match(run(case, jnp.bfloat16), expected, BFLOAT16_ATTENTION)
 
@@ -148,7 +178,10 @@ def test_tiles_of_pairs_mirrored_subchunks(context, tiles):
 
 def test_tiles_of_has_no_collectives():
     mesh = split_mesh(context=4)
-    natural, tiled = (NamedSharding(mesh, PartitionSpec(*dims)) for dims in ((None, CONTEXT), (None, None, CONTEXT)))
+    natural, tiled = (
+        NamedSharding(mesh, PartitionSpec(*dims))
+        for dims in ((None, CONTEXT), (None, None, CONTEXT))
+    )
     tokens_BT = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32, sharding=natural)
     tokens_MBt = jax.ShapeDtypeStruct((3, 1, TOKENS // 3), jnp.int32, sharding=tiled)
     to_tiles = jax.jit(lambda x: tiles_of(x, 4, 3), out_shardings=tiled).lower(tokens_BT)
@@ -168,7 +201,9 @@ def _calls(jaxpr, times=1) -> Counter:
             queries, keys = (eqn.invars[i].aval.shape[1] for i in (0, 1))
             counts[eqn.params["name"], queries, keys] += times
             continue
-        for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for param in jax.tree.leaves(
+            eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             param = getattr(param, "jaxpr", param)
             if hasattr(param, "eqns"):
                 counts += _calls(param, times * rounds)
@@ -195,37 +230,62 @@ def test_number_and_size_of_kernel_calls(case: Case, keys: int, monkeypatch: pyt
         return reference.backward(q, k, v, ranges, spec, results)
 
     named = (jax.jit(function, static_argnums=4) for function in (kernel_forward, kernel_backward))
-    kernel = SimpleNamespace(**dict(zip(("forward", "backward"), named)), unsupported=lambda problem: None)
+    kernel = SimpleNamespace(
+        **dict(zip(("forward", "backward"), named)), unsupported=lambda problem: None
+    )
     monkeypatch.setitem(KERNELS, "reference", kernel)
     case = case._replace(kv_tokens_per_step=keys)
     tiled, context = case.tiled(), case.axes[CONTEXT]
     q_BtNH = jnp.zeros((1, TOKENS // case.tiles, case.num_heads, 8))
-    kv, lse_BNt = tiled.empty(1, TOKENS, 8, jnp.float32), jnp.zeros((1, case.num_heads, q_BtNH.shape[1]))
+    kv, lse_BNt = (
+        tiled.empty(1, TOKENS, 8, jnp.float32),
+        jnp.zeros((1, case.num_heads, q_BtNH.shape[1])),
+    )
     calls = _calls(jax.make_jaxpr(lambda tile: tiled.forward(q_BtNH, kv, tile, None))(0).jaxpr)
     results = q_BtNH, lse_BNt, q_BtNH
-    backward = _calls(jax.make_jaxpr(lambda tile: tiled.backward(q_BtNH, kv, kv, tile, *results, None))(0).jaxpr)
-    assert {call[1:]: times for call, times in calls.items()} == {call[1:]: t for call, t in backward.items()}
+    backward = _calls(
+        jax.make_jaxpr(lambda tile: tiled.backward(q_BtNH, kv, kv, tile, *results, None))(0).jaxpr
+    )
+    assert {call[1:]: times for call, times in calls.items()} == {
+        call[1:]: t for call, t in backward.items()
+    }
 
     ranks = context if case.strategy == "ulysses" else case.ulysses_degree
     ring_steps = context // ranks - 1
     subchunk = TOKENS // (2 * context * case.tiles)
     block_subchunks, per_step = 2 * ranks * case.tiles, keys // subchunk
-    long_steps = ranks * (block_subchunks // per_step - 1 + ring_steps * block_subchunks // per_step)
+    long_steps = ranks * (
+        block_subchunks // per_step - 1 + ring_steps * block_subchunks // per_step
+    )
     diagonals, short_steps = 2 * ranks, ranks * (per_step - 1)
     assert calls == {
         ("kernel_forward", subchunk, keys): long_steps,
         ("kernel_forward", subchunk, subchunk): diagonals + short_steps,
     }
-    pairs = case.tiles * context // ranks * subchunk**2 * (long_steps * per_step + short_steps + diagonals)
-    assert pairs == TOKENS**2 / 2 + TOKENS * subchunk / 2  # diagonal sub-chunks count as full squares
+    pairs = (
+        case.tiles
+        * context
+        // ranks
+        * subchunk**2
+        * (long_steps * per_step + short_steps + diagonals)
+    )
+    # diagonal sub-chunks count as full squares
+    assert pairs == TOKENS**2 / 2 + TOKENS * subchunk / 2
 
 
 @pytest.mark.parametrize(
     "tile_tokens, num_kv_heads, context, keys",
-    [(32_768, 8, 1, 65_536), (8192, 8, 1, 16_384), (32_768, 32, 1, 32_768), (32_768, 8, 8, 262_144)],
+    [
+        (32_768, 8, 1, 65_536),
+        (8192, 8, 1, 16_384),
+        (32_768, 32, 1, 32_768),
+        (32_768, 8, 8, 262_144),
+    ],
 )
 def test_keys_of_a_call_follow_from_memory(tile_tokens, num_kv_heads, context, keys):
-    """Of 1,048,576 tokens per device: grouped queries have smaller keys; after an exchange, a rank has fewer heads."""
+    """Of 1,048,576 tokens per device: grouped queries have smaller keys; after an exchange, a rank
+    has fewer heads.
+    """
     config, mesh = AttentionConfig(strategy="ulysses"), split_mesh(context=context)
     tiled = make_tiled(config, mesh, tiles=1_048_576 // tile_tokens, num_kv_heads=num_kv_heads)
     q_BtNH = jax.ShapeDtypeStruct((1, context * tile_tokens, 32, 128), jnp.bfloat16)
@@ -236,7 +296,9 @@ def test_keys_of_a_call_follow_from_memory(tile_tokens, num_kv_heads, context, k
 def wrong_index_in_block(monkeypatch: pytest.MonkeyPatch):
     """Sub-chunks of the tile have the index of another sub-chunk in the block."""
     monkeypatch.setattr(
-        GroupState, "index_in_block", lambda self, index: jnp.minimum(index * self.num_tiles + self.tile, 1)
+        GroupState,
+        "index_in_block",
+        lambda self, index: jnp.minimum(index * self.num_tiles + self.tile, 1),
     )
 
 
@@ -272,6 +334,7 @@ def test_make_tiled_if_unsupported_raises(case: Case, words):
 def test_indivisible_length_raises():
     make = functools.partial(make_tiled, mesh=split_mesh(context=2), tiles=3, num_kv_heads=2)
     with pytest.raises(
-        UserError, match="100 tokens do not split into 3 tiles of 2 x 2 equal sub-chunks; use a multiple"
+        UserError,
+        match="100 tokens do not split into 3 tiles of 2 x 2 equal sub-chunks; use a multiple",
     ):
         make(AttentionConfig()).empty(1, 100, 16, jnp.float32)

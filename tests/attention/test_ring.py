@@ -1,4 +1,6 @@
-"""Ring attention and argument checks; test_strategies.py compares all contexts and masks with the reference."""
+"""Ring attention and argument checks; test_strategies.py compares all contexts and masks with the
+reference.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +45,13 @@ def test_ring_with_other_mesh_axes_matches_reference(axes):
 
 def test_make_in_layout_order_matches_reference():
     order = zigzag_order(TOKENS, 2)
-    attention = make(AttentionConfig(query_block_tokens=16, key_block_tokens=8), split_mesh(context=2))
+    attention = make(
+        AttentionConfig(query_block_tokens=16, key_block_tokens=8), split_mesh(context=2)
+    )
     q, k, v, _ = (x[:, order] for x in inputs())
-    ranges = jax.jit(attention.prepare)(jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order]))
+    ranges = jax.jit(attention.prepare)(
+        jnp.asarray(positions()[:, order]), jnp.asarray(segments()[:, order])
+    )
     out, lse = jax.jit(attention)(q, k, v, ranges)
     assert lse.dtype == jnp.float32 and lse.shape == (BATCH, 4, TOKENS)
     assert_rows_match(out, oracle()[0][:, order], FLOAT32_PARITY)
@@ -65,7 +71,9 @@ def test_ring_bfloat16_error_is_independent_of_size(context):
 
 
 def _inner_jaxprs(eqn):
-    for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+    for param in jax.tree.leaves(
+        eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ):
         param = getattr(param, "jaxpr", param)
         if hasattr(param, "eqns"):
             yield param
@@ -81,7 +89,9 @@ def _count(jaxpr, primitive: str) -> int:
 
 
 @pytest.mark.jax_version
-@pytest.mark.parametrize("remat, rings", [("none", 1), ("attention", 1), ("matmuls", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    "remat, rings", [("none", 1), ("attention", 1), ("matmuls", 1), ("full", 2)]
+)
 def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
     context = 4
     attention = make(AttentionConfig(), split_mesh(context=context))
@@ -93,8 +103,8 @@ def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
         return attention(2.0 * q, k, v, ranges)[0] * dout
 
     jaxpr = jax.make_jaxpr(jax.grad(lambda *x: layer(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr
-    # Permutes in the jaxpr. Forward: the first send and that of the loop body. Backward: the same two for K/V, two for
-    # dK/dV, and one that sends dK/dV back to the owner rank.
+    # Permutes in the jaxpr. Forward: the first send and that of the loop body. Backward: the same
+    # two for K/V, two for dK/dV, and one that sends dK/dV back to the owner rank.
     forward, backward = 2, 2 + 3
     assert _count(jaxpr, "ppermute") == rings * forward + backward
 
@@ -113,9 +123,13 @@ def _largest_array(jaxpr) -> int:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("remat", ["none", "attention"])
 def test_scan_over_layers_saves_no_dense_mask(packed, remat):
-    """Masks are the same in every layer. Differentiation would hoist the dense masks of all blocks out of the loop."""
+    """Masks are the same in every layer. Differentiation would hoist the dense masks of all blocks
+    out of the loop.
+    """
     num_tokens = 4096
-    attention = make(AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4))
+    attention = make(
+        AttentionConfig(query_block_tokens=64, key_block_tokens=64), split_mesh(context=4)
+    )
     positions = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), (1, num_tokens))
     ranges = attention.prepare(positions, positions) if packed else None
 
@@ -134,7 +148,9 @@ def test_scan_over_layers_saves_no_dense_mask(packed, remat):
 
 @pytest.fixture
 def without_sends(monkeypatch: pytest.MonkeyPatch):
-    """Every rank keeps its own KV block. Caches are cleared before and after, so that no traces are reused."""
+    """Every rank keeps its own KV block. Caches are cleared before and after, so that no traces are
+    reused.
+    """
     monkeypatch.setattr(ring.RingState, "send", lambda self, x, distance=1: x)
     jax.clear_caches()
     yield
@@ -143,14 +159,20 @@ def without_sends(monkeypatch: pytest.MonkeyPatch):
 
 def test_ring_without_sends_does_not_match_reference(without_sends):
     """Mutation test: the comparison with the reference can fail."""
-    assert max_relative_error(sharded(split_mesh(context=2), packed=False)[0], oracle(packed=False)[0]) > 0.1
+    assert (
+        max_relative_error(sharded(split_mesh(context=2), packed=False)[0], oracle(packed=False)[0])
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
         (dict(num_tokens=94), "94 tokens do not split over context=4; use a multiple of 8"),
-        (dict(num_heads=3, num_kv_heads=3), "3 query and 3 key/value heads do not split over tensor=2"),
+        (
+            dict(num_heads=3, num_kv_heads=3),
+            "3 query and 3 key/value heads do not split over tensor=2",
+        ),
         (dict(num_heads=4, num_kv_heads=3), "4 query heads are not a multiple of 3"),
     ],
     ids=["tokens", "tensor", "groups"],
@@ -163,9 +185,13 @@ def test_attend_with_indivisible_shape_raises(change, words):
 
 def test_attend_with_invalid_segment_ids_shape_raises():
     q, k, v, _ = inputs()
-    with pytest.raises(UserError, match=r"invalid shape \(6, 99\) for segment_ids: expected \[B, T\] = \(6, 96\)"):
+    with pytest.raises(
+        UserError, match=r"invalid shape \(6, 99\) for segment_ids: expected \[B, T\] = \(6, 96\)"
+    ):
         attend(q, k, v, mesh=split_mesh(context=2), segment_ids=jnp.ones((6, 99), jnp.int32))
-    with pytest.raises(UserError, match="invalid segment_ids from 1 to 4294967297: expected 32-bit integers"):
+    with pytest.raises(
+        UserError, match="invalid segment_ids from 1 to 4294967297: expected 32-bit integers"
+    ):
         segment_ids = np.repeat([1, 2**32 + 1], 48)[None].repeat(6, axis=0)
         attend(q, k, v, mesh=split_mesh(context=2), segment_ids=segment_ids)
 

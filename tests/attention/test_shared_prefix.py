@@ -1,4 +1,6 @@
-"""Documents that share a prefix in a packed sequence, against a dense mask and against separate rows."""
+"""Documents that share a prefix in a packed sequence, against a dense mask and against separate
+rows.
+"""
 
 import functools
 
@@ -19,7 +21,8 @@ from tests.attention import cudnn_stand_in
 from tests.attention.cases import split_mesh, tiled_results
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
-# (length, number of the document whose tokens come before it; 0: none). Two trees, two plain documents, padding.
+# (length, number of the document whose tokens come before it; 0: none). Two trees, two plain
+# documents, padding.
 DOCUMENTS = [(11, 0), (43, 0), (19, 2), (1, 2), (12, 2), (9, 0), (7, 6), (5, 6), (14, 0)]
 TOKENS = 128
 
@@ -31,7 +34,9 @@ def sequence() -> dict[str, np.ndarray]:
     padding = TOKENS - sum(lengths)
     assert padding > 0
     arrays = dict(
-        positions=np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths)]),
+        positions=np.concatenate(
+            [start + np.arange(length) for start, length in zip(starts, lengths)]
+        ),
         segment_ids=np.repeat(np.arange(1, len(lengths) + 1), lengths),
         prefix_ids=np.repeat(parents, lengths),
     )
@@ -58,7 +63,9 @@ def _expected(window: int | None, with_sinks: bool):
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
         scores = jnp.where(is_seen, jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5, -jnp.inf)
         lse = jax.nn.logsumexp(scores, axis=-1)
-        p = jnp.where(is_seen, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
+        p = jnp.where(
+            is_seen, jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0
+        )
         out = jnp.einsum("bnts,bsnh->btnh", p, v)
         return join(out, lse, sinks_N if with_sinks else None)[0]
 
@@ -69,7 +76,9 @@ def _expected(window: int | None, with_sinks: bool):
 expected = functools.cache(_expected)
 
 
-def results(order_T: np.ndarray, context: int, window=None, kernel="blockwise", with_sinks=False, **settings):
+def results(
+    order_T: np.ndarray, context: int, window=None, kernel="blockwise", with_sinks=False, **settings
+):
     """(out, gradients) in natural order; the arrays of the sequence are in the order `order_T`."""
     *qkv, dout, sinks_N = inputs()
     config = AttentionConfig(kernel=kernel, query_block_tokens=16, key_block_tokens=8, **settings)
@@ -84,7 +93,9 @@ def results(order_T: np.ndarray, context: int, window=None, kernel="blockwise", 
 
         def attended(q, k, v, sinks_N):
             operands = (x[:, order_T] for x in (q, k, v))
-            return attend(*operands, ranges, sinks_N if with_sinks else None)[0][:, natural_order(order_T)]
+            return attend(*operands, ranges, sinks_N if with_sinks else None)[0][
+                :, natural_order(order_T)
+            ]
 
         out, vjp = jax.vjp(attended, *qkv, sinks_N)
         return out, *vjp(dout)[: 4 if with_sinks else 3]
@@ -105,7 +116,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
 
 ORDERS = {
     "zigzag": lambda outer, inner: zigzag_order(TOKENS, outer * inner),
-    "documents": lambda outer, inner: document_order(sequence()["segment_ids"], outer, inner, ascending=True),
+    "documents": lambda outer, inner: document_order(
+        sequence()["segment_ids"], outer, inner, ascending=True
+    ),
 }
 
 
@@ -126,7 +139,9 @@ ORDERS = {
 def test_trees_match_dense_mask(stand_in, order, strategy, outer, inner, kernel):
     order_T = ORDERS[order](outer, inner)
     degree = dict(ulysses_degree=inner) if strategy == "hybrid" else {}
-    actual = results(order_T, outer * inner, strategy=strategy, kernel=kernel, with_sinks=outer == 4, **degree)
+    actual = results(
+        order_T, outer * inner, strategy=strategy, kernel=kernel, with_sinks=outer == 4, **degree
+    )
     assert_matches(actual, expected(None, outer == 4))
 
 
@@ -144,7 +159,9 @@ def test_trees_match_dense_mask(stand_in, order, strategy, outer, inner, kernel)
 )
 def test_trees_in_sliding_windows_match_dense_mask(window, strategy, outer, inner):
     context, degree = outer * inner, dict(ulysses_degree=inner) if strategy == "hybrid" else {}
-    actual = results(zigzag_order(TOKENS, context), context, window=window, strategy=strategy, **degree)
+    actual = results(
+        zigzag_order(TOKENS, context), context, window=window, strategy=strategy, **degree
+    )
     assert_matches(actual, expected(window, False))
 
 
@@ -163,11 +180,17 @@ def test_trees_in_sliding_windows_match_dense_mask(window, strategy, outer, inne
     ],
 )
 def test_trees_in_sliding_windows_of_tiles_match_dense_mask(window, strategy, outer, inner, tiles):
-    """Of the branches in a sub-chunk, the prefix ends before it, or is in it, or both for two trees."""
+    """Of the branches in a sub-chunk, the prefix ends before it, or is in it, or both for two
+    trees.
+    """
     order_T, sinks_N = zigzag_order(TOKENS, outer * inner), inputs()[-1]
-    config = AttentionConfig(kernel="blockwise", key_block_tokens=8, strategy=strategy, ulysses_degree=inner)
+    config = AttentionConfig(
+        kernel="blockwise", key_block_tokens=8, strategy=strategy, ulysses_degree=inner
+    )
     mesh = split_mesh(context=outer * inner)
-    tiled = make_tiled(config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=True)
+    tiled = make_tiled(
+        config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=True
+    )
     positions, segments, prefixes = (jnp.asarray(x[order_T])[None] for x in sequence().values())
     ranges = jax.jit(tiled.prepare)(positions, segments, None, prefixes)
     *actual, dsinks_1N = tiled_results(tiled, order_T, ranges, inputs()[:4], sinks_N)
@@ -183,20 +206,28 @@ def test_dense_mask_equals_separate_rows():
     for number, (length, parent) in enumerate(DOCUMENTS):
         rows = np.arange(ends[number] - length, ends[number])
         if parent:
-            rows = np.concatenate([np.arange(ends[parent - 1] - DOCUMENTS[parent - 1][0], ends[parent - 1]), rows])
+            rows = np.concatenate(
+                [np.arange(ends[parent - 1] - DOCUMENTS[parent - 1][0], ends[parent - 1]), rows]
+            )
         separate = attend(*(x[:, rows] for x in qkv))[0]
         assert max_relative_error(separate[:, -length:], out[:, rows[-length:]]) <= FLOAT32_PARITY
 
 
 def test_table_of_interleaved_branches_has_overlapping_keys():
-    """Each document of a packed call has its own keys, so the branches of a prefix must be contiguous on a rank."""
+    """Each document of a packed call has its own keys, so the branches of a prefix must be
+    contiguous on a rank.
+    """
 
     def overlaps(prefixes) -> bool:
-        queries = TokenInfo(jnp.full((1, 8), 9), jnp.arange(1, 9)[None], jnp.asarray(prefixes)[None])
+        queries = TokenInfo(
+            jnp.full((1, 8), 9), jnp.arange(1, 9)[None], jnp.asarray(prefixes)[None]
+        )
         keys = TokenInfo(jnp.zeros((1, 8), int), jnp.repeat(jnp.array([11, 12]), 4)[None])
         spec = AttentionSpec(causal=False)
         ranges = key_ranges(queries, keys, spec).prefix
-        table = document_table(*ranges, 8, calls_for(1, 8, 8, causal=False, few_documents=False), causal=False)
+        table = document_table(
+            *ranges, 8, calls_for(1, 8, 8, causal=False, few_documents=False), causal=False
+        )
         used = np.zeros(8, int)
         for start, length in zip(table.repeated.kv_start, table.repeated.kv_length):
             used[int(start) : int(start + length)] += 1

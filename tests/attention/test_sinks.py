@@ -1,4 +1,6 @@
-"""Attention sinks against a softmax with one more column, over strategies, kernels, masks and meshes."""
+"""Attention sinks against a softmax with one more column, over strategies, kernels, masks and
+meshes.
+"""
 
 import functools
 from collections import Counter
@@ -26,7 +28,9 @@ SINKS = np.array([-2.0, 0.5, 3.0, 6.0, -30.0, 1.0, 0.0, 30.0], np.float32)
 
 
 def results_of(attend_fn, dtype=jnp.float32):
-    """(out, lse) and the gradients of q, k, v and the sinks; the objective depends on out and on lse."""
+    """(out, lse) and the gradients of q, k, v and the sinks; the objective depends on out and on
+    lse.
+    """
     q, k, v, dout = inputs(dtype=dtype, **HEADS)
     dlse = jax.random.normal(jax.random.key(9), (q.shape[0], q.shape[2], q.shape[1]))
 
@@ -34,13 +38,17 @@ def results_of(attend_fn, dtype=jnp.float32):
         out, lse = attend_fn(q, k, v, sinks_N)
         return (out.astype(jnp.float32) * dout).sum() + (lse * dlse).sum(), (out, lse)
 
-    gradients, results = jax.jit(jax.grad(objective, (0, 1, 2, 3), has_aux=True))(q, k, v, jnp.asarray(SINKS))
+    gradients, results = jax.jit(jax.grad(objective, (0, 1, 2, 3), has_aux=True))(
+        q, k, v, jnp.asarray(SINKS)
+    )
     return results, gradients
 
 
 @functools.cache
 def oracle(packed: bool, window: int | None):
-    """As transformers: the sink is one more column of scores, which the softmax includes and the output does not."""
+    """As transformers: the sink is one more column of scores, which the softmax includes and the
+    output does not.
+    """
     mask_BTS = jnp.tri(TOKENS, dtype=bool)[None]
     if packed or window:
         mask_BTS = ranges(packed, AttentionSpec(window=window)).dense_mask_BTS(TOKENS)
@@ -63,7 +71,8 @@ def assert_matches(actual, expected, tolerance=FLOAT32_PARITY) -> None:
     assert_rows_match((out, *gradients), (expected_out, *expected_gradients), tolerance)
     assert max_relative_error(lse, expected_lse) <= tolerance
     assert max_relative_error(dsinks, expected_dsinks) <= tolerance
-    np.testing.assert_allclose(dsinks, expected_dsinks, rtol=100 * tolerance, atol=1e-4)  # of small ones, too
+    # of small ones, too
+    np.testing.assert_allclose(dsinks, expected_dsinks, rtol=100 * tolerance, atol=1e-4)
 
 
 CASES = [  # strategy, axes of the mesh, packed, window, kernel
@@ -112,23 +121,31 @@ def test_sinks_in_bfloat16_match_softmax_with_one_more_column():
 
 def test_sinks_in_shard_map_match_softmax_with_one_more_column():
     def local(q, k, v, segments_bt, sinks_N):
-        return attend(q, k, v, segment_ids=segments_bt, sinks=sinks_N, context_axis="context", return_lse=True)
+        return attend(
+            q, k, v, segment_ids=segments_bt, sinks=sinks_N, context_axis="context", return_lse=True
+        )
 
     tokens, lse = PartitionSpec(None, "context"), PartitionSpec(None, None, "context")
     specs = (tokens, tokens, tokens, tokens, PartitionSpec())
-    split = jax.shard_map(local, mesh=split_mesh(context=4), in_specs=specs, out_specs=(tokens, lse), check_vma=False)
+    split = jax.shard_map(
+        local, mesh=split_mesh(context=4), in_specs=specs, out_specs=(tokens, lse), check_vma=False
+    )
     actual = results_of(lambda q, k, v, sinks_N: split(q, k, v, jnp.asarray(segments()), sinks_N))
     assert_matches(actual, oracle(True, None))
 
 
 @pytest.mark.parametrize("context", [1, 4])
 def test_sink_in_each_ring_step_does_not_match(context, monkeypatch):
-    """Mutation test: a sink in each kernel call is right on one rank, and counted once per block on several ranks."""
+    """Mutation test: a sink in each kernel call is right on one rank, and counted once per block on
+    several ranks.
+    """
 
     def forward(*operands):
         return contract.join(*reference.forward(*operands), jnp.asarray(SINKS))
 
-    kernel = SimpleNamespace(forward=forward, backward=reference.backward, unsupported=reference.unsupported)
+    kernel = SimpleNamespace(
+        forward=forward, backward=reference.backward, unsupported=reference.unsupported
+    )
     monkeypatch.setitem(KERNELS, "reference", kernel)
     q, k, v, _ = inputs(**HEADS)
     out, _ = attend_on("ring", dict(context=context), False, None, "reference")(q, k, v)
@@ -153,7 +170,9 @@ def calls_on_h100(kind: str) -> Counter:
     def gradients(q, k, v, sinks_N, dout):
         return jax.vjp(attend_fn, q, k, v, sinks_N)[1](dout)
 
-    compiled = jax.jit(gradients).lower(q, k, k, sinks_N, q).compile(compiler_options=dict(WITHOUT_GPU))
+    compiled = (
+        jax.jit(gradients).lower(q, k, k, sinks_N, q).compile(compiler_options=dict(WITHOUT_GPU))
+    )
     counts = Counter()
     for counted in analyze(compiled.as_text()).attention_calls:
         counts[counted.call.pass_name] += counted.times
@@ -174,5 +193,7 @@ def test_differentiating_the_factor_of_sinks_adds_backward_calls():
 
 def test_attend_with_wrong_number_of_sinks_raises():
     q, k, v, _ = inputs(**HEADS)
-    with pytest.raises(UserError, match=r"invalid shape \(4,\) for sinks: expected one per query head, \(8,\)"):
+    with pytest.raises(
+        UserError, match=r"invalid shape \(4,\) for sinks: expected one per query head, \(8,\)"
+    ):
         attend(q, k, v, mesh=split_mesh(context=2), sinks=jnp.zeros(4))

@@ -1,4 +1,6 @@
-"""Strategies x kernels x masks x mesh against the reference: the cases of benchmarks/support_table.py, and others."""
+"""Strategies x kernels x masks x mesh against the reference: the cases of
+benchmarks/support_table.py, and others.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,10 @@ def _is_sampled(case: support_table.Case) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.full if _is_sampled(case) else ()) for case in support_table.covering()],
+    [
+        pytest.param(case, marks=pytest.mark.full if _is_sampled(case) else ())
+        for case in support_table.covering()
+    ],
     ids=lambda case: " ".join(map(str, case)),
 )
 def test_strategy_matches_reference_or_raises(case: support_table.Case):
@@ -36,7 +41,9 @@ def test_strategy_matches_reference_or_raises(case: support_table.Case):
         return
     tolerance = FLOAT32_PARITY if case.dtype == "float32" else BFLOAT16_ATTENTION
     assert_rows_match(
-        sharded(split_mesh(**case.axes), **problem, **settings, heads=heads), oracle(**problem, **heads), tolerance
+        sharded(split_mesh(**case.axes), **problem, **settings, heads=heads),
+        oracle(**problem, **heads),
+        tolerance,
     )
 
 
@@ -53,10 +60,12 @@ def test_window_sends_only_its_halo(strategy):
     """Of each chunk of 12 tokens, the last 4 are sent: K and V as one array, to both neighbors."""
     q, k, v, _ = inputs()
     mesh = split_mesh(context=4)
-    jaxpr = jax.make_jaxpr(lambda *qkv: attend(*qkv, mesh=mesh, strategy=strategy, window=5, token_order="zigzag"))(
-        q, k, v
-    )
-    sent = [line for line in str(jaxpr).splitlines() if "ppermute[" in line or "all_gather[" in line]
+    jaxpr = jax.make_jaxpr(
+        lambda *qkv: attend(*qkv, mesh=mesh, strategy=strategy, window=5, token_order="zigzag")
+    )(q, k, v)
+    sent = [
+        line for line in str(jaxpr).splitlines() if "ppermute[" in line or "all_gather[" in line
+    ]
     assert len(sent) == 2 and all("ppermute" in line for line in sent), sent  # two directions
     assert sum("f32[6,4,2,32]" in line for line in sent) == 2, sent
 
@@ -65,7 +74,9 @@ def test_window_on_one_rank_sends_nothing():
     """XLA keeps a permute without pairs, which the plan of a model with sliding layers cannot read."""
     q, k, v, _ = inputs()
     mesh = split_mesh(context=1)
-    jaxpr = jax.make_jaxpr(lambda *qkv: attend(*qkv, mesh=mesh, window=5, token_order="zigzag"))(q, k, v)
+    jaxpr = jax.make_jaxpr(lambda *qkv: attend(*qkv, mesh=mesh, window=5, token_order="zigzag"))(
+        q, k, v
+    )
     assert "ppermute" not in str(jaxpr)
 
 
@@ -98,11 +109,15 @@ def test_attend_with_invalid_window_raises(settings):
 
 def test_attend_with_ulysses_ranks_and_ring_raises():
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="invalid ulysses_ranks=2 for strategy 'ring': expected None unless"):
+    with pytest.raises(
+        ValueError, match="invalid ulysses_ranks=2 for strategy 'ring': expected None unless"
+    ):
         attend(q, k, v, mesh=split_mesh(context=4), strategy="ring", ulysses_ranks=2)
 
 
 def test_hybrid_with_indivisible_context_raises():
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="invalid value 3 for ulysses_degree: expected a divisor of context=4"):
+    with pytest.raises(
+        ValueError, match="invalid value 3 for ulysses_degree: expected a divisor of context=4"
+    ):
         attend(q, k, v, mesh=split_mesh(context=4), strategy="hybrid", ulysses_ranks=3)

@@ -1,4 +1,6 @@
-"""Replacements for the compilation of memory cases. Imports no jax, since every process imports this module."""
+"""Replacements for the compilation of memory cases. Imports no jax, since every process imports
+this module.
+"""
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
@@ -7,9 +9,13 @@ GIB = 2**30
 
 
 def planned(config: Config) -> dict:
-    """GPU memory is 10 GiB plus 40 GiB per 2^20 tokens of a GPU, 5% more per extra layer of a group. Host memory holds
-    the layer inputs, one per group."""
-    num_gpus, tokens, groups = config.mesh.num_devices, config.data.seq_len, config.memory.layers_per_remat_group
+    """GPU memory is 10 GiB plus 40 GiB per 2^20 tokens of a GPU, 5% more per extra layer of a
+    group. Host memory holds the layer inputs, one per group."""
+    num_gpus, tokens, groups = (
+        config.mesh.num_devices,
+        config.data.seq_len,
+        config.memory.layers_per_remat_group,
+    )
     device = 10 * GIB + 40 * GIB * tokens / num_gpus / 2**20 * (1 + 0.05 * (groups - 1))
     host = 90 * GIB + 8192 * 32 / groups * tokens / max(1, num_gpus // 8)
     device_fits, host_fits = device <= 75 * GIB, host + 90 * GIB <= 1843 * GIB

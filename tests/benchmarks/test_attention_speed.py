@@ -28,15 +28,24 @@ def cases(*arguments: str) -> list[AttentionCase]:
 def test_measure_writes_rows_table_and_plot(tmp_path, capsys, monkeypatch):
     figures = record_figures(monkeypatch)
     strategies = ["ring", "all_gather", "hybrid"]
-    flag_values = [f"--strategies={','.join(strategies)}", "--seq_len=64,128", "--ulysses_degree=2", "--window=20"]
+    flag_values = [
+        f"--strategies={','.join(strategies)}",
+        "--seq_len=64,128",
+        "--ulysses_degree=2",
+        "--window=20",
+    ]
     rows = attention_speed.measure(cases(*flag_values), MeshConfig(context=2), 2, tmp_path)
     written = [json.loads(line) for line in (tmp_path / "attention.jsonl").read_text().splitlines()]
     assert written == rows and len(rows) == 6
     assert all(row["seconds"] >= row["seconds_min"] > 0 and row["temp_bytes"] > 0 for row in rows)
-    assert rows[0]["mesh"] == "context=2" and rows[0]["share_of_peak"] is None and rows[0]["commit"] is not None
-    assert {(row["strategy"], row["seq_len"], row["window"], row["num_kv_heads"]) for row in rows} == {
-        (strategy, seq_len, 20, 2) for strategy in strategies for seq_len in (64, 128)
-    }
+    assert (
+        rows[0]["mesh"] == "context=2"
+        and rows[0]["share_of_peak"] is None
+        and rows[0]["commit"] is not None
+    )
+    assert {
+        (row["strategy"], row["seq_len"], row["window"], row["num_kv_heads"]) for row in rows
+    } == {(strategy, seq_len, 20, 2) for strategy in strategies for seq_len in (64, 128)}
     assert "all_gather" in capsys.readouterr().out
     [axes] = figures[0].axes
     assert [line.get_label() for line in axes.lines] == strategies
@@ -52,14 +61,21 @@ def test_causal_flops_counts_visible_pairs():
     assert AttentionCase(**shape, seq_len=1).causal_flops == 3.5 * 64
     assert AttentionCase(**shape, seq_len=3, backward=False).causal_flops == 6 * 64
     assert AttentionCase(**shape, seq_len=3, backward=False, window=2).causal_flops == 5 * 64
-    assert AttentionCase(**shape, seq_len=6, backward=False, num_documents=2).causal_flops == 12 * 64
+    assert (
+        AttentionCase(**shape, seq_len=6, backward=False, num_documents=2).causal_flops == 12 * 64
+    )
 
 
 def test_compile_case_with_documents_masks_other_documents():
     mesh = make_mesh(MeshConfig(context=2), jax.devices()[:2])
-    shape = dict(strategy="ring", seq_len=64, num_heads=2, num_kv_heads=2, head_dim=8, backward=False)
-    plain, packed = (attention_speed.compile_case(AttentionCase(**shape, num_documents=n), mesh) for n in (1, 4))
-    last = int(zigzag_order(64, 2).argmax())  # the last token attends to 64 keys, and to the 16 of its document
+    shape = dict(
+        strategy="ring", seq_len=64, num_heads=2, num_kv_heads=2, head_dim=8, backward=False
+    )
+    plain, packed = (
+        attention_speed.compile_case(AttentionCase(**shape, num_documents=n), mesh) for n in (1, 4)
+    )
+    # the last token attends to 64 keys, and to the 16 of its document
+    last = int(zigzag_order(64, 2).argmax())
     q, k, v = plain.inputs
     first = int(zigzag_order(64, 2).argmin())
     other = v.at[:, first].add(1.0)  # the first token is in another document

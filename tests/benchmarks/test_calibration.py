@@ -1,4 +1,5 @@
-"""The published runs, and the fit of the calibration. `python -m benchmarks.calibration` compiles the runs.
+"""The published runs, and the fit of the calibration. `python -m benchmarks.calibration` compiles
+the runs.
 
 Expected numbers are from the cited pages and computed without jaxlc.
 """
@@ -23,9 +24,11 @@ PUBLISHED = {
     "nemo: Llama 2 7B, FP8, 256K, 256 H100": (262_144, dict(context=8, tensor=4), 6.74),
     "nemo: Llama 2 7B, FP8, 1M, 1024 H100": (1_048_576, dict(context=32, tensor=8), 6.74),
     "trl: Qwen3 8B, bf16, 1M, 8 H100": (1_048_576, dict(context=8), 8.19),
-    "memo: GPT 7B, bf16, 1M, 8 A800": (1_048_576, dict(context=8), None),  # a model of another shape
+    # a model of another shape
+    "memo: GPT 7B, bf16, 1M, 8 A800": (1_048_576, dict(context=8), None),
     "alst: Llama 3.1 8B, bf16, 3.7M, 8 H100": (3_702_784, dict(context=8), 8.03),
-    "llm-foundry: MPT 7B, bf16, 64K, 8 H100": (65_536, dict(fsdp=8), 6.84),  # 6.65 and a second embedding table
+    # 6.65 and a second embedding table
+    "llm-foundry: MPT 7B, bf16, 64K, 8 H100": (65_536, dict(fsdp=8), 6.84),
     "maxtext: Llama 3.1 70B, FP8, 8K, 256 B200": (8_192, dict(fsdp=256), 70.55),
     "fms-fsdp: Llama 2 7B, bf16, 4K, 128 A100": (4_096, dict(data=2, fsdp=8), 6.74),
     "easycontext: Llama 2 7B, bf16, 512K, 8 A100": (524_288, dict(context=8), 6.74),
@@ -39,7 +42,9 @@ def named(name: str):
 
 
 def num_params(model) -> int:
-    """Embedding, head, and per layer: q, k, v, o and three feed-forward matrices. Norms are below the precision."""
+    """Embedding, head, and per layer: q, k, v, o and three feed-forward matrices. Norms are below
+    the precision.
+    """
     heads = 2 * model.num_heads + 2 * model.num_kv_heads
     per_layer = model.model_dim * (heads * model.head_dim + 3 * model.ffn_dim)
     return model.num_layers * per_layer + 2 * model.vocab_size * model.model_dim
@@ -51,7 +56,9 @@ def test_config_of_published_run_has_its_model_mesh_and_length(name):
     config = named(name).config
     assert config.data.seq_len == seq_len
     assert vars(config.mesh) == dict(data=1, fsdp=1, context=1, tensor=1) | mesh
-    assert billion_params is None or num_params(config.model) / 1e9 == pytest.approx(billion_params, abs=0.005)
+    assert billion_params is None or num_params(config.model) / 1e9 == pytest.approx(
+        billion_params, abs=0.005
+    )
 
 
 def test_published_runs_are_complete_and_valid():
@@ -66,7 +73,9 @@ def test_published_runs_are_complete_and_valid():
 
 
 def test_estimated_figure_full_attention_counts_all_pairs():
-    """NeMo counts 6 FLOPs per matrix parameter and token, and 12 L D T^2 for attention without a mask."""
+    """NeMo counts 6 FLOPs per matrix parameter and token, and 12 L D T^2 for attention without a
+    mask.
+    """
     run = named("nemo: Llama 2 7B, FP8, 256K, 256 H100")
     num_tokens = 262_144
     matrix_params = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000
@@ -96,7 +105,9 @@ def test_fit_ignores_held_back_source():
     """Changing the runs of a source changes its own errors, not its fit."""
     rows = [Residual(fold.source, 0.1 * number) for number, fold in enumerate(_folds())]
     moved = [row._replace(log_ratio=9.0) if row.source == "trl" else row for row in rows]
-    before, after = ({fold.source: fold for fold in calibration_fit.folds(x)} for x in (rows, moved))
+    before, after = (
+        {fold.source: fold for fold in calibration_fit.folds(x)} for x in (rows, moved)
+    )
     assert before["trl"].fit == after["trl"].fit
     assert before["trl"].errors != after["trl"].errors
     assert before["memo"].fit != after["memo"].fit
@@ -109,14 +120,24 @@ def _folds():
 
 
 def test_paired_errors_are_of_one_group_and_similar_length():
-    rows = [Residual("a", 0.0, "x", 100), Residual("a", 0.3, "x", 200), Residual("a", 9.0, "y", 100)]
-    rows += [Residual("b", 5.0, "x", 100), Residual("a", 7.0, "x", 500), Residual("a", 8.0, "", 100)]
+    rows = [
+        Residual("a", 0.0, "x", 100),
+        Residual("a", 0.3, "x", 200),
+        Residual("a", 9.0, "y", 100),
+    ]
+    rows += [
+        Residual("b", 5.0, "x", 100),
+        Residual("a", 7.0, "x", 500),
+        Residual("a", 8.0, "", 100),
+    ]
     assert calibration_fit.paired_errors(rows, max_length_ratio=2) == [("a", 0.3)]
     assert len(calibration_fit.paired_errors(rows, max_length_ratio=10)) == 3
 
 
 def test_constants_of_interval_are_those_of_stored_results():
-    """The interval that plans print follows from the stored runs, and covers 80% of the held-back ones."""
+    """The interval that plans print follows from the stored runs, and covers 80% of the held-back
+    ones.
+    """
     residuals = calibration.residuals(calibration.stored())
     assert len(residuals) == len(runs())
     final = calibration_fit.fit(residuals)

@@ -26,14 +26,21 @@ def test_computed_pairs_match_dense_mask(monkeypatch: pytest.MonkeyPatch, contex
     own = causal_work.computed_pairs(TOKENS, context, TOKENS // context, TOKENS // context)
     assert own == [pairs_of_dense_mask(queries_T, queries_T, tile) for queries_T in order_RT]
     all_keys = causal_work.computed_pairs(TOKENS, context, TOKENS // context, TOKENS)
-    assert all_keys == [pairs_of_dense_mask(queries_T, order_RT.reshape(-1), tile) for queries_T in order_RT]
+    assert all_keys == [
+        pairs_of_dense_mask(queries_T, order_RT.reshape(-1), tile) for queries_T in order_RT
+    ]
 
 
 def test_computed_pairs_after_all_to_all_equal_in_group(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(causal_work, "TILE", 5)
     first, second = causal_work.computed_pairs(TOKENS, 2, TOKENS // 2, TOKENS)
     assert first != second
-    assert causal_work.computed_pairs(TOKENS, 4, TOKENS // 2, TOKENS) == [first, first, second, second]
+    assert causal_work.computed_pairs(TOKENS, 4, TOKENS // 2, TOKENS) == [
+        first,
+        first,
+        second,
+        second,
+    ]
     whole = causal_work.computed_pairs(TOKENS, 1, TOKENS, TOKENS)
     assert causal_work.computed_pairs(TOKENS, 4, TOKENS, TOKENS) == whole * 4
 

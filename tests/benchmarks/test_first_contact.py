@@ -1,4 +1,6 @@
-"""The programs of the first measurements on a GPU: the dry run of every row, rows that fail, and the constants."""
+"""The programs of the first measurements on a GPU: the dry run of every row, rows that fail, and
+the constants.
+"""
 
 import json
 import os
@@ -25,13 +27,16 @@ sys.modules.update(dict.fromkeys(absent))
 
 
 def first_contact(directory: Path, *arguments: str) -> list[dict]:
-    """Runs the script without the packages that a GPU machine may lack, and returns the rows that it wrote."""
+    """Runs the script without the packages that a GPU machine may lack, and returns the rows that
+    it wrote.
+    """
     (directory / "sitecustomize.py").write_text(_BARE_MACHINE)
     out = directory / "rows.jsonl"
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("XLA_", "JAX_")) or "_CACHE_" in name  # keeps the compilation cache of the tests
+        # keeps the compilation cache of the tests
+        if not name.startswith(("XLA_", "JAX_")) or "_CACHE_" in name
     }
     environment |= dict(PYTHONPATH=str(directory), JAX_PLATFORMS="cpu", XLA_FLAGS=FAST_COMPILATION)
     arguments = [f"--out={out}", *arguments]
@@ -45,8 +50,12 @@ def first_contact(directory: Path, *arguments: str) -> list[dict]:
 
 @pytest.mark.heavy
 def test_dry_run_of_short_parts_measures_with_few_packages(tmp_path):
-    measured = first_contact(tmp_path, "--dry_run", "--seconds=10000", "--parts=env,kernels,ring,rates,compile")
-    assert [row for row in measured if "error" in row or row.get("skipped", "").startswith("takes")] == []
+    measured = first_contact(
+        tmp_path, "--dry_run", "--seconds=10000", "--parts=env,kernels,ring,rates,compile"
+    )
+    assert [
+        row for row in measured if "error" in row or row.get("skipped", "").startswith("takes")
+    ] == []
     assert {row["part"] for row in measured} == {"env", "kernels", "ring", "rates", "compile"}
     assert all(row["passed"] for row in measured if "passed" in row)
 
@@ -54,16 +63,30 @@ def test_dry_run_of_short_parts_measures_with_few_packages(tmp_path):
 @pytest.mark.full
 def test_dry_run_measures_every_row_with_few_packages(tmp_path):
     measured = first_contact(tmp_path, "--dry_run", "--seconds=10000")
-    assert [row for row in measured if "error" in row or row.get("skipped", "").startswith("takes")] == []
+    assert [
+        row for row in measured if "error" in row or row.get("skipped", "").startswith("takes")
+    ] == []
     assert {row["part"] for row in measured} == set(command.PARTS)
     assert all(row["passed"] for row in measured if "passed" in row)
     by_part = {name: [row for row in measured if row["part"] == name] for name in command.PARTS}
-    assert {row["case"] for row in by_part["kernels"]} >= {"causal", "full", "window, packed documents"}
+    assert {row["case"] for row in by_part["kernels"]} >= {
+        "causal",
+        "full",
+        "window, packed documents",
+    }
     assert by_part["steps"][0]["loss"] > 0 and by_part["ring"][0]["ring_over_whole"] > 0
     assert [row["from_cache"] for row in by_part["compile"]][:2] == [False, True]
-    assert by_part["profile"][0]["step_seconds"] > 0 and by_part["profile"][0]["estimated_step_seconds"] > 0
+    assert (
+        by_part["profile"][0]["step_seconds"] > 0
+        and by_part["profile"][0]["estimated_step_seconds"] > 0
+    )
     path = tmp_path / "constants.json"
-    assert json.loads(path.read_text()).keys() >= {"matmul_share", "memory_share", "host_share", "attention_share"}
+    assert json.loads(path.read_text()).keys() >= {
+        "matmul_share",
+        "memory_share",
+        "host_share",
+        "attention_share",
+    }
     assert roofline.from_file(str(path)) != roofline.Roofline()
     # The parts of a GPU machine run in processes of their own.
     assert first_contact(tmp_path, "--parts=env", "--seconds=300")[-1]["packages"]["jax"]
@@ -81,22 +104,32 @@ def test_rows_that_fail_or_take_too_long_do_not_stop_others(tmp_path):
 
     path = tmp_path / "rows.jsonl"
     rows.run("part", made(), RowFile(path), time.monotonic() + 100)
-    path.write_text(path.read_text() + '{"part": "cut o')  # a process that is killed while it writes
+    # a process that is killed while it writes
+    path.write_text(path.read_text() + '{"part": "cut o')
     a, b, c, last = rows.read([path])
     assert a["error"].startswith("RuntimeError: xxx") and len(a["error"]) < 1000
-    assert b["skipped"].startswith("takes about 1000000 s") and c["value"] == 3 and "KeyError" in last["error"]
+    assert (
+        b["skipped"].startswith("takes about 1000000 s")
+        and c["value"] == 3
+        and "KeyError" in last["error"]
+    )
 
 
 def test_process_that_crashes_becomes_a_row_with_its_messages(tmp_path, monkeypatch):
     script = tmp_path / "crash.py"
-    script.write_text("import os, sys; print('a message', file=sys.stderr, flush=True); os._exit(11)")
+    script.write_text(
+        "import os, sys; print('a message', file=sys.stderr, flush=True); os._exit(11)"
+    )
     monkeypatch.setattr(command, "_SCRIPT", script)
     out = tmp_path / "rows.jsonl"
     deadline = time.monotonic() + 1000
     command._run_process("steps", 0, dict(tokens=8), {}, RowFile(out), out, deadline)
     command._run_process("steps", 1, dict(tokens=9), {}, RowFile(out), out, time.monotonic())
     crashed, late = rows.read([out])
-    assert (crashed["tokens"], crashed["error"]) == (8, "process ended with 11") and "a message" in crashed["messages"]
+    assert (crashed["tokens"], crashed["error"]) == (
+        8,
+        "process ended with 11",
+    ) and "a message" in crashed["messages"]
     assert "s left" in late["skipped"]
 
 
@@ -129,7 +162,9 @@ def test_part_continues_after_rows_that_crash_and_hang(tmp_path, monkeypatch):
 
 def test_constants_of_a_measurement_ignore_dry_runs(tmp_path):
     copy = dict(part="basics", name="device copy")
-    (tmp_path / "dry_run.jsonl").write_text(json.dumps(copy | dict(share=0.001, dry_run=True)) + "\n")
+    (tmp_path / "dry_run.jsonl").write_text(
+        json.dumps(copy | dict(share=0.001, dry_run=True)) + "\n"
+    )
     (tmp_path / "measured.jsonl").write_text(json.dumps(copy | dict(share=0.9)) + "\n")
     command._write_constants(tmp_path, is_dry_run=False)
     assert json.loads((tmp_path / command.CONSTANTS_FILE).read_text()) == dict(memory_share=0.9)
@@ -138,7 +173,13 @@ def test_constants_of_a_measurement_ignore_dry_runs(tmp_path):
 def test_constants_of_rows_are_read_by_the_plan():
     def rate(kernel, which, tokens, share, packed=None):
         return dict(
-            part="rates", kernel=kernel, which=which, tokens=tokens, share=share, causal=not packed, packed=packed
+            part="rates",
+            kernel=kernel,
+            which=which,
+            tokens=tokens,
+            share=share,
+            causal=not packed,
+            packed=packed,
         )
 
     measured = constants.from_rows([
@@ -162,10 +203,18 @@ def test_constants_of_rows_are_read_by_the_plan():
         dict(part="basics", name="synchronization", seconds=3e-5),
     ])  # fmt: skip
     read = roofline.read(json.dumps(measured))
-    assert read.attention_share["cudnn"] == (0.6, 0.5) and read.attention_share["cudnn_packed"] == (0.55, 0.45)
-    assert read.attention_share["pallas"] == (0.4, pytest.approx(0.35))  # its program has 7 products instead of 5
+    assert read.attention_share["cudnn"] == (0.6, 0.5) and read.attention_share["cudnn_packed"] == (
+        0.55,
+        0.45,
+    )
+    # its program has 7 products instead of 5
+    assert read.attention_share["pallas"] == (0.4, pytest.approx(0.35))
     assert "blockwise" not in read.attention_share  # the published share remains
-    assert (read.matmul_share, read.kernel_gap_seconds, read.synchronization_seconds) == (0.7, 2e-6, 3e-5)
+    assert (read.matmul_share, read.kernel_gap_seconds, read.synchronization_seconds) == (
+        0.7,
+        2e-6,
+        3e-5,
+    )
     assert read.expert_kernel_share == 0.4
     assert read.memory_share == roofline.Roofline().memory_share
 

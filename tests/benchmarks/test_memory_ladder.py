@@ -1,4 +1,6 @@
-"""The memory tables: the search for the maximum sequence length, the cases, and the plot. Compilation is faked."""
+"""The memory tables: the search for the maximum sequence length, the cases, and the plot.
+Compilation is faked.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -42,7 +44,9 @@ def counting(row_of: Callable[[int], dict], calls: list[int]) -> Callable[[int],
 @pytest.mark.parametrize("first", [1, 7, 41, 60])
 def test_largest_that_fits_needs_few_rows(first):
     calls = []
-    largest = memory_cases.largest_that_fits(counting(piecewise_linear, calls), least=0, first=first)
+    largest = memory_cases.largest_that_fits(
+        counting(piecewise_linear, calls), least=0, first=first
+    )
     assert largest == (41, piecewise_linear(41), piecewise_linear(42))
     assert len(calls) == len(set(calls)) <= 6
     assert memory_cases.largest_that_fits(piecewise_linear, least=41, first=42) is None
@@ -54,7 +58,9 @@ def test_largest_that_fits_needs_few_rows(first):
     (8, 8 * 6 * 2**18, 2, True),  # groups of 1 reach 3 x 2^18 per GPU
     (32, 32 * 6 * 2**18, 2, True),
 ])  # fmt: skip
-def test_max_seq_len_groups_layers_while_host_is_full(num_gpus, tokens, layers_per_remat_group, exceeds_host):
+def test_max_seq_len_groups_layers_while_host_is_full(
+    num_gpus, tokens, layers_per_remat_group, exceeds_host
+):
     group_sizes = []
 
     def plan(case: Case) -> dict:
@@ -64,7 +70,10 @@ def test_max_seq_len_groups_layers_while_host_is_full(num_gpus, tokens, layers_p
     result = memory_cases.max_seq_len(num_gpus, plan)
     assert set(group_sizes) == set(range(1, layers_per_remat_group + 1))
     assert len(group_sizes) <= 4 * layers_per_remat_group
-    assert (result.fits["seq_len"], result.fits["layers_per_remat_group"]) == (tokens, layers_per_remat_group)
+    assert (result.fits["seq_len"], result.fits["layers_per_remat_group"]) == (
+        tokens,
+        layers_per_remat_group,
+    )
     assert result.fits["fits"] and not result.too_long["fits"]
     host = " and host memory" if exceeds_host else ""
     assert result.bottleneck == f"GPU memory (bf16[1,2] 8.00 GiB){host}"
@@ -77,7 +86,9 @@ def test_max_seq_len_without_groups_host_is_bottleneck(monkeypatch):
 
 
 def test_max_seq_len_nothing_fits_raises_user_error():
-    with pytest.raises(UserError, match="no sequence fits: even 131072 tokens exceed the memory of 1 GPUs"):
+    with pytest.raises(
+        UserError, match="no sequence fits: even 131072 tokens exceed the memory of 1 GPUs"
+    ):
         memory_cases.max_seq_len(1, lambda case: row(case) | dict(fits=False))
 
 
@@ -90,7 +101,9 @@ def test_cases_are_distinct_configs_that_use_all_gpus():
 
 
 def test_write_prints_a_line_per_case(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(memory_cases, "compile_cases", lambda cases, out: [row(case) for case in cases])
+    monkeypatch.setattr(
+        memory_cases, "compile_cases", lambda cases, out: [row(case) for case in cases]
+    )
     memory_ladder.write(memory_ladder.TABLES, [8], tmp_path)
     *tables, lengths = capsys.readouterr().out.strip().split("\n\n")
     assert sum(len(table.splitlines()) - 2 for table in tables) == len(all_cases())
@@ -104,8 +117,12 @@ def test_plot_shows_own_and_reported_lengths(tmp_path, monkeypatch):
     [axes] = figures[0].axes
     ours, *reported = axes.lines
     assert (list(ours.get_xdata()), list(ours.get_ydata())) == ([1, 8], [2**21, 2**24])
-    assert [line.get_label() for line in reported] == [f"{name}, reported" for name in memory_ladder.REPORTED]
-    assert axes.get_ylabel() == "sequence length, tokens" and (tmp_path / memory_ladder.PLOT).exists()
+    assert [line.get_label() for line in reported] == [
+        f"{name}, reported" for name in memory_ladder.REPORTED
+    ]
+    assert (
+        axes.get_ylabel() == "sequence length, tokens" and (tmp_path / memory_ladder.PLOT).exists()
+    )
 
 
 def test_compile_cases_keeps_order_and_reuses_rows(tmp_path):
@@ -145,5 +162,7 @@ def test_parse_num_gpus_valid():
 
 
 def test_write_unknown_table_raises_user_error(tmp_path):
-    with pytest.raises(UserError, match="invalid 'memory' for --tables: expected ablation, baselines, max_seq_len"):
+    with pytest.raises(
+        UserError, match="invalid 'memory' for --tables: expected ablation, baselines, max_seq_len"
+    ):
         memory_ladder.write(["memory"], [], tmp_path)

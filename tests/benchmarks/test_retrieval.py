@@ -1,4 +1,6 @@
-"""The comparison that shows that context is used: the ring that is broken on purpose, and the rows and figure."""
+"""The comparison that shows that context is used: the ring that is broken on purpose, and the rows
+and figure.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +34,9 @@ def _attention_and_gradients():
         return jaxlc.attend(q, k, v, mesh=mesh, causal=True)
 
     def results(attend):
-        return jax.jit(jax.value_and_grad(lambda q, k, v: (weights * attend(q, k, v)).sum(), argnums=(0, 1, 2)))(
-            q, k, v
-        )
+        return jax.jit(
+            jax.value_and_grad(lambda q, k, v: (weights * attend(q, k, v)).sum(), argnums=(0, 1, 2))
+        )(q, k, v)
 
     return results(ring), results(own_rank)
 
@@ -53,7 +55,10 @@ def test_windowed_layers_attend_to_the_window_only():
     config = load_stages(read_config("retrieval"))[-1].config
     assert [config.model.window_of(kind) for kind in config.model.layer_kinds] == [3, None]
     with retrieval.windowed():
-        assert [config.model.window_of(kind) for kind in config.model.layer_kinds] == [3, retrieval.WINDOW]
+        assert [config.model.window_of(kind) for kind in config.model.layer_kinds] == [
+            3,
+            retrieval.WINDOW,
+        ]
     assert config.model.window_of("nope") is None
 
 

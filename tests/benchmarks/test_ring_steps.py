@@ -1,4 +1,6 @@
-"""The ring steps of all ranks, run on one device, together compute attention over the whole sequence."""
+"""The ring steps of all ranks, run on one device, together compute attention over the whole
+sequence.
+"""
 
 import functools
 
@@ -33,5 +35,7 @@ def test_run_rank_all_ranks_match_reference():
             dkvs[source] = jnp.stack(dkv) + dkvs[source]
     dk, dv = (jnp.concatenate([dkv[i] for dkv in dkvs], axis=1) for i in (0, 1))
     natural = natural_order(zigzag_order(TOKENS, RANKS))
-    actual = [x[:, natural] for x in (jnp.concatenate(outs, axis=1), jnp.concatenate(dqs, axis=1), dk, dv)]
+    actual = [
+        x[:, natural] for x in (jnp.concatenate(outs, axis=1), jnp.concatenate(dqs, axis=1), dk, dv)
+    ]
     assert_rows_match(actual, expected, FLOAT32_PARITY)

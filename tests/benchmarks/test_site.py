@@ -1,4 +1,6 @@
-"""The pages that `python -m benchmarks.site` writes for the site generator; `make docs` builds the site itself."""
+"""The pages that `python -m benchmarks.site` writes for the site generator; `make docs` builds the
+site itself.
+"""
 
 import json
 import re
@@ -29,7 +31,10 @@ def test_reference_pages_match_the_code():
     by_name = {path.name: text for path, text in pages_with_text.items()}
     keys = [f"{section}.{name}" for section in SECTIONS for name in fields_of(SECTIONS[section])]
     assert [key for key in keys if f"\n| `{key}` | " not in by_name["config.md"]] == []
-    assert "| float32 | dtype float32 (supported: bfloat16, float16) | yes | yes | yes |" in by_name["support.md"]
+    assert (
+        "| float32 | dtype float32 (supported: bfloat16, float16) | yes | yes | yes |"
+        in by_name["support.md"]
+    )
     plan = json.loads(next((ROOT / "notebooks" / "data").glob("plan*.json")).read_text())
     records = (plan, plan["memory"], plan["predicted"], plan["ring"], plan["collectives"][0])
     names = set().union(*records) - {"command"}
@@ -42,7 +47,10 @@ def test_api_page_lists_arguments_and_errors_of_every_public_name():
     assert [name for name in public if f"### `jaxlc.{name}`" not in page] == [] and len(public) > 5
     show = page.partition("### `jaxlc.load`")[2].partition("\n### ")[0]
     assert "    mesh: Mapping[str, int] | None = None,\n" in show and ") -> Result" in show
-    assert "\n- `model`, `loss`: " in show and "\n**Raises:**\n\n- `jaxlc.core.errors.UserError`: " in show
+    assert (
+        "\n- `model`, `loss`: " in show
+        and "\n**Raises:**\n\n- `jaxlc.core.errors.UserError`: " in show
+    )
     assert "  - `num_needles`: " in page  # a list inside an item
     assert "model: LanguageModel\n" in page  # a property
 
@@ -60,13 +68,17 @@ def test_page_with_broken_link_raises():
     with pytest.raises(ValueError, match="links to absent.md"):
         pages.page_text("[x](absent.md)", ROOT / "docs" / "plan.md")
     text = "[x](../README.md)\n```sh\n[x](absent.md)\n```\n"
-    assert pages.page_text(text, ROOT / "docs" / "plan.md") == "[x](index.md)\n```sh\n[x](absent.md)\n```\n"
+    assert (
+        pages.page_text(text, ROOT / "docs" / "plan.md")
+        == "[x](index.md)\n```sh\n[x](absent.md)\n```\n"
+    )
 
 
 def test_navigation_lists_every_page(written):
     listed = set(re.findall(r'= "(.*\.md)"', (ROOT / "zensical.toml").read_text()))
     found = {str(path.relative_to(written)) for path in written.rglob("*.md")}
-    dated = {name for name in found if re.match(r"benchmarks/\d", name)}  # benchmarks/index.md lists them
+    # benchmarks/index.md lists them
+    dated = {name for name in found if re.match(r"benchmarks/\d", name)}
     assert found - dated == listed
 
 
@@ -83,13 +95,18 @@ def test_links_and_version_are_those_of_pyproject():
     assert "/github/someone/somewhere/blob/main/notebooks/first_run.ipynb)\n" in first["source"][2]
     assert f'"jaxlc[plot] @ git+{url}")\n' in "".join(install["source"])
     if not links.repository():
-        assert not any(word in text for text in stored.values() for word in ("colab.research", "repo_url"))
+        assert not any(
+            word in text for text in stored.values() for word in ("colab.research", "repo_url")
+        )
 
 
 def test_notebook_outputs_become_text_and_html(tmp_path):
     outputs = [
         {"output_type": "stream", "text": ["\x1b[1ma\x1b[0m\n"]},
-        {"output_type": "display_data", "data": {"text/html": ["<b>\n</b><pre>1\n2</pre>"], "text/plain": ["x"]}},
+        {
+            "output_type": "display_data",
+            "data": {"text/html": ["<b>\n</b><pre>1\n2</pre>"], "text/plain": ["x"]},
+        },
     ]
     install = {"cell_type": "code", "source": ['JAXLC_SOURCE = "<x>"\n', "pip()"], "outputs": []}
     cells = [install, {"cell_type": "code", "source": ["f()"], "outputs": outputs}]

@@ -47,7 +47,9 @@ def make_mesh(*shape: int) -> Mesh:
 
 
 def make_state(step: int, mesh: Mesh, vocab_size: int = 62) -> State:
-    """float32, bfloat16, int32, bool, a PRNG key and optax's own tuples; every leaf depends on `step`."""
+    """float32, bfloat16, int32, bool, a PRNG key and optax's own tuples; every leaf depends on
+    `step`.
+    """
     rng = np.random.default_rng(step)
     params = dict(
         embedding=rng.normal(size=(vocab_size, 256)).astype(np.float32),
@@ -55,18 +57,24 @@ def make_state(step: int, mesh: Mesh, vocab_size: int = 62) -> State:
         flags=rng.integers(2, size=16).astype(bool),
     )
     decay = dict(embedding=True, half=True, flags=False)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.masked(optax.scale_by_adam(), decay))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.masked(optax.scale_by_adam(), decay)
+    )
     state = State(jnp.int32(step), params, optimizer.init(params), jax.random.key(step))
     return jax.tree.map(lambda x: jax.device_put(x, sharding_of(x, mesh)), state)
 
 
 def sharding_of(x, mesh: Mesh) -> NamedSharding:
     is_split = np.ndim(x) == 2
-    return NamedSharding(mesh, PartitionSpec(None, ("fsdp", "context")) if is_split else PartitionSpec())
+    return NamedSharding(
+        mesh, PartitionSpec(None, ("fsdp", "context")) if is_split else PartitionSpec()
+    )
 
 
 def abstract(state: State, mesh: Mesh) -> State:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x, mesh)), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x, mesh)), state
+    )
 
 
 def meta_of(step: int, **model) -> dict:
@@ -102,7 +110,9 @@ class Run:
         checkpoints = self.open()
         abstract_state = abstract(make_state(0, self.mesh), self.mesh)
         try:
-            return checkpoints.restore_latest(lambda _: RestoreTarget(abstract_state, {**MODEL, **model}))
+            return checkpoints.restore_latest(
+                lambda _: RestoreTarget(abstract_state, {**MODEL, **model})
+            )
         finally:
             checkpoints.close()
 
@@ -121,7 +131,9 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_with(saved, tmp_path) -> Callable[..., Run]:
-    """Returns a run in `tmp_path` with copies of the checkpoints of some steps: a copy is faster than a save."""
+    """Returns a run in `tmp_path` with copies of the checkpoints of some steps: a copy is faster
+    than a save.
+    """
 
     def copy(*steps: int) -> Run:
         for step in steps:
@@ -174,10 +186,21 @@ def store_nan(run: Run, step: int) -> None:
 
 
 def with_nan(state: State) -> State:
-    return state._replace(params=state.params | dict(half=state.params["half"].at[3, 5].set(jnp.nan)))
+    return state._replace(
+        params=state.params | dict(half=state.params["half"].at[3, 5].set(jnp.nan))
+    )
 
 
-DAMAGES = (truncate, delete_arrays, delete_manifest, flip_a_bit, garble_meta, change_meta, empty_everything, store_nan)
+DAMAGES = (
+    truncate,
+    delete_arrays,
+    delete_manifest,
+    flip_a_bit,
+    garble_meta,
+    change_meta,
+    empty_everything,
+    store_nan,
+)
 
 
 def test_restore_latest_returns_saved_state_and_meta(run_with):
@@ -193,7 +216,9 @@ def test_restore_latest_on_another_mesh_returns_same_state(run_with, shape):
     run = run_with(10)
     mesh = make_mesh(*shape)
     checkpoints = run.open()
-    state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(abstract(make_state(0, mesh), mesh), MODEL))
+    state, _ = checkpoints.restore_latest(
+        lambda _: RestoreTarget(abstract(make_state(0, mesh), mesh), MODEL)
+    )
     checkpoints.close()
     assert_same(state, make_state(10, mesh))
     assert state.params["embedding"].sharding.mesh.shape == mesh.shape
@@ -209,7 +234,10 @@ def test_restore_latest_with_other_vocab_padding_resizes(run_with):
         saved = make_state(10, run.mesh)
         for restored, original in (
             (state.params["embedding"], saved.params["embedding"]),
-            (state.opt_state[1].inner_state.mu["embedding"], saved.opt_state[1].inner_state.mu["embedding"]),
+            (
+                state.opt_state[1].inner_state.mu["embedding"],
+                saved.opt_state[1].inner_state.mu["embedding"],
+            ),
         ):
             assert restored.shape == (vocab_size, 256)
             np.testing.assert_array_equal(np.asarray(restored)[:61], np.asarray(original)[:61])
@@ -249,7 +277,9 @@ def test_failed_save_does_not_wait_for_other_processes(tmp_path, monkeypatch):
         except OSError as caught:
             raised.append(caught)
 
-    monkeypatch.setattr(ocp.multihost, "get_barrier_sync_fn", lambda: lambda **kwargs: waited.append(kwargs))
+    monkeypatch.setattr(
+        ocp.multihost, "get_barrier_sync_fn", lambda: lambda **kwargs: waited.append(kwargs)
+    )
     manager = Checkpoints(tmp_path, keep=1, warn=pytest.fail)._shared._manager
     barrier = manager._options.async_options.barrier_sync_fn
     for error in (None, full := OSError(28, "No space left on device")):
@@ -283,7 +313,9 @@ def test_save_of_saved_step_does_nothing(run_with):
 def test_save_then_donation_keeps_saved_values(tmp_path):
     run = Run(tmp_path)
     overwrite = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
-    big = jax.device_put(jnp.ones((1024, 16)), NamedSharding(run.mesh, PartitionSpec("fsdp", "context")))
+    big = jax.device_put(
+        jnp.ones((1024, 16)), NamedSharding(run.mesh, PartitionSpec("fsdp", "context"))
+    )
     target = jax.ShapeDtypeStruct(big.shape, big.dtype, sharding=big.sharding)
     checkpoints = run.open()
     checkpoints.save(1, dict(big=big), meta_of(1))
@@ -301,7 +333,9 @@ def test_restore_latest_with_damage_uses_older_checkpoint(run_with, tmp_path, da
     run = run_with(10, 20)
     damage(run, 20)
     printed = []  # tracebacks that Python would print
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value))
+    )
 
     state, meta = run.restore()
     gc.collect()
@@ -318,11 +352,14 @@ def test_save_with_nan_in_a_parameter_raises_and_saves_nothing(run_with):
     run = run_with(10)
     checkpoints = run.open()
     with pytest.raises(
-        UserError, match=r"params/half has NaN or infinite values after step 20.*checkpoints in .*: 10;"
+        UserError,
+        match=r"params/half has NaN or infinite values after step 20.*checkpoints in .*: 10;",
     ):
         checkpoints.save(20, with_nan(make_state(20, run.mesh)), meta_of(20))
     infinite = make_state(20, run.mesh)
-    infinite = infinite._replace(opt_state=jax.tree.map(lambda x: x / 0.0 if x.ndim else x, infinite.opt_state))
+    infinite = infinite._replace(
+        opt_state=jax.tree.map(lambda x: x / 0.0 if x.ndim else x, infinite.opt_state)
+    )
     checkpoints.save(20, infinite, meta_of(20))  # moments may be infinite
     checkpoints.close()
     assert run.open().steps() == [10, 20]
@@ -332,7 +369,10 @@ def test_restore_params_with_nan_raises_their_name(run_with):
     run = run_with(10, 20)
     store_nan(run, 20)
     params = abstract(make_state(0, run.mesh), run.mesh).params
-    with pytest.raises(UserError, match=r"step 20 .* \(array params/half has NaN or infinite values\); other .*: 10"):
+    with pytest.raises(
+        UserError,
+        match=r"step 20 .* \(array params/half has NaN or infinite values\); other .*: 10",
+    ):
         restore_params(run.directory, 20, params, vocab_size=61)
     restore_params(run.directory, 20, params, vocab_size=61, finite_params=False)
 
@@ -342,7 +382,9 @@ def test_save_after_damage_replaces_damaged_step(run_with, is_new_run):
     run = run_with(10, 20)
     truncate(run, 20)
     checkpoints = run.open()
-    checkpoints.restore_latest(lambda _: RestoreTarget(abstract(make_state(0, run.mesh), run.mesh), MODEL))
+    checkpoints.restore_latest(
+        lambda _: RestoreTarget(abstract(make_state(0, run.mesh), run.mesh), MODEL)
+    )
     if is_new_run:
         checkpoints.close()
         checkpoints = run.open()
@@ -369,7 +411,10 @@ def test_restore_latest_with_only_damage_raises_and_keeps_files(run_with, tmp_pa
         (dict(model_dim=32), "config.model.model_dim=16, and this config has 32"),
         (dict(rope_theta=5e5), "rope_theta=10000.0, and this config has 500000.0"),
         (dict(new_setting=1), "new_setting=None, and this config has 1"),
-        (dict(kinds=dict(full=dict(ffn_dim=8))), "kinds={}, and this config has {'full': {'ffn_dim': 8}}"),
+        (
+            dict(kinds=dict(full=dict(ffn_dim=8))),
+            "kinds={}, and this config has {'full': {'ffn_dim': 8}}",
+        ),
     ],
 )
 def test_restore_latest_with_other_model_raises(run_with, changed, message):
@@ -387,19 +432,29 @@ def test_restore_latest_with_other_preset_name_or_without_stored_kinds_works(run
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state, S: state._replace(params={**state.params, "half": S((16, 8))}), r"half has shape \(16, 16\)"),
-        (lambda state, S: state._replace(params={**state.params, "more": S((4,))}), "more has shape None"),
+        (
+            lambda state, S: state._replace(params={**state.params, "half": S((16, 8))}),
+            r"half has shape \(16, 16\)",
+        ),
+        (
+            lambda state, S: state._replace(params={**state.params, "more": S((4,))}),
+            "more has shape None",
+        ),
         (lambda state, S: state._replace(opt_state=()), "opt_state/1"),
         (lambda state, S: state._replace(params={**state.params, "flags": S((17,))}), "flags"),
     ],
 )
 def test_restore_latest_with_other_arrays_raises(run_with, change, message):
     run = run_with(10)
-    shape = lambda dims: jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(run.mesh, PartitionSpec()))
+    shape = lambda dims: jax.ShapeDtypeStruct(
+        dims, jnp.float32, sharding=NamedSharding(run.mesh, PartitionSpec())
+    )
     checkpoints = run.open()
     with pytest.raises(UserError, match=message):
         checkpoints.restore_latest(
-            lambda _: RestoreTarget(change(abstract(make_state(0, run.mesh), run.mesh), shape), MODEL)
+            lambda _: RestoreTarget(
+                change(abstract(make_state(0, run.mesh), run.mesh), shape), MODEL
+            )
         )
     checkpoints.close()
 
@@ -407,7 +462,10 @@ def test_restore_latest_with_other_arrays_raises(run_with, change, message):
 def test_prepare_workdir_creates_directory_or_raises(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert prepare_workdir("runs/new") == tmp_path / "runs" / "new"
-    assert {path.name for path in (tmp_path / "runs" / "new").iterdir()} == {"checkpoints", "metrics.jsonl"}
+    assert {path.name for path in (tmp_path / "runs" / "new").iterdir()} == {
+        "checkpoints",
+        "metrics.jsonl",
+    }
     (tmp_path / "file").touch()
     for unwritable in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         with pytest.raises(UserError, match=f"cannot write to {unwritable} .*--workdir"):
@@ -418,7 +476,9 @@ def start(code: str, *arguments: str, devices: int) -> subprocess.Popen:
     environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     environment["PYTHONPATH"] = str(REPOSITORY)
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 SAVE_FOREVER = """
@@ -439,14 +499,19 @@ def test_kill_while_saving_loses_at_most_that_checkpoint(tmp_path):
     while (started := int(process.stdout.readline())) < 4:
         pass
     process.send_signal(signal.SIGKILL)
-    started = max([started, *map(int, process.stdout.read().split())])  # the last step that it printed
+    # the last step that it printed
+    started = max([started, *map(int, process.stdout.read().split())])
     process.communicate()
 
     warnings = []
     checkpoints = Checkpoints(tmp_path, keep=2, warn=warnings.append)
     everywhere = NamedSharding(make_mesh(1, 1), PartitionSpec())
-    shapes = dict(big=jax.ShapeDtypeStruct((256, 1024), jnp.float32), step=jax.ShapeDtypeStruct((), jnp.int32))
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
+    shapes = dict(
+        big=jax.ShapeDtypeStruct((256, 1024), jnp.float32), step=jax.ShapeDtypeStruct((), jnp.int32)
+    )
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes
+    )
     state, meta = checkpoints.restore_latest(lambda _: RestoreTarget(target, dict(vocab_size=61)))
     step = int(state["step"])
     assert started - 1 <= step <= started + 1
@@ -508,7 +573,9 @@ def test_two_processes_with_damage_use_same_older_checkpoint(tmp_path):
     np.testing.assert_array_equal(np.asarray(state["x"]), np.arange(4096, dtype=np.float32) * 2)
 
 
-def test_save_to_a_read_only_directory_is_one_error_with_the_complete_checkpoints(tmp_path, monkeypatch):
+def test_save_to_a_read_only_directory_is_one_error_with_the_complete_checkpoints(
+    tmp_path, monkeypatch
+):
     """No warning precedes it."""
     checkpoints = Checkpoints(tmp_path, keep=1, warn=pytest.fail)
     checkpoints.save(1, dict(x=jnp.ones(8)), meta_of(1))
@@ -545,7 +612,9 @@ def raise_(error: Exception) -> NoReturn:
 def test_quiet_saves_passes_other_errors_to_the_hook_before(monkeypatch):
     """Such as that of `jaxlc.core.interrupts`, which ends the process after Ctrl-C."""
     seen: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value))
+    )
     for _ in range(2):
         checkpoint_files.quiet_saves()
     for text in ("Event loop is closed", "another error"):

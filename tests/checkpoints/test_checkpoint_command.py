@@ -59,15 +59,23 @@ def test_list_shows_checkpoints_and_what_killed_runs_left(workdir, capsys):
     (workdir / "checkpoints" / "30.orbax-checkpoint-tmp").mkdir()
     assert run("ls", workdir) == 0
     head, first, second, left = capsys.readouterr().out.splitlines()
-    assert head.split()[:3] == ["step", "stage", "GiB"] and first.startswith("  10 ") and second.startswith("  20 ")
+    assert (
+        head.split()[:3] == ["step", "stage", "GiB"]
+        and first.startswith("  10 ")
+        and second.startswith("  20 ")
+    )
     assert left.startswith("30.orbax-checkpoint-tmp: incomplete")
 
 
-@pytest.mark.parametrize("part", ["state", "checksums", "meta", "state/_METADATA", "state/manifest.ocdbt"])
+@pytest.mark.parametrize(
+    "part", ["state", "checksums", "meta", "state/_METADATA", "state/manifest.ocdbt"]
+)
 def test_list_shows_what_a_checkpoint_lacks(workdir, capsys, part):
     path = workdir / "checkpoints" / "20" / part
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (workdir / "checkpoints" / EVALUATIONS_FILE).write_text('{"10": {"eval_loss": 2.5}, "20": {"eval_loss": null}}')
+    (workdir / "checkpoints" / EVALUATIONS_FILE).write_text(
+        '{"10": {"eval_loss": 2.5}, "20": {"eval_loss": null}}'
+    )
     assert run("ls", workdir) == 0
     _, first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("2.5000") and "Error" in second, second

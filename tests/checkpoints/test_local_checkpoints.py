@@ -1,4 +1,6 @@
-"""Local checkpoints: every process writes its own parts of the arrays, as if to a disk of its machine."""
+"""Local checkpoints: every process writes its own parts of the arrays, as if to a disk of its
+machine.
+"""
 
 import shutil
 from pathlib import Path
@@ -10,7 +12,15 @@ from jaxlc.checkpoints.files import committed_steps
 from jaxlc.checkpoints.restore import RestoreTarget
 from jaxlc.checkpoints.save import Checkpoints
 from tests import helpers
-from tests.checkpoints.test_checkpoint import MODEL, abstract, assert_same, make_mesh, make_state, meta_of, start
+from tests.checkpoints.test_checkpoint import (
+    MODEL,
+    abstract,
+    assert_same,
+    make_mesh,
+    make_state,
+    meta_of,
+    start,
+)
 
 pytestmark = pytest.mark.jax_version
 
@@ -19,8 +29,15 @@ class LocalRun:
     """A run on one mesh, with a shared and a local directory of checkpoints."""
 
     def __init__(self, path: Path, *mesh: int):
-        self.shared, self.local, self.mesh, self.warnings = path / "shared", path / "local", make_mesh(*mesh), []
-        self.checkpoints = Checkpoints(self.shared, keep=2, warn=self.warnings.append, local_directory=self.local)
+        self.shared, self.local, self.mesh, self.warnings = (
+            path / "shared",
+            path / "local",
+            make_mesh(*mesh),
+            [],
+        )
+        self.checkpoints = Checkpoints(
+            self.shared, keep=2, warn=self.warnings.append, local_directory=self.local
+        )
 
     def save(self, step: int, *, is_local: bool) -> None:
         self.checkpoints.save(step, make_state(step, self.mesh), meta_of(step), is_local=is_local)
@@ -29,7 +46,9 @@ class LocalRun:
     def restored_step(self) -> int:
         """The step of the restored state, which is compared with the saved one."""
         abstract_state = abstract(make_state(0, self.mesh), self.mesh)
-        state, meta = self.checkpoints.restore_latest(lambda _: RestoreTarget(abstract_state, MODEL))
+        state, meta = self.checkpoints.restore_latest(
+            lambda _: RestoreTarget(abstract_state, MODEL)
+        )
         assert meta == meta_of(meta["step"]) | ({"place": meta["place"]} if "place" in meta else {})
         assert_same(state, make_state(meta["step"], self.mesh))
         return meta["step"]
@@ -43,7 +62,8 @@ def test_latest_of_shared_and_local_checkpoints_is_restored(tmp_path):
     run.save(1, is_local=False)
     for step in (2, 3, 4):
         run.save(step, is_local=True)
-    assert run.checkpoints.steps() == [1, 3, 4] and run.local_steps() == [3, 4]  # two local ones are kept
+    # two local ones are kept
+    assert run.checkpoints.steps() == [1, 3, 4] and run.local_steps() == [3, 4]
     assert LocalRun(tmp_path, 2, 4).restored_step() == 4
     run.save(5, is_local=False)
     run.save(5, is_local=True)  # has no effect
@@ -71,7 +91,9 @@ def test_damaged_local_checkpoint_is_deleted_and_the_one_before_restored(tmp_pat
     run.save(1, is_local=False)
     for step in (2, 3):
         run.save(step, is_local=True)
-    biggest = max((run.local / "process-0/3/state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    biggest = max(
+        (run.local / "process-0/3/state").rglob("d/*"), key=lambda path: path.stat().st_size
+    )
     biggest.write_bytes(bytes(byte ^ 1 for byte in biggest.read_bytes()))
     again = LocalRun(tmp_path, 2, 4)
     assert again.restored_step() == 2 and again.local_steps() == [2] and len(again.warnings) == 1
@@ -126,9 +148,14 @@ checkpoints.close()
 
 
 def run_processes(directory: Path, expected: int) -> None:
-    """Restores step `expected`, if it is not 0, and saves the next three; every fourth is a shared one."""
+    """Restores step `expected`, if it is not 0, and saves the next three; every fourth is a shared
+    one.
+    """
     port = helpers.free_port()
-    processes = [start(PROCESS, str(directory), str(port), str(i), str(expected), devices=2) for i in range(2)]
+    processes = [
+        start(PROCESS, str(directory), str(port), str(i), str(expected), devices=2)
+        for i in range(2)
+    ]
     for process in processes:
         _, errors = process.communicate(timeout=helpers.TIMEOUT_SECONDS)
         assert process.returncode == 0, errors

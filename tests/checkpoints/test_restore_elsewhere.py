@@ -20,7 +20,15 @@ pytestmark = pytest.mark.jax_version
 
 def make_step(**mesh: int) -> TrainStep:
     config = defaults()
-    config.model.update(vocab_size=256, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=4, head_dim=8, ffn_dim=64)
+    config.model.update(
+        vocab_size=256,
+        num_layers=2,
+        model_dim=32,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        ffn_dim=64,
+    )
     config.data.seq_len = 64
     config.mesh.update(mesh)
     config.train.global_batch_size = config.train.eval_sequences = 8
@@ -34,7 +42,9 @@ def values(state) -> list[np.ndarray]:
 
 
 def test_state_restored_on_other_meshes_is_bitwise_equal(tmp_path):
-    """From context to fsdp to tensor to one device, each from the checkpoint that the mesh before it has saved."""
+    """From context to fsdp to tensor to one device, each from the checkpoint that the mesh before
+    it has saved.
+    """
     steps = [make_step(context=8), make_step(fsdp=8), make_step(tensor=4, context=2), make_step()]
     state = steps[0].init()
     expected = values(state)
@@ -86,7 +96,14 @@ def run(directory: Path, num_processes: int, devices_per_process: int) -> None:
     """Restores the latest checkpoint, if there is one, compares it, and saves the next."""
     port = helpers.free_port()
     processes: list[subprocess.Popen] = [
-        start(PROCESS, str(directory), str(port), str(num_processes), str(i), devices=devices_per_process)
+        start(
+            PROCESS,
+            str(directory),
+            str(port),
+            str(num_processes),
+            str(i),
+            devices=devices_per_process,
+        )
         for i in range(num_processes)
     ]
     for process in processes:

@@ -49,7 +49,9 @@ def test_check_beta_of_1_raises(name):
         (
             "model",
             dict(LLAMA3, rope_scaling_low_freq_factor=4.0),
-            ["rope_scaling_low_freq_factor=4.0 must be less than rope_scaling_high_freq_factor=4.0"],
+            [
+                "rope_scaling_low_freq_factor=4.0 must be less than rope_scaling_high_freq_factor=4.0"
+            ],
         ),
         (
             "model",
@@ -61,19 +63,43 @@ def test_check_beta_of_1_raises(name):
             dict(YARN, rope_scaling_original_tokens=0),
             ["'yarn' needs --config.model.rope_scaling_original_tokens"],
         ),
-        ("model", dict(rope_scaling="linear"), ["'linear' needs a rope_scaling_factor greater than 1"]),
+        (
+            "model",
+            dict(rope_scaling="linear"),
+            ["'linear' needs a rope_scaling_factor greater than 1"],
+        ),
         ("model", dict(rope_scaling_factor=0.5), ["invalid value 0.5", "expected at least 1"]),
-        ("model", dict(rope_scaling_factor=4.0), ["factor=4.0 has no effect", "rope_scaling=linear or ntk or"]),
-        ("model", dict(LLAMA3, rope_scaling_beta_fast=9.0), ["beta_fast=9.0 has no effect", "rope_scaling=yarn with"]),
+        (
+            "model",
+            dict(rope_scaling_factor=4.0),
+            ["factor=4.0 has no effect", "rope_scaling=linear or ntk or"],
+        ),
+        (
+            "model",
+            dict(LLAMA3, rope_scaling_beta_fast=9.0),
+            ["beta_fast=9.0 has no effect", "rope_scaling=yarn with"],
+        ),
         (
             "model",
             dict(LONGROPE, rope_scaling_long_factors=(1.0, 2.0)),
             ["long_factors has 2 numbers", "needs 16", "head_dim x rope_fraction / 2"],
         ),
         ("model", dict(LONGROPE, rope_fraction=0.5), ["short_factors has 16 numbers", "needs 8"]),
-        ("model", dict(LONGROPE, rope_scaling_short_factors=(0.0,) * 16), ["short_factors contains 0.0"]),
-        ("model", dict(YARN, layer_kinds=("nope",)), ["rope_scaling='yarn' has no effect", "names no full layers"]),
-        ("model", dict(rope_fraction=0.3), ["rope_fraction=0.3 of head_dim=32 gives 9.6", "at least 2"]),
+        (
+            "model",
+            dict(LONGROPE, rope_scaling_short_factors=(0.0,) * 16),
+            ["short_factors contains 0.0"],
+        ),
+        (
+            "model",
+            dict(YARN, layer_kinds=("nope",)),
+            ["rope_scaling='yarn' has no effect", "names no full layers"],
+        ),
+        (
+            "model",
+            dict(rope_fraction=0.3),
+            ["rope_fraction=0.3 of head_dim=32 gives 9.6", "at least 2"],
+        ),
         ("model", dict(rope_fraction=1.5), ["invalid value 1.5", "at most 1"]),
         ("optimizer", dict(schedule="wsd"), ["needs config.optimizer.decay_steps"]),
         (
@@ -81,7 +107,11 @@ def test_check_beta_of_1_raises(name):
             dict(schedule="wsd", decay_steps=91),
             ["warmup_steps=10 and decay_steps=91", "train.steps=100", "101 steps or more"],
         ),
-        ("optimizer", dict(decay_steps=5), ["decay_steps=5 has no effect", "schedule='cosine'", "schedule=wsd"]),
+        (
+            "optimizer",
+            dict(decay_steps=5),
+            ["decay_steps=5 has no effect", "schedule='cosine'", "schedule=wsd"],
+        ),
         (
             "optimizer",
             dict(initial_learning_rate_ratio=0.1, warmup_steps=0),
@@ -91,20 +121,48 @@ def test_check_beta_of_1_raises(name):
         ("data", dict(sources=("a", "")), ["an empty name"]),
         ("data", dict(eval_fraction=0.0), ["invalid value 0.0", "expected greater than 0"]),
         ("data", dict(eval_fraction=1.0), ["invalid value 1.0", "less than 1"]),
-        ("data", dict(seq_len=4097), ["4097", "2 x mesh.context x mesh.tensor = 2", "use 4096 or 4098"]),
+        (
+            "data",
+            dict(seq_len=4097),
+            ["4097", "2 x mesh.context x mesh.tensor = 2", "use 4096 or 4098"],
+        ),
         ("data", dict(seq_len=1), ["use 2"]),
-        ("train", dict(gradient_accumulation_steps=2), ["config.train.global_batch_size=1", "= 2; use 2"]),
+        (
+            "train",
+            dict(gradient_accumulation_steps=2),
+            ["config.train.global_batch_size=1", "= 2; use 2"],
+        ),
         (
             "train",
             dict(gradient_accumulation_steps=2, global_batch_size=5),
             ["config.train.global_batch_size=5", "use 4 or 6"],
         ),
-        ("runtime", dict(num_processes=1, process_id=1), ["process_id=1 is too large for num_processes=1"]),
-        ("runtime", dict(simulated_devices=5, num_processes=2), ["simulated_devices=5", "use 4 or 6"]),
+        (
+            "runtime",
+            dict(num_processes=1, process_id=1),
+            ["process_id=1 is too large for num_processes=1"],
+        ),
+        (
+            "runtime",
+            dict(simulated_devices=5, num_processes=2),
+            ["simulated_devices=5", "use 4 or 6"],
+        ),
         ("runtime", dict(num_processes=2, coordinator_address="here"), ["'here'", "host:port"]),
-        ("runtime", dict(num_processes=2, transport="peer"), ["'peer'", "num_processes=2", "=symmetric"]),
-        ("runtime", dict(unified_memory_fraction=2.0), ["unified_memory_fraction=2.0", "unified_memory=True"]),
-        ("runtime", dict(unified_memory_fraction=0.9), ["invalid value 0.9", "expected 0 or greater than 1"]),
+        (
+            "runtime",
+            dict(num_processes=2, transport="peer"),
+            ["'peer'", "num_processes=2", "=symmetric"],
+        ),
+        (
+            "runtime",
+            dict(unified_memory_fraction=2.0),
+            ["unified_memory_fraction=2.0", "unified_memory=True"],
+        ),
+        (
+            "runtime",
+            dict(unified_memory_fraction=0.9),
+            ["invalid value 0.9", "expected 0 or greater than 1"],
+        ),
     ],
 )
 def test_check_contradiction_names_both_values(section, values, words):
@@ -114,62 +172,115 @@ def test_check_contradiction_names_both_values(section, values, words):
 
 
 FP8 = dict(compute="fp8")
-DELTA_NET = dict(layer_kinds=("gated_delta_net", "full"), delta_key_heads=2, delta_value_heads=4, delta_key_dim=8)
+DELTA_NET = dict(
+    layer_kinds=("gated_delta_net", "full"), delta_key_heads=2, delta_value_heads=4, delta_key_dim=8
+)
 DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        (dict(memory=TILES, attention=dict(strategy="all_gather")), "incompatible with config.attention.strategy="),
+        (
+            dict(memory=TILES, attention=dict(strategy="all_gather")),
+            "incompatible with config.attention.strategy=",
+        ),
         (dict(memory=TILES | dict(remat="none")), "incompatible with config.memory.remat='none'"),
         (dict(memory=TILES | dict(save=("mlp_up",))), "computes 'mlp_up' for one tile at a time"),
         (dict(memory=dict(tile_tokens=1000)), "does not divide the 4096 tokens of a device"),
-        (dict(memory=TILES, attention=dict(strategy="ulysses"), mesh=dict(context=4)), "over 4 Ulysses ranks"),
+        (
+            dict(memory=TILES, attention=dict(strategy="ulysses"), mesh=dict(context=4)),
+            "over 4 Ulysses ranks",
+        ),
         (dict(memory=dict(save=("query",), offload=("query",))), "both name 'query'"),
-        (dict(memory=NODES_OF_2, mesh=dict(context=2)), "has no effect, since the mesh is one node"),
-        (dict(memory=dict(node_copy_devices=3), mesh=dict(context=4)), "is not a node of the mesh data=1 x fsdp=1 x"),
-        (dict(memory=NODES_OF_2, mesh=dict(context=4, tensor=4)), "it must be mesh.tensor times a divisor of"),
-        (dict(memory=dict(NODES_OF_2, parameters="host"), mesh=dict(context=4)), "copied to the device layer by"),
-        (dict(memory=NODES_OF_2, mesh=dict(context=4), precision=FP8), "whose products are scaled over all ranks"),
+        (
+            dict(memory=NODES_OF_2, mesh=dict(context=2)),
+            "has no effect, since the mesh is one node",
+        ),
+        (
+            dict(memory=dict(node_copy_devices=3), mesh=dict(context=4)),
+            "is not a node of the mesh data=1 x fsdp=1 x",
+        ),
+        (
+            dict(memory=NODES_OF_2, mesh=dict(context=4, tensor=4)),
+            "it must be mesh.tensor times a divisor of",
+        ),
+        (
+            dict(memory=dict(NODES_OF_2, parameters="host"), mesh=dict(context=4)),
+            "copied to the device layer by",
+        ),
+        (
+            dict(memory=NODES_OF_2, mesh=dict(context=4), precision=FP8),
+            "whose products are scaled over all ranks",
+        ),
         (dict(train=dict(keep_every_steps=5)), "use --config.train.checkpoint_every_steps=5"),
         (dict(train=dict(local_checkpoints="/dev/shm/jaxlc")), "set both or none"),
         (dict(train=dict(local_checkpoint_every_steps=2)), "set both or none"),
-        (dict(train=dict(keep_best_checkpoints=1, checkpoint_every_steps=4)), "use --config.train.eval_every_steps=4"),
+        (
+            dict(train=dict(keep_best_checkpoints=1, checkpoint_every_steps=4)),
+            "use --config.train.eval_every_steps=4",
+        ),
         (dict(memory=dict(remat="none", save=("query",))), "remat='none' saves all activations"),
-        (dict(memory=dict(remat="none", parameters="host", optimizer="host")), "would keep the copied weights"),
-        (dict(memory=dict(remat="matmuls", offload=("residual",))), "remat='matmuls' with memory.offload"),
+        (
+            dict(memory=dict(remat="none", parameters="host", optimizer="host")),
+            "would keep the copied weights",
+        ),
+        (
+            dict(memory=dict(remat="matmuls", offload=("residual",))),
+            "remat='matmuls' with memory.offload",
+        ),
         (dict(precision=dict(fp8_scaling="delayed")), "is for compute='fp8'"),
         (dict(precision=FP8 | dict(fp8_amax_history_len=8)), "is for delayed scaling"),
         (dict(precision=FP8 | dict(reduce="fp32")), "return gradients in bf16"),
         (dict(precision=FP8 | dict(fp8_matmuls=())), "with no fp8_matmuls is bf16"),
         (dict(precision=FP8 | dict(bf16_layers=(0, 0))), "names a layer twice"),
         (dict(precision=FP8 | dict(bf16_layers=(0, 1, 2, 3))), "are all layers"),
-        (dict(precision=FP8 | dict(fp8_scaling="delayed"), memory=TILES), "computes it tile by tile"),
+        (
+            dict(precision=FP8 | dict(fp8_scaling="delayed"), memory=TILES),
+            "computes it tile by tile",
+        ),
         (dict(lora=dict(alpha=3.0)), "has no effect without --config.lora.rank=RANK"),
         (dict(train=dict(checkpoint_frozen=False)), "since no parameter is frozen"),
         (dict(precision=dict(frozen="fp32")), "since no parameter is frozen"),
         (dict(attention=dict(ulysses_degree=2)), "is for strategy 'hybrid'"),
-        (dict(model=dict(layer_kinds=("gated_delta_net",))), "--config.model.delta_net.key_heads=16"),
+        (
+            dict(model=dict(layer_kinds=("gated_delta_net",))),
+            "--config.model.delta_net.key_heads=16",
+        ),
         (dict(model=DELTA_NET | dict(delta_value_heads=3)), "is not a multiple of key_heads=2"),
         (dict(model=DELTA_NET | dict(delta_conv_taps=4000)), "the parts of a sequence have 2048"),
         (
             dict(model=DELTA_NET | dict(kinds=dict(gated_delta_net=dict(num_heads=2)))),
             "has no effect in gated_delta_net",
         ),
-        (dict(model=DELTA_NET, mesh=dict(tensor=4)), "delta_net.key_heads=2 is not divisible by config.mesh.tensor=4"),
-        (dict(model=DELTA_NET | dict(delta_conv_taps=300), memory=TILES), "is shorter than 598, which the convo"),
-        (dict(model=DELTA_NET, memory=dict(parameters="host")), "memory.parameters='host' with gated_delta_net"),
+        (
+            dict(model=DELTA_NET, mesh=dict(tensor=4)),
+            "delta_net.key_heads=2 is not divisible by config.mesh.tensor=4",
+        ),
+        (
+            dict(model=DELTA_NET | dict(delta_conv_taps=300), memory=TILES),
+            "is shorter than 598, which the convo",
+        ),
+        (
+            dict(model=DELTA_NET, memory=dict(parameters="host")),
+            "memory.parameters='host' with gated_delta_net",
+        ),
         (
             dict(model=DELTA_NET, attention=dict(shared_prefixes=True), memory=TILES),
             "shared_prefixes=True with gated_delta_net layers and config.memory.tile_tokens=512",
         ),
-        (dict(posttrain=dict(loss="grpo", kl=0.1, reference="model")), "set config.posttrain.reference_model or"),
+        (
+            dict(posttrain=dict(loss="grpo", kl=0.1, reference="model")),
+            "set config.posttrain.reference_model or",
+        ),
         (
             dict(posttrain=dict(loss="grpo", reference="model", reference_model="x")),
             "reference_model='x' has no effect",
         ),
-        (dict(model=DELTA_NET, posttrain=REFERENCE), "reference='model' with gated_delta_net layers"),
+        (
+            dict(model=DELTA_NET, posttrain=REFERENCE),
+            "reference='model' with gated_delta_net layers",
+        ),
     ],
 )
 def test_check_contradiction_between_sections_raises(sections, words):
@@ -187,7 +298,11 @@ def test_check_wsd_schedule_of_exact_length_passes():
     ("model", "tensor", "words"),
     [
         (dict(), 8, ["num_heads=4", "tensor=8", "--config.mesh.tensor=4"]),
-        (dict(num_heads=6, num_kv_heads=2), 3, ["num_kv_heads=2", "tensor=3", "--config.mesh.context=3"]),
+        (
+            dict(num_heads=6, num_kv_heads=2),
+            3,
+            ["num_kv_heads=2", "tensor=3", "--config.mesh.context=3"],
+        ),
         (dict(ffn_dim=385), 2, ["ffn_dim=385", "tensor=2", "--config.mesh.tensor=1"]),
     ],
 )
@@ -225,10 +340,15 @@ def test_check_mesh_of_other_size_than_simulated_devices_raises():
     config = changed("mesh", context=3, tensor=2)
     config.runtime.simulated_devices = 8
     message = rejected(config)
-    assert "context=3 x tensor=2 needs 6 devices but config.runtime.simulated_devices is 8" in message
+    assert (
+        "context=3 x tensor=2 needs 6 devices but config.runtime.simulated_devices is 8" in message
+    )
     assert message.endswith("use --config.mesh.context=4")  # 6 devices would not split 4,096 tokens
     config.mesh.context = 1
-    assert "use --config.mesh.context=4, or --config.runtime.simulated_devices=2, on CPU" in rejected(config)
+    assert (
+        "use --config.mesh.context=4, or --config.runtime.simulated_devices=2, on CPU"
+        in rejected(config)
+    )
     config.mesh.context = 4
     load(config)
 
@@ -238,7 +358,9 @@ def test_check_num_devices_gives_only_advice_that_works():
     config.runtime.simulated_devices = 8
     assert "--config.mesh" not in rejected(config)
     config.runtime.simulated_devices = 0
-    with pytest.raises(ValueError, match="available devices is 8; use --config.runtime.simulated_devices=1, on CPU"):
+    with pytest.raises(
+        ValueError, match="available devices is 8; use --config.runtime.simulated_devices=1, on CPU"
+    ):
         check_num_devices(load(config), 8, "the number of available devices is")
 
 
@@ -251,13 +373,18 @@ def test_working_mesh_loads(num_devices):
 
 
 def test_mesh_overrides_name_the_axes_that_differ():
-    assert mesh_overrides(MeshConfig(context=4, tensor=2), MeshConfig(context=2, tensor=2)) == "--config.mesh.context=2"
+    assert (
+        mesh_overrides(MeshConfig(context=4, tensor=2), MeshConfig(context=2, tensor=2))
+        == "--config.mesh.context=2"
+    )
 
 
 def test_check_lists_all_problems_in_one_error():
     config = changed("train", steps=0, log_every_steps=0)
     config.mesh.context = 0
-    with pytest.raises(UserError, match=r"mesh\.context.*; also: .*train\.steps.*; also: .*log_every_steps") as caught:
+    with pytest.raises(
+        UserError, match=r"mesh\.context.*; also: .*train\.steps.*; also: .*log_every_steps"
+    ) as caught:
         load(config)
     assert str(caught.value).count("; also: ") == 2
     config = changed("posttrain", loss="dpo", reference="base")
@@ -265,7 +392,13 @@ def test_check_lists_all_problems_in_one_error():
     config.train.update(z_loss=1e-4, global_batch_size=3, gradient_accumulation_steps=2)
     with pytest.raises(UserError) as caught:
         load(config)
-    for name in ("attention.shared_prefixes=True", "lora.rank", "optimizer.decay_steps", "train.z_loss=0", "=3 is not"):
+    for name in (
+        "attention.shared_prefixes=True",
+        "lora.rank",
+        "optimizer.decay_steps",
+        "train.z_loss=0",
+        "=3 is not",
+    ):
         assert name in str(caught.value)
     assert str(caught.value).count("; also: ") == 4 and "\n" not in str(caught.value)
 
@@ -276,6 +409,8 @@ def test_check_without_devices_accepts_a_mesh_that_does_not_divide_the_model():
     assert "needs 15 devices" in rejected(config)
     assert load(config, on_devices=False).mesh.tensor == 3
     assert (
-        parse(["data", "report", "--config=quickstart", "--config.mesh.tensor=3"], flags=DataFlags).config.mesh.tensor
+        parse(
+            ["data", "report", "--config=quickstart", "--config.mesh.tensor=3"], flags=DataFlags
+        ).config.mesh.tensor
         == 3
     )

@@ -39,7 +39,9 @@ def error_of(*arguments: str, **kwargs) -> str:
 def config_file(folder: Path, body: str) -> str:
     """A config file whose get_config does `body`."""
     path = folder / "mine.py"
-    path.write_text(f"from jaxlc.config import defaults\n\n\ndef get_config(variant=''):\n    {body}\n")
+    path.write_text(
+        f"from jaxlc.config import defaults\n\n\ndef get_config(variant=''):\n    {body}\n"
+    )
     return str(path)
 
 
@@ -55,13 +57,22 @@ def test_parse_overrides_of_every_type():
         "--config.optimizer.schedule=constant",
         "--config.data.sources=here,/there/*.txt",
     ]).config  # fmt: skip
-    assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (2, 7, 1.0)
+    assert (config.model.num_layers, config.train.steps, config.optimizer.learning_rate) == (
+        2,
+        7,
+        1.0,
+    )
     assert (config.model.qkv_bias, config.model.tie_embeddings) == (True, False)
-    assert (config.optimizer.schedule, config.data.sources) == ("constant", ("here", "/there/*.txt"))
+    assert (config.optimizer.schedule, config.data.sources) == (
+        "constant",
+        ("here", "/there/*.txt"),
+    )
     assert config.mesh == MeshConfig(context=4, tensor=2)  # from the file
 
 
-@pytest.mark.parametrize(("given", "layers"), [("0,-1", (0, -1)), ("-1", (-1,)), ("(0, 2)", (0, 2))])
+@pytest.mark.parametrize(
+    ("given", "layers"), [("0,-1", (0, -1)), ("-1", (-1,)), ("(0, 2)", (0, 2))]
+)
 def test_parse_integers_with_commas(given, layers):
     overrides = ["--config.precision.compute=fp8", f"--config.precision.bf16_layers={given}"]
     assert parse(["program", QUICKSTART, *overrides]).config.precision.bf16_layers == layers
@@ -94,8 +105,25 @@ def test_parse_flags_of_every_type(tmp_path):
     plain = parse(["program", f"--config={path}"], flags=Flags)
     assert plain.workdir == "runs/mine"
     assert plain.flags == Flags(config=path)
-    arguments = ["a.txt", "--price", "2.5", "--num_prompts=1e1", "--lengths=1M,32k", "--lengths=7", "--advise", "b.txt"]
-    arguments += ["--stop=a,b", "--stop", "-", "--workdir=x", "--dtype=fp32", f"--config={path}:big/er", "-topology=h"]
+    arguments = [
+        "a.txt",
+        "--price",
+        "2.5",
+        "--num_prompts=1e1",
+        "--lengths=1M,32k",
+        "--lengths=7",
+        "--advise",
+        "b.txt",
+    ]
+    arguments += [
+        "--stop=a,b",
+        "--stop",
+        "-",
+        "--workdir=x",
+        "--dtype=fp32",
+        f"--config={path}:big/er",
+        "-topology=h",
+    ]
     named = parse(["program", *arguments], flags=Flags)
     assert (named.workdir, named.config.train.steps) == ("x", 100)
     assert vars(named.flags) == dict(
@@ -129,11 +157,15 @@ def test_parse_invalid_flag_is_one_line(argument, words):
 
 def test_parse_flag_before_another_flag_has_no_value():
     """As in `--workdir $EMPTY --topology=h100:1x8`."""
-    assert "Missing value for flag --workdir" in error_of(QUICKSTART, "--workdir", "--topology=h", flags=Flags)
+    assert "Missing value for flag --workdir" in error_of(
+        QUICKSTART, "--workdir", "--topology=h", flags=Flags
+    )
 
 
 def test_parse_empty_flag_clears_its_list():
-    parsed = parse(["program", QUICKSTART, "--lengths=4K", "--lengths=", "--stop=a", "--stop="], flags=Flags).flags
+    parsed = parse(
+        ["program", QUICKSTART, "--lengths=4K", "--lengths=", "--stop=a", "--stop="], flags=Flags
+    ).flags
     assert (parsed.lengths, parsed.stop) == ((), [])
 
 
@@ -147,7 +179,9 @@ def test_parse_arguments_of_a_verb_without_config():
 
     assert parse(["program", "a", "b"], flags=Paths).flags == Paths(source="a", out="b")
     assert "'c' is not a flag" in error_of("a", "b", "c", flags=Paths)
-    assert "unknown flag --config.train.steps: expected one of" in error_of("a", "--config.train.steps=3", flags=Paths)
+    assert "unknown flag --config.train.steps: expected one of" in error_of(
+        "a", "--config.train.steps=3", flags=Paths
+    )
 
 
 def test_parse_missing_argument_says_what_it_is():
@@ -158,18 +192,27 @@ def test_parse_missing_argument_says_what_it_is():
     ("arguments", "words"),
     [
         ([], "no config is given"),
-        (["--config=configs/quikstart.py"], "'configs/quikstart.py' not found (did you mean configs/quickstart.py?)"),
+        (
+            ["--config=configs/quikstart.py"],
+            "'configs/quikstart.py' not found (did you mean configs/quickstart.py?)",
+        ),
         (["--config=quikstart"], "config 'quikstart' not found (did you mean quickstart?)"),
         (
             ["--config=configs/nothere.py"],
             "'configs/nothere.py' not found: give the path of a .py file or one of",
         ),
-        (["--config=nowhere/x.py"], "not found: give the path of a .py file or one of the shipped configs 128k, 1m"),
+        (
+            ["--config=nowhere/x.py"],
+            "not found: give the path of a .py file or one of the shipped configs 128k, 1m",
+        ),
         (["--config=Makefile"], "invalid config file 'Makefile': expected a Python file"),
         (["--config=256k:h10"], "256k: unknown variant 'h10': did you mean h100?"),
         (["--config"], "Missing value for flag --config"),
         ([QUICKSTART + ":mini"], "unknown variant 'mini': this config has no variants"),
-        ([QUICKSTART, "--config.train.step=3"], "unknown setting config.train.step: did you mean config.train.steps?"),
+        (
+            [QUICKSTART, "--config.train.step=3"],
+            "unknown setting config.train.step: did you mean config.train.steps?",
+        ),
         ([QUICKSTART, "--config.steps=3"], "unknown setting config.steps: use config.train.steps"),
         ([QUICKSTART, "--config.mesh=3"], "config.mesh is a section"),
         (
@@ -193,14 +236,29 @@ def test_parse_missing_argument_says_what_it_is():
             "'rng' for config.attention.strategy: expected one of 'ring'",
         ),
         ([QUICKSTART, "--config.attention.strategy=ulyses"], "'hybrid' (did you mean ulysses?)"),
-        ([QUICKSTART, "--config.data.verbosity=1"], "expected one of config.data.cache_dir, config.data.chat_template"),
-        ([QUICKSTART, "--noconfig.train.steps"], "only a setting that is true or false has this form"),
-        ([QUICKSTART, "--config.train.steps"], "Missing value for flag --config.train.steps; write it as --name=value"),
+        (
+            [QUICKSTART, "--config.data.verbosity=1"],
+            "expected one of config.data.cache_dir, config.data.chat_template",
+        ),
+        (
+            [QUICKSTART, "--noconfig.train.steps"],
+            "only a setting that is true or false has this form",
+        ),
+        (
+            [QUICKSTART, "--config.train.steps"],
+            "Missing value for flag --config.train.steps; write it as --name=value",
+        ),
         ([QUICKSTART, "--worddir=x"], "unknown flag --worddir: did you mean --workdir?"),
-        ([QUICKSTART, "--mesh.context=8"], "unknown flag --mesh.context: did you mean --config.mesh.context?"),
+        (
+            [QUICKSTART, "--mesh.context=8"],
+            "unknown flag --mesh.context: did you mean --config.mesh.context?",
+        ),
         ([QUICKSTART, "--config.data.sources="], "config.data.sources is empty"),
         ([QUICKSTART, "extra"], "'extra' is not a flag"),
-        ([QUICKSTART, "--config.mesh.context=3"], "needs 6 devices but config.runtime.simulated_devices is 8"),
+        (
+            [QUICKSTART, "--config.mesh.context=3"],
+            "needs 6 devices but config.runtime.simulated_devices is 8",
+        ),
     ],
 )
 def test_parse_invalid_argument_is_one_line(arguments, words, monkeypatch):
@@ -222,8 +280,14 @@ def test_parse_invalid_argument_is_one_line(arguments, words, monkeypatch):
         ("return 1 / 0", "mine.py line 5 fails with ZeroDivisionError: division by zero"),
         ("return {}", "get_config returned dict, expected the ConfigDict of"),
         ("return (", "fails with SyntaxError"),
-        ("raise ValueError('there is no variant of that name')", "there is no variant of that name"),
-        ("config = defaults(); config.train.eval_sequence = 2; return config", "mean config.train.eval_sequences?"),
+        (
+            "raise ValueError('there is no variant of that name')",
+            "there is no variant of that name",
+        ),
+        (
+            "config = defaults(); config.train.eval_sequence = 2; return config",
+            "mean config.train.eval_sequences?",
+        ),
     ],
 )
 def test_parse_failing_config_file_names_its_line(body, words, tmp_path):
@@ -235,14 +299,18 @@ def test_config_file_whose_get_config_takes_no_variant_is_read(tmp_path):
         "from jaxlc.config import defaults\n\n\ndef get_config():\n    return defaults()\n"
     )
     assert parse(["program", f"--config={tmp_path}/mine.py"]).config.train.steps == 100
-    assert "unknown variant 'mini': get_config() of" in error_of(f"--config={tmp_path}/mine.py:mini")
+    assert "unknown variant 'mini': get_config() of" in error_of(
+        f"--config={tmp_path}/mine.py:mini"
+    )
 
 
 def test_chat_template_that_is_broken_names_its_file_and_line(tmp_path):
     path = tmp_path / "chat.jinja"
     setting = f"--config.data.chat_template={path}"
     path.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
-    assert f"{path} line 2 is not a valid Jinja template (unexpected" in error_of(QUICKSTART, setting)
+    assert f"{path} line 2 is not a valid Jinja template (unexpected" in error_of(
+        QUICKSTART, setting
+    )
     text = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     path.write_text(text)
     assert parse(["program", QUICKSTART, setting]).config.data.chat_template == text
@@ -256,8 +324,14 @@ def test_parse_config_file_without_get_config_raises(tmp_path):
 def test_config_file_that_fails_at_import_names_its_line(tmp_path):
     path = tmp_path / "mine.py"
     for code, words in [
-        ("from jaxlc.config import defaults\ndefaults().train.stps = 1\n", "line 2: unknown setting config.train.stps"),
-        ("\nimport no_such_module\n", "line 2 fails with ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "from jaxlc.config import defaults\ndefaults().train.stps = 1\n",
+            "line 2: unknown setting config.train.stps",
+        ),
+        (
+            "\nimport no_such_module\n",
+            "line 2 fails with ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("def get_config(variant):\n    return int('x')\n", f"{path}: invalid literal for int()"),
     ]:
         path.write_text(code)
@@ -296,7 +370,9 @@ def test_run_main_other_error_propagates():
 
 def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
     assert run_main(lambda command: 1, ["program", "--help", "optimiser"], description="") == 2
-    assert capsys.readouterr().err == "error: unknown section 'optimiser': did you mean optimizer?\n"
+    assert (
+        capsys.readouterr().err == "error: unknown section 'optimiser': did you mean optimizer?\n"
+    )
     assert run_main(lambda command: 1, ["program", "--help", "mesh"], description="") == 0
     text = capsys.readouterr().out
     assert "--config.mesh.context=1" in text and "--config.train.steps" not in text
@@ -306,10 +382,22 @@ def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
 def test_run_main_help_fits_a_screen_and_names_every_section(flag, capsys):
     assert run_main(lambda command: 1, ["program", flag], description="How to.", flags=Flags) == 0
     text = capsys.readouterr().out
-    for part in ("How to.", "--workdir", "--topology", "GPUs", "PATHS", "default: 1\n", "--help all", *HELP_SECTIONS):
+    for part in (
+        "How to.",
+        "--workdir",
+        "--topology",
+        "GPUs",
+        "PATHS",
+        "default: 1\n",
+        "--help all",
+        *HELP_SECTIONS,
+    ):
         assert part in text
     assert len(text.splitlines()) < 40 and "--config.mesh.context=1" not in text
-    assert run_main(lambda command: 1, ["program", flag, "all"], description="How to.", flags=Flags) == 0
+    assert (
+        run_main(lambda command: 1, ["program", flag, "all"], description="How to.", flags=Flags)
+        == 0
+    )
     assert capsys.readouterr().out.strip() == settings_help().strip()
 
 
@@ -319,20 +407,31 @@ def test_settings_help_has_every_key_default_and_text():
         for name, hint in fields_of(SECTIONS[section]).items():
             if dataclasses.is_dataclass(hint):
                 assert all(
-                    any(f"config.{section}.{name}.{field}=" in line for line in lines) for field in fields_of(hint)
+                    any(f"config.{section}.{name}.{field}=" in line for line in lines)
+                    for field in fields_of(hint)
                 )
                 continue
-            assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, name
+            assert sum(line.startswith(f"  --config.{section}.{name}=") for line in lines) == 1, (
+                name
+            )
     text = "\n".join(lines)
-    assert re.search(r"--config\.data\.seq_len=4096 +sequence length in tokens, over all context ranks", text)
-    assert re.search(r"--config\.model\.num_layers=from the preset +number of decoder layers", text, re.MULTILINE)
+    assert re.search(
+        r"--config\.data\.seq_len=4096 +sequence length in tokens, over all context ranks", text
+    )
+    assert re.search(
+        r"--config\.model\.num_layers=from the preset +number of decoder layers", text, re.MULTILINE
+    )
     assert "'cosine', 'wsd', 'constant'" in text
 
 
 def test_field_comments_above_and_behind_fields():
     comments = field_comments(SECTIONS["runtime"])
-    assert comments["process_id"] == "index of this process, from 0 to num_processes - 1; -1: from the launcher"
-    assert comments["xla_preset"] == "compiler options for GPUs; docs/xla_flags.md."  # above the field
+    assert (
+        comments["process_id"]
+        == "index of this process, from 0 to num_processes - 1; -1: from the launcher"
+    )
+    # above the field
+    assert comments["xla_preset"] == "compiler options for GPUs; docs/xla_flags.md."
 
 
 def test_command_with_wrong_key_prints_no_traceback():
@@ -342,4 +441,7 @@ def test_command_with_wrong_key_prints_no_traceback():
     arguments = [sys.executable, "-c", code, QUICKSTART, "--config.mesh.contxt=2"]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: unknown setting config.mesh.contxt: did you mean config.mesh.context?\n"
+    assert (
+        done.stderr
+        == "error: unknown setting config.mesh.contxt: did you mean config.mesh.context?\n"
+    )

@@ -1,4 +1,6 @@
-"""The context length of a pretrained model, with scaled RoPE and of runs, and the warning that names settings."""
+"""The context length of a pretrained model, with scaled RoPE and of runs, and the warning that
+names settings.
+"""
 
 import json
 import re
@@ -19,7 +21,9 @@ BY_YARN = dict(rope_scaling="yarn", rope_scaling_factor=4, rope_scaling_original
 
 @pytest.fixture
 def model_of(tmp_path):
-    """The model of a config that starts from a directory without weights, whose context is 64 tokens."""
+    """The model of a config that starts from a directory without weights, whose context is 64
+    tokens.
+    """
 
     def model_of(scaling: dict | None = None, case: str = "llama", **settings):
         config = CASES[case].config | dict(rope_scaling=scaling, max_position_embeddings=64)
@@ -42,7 +46,8 @@ def load_model(directory, **settings):
         (None, BY_YARN, 256),
         (None, dict(rope_scaling="linear", rope_scaling_factor=3), 192),
         (None, dict(rope_theta=1e6), None),  # extends the context by an unknown factor
-        (None, dict(rope_scaling="dynamic_ntk", rope_scaling_original_tokens=64), None),  # grows with the sequence
+        # grows with the sequence
+        (None, dict(rope_scaling="dynamic_ntk", rope_scaling_original_tokens=64), None),
         (YARN, {}, 256),  # as published with the length before scaling
         (YARN, dict(rope_scaling_factor=8), 512),
         (YARN, dict(rope_scaling="none"), 64),
@@ -69,11 +74,16 @@ def test_context_of_directory_follows_rope(model_of, scaling, settings, context)
 def test_advice_of_warning_extends_the_context(model_of, tmp_path, scaling, settings, num_tokens):
     model = model_of(scaling, **settings)
     warning = context_warning(model, num_tokens)
-    assert f"config.data.seq_len={num_tokens} is longer than the context of {tmp_path.name}, " in warning
+    assert (
+        f"config.data.seq_len={num_tokens} is longer than the context of {tmp_path.name}, "
+        in warning
+    )
     advice = dict(re.findall(r"--config\.model\.(\w+)=([\w.]+)", warning))
     assert context_warning(load_model(tmp_path, **settings | advice), num_tokens) is None
     assert context_warning(model, context_tokens(model)) is None
-    assert "--config.stages.long.model.rope_scaling" in context_warning(model, num_tokens, stage="long")
+    assert "--config.stages.long.model.rope_scaling" in context_warning(
+        model, num_tokens, stage="long"
+    )
 
 
 def test_context_is_unlimited_without_full_layers_and_unknown_without_base(model_of, tmp_path):
@@ -97,7 +107,9 @@ def test_context_of_run_is_its_trained_length(model_of, tmp_path):
     (checkpoint / "meta").mkdir(parents=True)
     (checkpoint / "meta" / "metadata").write_text(json.dumps(dict(config=to_dict(load(config)))))
     assert context_tokens(load_model(tmp_path / "run")) == 128
-    assert context_tokens(load_model(checkpoint, rope_scaling="linear", rope_scaling_factor=2)) == 256
+    assert (
+        context_tokens(load_model(checkpoint, rope_scaling="linear", rope_scaling_factor=2)) == 256
+    )
 
 
 @pytest.mark.parametrize(

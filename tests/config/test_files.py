@@ -12,7 +12,9 @@ def test_shipped_configs_are_found_from_any_directory(tmp_path, monkeypatch):
 
 def test_read_config_of_path_takes_the_file(tmp_path):
     path = tmp_path / "quickstart.py"  # the name of a shipped config
-    path.write_text("from jaxlc.config import defaults\n\ndef get_config(variant):\n    return defaults()\n")
+    path.write_text(
+        "from jaxlc.config import defaults\n\ndef get_config(variant):\n    return defaults()\n"
+    )
     assert load(read_config(str(path))) == load(defaults())
 
 
@@ -37,6 +39,13 @@ def test_shrink_for_cpu_keeps_strategy_and_memory():
     config.memory.tile_tokens = 8
     config.attention.ulysses_degree = 2
     small = load(config)
-    assert (small.attention.strategy, small.attention.document_mask) == ("hybrid", full.attention.document_mask)
+    assert (small.attention.strategy, small.attention.document_mask) == (
+        "hybrid",
+        full.attention.document_mask,
+    )
     assert (small.memory.remat, small.memory.offload) == (full.memory.remat, full.memory.offload)
-    assert (small.model.preset, small.runtime.simulated_devices, small.data.seq_len) == ("tiny", 32, 1024)
+    assert (small.model.preset, small.runtime.simulated_devices, small.data.seq_len) == (
+        "tiny",
+        32,
+        1024,
+    )

@@ -27,7 +27,9 @@ def test_load_preset_with_override_keeps_other_fields():
 
 
 def test_defaults_placeholder_of_wrong_type_raises():
-    with pytest.raises(UserError, match="invalid value 'two' for config.model.num_layers: expected an integer"):
+    with pytest.raises(
+        UserError, match="invalid value 'two' for config.model.num_layers: expected an integer"
+    ):
         defaults().model.num_layers = "two"
 
 
@@ -69,9 +71,19 @@ def test_load_partial_config_fills_defaults():
         ),
         ("optimizer", "learning_rate", True, "expected a finite number"),
         ("optimizer", "learning_rate", float("nan"), "expected a finite number"),
-        ("model", "qkv_bias", 1, "invalid value 1 for config.model.qkv_bias: expected true or false"),
+        (
+            "model",
+            "qkv_bias",
+            1,
+            "invalid value 1 for config.model.qkv_bias: expected true or false",
+        ),
         ("data", "tokenizer", 3, "expected a string"),
-        ("data", "sources", 3, "invalid value 3 for config.data.sources: expected a list of strings"),
+        (
+            "data",
+            "sources",
+            3,
+            "invalid value 3 for config.data.sources: expected a list of strings",
+        ),
         ("data", "sources", (1,), "expected a list of strings"),
         (
             "precision",
@@ -80,7 +92,12 @@ def test_load_partial_config_fills_defaults():
             "('0', 'x') for config.precision.bf16_layers: expected a list",
         ),
         ("precision", "bf16_layers", (True,), "expected a list of integers"),
-        ("memory", "remat", "ful", "invalid value 'ful' for config.memory.remat: expected one of 'none', 'full'"),
+        (
+            "memory",
+            "remat",
+            "ful",
+            "invalid value 'ful' for config.memory.remat: expected one of 'none', 'full'",
+        ),
         ("attention", "strategy", "ulyses", "(did you mean ulysses?)"),
         ("model", "preset", "llama3-8", "did you mean llama3.1-8b?"),
         ("model", "preset", "xyz", "expected one of tiny, llama3.2-1b"),
@@ -92,7 +109,9 @@ def test_load_invalid_value_names_setting_and_expectation(section, name, value, 
 
 def test_load_unknown_section_names_nearest():
     assert "did you mean config.model?" in rejected(ConfigDict({"modle": {}}))
-    assert "unknown setting config.steps: use config.train.steps" in rejected(ConfigDict({"steps": 3}))
+    assert "unknown setting config.steps: use config.train.steps" in rejected(
+        ConfigDict({"steps": 3})
+    )
     assert "config.mesh is a section" in rejected(ConfigDict({"mesh": 8}))
 
 
@@ -122,7 +141,9 @@ def test_settings_accept_integral_floats_strings_and_lists():
 @pytest.mark.parametrize("value", [3.5, "x", True])
 def test_settings_of_wrong_type_raise_at_assignment(value):
     config = defaults()
-    with pytest.raises(UserError, match=f"invalid value {value!r} for config.train.steps: expected an integer"):
+    with pytest.raises(
+        UserError, match=f"invalid value {value!r} for config.train.steps: expected an integer"
+    ):
         config.train.steps = value
     assert config.train.steps == defaults().train.steps
 
@@ -159,10 +180,19 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
             dict(kinds=dict(wide={})),
             "no effect, since config.model.layer_kinds does not name it; use --config.model.layer_kinds=full,wide",
         ),
-        (dict(kinds=dict(full=dict(head_dim=-2))), "-2 for config.model.kinds.full.head_dim: expected at least 0"),
+        (
+            dict(kinds=dict(full=dict(head_dim=-2))),
+            "-2 for config.model.kinds.full.head_dim: expected at least 0",
+        ),
         (dict(kinds=dict(full=dict(head_dim=7))), "config.model.kinds.full.head_dim=7 is odd"),
-        (dict(kinds=dict(full=dict(num_heads=3))), "config.model.kinds.full.num_heads=3 is not a multiple"),
-        (dict(kinds=dict(full=dict(attention="nope"))), "contradicts the name 'full'; use a different name"),
+        (
+            dict(kinds=dict(full=dict(num_heads=3))),
+            "config.model.kinds.full.num_heads=3 is not a multiple",
+        ),
+        (
+            dict(kinds=dict(full=dict(attention="nope"))),
+            "contradicts the name 'full'; use a different name",
+        ),
     ],
 )
 def test_load_invalid_layer_kinds_raise(model, words):
@@ -173,7 +203,10 @@ def test_load_kinds_round_trips_and_suggests_fields():
     kinds = dict(layer_kinds="sliding,wide", window=4)
     config = changed("model", **kinds, kinds=dict(wide=dict(head_dim=16, ffn_dim=96)))
     model = load(config).model
-    assert (model.of_kind("wide").head_dim, model.of_kind("sliding").head_dim) == (16, model.head_dim)
+    assert (model.of_kind("wide").head_dim, model.of_kind("sliding").head_dim) == (
+        16,
+        model.head_dim,
+    )
     assert model.window_of("wide") is None
     assert model.layer_stacks == {("layers", "sliding"): [0, 2], ("layers", "wide"): [1, 3]}
     assert from_dict(json.loads(json.dumps(to_dict(load(config))))) == load(config)
@@ -188,15 +221,20 @@ def test_load_chat_template_is_the_text_of_its_file(tmp_path):
     path.write_text("{{ messages }}")
     assert load(changed("data", chat_template=str(path))).data.chat_template == "{{ messages }}"
     path.write_bytes(b"\xff{{ messages }}")
-    assert rejected(changed("data", chat_template=str(path))).startswith("cannot read the chat template ")
+    assert rejected(changed("data", chat_template=str(path))).startswith(
+        "cannot read the chat template "
+    )
 
 
 def test_load_another_rope_scaling_drops_parameters_of_the_preset():
     llama = PRESETS["llama3.1-8b"]
     model = load(changed("model", preset="llama3.1-8b", rope_scaling="none")).model
     assert (model.rope_scaling_factor, model.rope_scaling_original_tokens) == (1.0, 0)
-    model = load(changed("model", preset="llama3.1-8b", rope_scaling="yarn", rope_scaling_factor=4)).model
-    yarn = dict(rope_scaling="yarn", rope_scaling_factor=4.0)  # the original context length of Llama 3.1 remains
+    model = load(
+        changed("model", preset="llama3.1-8b", rope_scaling="yarn", rope_scaling_factor=4)
+    ).model
+    # the original context length of Llama 3.1 remains
+    yarn = dict(rope_scaling="yarn", rope_scaling_factor=4.0)
     assert model == dataclasses.replace(llama, **yarn)
     assert load(changed("model", preset="llama3.1-8b", rope_scaling="llama3")).model == llama
 
@@ -210,7 +248,9 @@ def test_load_rope_factors_from_text_round_trip():
     assert config.model.rope_scaling_short_factors[-1] == 1 + 15 / 16
     assert config.model.rope_scaling_long_factors == (2.0,) * 16
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    assert "expected a list of numbers" in rejected(changed("model", rope_scaling_long_factors="1,two"))
+    assert "expected a list of numbers" in rejected(
+        changed("model", rope_scaling_long_factors="1,two")
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +260,10 @@ def test_load_rope_factors_from_text_round_trip():
             dict(layers_per_remat_group=2),
             "=2 is not a multiple of the 3 layers of config.model.layer_kinds; use 1",
         ),
-        (dict(layers_per_remat_group=9), "=9 does not divide the 6 layers in whole groups of config.model.layer_kinds"),
+        (
+            dict(layers_per_remat_group=9),
+            "=9 does not divide the 6 layers in whole groups of config.model.layer_kinds",
+        ),
     ],
 )
 def test_load_memory_settings_that_layer_kinds_contradict_raise(memory, words):

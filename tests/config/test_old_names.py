@@ -12,18 +12,35 @@ from jaxlc.config.settings import hint_at
 from jaxlc.config.values import SettingError, flattened
 from jaxlc.core.errors import UserError
 
-SIZES = dict(delta_key_heads=2, delta_value_heads=4, delta_key_dim=8, delta_value_dim=8, delta_conv_taps=4)
-MODEL = dict(layer_kinds=("gated_delta_net", "full"), **SIZES, num_experts=4, experts_per_token=2, expert_ffn_dim=32)
+SIZES = dict(
+    delta_key_heads=2, delta_value_heads=4, delta_key_dim=8, delta_value_dim=8, delta_conv_taps=4
+)
+MODEL = dict(
+    layer_kinds=("gated_delta_net", "full"),
+    **SIZES,
+    num_experts=4,
+    experts_per_token=2,
+    expert_ffn_dim=32,
+)
 
 
 def sizes_of(config):
     model = load(config).model
-    return model.delta_net.key_heads, model.delta_net.conv_taps, model.experts.num_experts, model.experts.ffn_dim
+    return (
+        model.delta_net.key_heads,
+        model.delta_net.conv_taps,
+        model.experts.num_experts,
+        model.experts.ffn_dim,
+    )
 
 
 def test_every_old_name_has_the_type_of_its_new_name():
     for name, path in _MODEL.items():
-        assert new_path(f"model.{name}") == new_path(f"stages.long.model.{name}")[12:] == f"model.{path}"
+        assert (
+            new_path(f"model.{name}")
+            == new_path(f"stages.long.model.{name}")[12:]
+            == f"model.{path}"
+        )
         assert hint_at(f"model.{name}") == hint_at(f"model.{path}")
 
 
@@ -34,7 +51,9 @@ def test_old_names_set_the_new_settings():
     updated.model.update(MODEL)
     paths.update_from_flattened_dict({f"model.{name}": value for name, value in MODEL.items()})
     whole = ConfigDict(dict(model=MODEL))
-    flags = [f"--config.model.{name}={value}" for name, value in MODEL.items() if name != "layer_kinds"]
+    flags = [
+        f"--config.model.{name}={value}" for name, value in MODEL.items() if name != "layer_kinds"
+    ]
     command = ["jaxlc", "--config=quickstart", "--config.model.layer_kinds=gated_delta_net,full"]
     parsed = parse([*command, *flags], flags=ConfigFlags)
     for config in (assigned, updated, paths, whole, parsed.config):

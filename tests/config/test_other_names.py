@@ -8,7 +8,8 @@ from jaxlc.config.command_line import parse
 from jaxlc.config.settings import converted, hint_at, is_part
 from jaxlc.core.errors import UserError
 
-# Typed by users of transformers, TRL, Axolotl, Megatron-LM, nanochat, torchtitan and MaxText -> what it is here.
+# Typed by users of transformers, TRL, Axolotl, Megatron-LM, nanochat, torchtitan and MaxText ->
+# what it is here.
 MEANINGS = """
 optimizer.lr optimizer.learning_rate
 train.learning_rate optimizer.learning_rate
@@ -138,7 +139,9 @@ def test_every_row_names_settings_that_exist_and_no_name_twice():
 
 def test_name_that_is_not_known_gets_no_guess():
     assert [
-        path for path in ("data.zzz", "mesh.qq", "model.foo", "train.output") if "did you mean" in error_of(path)
+        path
+        for path in ("data.zzz", "mesh.qq", "model.foo", "train.output")
+        if "did you mean" in error_of(path)
     ] == []
 
 
@@ -169,8 +172,17 @@ def test_value_of_another_program_leads_to_its_value(path, value, hint):
 
 
 def test_lora_projection_of_transformers_leads_to_its_name():
-    with pytest.raises(UserError, match=r"'q_proj' for config.lora.projections: .*did you mean query\?"):
-        parse(["program", "--config=quickstart", "--config.lora.rank=8", "--config.lora.projections=q_proj,v_proj"])
+    with pytest.raises(
+        UserError, match=r"'q_proj' for config.lora.projections: .*did you mean query\?"
+    ):
+        parse(
+            [
+                "program",
+                "--config=quickstart",
+                "--config.lora.rank=8",
+                "--config.lora.projections=q_proj,v_proj",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -183,9 +195,18 @@ def test_lora_projection_of_transformers_leads_to_its_name():
         (["--optimizer.beta1=0.9"], "did you mean --config.optimizer.beta1?"),
         (["--mesh.tp=2"], "use --config.mesh.tensor"),
         (["--push_to_hub"], "unknown flag --push_to_hub: unsupported: "),
-        (["--top_k=5"], "unknown flag --top_k: unsupported: sampling has temperature and top_p only"),
-        (["--config=quickstart", "--config.optimizer=adamw"], "config.optimizer is a section: unsupported: "),
-        (["--config=quickstart", "--config.attention=flash"], "is a section: use config.attention.kernel"),
+        (
+            ["--top_k=5"],
+            "unknown flag --top_k: unsupported: sampling has temperature and top_p only",
+        ),
+        (
+            ["--config=quickstart", "--config.optimizer=adamw"],
+            "config.optimizer is a section: unsupported: ",
+        ),
+        (
+            ["--config=quickstart", "--config.attention=flash"],
+            "is a section: use config.attention.kernel",
+        ),
         (["--config.special_tokens.pad_token=x"], "expected one of"),
         (["--zzz=1"], "expected one of --config, --workdir, or --config.SECTION.NAME"),
         (["quickstart"], "did you mean --config=quickstart?"),

@@ -13,8 +13,10 @@ from jaxlc.models.rope import rope_frequencies
 from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
 
 FLAT = FAMILIES["llama"]
-NESTED = dataclasses.replace(FLAT, rope_by_layer_type=True, defaults=dict(rope_theta=5e5))  # as in Olmo 3
-LOCAL = dataclasses.replace(NESTED, defaults=dict(rope_theta=1e6, rope_local_base_freq=1e4))  # as in Gemma 3
+# as in Olmo 3
+NESTED = dataclasses.replace(FLAT, rope_by_layer_type=True, defaults=dict(rope_theta=5e5))
+# as in Gemma 3
+LOCAL = dataclasses.replace(NESTED, defaults=dict(rope_theta=1e6, rope_local_base_freq=1e4))
 KINDS = ("sliding", "full")
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=8192)
 LINEAR = dict(rope_type="linear", factor=8.0)
@@ -26,17 +28,22 @@ def read(config, family=FLAT, kinds=("full",)):
 
 
 def written(model, family=FLAT):
-    return rope_fields(model, family) | dict(max_position_embeddings=max_position_embeddings(model, 4096, 0))
+    return rope_fields(model, family) | dict(
+        max_position_embeddings=max_position_embeddings(model, 4096, 0)
+    )
 
 
 @pytest.mark.parametrize("form", ["old", "new", "both"])
 @pytest.mark.parametrize("name", [name for name in SCALINGS if "partial" not in name])
 def test_rope_fields_read_back_give_the_same_frequencies(name, form):
     model, fields = scaled_model(name), written(scaled_model(name))
-    dropped = {"old": {"rope_parameters"}, "new": {"rope_theta", "rope_scaling"}, "both": set()}[form]
+    dropped = {"old": {"rope_parameters"}, "new": {"rope_theta", "rope_scaling"}, "both": set()}[
+        form
+    ]
     settings = read({field: value for field, value in fields.items() if field not in dropped})
     again = dataclasses.replace(model, **settings)
-    if model.rope_scaling != "ntk" and not name.startswith("longrope"):  # ntk is written as another rope_theta
+    # ntk is written as another rope_theta
+    if model.rope_scaling != "ntk" and not name.startswith("longrope"):
         assert again == model
     for seq_len in (4096, 2**20):
         actual, expected = (rope_frequencies(x, "full", seq_len) for x in (again, model))
@@ -63,7 +70,10 @@ def test_rope_settings_of_longrope_take_lengths_outside_of_it():
     scaling = dict(type="longrope", short_factor=[1.0], long_factor=[2.0])
     outside = dict(max_position_embeddings=131072, original_max_position_embeddings=4096)
     settings = read(dict(outside, rope_scaling=scaling))
-    assert (settings["rope_scaling_factor"], settings["rope_scaling_original_tokens"]) == (32.0, 4096)
+    assert (settings["rope_scaling_factor"], settings["rope_scaling_original_tokens"]) == (
+        32.0,
+        4096,
+    )
     assert settings["rope_scaling_long_factors"] == (2.0,)
 
 
@@ -79,7 +89,9 @@ def test_rope_settings_of_longrope_take_lengths_outside_of_it():
 def test_rope_settings_of_factor_1_scale_nothing(scaling, outside):
     settings = read(dict(outside, rope_theta=5e5, rope_scaling=scaling))
     assert settings == read(dict(rope_theta=5e5))
-    with_attention_factor = read(dict(outside, rope_scaling=dict(YARN, factor=1.0, attention_factor=1.3)))
+    with_attention_factor = read(
+        dict(outside, rope_scaling=dict(YARN, factor=1.0, attention_factor=1.3))
+    )
     assert not list(rope_problems(dataclasses.replace(LLAMA, **with_attention_factor)))
 
 
@@ -88,10 +100,26 @@ def test_rope_settings_of_factor_1_scale_nothing(scaling, outside):
     [
         (LOCAL, dict(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=LINEAR), (2e6, 3e4)),
         (LOCAL, dict(rope_scaling=LINEAR), (1e6, 1e4)),
-        (LOCAL, dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_theta=7e4))), (1e6, 7e4)),
-        (LOCAL, dict(rope_parameters=dict(full_attention=dict(LINEAR, rope_theta=2e6))), (2e6, 1e4)),
+        (
+            LOCAL,
+            dict(
+                rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_theta=7e4))
+            ),
+            (1e6, 7e4),
+        ),
+        (
+            LOCAL,
+            dict(rope_parameters=dict(full_attention=dict(LINEAR, rope_theta=2e6))),
+            (2e6, 1e4),
+        ),
         (NESTED, dict(rope_theta=3e5, rope_scaling=LINEAR), (3e5, 3e5)),
-        (NESTED, dict(rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_theta=7e4))), (5e5, 7e4)),
+        (
+            NESTED,
+            dict(
+                rope_parameters=dict(full_attention=LINEAR, sliding_attention=dict(rope_theta=7e4))
+            ),
+            (5e5, 7e4),
+        ),
     ],
 )
 def test_rope_settings_by_layer_type(family, config, thetas):
@@ -110,14 +138,19 @@ def test_rope_settings_of_one_rope_scale_sliding_layers_too():
     settings = read(config, FLAT, KINDS)
     assert (settings["sliding_rope_theta"], settings["sliding_rope_scaling"]) == (2e6, True)
     model = dataclasses.replace(LLAMA, layer_kinds=KINDS, window=4, **settings)
-    np.testing.assert_array_equal(*(rope_frequencies(model, kind, 4096).radians_per_token for kind in KINDS))
+    np.testing.assert_array_equal(
+        *(rope_frequencies(model, kind, 4096).radians_per_token for kind in KINDS)
+    )
     assert read(written(model), FLAT, KINDS) == settings
     assert read(dict(rope_theta=2e6), FLAT, KINDS)["sliding_rope_scaling"] is False
 
 
 def test_partial_rotary_factor_is_read_and_written():
     family = FAMILIES["qwen3_5_text"]
-    inside, outside = dict(rope_parameters=dict(partial_rotary_factor=0.5)), dict(partial_rotary_factor=0.5)
+    inside, outside = (
+        dict(rope_parameters=dict(partial_rotary_factor=0.5)),
+        dict(partial_rotary_factor=0.5),
+    )
     configs = inside, outside, inside | dict(partial_rotary_factor=1), {}
     assert [read(config, family)["rope_fraction"] for config in configs] == [0.5, 0.5, 0.5, 0.25]
     for name in ("partial", "partial_yarn"):
@@ -128,17 +161,29 @@ def test_partial_rotary_factor_is_read_and_written():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (dict(rope_scaling=dict(rope_type="proportional", factor=2.0)), "RoPE of type 'proportional'; supported are"),
+        (
+            dict(rope_scaling=dict(rope_type="proportional", factor=2.0)),
+            "RoPE of type 'proportional'; supported are",
+        ),
         (dict(rope_scaling=dict(type="su", factor=2.0)), "RoPE of type 'su'"),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "type yarn without original_max_position_embeddings"),
+        (
+            dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
+            "type yarn without original_max_position_embeddings",
+        ),
         (dict(rope_scaling=dict(YARN, factor=None)), "type yarn without factor"),
         (dict(rope_scaling=dict(YARN, beta=3)), "unknown RoPE parameter beta=3 for type yarn"),
         (
             dict(rope_scaling=dict(LINEAR, low_freq_factor=1)),
             "unknown RoPE parameter low_freq_factor=1",
         ),
-        (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "type dynamic without max_position_embeddings"),
-        (dict(rope_parameters=dict(YARN, partial_rotary_factor=0.5)), "partial_rotary_factor=0.5; only 1"),
+        (
+            dict(rope_scaling=dict(type="dynamic", factor=2.0)),
+            "type dynamic without max_position_embeddings",
+        ),
+        (
+            dict(rope_parameters=dict(YARN, partial_rotary_factor=0.5)),
+            "partial_rotary_factor=0.5; only 1",
+        ),
         (dict(rope_parameters=dict(full_attention=YARN)), "for full_attention layers"),
         (dict(rope_theta=None), "rope_theta=null"),
         (dict(rope_theta=1e4, rope_parameters=dict(rope_theta=2e4)), "which differ"),
@@ -154,9 +199,21 @@ def test_rope_settings_unsupported_field_raises(config, words):
 @pytest.mark.parametrize(
     ("family", "config", "words"),
     [
-        (LOCAL, dict(rope_scaling=dict(YARN, truncate=False)), "truncate=false, which transformers ignores"),
-        (LOCAL, dict(rope_parameters=dict(sliding_attention=LINEAR)), "scales RoPE of sliding_attention layers"),
-        (LOCAL, dict(rope_parameters=dict(chunked_attention=LINEAR)), "for chunked_attention layers"),
+        (
+            LOCAL,
+            dict(rope_scaling=dict(YARN, truncate=False)),
+            "truncate=false, which transformers ignores",
+        ),
+        (
+            LOCAL,
+            dict(rope_parameters=dict(sliding_attention=LINEAR)),
+            "scales RoPE of sliding_attention layers",
+        ),
+        (
+            LOCAL,
+            dict(rope_parameters=dict(chunked_attention=LINEAR)),
+            "for chunked_attention layers",
+        ),
     ],
 )
 def test_rope_settings_unsupported_layer_type_raises(family, config, words):
@@ -169,13 +226,21 @@ def test_rope_settings_unsupported_layer_type_raises(family, config, words):
     [
         (FLAT, SCALINGS["partial"], "rope_fraction=0.25, which transformers ignores"),
         (FLAT, dict(layer_kinds=KINDS), "another RoPE in sliding layers"),
-        (FLAT, dict(SCALINGS["linear"], layer_kinds=KINDS, sliding_rope_theta=5e5), "another RoPE in sliding layers"),
+        (
+            FLAT,
+            dict(SCALINGS["linear"], layer_kinds=KINDS, sliding_rope_theta=5e5),
+            "another RoPE in sliding layers",
+        ),
         (
             NESTED,
             dict(SCALINGS["linear"], sliding_rope_scaling=True),
             r"sliding_rope_scaling=True .* \(supported: False",
         ),
-        (NESTED, SCALINGS["yarn_options"], "rope_scaling_truncate=False, which transformers ignores"),
+        (
+            NESTED,
+            SCALINGS["yarn_options"],
+            "rope_scaling_truncate=False, which transformers ignores",
+        ),
     ],
 )
 def test_rope_fields_that_transformers_ignores_raise(family, settings, words):

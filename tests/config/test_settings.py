@@ -47,7 +47,11 @@ def test_assignment_converts_values_as_the_command_line(path, value, expected):
     ("path", "value", "words"),
     [
         ("train.stps", 3, "unknown setting config.train.stps: did you mean config.train.steps?"),
-        ("optimizer.learning_rate", "fast", "invalid value 'fast' for config.optimizer.learning_rate: expected a fini"),
+        (
+            "optimizer.learning_rate",
+            "fast",
+            "invalid value 'fast' for config.optimizer.learning_rate: expected a fini",
+        ),
         ("optimizer.learning_rate", "nan", "expected a finite number"),
         ("attention.document_mask", "maybe", "expected true or false"),
         ("attention.document_mask", 1, "expected true or false"),
@@ -100,9 +104,18 @@ def _item(config):
         (lambda config: config.train.stps, "did you mean config.train.steps?"),
         (lambda config: config.train.update(stps=3), "did you mean config.train.steps?"),
         (lambda config: config.update({"train": {"stps": 3}}), "did you mean config.train.steps?"),
-        (lambda config: config.update_from_flattened_dict({"train.stps": 3}), "did you mean config.train.steps?"),
-        (lambda config: config.update_from_flattened_dict({"x.trian.seed": 3}, "x."), "mean config.train.seed?"),
-        (lambda config: config.update_from_flattened_dict({"train.steps": "x"}), "expected an integer"),
+        (
+            lambda config: config.update_from_flattened_dict({"train.stps": 3}),
+            "did you mean config.train.steps?",
+        ),
+        (
+            lambda config: config.update_from_flattened_dict({"x.trian.seed": 3}, "x."),
+            "mean config.train.seed?",
+        ),
+        (
+            lambda config: config.update_from_flattened_dict({"train.steps": "x"}),
+            "expected an integer",
+        ),
     ],
 )
 def test_unknown_name_raises_with_the_nearest_one(statement, words):
@@ -185,7 +198,11 @@ def test_config_html_has_differences_and_collapsed_settings(is_frozen):
     for part in ("learning_rate", " 0.001 ", " 0.0003", "&lt;b&gt;&amp;.json", " bytes"):
         assert part in shown
     assert "seq_len" not in shown
-    for part in ("data.seq_len = 4096", "optimizer.learning_rate = 0.001", "data.tokenizer = &lt;b&gt;&amp;.json"):
+    for part in (
+        "data.seq_len = 4096",
+        "optimizer.learning_rate = 0.001",
+        "data.tokenizer = &lt;b&gt;&amp;.json",
+    ):
         assert part in folded
     assert "<b>" not in text
 

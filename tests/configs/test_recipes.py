@@ -18,9 +18,15 @@ VARIANTS = {"olmo3_64k": ("", "32b")}  # others: ""
 def test_recipe_stages_match_their_topology(name):
     for variant in VARIANTS.get(name, ("",)):
         for stage in load_stages(read_config(f"{name}:{variant}")):
-            gpus, domains, size = re.fullmatch(r"(\w+):(\d+)x(\d+)", stage.config.runtime.topology).groups()
+            gpus, domains, size = re.fullmatch(
+                r"(\w+):(\d+)x(\d+)", stage.config.runtime.topology
+            ).groups()
             assert stage.config.mesh.num_devices == int(domains) * int(size) and gpus == "h100"
-            assert stage.config.train.eval_sequences % (stage.config.mesh.data * stage.config.mesh.fsdp) == 0
+            assert (
+                stage.config.train.eval_sequences
+                % (stage.config.mesh.data * stage.config.mesh.fsdp)
+                == 0
+            )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -28,10 +34,13 @@ def test_recipe_mini_keeps_the_stages(name):
     stages, mini = load_stages(read_config(name)), load_stages(read_config(f"{name}:mini"))
     assert [stage.name for stage in stages] == [stage.name for stage in mini]
     for stage, small in zip(stages, mini):
-        memory = dataclasses.replace(small.config.memory, tile_tokens=stage.config.memory.tile_tokens)
+        memory = dataclasses.replace(
+            small.config.memory, tile_tokens=stage.config.memory.tile_tokens
+        )
         assert (stage.config.attention, stage.config.memory) == (small.config.attention, memory)
         scaling = stage.config.model.rope_scaling
-        assert scaling in (small.config.model.rope_scaling, "llama3")  # llama3 is that of the preset
+        # llama3 is that of the preset
+        assert scaling in (small.config.model.rope_scaling, "llama3")
         assert stage.config.model.layer_kinds == small.config.model.layer_kinds
         assert stage.config.optimizer.schedule == small.config.optimizer.schedule
         assert stage.optimizer_state == small.optimizer_state
@@ -40,7 +49,9 @@ def test_recipe_mini_keeps_the_stages(name):
 
 
 def test_recipe_figures_are_those_of_the_sources():
-    """Gao et al. 2024 (arXiv:2410.02660): 20B tokens in steps of 4M and 8M, and 1B. The report of Olmo 3: 50B, 100B."""
+    """Gao et al. 2024 (arXiv:2410.02660): 20B tokens in steps of 4M and 8M, and 1B. The report of
+    Olmo 3: 50B, 100B.
+    """
     prolong = load_stages(read_config("extend_512k"))
     assert [(stage.num_steps, stage.config.tokens_per_step) for stage in prolong] == [
         (5000, 2**22), (2500, 2**23), (250, 2**22)
@@ -49,12 +60,18 @@ def test_recipe_figures_are_those_of_the_sources():
     assert [stage.config.model.rope_theta for stage in prolong] == [8e6, 1.28e8, 1.28e8]
     assert [stage.optimizer_state for stage in prolong] == ["carry", "carry", "reset"]
     (sft,) = load_stages(read_config("sft_128k"))
-    assert (sft.num_steps, sft.config.tokens_per_step, sft.config.optimizer.learning_rate) == (250, 2**22, 2e-5)
+    assert (sft.num_steps, sft.config.tokens_per_step, sft.config.optimizer.learning_rate) == (
+        250,
+        2**22,
+        2e-5,
+    )
     for stage in (prolong[2], sft):
         assert [source.chat_field for source in stage.config.data.mixture] == ["messages"]
     for stage, full in zip(prolong[:2], (dict(), dict(books_512k=0.05, code_512k=0.15))):
         assert abs(sum(source.share for source in stage.config.data.mixture) - 1) < 1e-9
-        full_length = (source for source in stage.config.data.mixture if source.pool == "full_length")
+        full_length = (
+            source for source in stage.config.data.mixture if source.pool == "full_length"
+        )
         assert {source.name: source.share for source in full_length} == full
     (lora,) = load_stages(read_config("lora_1m_1gpu"))
     assert lora.config.lora.rank == 32 and lora.config.model.rope_scaling_factor == 128
@@ -62,7 +79,9 @@ def test_recipe_figures_are_those_of_the_sources():
     assert 1e9 <= ultralong.num_tokens < 1.01e9 and not ultralong.config.attention.document_mask
     for variant, tokens in (("", 50e9), ("32b", 100e9)):
         (olmo,) = load_stages(read_config(f"olmo3_64k:{variant}"))
-        assert abs(olmo.num_tokens / tokens - 1) < 0.001 and not olmo.config.optimizer.decay_embeddings
+        assert (
+            abs(olmo.num_tokens / tokens - 1) < 0.001 and not olmo.config.optimizer.decay_embeddings
+        )
 
 
 @pytest.mark.full

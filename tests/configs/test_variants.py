@@ -26,7 +26,8 @@ def get_config(name: str, variant: str = ""):
 @pytest.mark.parametrize("name", NAMES)
 def test_variant_mesh_matches_its_topology(name, variant):
     config = load(get_config(name, variant))
-    assert config.runtime.transport == "auto"  # a transport by name is an error where it is unsupported
+    # a transport by name is an error where it is unsupported
+    assert config.runtime.transport == "auto"
     if variant == "mini":
         assert config.mesh.num_devices == config.runtime.simulated_devices == 8
     else:
@@ -40,13 +41,20 @@ def test_variant_mesh_matches_its_topology(name, variant):
 
 @pytest.mark.jax_version
 @pytest.mark.gpu_compiler
-@pytest.mark.skipif(jax.__version__ == "0.10.1", reason="tests/plan/test_configs.py plans every config")
+@pytest.mark.skipif(
+    jax.__version__ == "0.10.1", reason="tests/plan/test_configs.py plans every config"
+)
 def test_plan_of_readme_on_newer_jax_uses_nccl():
-    """`jaxlc plan --config=256k:h100 --topology=h100:8x8`; with the NVSHMEM heap of variant "", which has no effect."""
+    """`jaxlc plan --config=256k:h100 --topology=h100:8x8`; with the NVSHMEM heap of variant "",
+    which has no effect.
+    """
     config = get_config("256k", "h100")
     config.runtime.nvshmem_heap_bytes = get_config("256k").runtime.nvshmem_heap_bytes
     result = plan.plan(config, "h100:8x8")
-    assert result.memory.fits and result.memory.nvshmem_heap_bytes == 0 < config.runtime.nvshmem_heap_bytes
+    assert (
+        result.memory.fits
+        and result.memory.nvshmem_heap_bytes == 0 < config.runtime.nvshmem_heap_bytes
+    )
     assert result.transport_choice.startswith("nccl (auto; not nvshmem: the XLA of JAX ")
     assert set(result.ring.by_backend) == {"NCCL"}
 
@@ -55,14 +63,20 @@ def test_plan_of_readme_on_newer_jax_uses_nccl():
 def test_longest_context_mini_keeps_memory_and_attention(name):
     config, mini = load(get_config(name)), load(get_config(name, "mini"))
     domains, size = re.fullmatch(r"h100:(\d+)x(\d+)", config.runtime.topology).groups()
-    assert config.mesh.num_devices == int(domains) * int(size) == int(name.partition("_")[2].removesuffix("gpu"))
+    assert (
+        config.mesh.num_devices
+        == int(domains) * int(size)
+        == int(name.partition("_")[2].removesuffix("gpu"))
+    )
     assert config.data.seq_len == RECORDS[name]
     assert mini.mesh.num_devices == mini.runtime.simulated_devices
     assert dataclasses.replace(mini.memory, tile_tokens=config.memory.tile_tokens) == config.memory
     assert (mini.attention.strategy, mini.attention.ulysses_degree > 1) == (
         config.attention.strategy, config.attention.ulysses_degree > 1
     )  # fmt: skip
-    with pytest.raises(ValueError, match="unknown variant 'h100': expected one of (fast, lora, )?mini"):
+    with pytest.raises(
+        ValueError, match="unknown variant 'h100': expected one of (fast, lora, )?mini"
+    ):
         get_config(name, "h100")
 
 
@@ -71,8 +85,12 @@ def test_mini_variant_keeps_axes_and_features(name):
     """Only sizes differ."""
     config, mini = load(get_config(name)), load(get_config(name, "mini"))
     axes = ("data", "fsdp", "context", "tensor")
-    assert [getattr(config.mesh, axis) > 1 for axis in axes] == [getattr(mini.mesh, axis) > 1 for axis in axes]
-    assert (config.train.gradient_accumulation_steps > 1) == (mini.train.gradient_accumulation_steps > 1)
+    assert [getattr(config.mesh, axis) > 1 for axis in axes] == [
+        getattr(mini.mesh, axis) > 1 for axis in axes
+    ]
+    assert (config.train.gradient_accumulation_steps > 1) == (
+        mini.train.gradient_accumulation_steps > 1
+    )
     for section in ("attention", "memory", "precision"):
         assert getattr(config, section) == getattr(mini, section)
 
@@ -96,7 +114,10 @@ def test_unknown_variant_lists_or_suggests(name):
 def test_check_num_devices_names_commands_that_work():
     with pytest.raises(UserError) as error:
         check_num_devices(
-            load(get_config("256k", "h100")), 1, "the number of available devices is", "configs/256k.py:h100"
+            load(get_config("256k", "h100")),
+            1,
+            "the number of available devices is",
+            "configs/256k.py:h100",
         )
     for words in [
         "fsdp=8 x context=8 x tensor=1 needs 64 devices but the number of available devices is 1",
@@ -107,7 +128,8 @@ def test_check_num_devices_names_commands_that_work():
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize("check", ["check_variant(variant, ())", "0"])  # a config may ignore its variant
+# a config may ignore its variant
+@pytest.mark.parametrize("check", ["check_variant(variant, ())", "0"])
 def test_check_num_devices_of_a_config_without_a_small_variant_does_not_name_one(tmp_path, check):
     path = tmp_path / "recommended.py"
     path.write_text(
@@ -119,7 +141,9 @@ def test_check_num_devices_of_a_config_without_a_small_variant_does_not_name_one
         "    return config\n"
     )
     with pytest.raises(UserError, match=r"`jaxlc plan --config=\S+ --topology=h100:1x8`$"):
-        check_num_devices(load(read_config(str(path))), 1, "the number of available devices is", str(path))
+        check_num_devices(
+            load(read_config(str(path))), 1, "the number of available devices is", str(path)
+        )
 
 
 def test_train_on_other_devices_names_commands_that_work(tmp_path):

@@ -91,14 +91,29 @@ def test_checked_function_with_unknown_or_missing_arguments_names_them():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: jaxlc.generate("run", "x", max_tokens="5"), "max_tokens='5' of generate(): expected int"),
-        (lambda: jaxlc.generate("run", "x", max_new_tokens=5), "'max_new_tokens' (did you mean max_tokens?)"),
+        (
+            lambda: jaxlc.generate("run", "x", max_tokens="5"),
+            "max_tokens='5' of generate(): expected int",
+        ),
+        (
+            lambda: jaxlc.generate("run", "x", max_new_tokens=5),
+            "'max_new_tokens' (did you mean max_tokens?)",
+        ),
         (lambda: jaxlc.generate(5, "x"), "source=5 of generate(): expected str | Path | Result"),
         (lambda: jaxlc.load(None), "workdir=None of load(): expected str | Path"),
-        (lambda: jaxlc.evaluate("run", lengths=[4096], out=3), "out=3 of evaluate(): expected str | Path | None"),
-        (lambda: jaxlc.export("run", "out", max_shard_gb="5GB"), "max_shard_gb='5GB' of export(): expected float"),
+        (
+            lambda: jaxlc.evaluate("run", lengths=[4096], out=3),
+            "out=3 of evaluate(): expected str | Path | None",
+        ),
+        (
+            lambda: jaxlc.export("run", "out", max_shard_gb="5GB"),
+            "max_shard_gb='5GB' of export(): expected float",
+        ),
         (lambda: jaxlc.make_mesh(context="2"), "context='2' of make_mesh(): expected int"),
-        (lambda: jaxlc.start(simulated_devices="8"), "simulated_devices='8' of start(): expected int"),
+        (
+            lambda: jaxlc.start(simulated_devices="8"),
+            "simulated_devices='8' of start(): expected int",
+        ),
         (lambda: jaxlc.plan.plan(defaults(), 8), "topology=8 of plan(): expected str"),
         (lambda: jaxlc.config.with_settings(defaults(), {}), "of with_settings(): expected Config"),
         (lambda: jaxlc.data.show(defaults(), num="3"), "num='3' of show(): expected int"),
@@ -110,5 +125,7 @@ def test_public_function_with_a_wrong_argument_raises_one_sentence(call, words):
 
 
 def test_make_mesh_of_size_0_names_the_axis():
-    with pytest.raises(UserError, match="invalid value 0 for config.mesh.context: expected at least 1"):
+    with pytest.raises(
+        UserError, match="invalid value 0 for config.mesh.context: expected at least 1"
+    ):
         jaxlc.make_mesh(context=0)

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_extras_names_match_pyproject():
-    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for package, extra in errors.EXTRAS.items():
         assert any(requirement.startswith(package) for requirement in optional[extra]), package
 
@@ -20,7 +22,10 @@ def test_require_missing_package_names_the_extra(monkeypatch):
     with pytest.raises(UserError) as error:
         errors.require("matplotlib", "--timeline")
     command = "pip install -e '.[plot]' in a checkout of jaxlc"
-    assert str(error.value) == f"--timeline needs the package matplotlib, which is not installed: {command}"
+    assert (
+        str(error.value)
+        == f"--timeline needs the package matplotlib, which is not installed: {command}"
+    )
 
 
 def test_require_installed_package_passes():

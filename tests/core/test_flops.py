@@ -7,7 +7,8 @@ from jaxlc.config.flops import document_pairs, full_pairs, num_matmul_params, nu
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.schema import TrainConfig
 
-# The counts that Hugging Face reports for the published weights (`safetensors.total` of the model API).
+# The counts that Hugging Face reports for the published weights (`safetensors.total` of the model
+# API).
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
@@ -21,7 +22,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
-    "qwen3.5-9b": 8_953_803_264,  # of Qwen3_5ForCausalLM in transformers 5.23: the published weights also have vision
+    # of Qwen3_5ForCausalLM in transformers 5.23: the published weights also have vision
+    "qwen3.5-9b": 8_953_803_264,
     "qwen3.5-35b-a3b": 34_660_610_688,  # of Qwen3_5MoeForCausalLM in transformers 5.23
     "olmo-hybrid-7b": 7_430_870_688,  # of OlmoHybridForCausalLM in transformers 5.23
     "mistral-7b": 7_248_023_552,
@@ -35,7 +37,9 @@ def training_flops(model, num_sequences: int, seq_len: int, attention: str) -> f
     """Model FLOPs of a step that trains all parameters."""
     pairs = full_pairs(model, seq_len) if attention == "full" else document_pairs(model, [seq_len])
     num_tokens, num_pairs = num_sequences * seq_len, num_sequences * pairs
-    return step_flops(model, LoraConfig(), TrainConfig(), num_tokens=num_tokens, num_pairs=num_pairs).total
+    return step_flops(
+        model, LoraConfig(), TrainConfig(), num_tokens=num_tokens, num_pairs=num_pairs
+    ).total
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -51,7 +55,8 @@ def test_training_flops_of_small_model_equals_manual_count():
     )  # fmt: skip
     matmul_params = 4 * 4 + 4 * 2 + 4 * 2 + 4 * 4 + 3 * 4 * 5 + 4 * 7  # q k v o, feed-forward, head
     assert num_matmul_params(model) == matmul_params
-    per_pair = 3 * (2 * 2 + 2 * 2) * 2  # forward and twice that backward; q.k and value; 2 heads of 2
+    # forward and twice that backward; q.k and value; 2 heads of 2
+    per_pair = 3 * (2 * 2 + 2 * 2) * 2
     full = training_flops(model, num_sequences=3, seq_len=5, attention="full")
     causal = training_flops(model, num_sequences=3, seq_len=5, attention="causal")
     assert full == 3 * (6 * matmul_params * 5 + per_pair * 25)
@@ -59,16 +64,21 @@ def test_training_flops_of_small_model_equals_manual_count():
 
 
 def test_training_flops_at_1m_tokens_with_remat_is_1_36e18():
-    """With rematerialization, 3 matrix products become 4. Attention's 6 products per pair (2 forward, 4 backward)
-    become 9: 2 forward, 2 for the recomputed layer, and 5 in the flash backward, which recomputes q . k."""
+    """With rematerialization, 3 matrix products become 4. Attention's 6 products per pair (2
+    forward, 4 backward) become 9: 2 forward, 2 for the recomputed layer, and 5 in the flash
+    backward, which recomputes q . k."""
     model, tokens = PRESETS["llama3.1-8b"], 2**20
     matmul_flops = 6 * num_matmul_params(model) * tokens
-    attention_flops = training_flops(model, num_sequences=1, seq_len=tokens, attention="causal") - matmul_flops
+    attention_flops = (
+        training_flops(model, num_sequences=1, seq_len=tokens, attention="causal") - matmul_flops
+    )
     assert matmul_flops * 4 / 3 + attention_flops * 9 / 6 == pytest.approx(1.36e18, rel=1e-3)
 
 
 def test_training_flops_of_sliding_layers_count_pairs_in_window():
-    model = dataclasses.replace(PRESETS["tiny"], num_layers=5, layer_kinds=("sliding", "full", "nope"), window=3)
+    model = dataclasses.replace(
+        PRESETS["tiny"], num_layers=5, layer_kinds=("sliding", "full", "nope"), window=3
+    )
     counts = {
         attention: training_flops(model, num_sequences=1, seq_len=10, attention=attention)
         - 6 * num_matmul_params(model) * 10
@@ -76,10 +86,13 @@ def test_training_flops_of_sliding_layers_count_pairs_in_window():
     }
     in_window = sum(min(query + 1, 3) for query in range(10))  # layers 0 and 3 are sliding
     per_pair = 12 * model.num_heads * model.head_dim
-    assert counts == {"causal": per_pair * (2 * in_window + 3 * 55), "full": per_pair * (2 * 30 + 3 * 100)}
+    assert counts == {
+        "causal": per_pair * (2 * in_window + 3 * 55),
+        "full": per_pair * (2 * 30 + 3 * 100),
+    }
     wide = KindConfig(name="full", head_dim=2 * model.head_dim)  # layers 1 and 4
     model = dataclasses.replace(model, kinds=(wide,))
     matmuls = 6 * num_matmul_params(model) * 10
-    assert training_flops(model, num_sequences=1, seq_len=10, attention="causal") - matmuls == per_pair * (
-        2 * in_window + (2 * 2 + 1) * 55
-    )
+    assert training_flops(
+        model, num_sequences=1, seq_len=10, attention="causal"
+    ) - matmuls == per_pair * (2 * in_window + (2 * 2 + 1) * 55)

@@ -16,8 +16,13 @@ def test_find_unlisted_device_returns_none(kind):
 
 
 def test_is_coherent_with_host_only_for_grace():
-    assert {device.name for device in DEVICES if is_coherent_with_host(device.device_kind)} == {"gh200", "gb200"}
-    assert is_coherent_with_host("NVIDIA GH200 144G HBM3e") and is_coherent_with_host("NVIDIA GB300")
+    assert {device.name for device in DEVICES if is_coherent_with_host(device.device_kind)} == {
+        "gh200",
+        "gb200",
+    }
+    assert is_coherent_with_host("NVIDIA GH200 144G HBM3e") and is_coherent_with_host(
+        "NVIDIA GB300"
+    )
     assert not is_coherent_with_host("NVIDIA H100 PCIe") and not is_coherent_with_host("cpu")
 
 
@@ -32,4 +37,8 @@ def test_devices_have_figures_in_the_units_of_their_names():
     for device in DEVICES:
         for name, (low, high) in bounds.items():
             assert low < dataclasses.asdict(device)[name] < high, (device.name, name)
-    assert len({device.device_kind for device in DEVICES}) == len({device.name for device in DEVICES}) == len(DEVICES)
+    assert (
+        len({device.device_kind for device in DEVICES})
+        == len({device.name for device in DEVICES})
+        == len(DEVICES)
+    )

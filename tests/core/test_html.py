@@ -25,7 +25,9 @@ class Tags(HTMLParser):
 
 
 def test_table_is_escaped_and_aligned():
-    text = html.table(("key", "<b>"), [("a & b", 3), (None, "<script>")], caption="C < D", align="lr")
+    text = html.table(
+        ("key", "<b>"), [("a & b", 3), (None, "<script>")], caption="C < D", align="lr"
+    )
     lines = ["C &lt; D", "key         &lt;b&gt;", "a &amp; b         3", "       &lt;script&gt;"]
     assert text.partition(">")[2].removesuffix("</pre>").splitlines() == lines
 
@@ -46,7 +48,9 @@ def test_table_without_header_has_rows_only():
 def test_html_has_no_resource_and_no_fixed_color(text):
     Tags(text)
     assert not re.search(r"https?:|src=|url\(|@import|<style|<script|<link", text)
-    assert not re.search(r"[^-]color:(?!currentColor)|background:(?!transparent)|#[0-9a-fA-F]{3}", text)
+    assert not re.search(
+        r"[^-]color:(?!currentColor)|background:(?!transparent)|#[0-9a-fA-F]{3}", text
+    )
 
 
 def test_preformatted_keeps_spaces_and_newlines():

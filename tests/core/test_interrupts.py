@@ -85,17 +85,26 @@ press()
 
 def test_signal_in_a_command_prints_one_sentence(tmp_path):
     command = [sys.executable, "-c", _CASES, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+    )
     names = ("press", "converted", "importing", "finalizing", "ignored", "own_message")
     sentences = ["1 of 3 is kept" if name == "own_message" else "what is kept" for name in names]
-    cases = [f"{name}\n{sentence}\nstatus 130\n" for name, sentence in zip(names, sentences, strict=True)]
-    cases += [f"{name}\nwhat is kept\nstatus {status}\n" for name, status in (("terminated", 143), ("hung_up", 129))]
+    cases = [
+        f"{name}\n{sentence}\nstatus 130\n" for name, sentence in zip(names, sentences, strict=True)
+    ]
+    cases += [
+        f"{name}\nwhat is kept\nstatus {status}\n"
+        for name, status in (("terminated", 143), ("hung_up", 129))
+    ]
     cases += ["compiling\nwhat is kept\nundone\nstatus 143\n", "unheard\nit goes on\nstatus 0\n"]
     assert done.stdout == "".join(cases) + "interrupted\n"  # the last one outside of a command
     assert done.returncode == 130
 
 
-@pytest.mark.parametrize("program", [["-m", "jaxlc.evals"], ["-m", "jaxlc.exporting"], ["jaxlc", "generate"]])
+@pytest.mark.parametrize(
+    "program", [["-m", "jaxlc.evals"], ["-m", "jaxlc.exporting"], ["jaxlc", "generate"]]
+)
 def test_ctrl_c_in_the_first_imports_prints_one_sentence(tmp_path, program):
     (tmp_path / "jaxlc").write_text("from jaxlc.cli import main; main()")  # as pip writes it
     press = "import signal; signal.raise_signal(signal.SIGINT)"
@@ -104,5 +113,7 @@ def test_ctrl_c_in_the_first_imports_prints_one_sentence(tmp_path, program):
     (tmp_path / "sitecustomize.py").write_text(start)
     arguments = [str(tmp_path / program[0]) if program[0] == "jaxlc" else program[0], *program[1:]]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

@@ -1,4 +1,6 @@
-"""A lock that several processes share: one works, the others wait, and the lock of a killed process is released."""
+"""A lock that several processes share: one works, the others wait, and the lock of a killed process
+is released.
+"""
 
 import errno
 import fcntl
@@ -46,7 +48,8 @@ def test_locked_waits_for_other_threads_one_at_a_time(tmp_path: Path):
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     threads[0].start()
-    is_held.wait()  # a thread that waits before the holder has written its name reads "another process"
+    # a thread that waits before the holder has written its name reads "another process"
+    is_held.wait()
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
@@ -94,7 +97,9 @@ def test_locked_without_locks_reports_it_and_does_not_wait(tmp_path: Path, monke
 
 def test_locked_ignores_file_of_killed_process(tmp_path: Path):
     path, waits = tmp_path / "lock", []
-    holder = subprocess.Popen([sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout.readline() == "holds\n"
 
     def wait():

@@ -16,7 +16,9 @@ def test_displayed_path_is_relative_below_the_working_directory(tmp_path, monkey
     assert displayed(Path("runs")) == Path("runs")
 
 
-@pytest.mark.parametrize("path", ["~/runs", "org/model", "a:b/c", "C:/runs", "/runs/gs:/x", "~no-such-user/x"])
+@pytest.mark.parametrize(
+    "path", ["~/runs", "org/model", "a:b/c", "C:/runs", "/runs/gs:/x", "~no-such-user/x"]
+)
 def test_local_path_expands_the_home_directory(path):
     assert str(local_path(path)) == path.replace("~/", f"{Path.home()}/")
 
@@ -48,7 +50,9 @@ def test_local_path_with_a_url_raises(url):
         "profile gs://b/run",
     ],
 )
-def test_command_with_a_url_prints_one_line_and_writes_nothing(arguments, tmp_path, monkeypatch, capsys):
+def test_command_with_a_url_prints_one_line_and_writes_nothing(
+    arguments, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["jaxlc"])
     monkeypatch.setattr(peers, "end_process", sys.exit)  # this process is not that of the command

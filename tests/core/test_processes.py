@@ -51,13 +51,21 @@ def own_pid(_: int):
 
 def test_processes_are_reused_if_asked():
     def pids(**options):
-        return {pid for _, pid in filter(None, processes.run(own_pid, [(i,) for i in range(4)], 1, **options))}
+        return {
+            pid
+            for _, pid in filter(
+                None, processes.run(own_pid, [(i,) for i in range(4)], 1, **options)
+            )
+        }
 
     assert len(pids(is_reused=True)) == 1 and len(pids()) == 4
 
 
 def test_the_last_value_says_how_a_call_ended():
-    endings = [values[-1] for values in values_of([("refuses",), ("killed",), ("exits",), ("raises",)], ends)]
+    endings = [
+        values[-1]
+        for values in values_of([("refuses",), ("killed",), ("exits",), ("raises",)], ends)
+    ]
     assert isinstance(endings[0], UserError) and str(endings[0]) == "no such file"
     assert endings[1] == processes.Died(-signal.SIGKILL, "last words")
     assert endings[2] == processes.Died(0, "last words")
@@ -88,7 +96,9 @@ def test_a_script_without_main_guard_is_run_once_and_its_death_ends_the_process(
     script, path = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(_SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    parent = subprocess.Popen([sys.executable, script, path], env=environment, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, script, path], env=environment, stdout=subprocess.PIPE, text=True
+    )
     wait_until(lambda: path.exists() and path.read_text())
     parent.kill()
     assert parent.communicate(timeout=TIMEOUT_SECONDS)[0] == "main module\n"

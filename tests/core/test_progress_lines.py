@@ -34,7 +34,9 @@ def test_time_left_starts_again_with_the_next_file(monkeypatch):
     now, lines = iter([0.0, 100.0, 101.0]), []
     monkeypatch.setattr(text.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(text, "SECONDS_BETWEEN_LINES", 0.05)
-    with text.progress_lines("reading", log=lambda line: (lines.append(line), done.set())) as update:
+    with text.progress_lines(
+        "reading", log=lambda line: (lines.append(line), done.set())
+    ) as update:
         done = threading.Event()
         update(9, 10)
         update(1, 5)  # at 100 s

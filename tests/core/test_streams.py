@@ -1,4 +1,6 @@
-"""Streams of commands: an encoding without the characters, a reader that ended, a full disk, or closed."""
+"""Streams of commands: an encoding without the characters, a reader that ended, a full disk, or
+closed.
+"""
 
 import os
 import subprocess
@@ -11,17 +13,36 @@ from jaxlc.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
 PREPARED = "import sys; from jaxlc.core import text; text.prepare(); "
-PRINT = PREPARED + "sys.exit(text.guarded(lambda: print('x', file=sys.stderr) or print('⟦a▁⟧ \\ud83d') or 0))"
+PRINT = (
+    PREPARED
+    + "sys.exit(text.guarded(lambda: print('x', file=sys.stderr) or print('⟦a▁⟧ \\ud83d') or 0))"
+)
 
 
-def run(program: str, redirection: str = "", encoding: str = "utf-8") -> subprocess.CompletedProcess:
-    """Runs a Python program in a shell that redirects its streams; `>&PIPE` is a pipe without a reader."""
+def run(
+    program: str, redirection: str = "", encoding: str = "utf-8"
+) -> subprocess.CompletedProcess:
+    """Runs a Python program in a shell that redirects its streams; `>&PIPE` is a pipe without a
+    reader.
+    """
     reader, pipe = os.pipe()
     os.close(reader)
-    argv = ["bash", "-c", f'"$0" -c "$1" {redirection.replace("PIPE", str(pipe))}', sys.executable, program]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding, "PYTHONUNBUFFERED": ""}
+    argv = [
+        "bash",
+        "-c",
+        f'"$0" -c "$1" {redirection.replace("PIPE", str(pipe))}',
+        sys.executable,
+        program,
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": encoding,
+        "PYTHONUNBUFFERED": "",
+    }
     try:
-        return subprocess.run(argv, capture_output=True, env=environment, encoding="utf-8", pass_fds=[pipe])
+        return subprocess.run(
+            argv, capture_output=True, env=environment, encoding="utf-8", pass_fds=[pipe]
+        )
     finally:
         os.close(pipe)
 
@@ -35,7 +56,13 @@ def run(program: str, redirection: str = "", encoding: str = "utf-8") -> subproc
         (">&-", "ascii", 0, "", "x\n"),
         ("<&- 2>&-", "ascii", 0, "[[a\\u2581]] \\ud83d\n", ""),
         ("<&- >&- 2>&-", "ascii", 0, "", ""),
-        (">/dev/full", "utf-8", 1, "", "x\nerror: cannot write the output: No space left on device\n"),
+        (
+            ">/dev/full",
+            "utf-8",
+            1,
+            "",
+            "x\nerror: cannot write the output: No space left on device\n",
+        ),
         (">&PIPE", "utf-8", 141, "", "x\n"),
         (">&PIPE 2>&1", "utf-8", 141, "", ""),
     ],
@@ -64,11 +91,16 @@ def test_error_of_other_files_is_raised():
 
 def test_commands_prepare_and_guard_their_streams():
     """One help text stands for all verbs: each calls `run_main`, and `jaxlc` guards the others."""
-    assert run("import sys; sys.argv = ['jaxlc']; import jaxlc; print('⟦')", encoding="ascii").stdout == "[[\n"
+    assert (
+        run("import sys; sys.argv = ['jaxlc']; import jaxlc; print('⟦')", encoding="ascii").stdout
+        == "[[\n"
+    )
     program = "import sys; sys.argv = ['jaxlc', 'sweep', '--help']; from jaxlc.cli import main; sys.exit(main())"
     done = run(program, ">&PIPE", encoding="ascii")
     assert (done.returncode, done.stderr) == (141, "")
-    assert [verb for verb in VERBS if "run_main(" not in (ROOT / f"jaxlc/cli/{verb}.py").read_text()] == []
+    assert [
+        verb for verb in VERBS if "run_main(" not in (ROOT / f"jaxlc/cli/{verb}.py").read_text()
+    ] == []
 
 
 def test_texts_of_files_are_utf8_in_any_locale(tmp_path):
@@ -80,7 +112,12 @@ def test_texts_of_files_are_utf8_in_any_locale(tmp_path):
         "progress = Progress(peak_flops_per_second=None, is_primary=True); progress.log_to(Path(sys.argv[1]));"
         "progress.log(read_template(Path(sys.argv[2])))"
     )
-    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     argv = [sys.executable, "-c", PREPARED + program, out, path]
     subprocess.run(argv, check=True, capture_output=True, env=environment)
     assert out.read_text(encoding="utf-8").endswith("é{{ messages }}\n")

@@ -9,7 +9,10 @@ from jaxlc.core.files import full_disk_explained, make_writable
 
 def _write(tmp_path, error: Exception) -> str:
     """Type and message of `error` after it was raised where a command writes to `tmp_path`."""
-    with pytest.raises(Exception) as raised, full_disk_explained(tmp_path, lambda: "step 4 is kept"):  # noqa: B017, PT011
+    with (
+        pytest.raises(Exception) as raised,
+        full_disk_explained(tmp_path, lambda: "step 4 is kept"),
+    ):  # noqa: B017, PT011
         raise error
     return f"{raised.type.__name__}: {raised.value}"
 
@@ -19,12 +22,16 @@ def _write(tmp_path, error: Exception) -> str:
     [
         OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
         OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
-        ValueError('RESOURCE_EXHAUSTED: Error writing "params.w/0.0" [OS error 28: No space left on device]'),
+        ValueError(
+            'RESOURCE_EXHAUSTED: Error writing "params.w/0.0" [OS error 28: No space left on device]'
+        ),
     ],
 )
 def test_full_disk_becomes_one_sentence(error, tmp_path):
     message = _write(tmp_path, error)
-    assert message.startswith(f"DiskFullError: cannot write to {tmp_path} (") and message.endswith("): step 4 is kept")
+    assert message.startswith(f"DiskFullError: cannot write to {tmp_path} (") and message.endswith(
+        "): step 4 is kept"
+    )
 
 
 def test_full_disk_of_another_file_names_its_directory(tmp_path):

@@ -1,4 +1,6 @@
-"""Chat templates in the styles of published models, written for these tests, with `generation` around the answers."""
+"""Chat templates in the styles of published models, written for these tests, with `generation`
+around the answers.
+"""
 
 import json
 import re
@@ -73,11 +75,24 @@ REASONING = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 STYLES = dict(chatml=CHATML, headers=HEADERS, brackets=BRACKETS, reasoning=REASONING)
-SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL_TOKENS = [
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 VARIABLES = dict(bos_token="<s>", eos_token="</s>")
 
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2, "née"]}}}
-_TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds — numbers", "parameters": {}}}]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds — numbers", "parameters": {}},
+    }
+]
 
 
 def _message(role: str, content: str, **more) -> dict:
@@ -114,12 +129,19 @@ TOOL_CHAT = dict(
 OPENAI_CHAT = dict(
     messages=[
         _message("system", "Be brief."),
-        {"role": "user", "content": [{"type": "text", "text": "Add 1 "}, {"type": "text", "text": "and 2"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Add 1 "}, {"type": "text", "text": "and 2"}],
+        },
         {
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "née"}'}}
+                {
+                    "id": "x",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a": 1, "b": "née"}'},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "x", "content": "3"},
@@ -135,7 +157,11 @@ TRANSFORMERS_CHAT = dict(
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "née"}}}
+                {
+                    "id": "x",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": {"a": 1, "b": "née"}},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "x", "content": "3"},
@@ -147,8 +173,13 @@ TRANSFORMERS_CHAT = dict(
 
 def cases() -> dict[str, tuple[str, dict]]:
     """Name -> template and chat."""
-    plain = {f"{style}-{i}": (STYLES[style], chat) for style in STYLES for i, chat in enumerate(CHATS)}
-    built_in = {f"built-in-{name}-tools": (template, TRANSFORMERS_CHAT) for name, template in TEMPLATES.items()}
+    plain = {
+        f"{style}-{i}": (STYLES[style], chat) for style in STYLES for i, chat in enumerate(CHATS)
+    }
+    built_in = {
+        f"built-in-{name}-tools": (template, TRANSFORMERS_CHAT)
+        for name, template in TEMPLATES.items()
+    }
     return plain | built_in | {"chatml-tools": (CHATML, TOOL_CHAT)}
 
 
@@ -156,8 +187,12 @@ def without_markers(template: str) -> str:
     return re.sub(r"\{%(-?) *(?:end)?generation *(-?)%\}", r"{#\1 \2#}", template)
 
 
-def write_tokenizer(directory: Path, template: str = "", normalizer: normalizers.Normalizer | None = None) -> Path:
-    """Writes a small byte-level BPE tokenizer.json with the special tokens of all styles, and its configuration."""
+def write_tokenizer(
+    directory: Path, template: str = "", normalizer: normalizers.Normalizer | None = None
+) -> Path:
+    """Writes a small byte-level BPE tokenizer.json with the special tokens of all styles, and its
+    configuration.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -15,6 +15,9 @@ def make_config(directory: Path, **changes) -> DataConfig:
         for i in range(40):
             (directory / "docs" / f"{i}.txt").write_text(f"document {i} " * (i % 7 + 1))
     config = DataConfig(
-        sources=(str(directory / "docs"),), cache_dir=str(directory / "cache"), seq_len=S, eval_fraction=0.25
+        sources=(str(directory / "docs"),),
+        cache_dir=str(directory / "cache"),
+        seq_len=S,
+        eval_fraction=0.25,
     )
     return dataclasses.replace(config, **changes)

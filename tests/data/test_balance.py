@@ -33,14 +33,20 @@ def test_balanced_order_has_lowest_cost_of_all_orders():
             config = config_with(microbatches, 6 // microbatches)
             orders = itertools.permutations(range(6))
             lowest = min(replica_cost(config, pairs[list(order)]) for order in orders)
-            assert replica_cost(config, pairs[balanced_order(config, pairs)]) == pytest.approx(lowest)
+            assert replica_cost(config, pairs[balanced_order(config, pairs)]) == pytest.approx(
+                lowest
+            )
         config, pairs = config_with(2, 2, 3), rng.integers(0, 1000, 12)
         order = balanced_order(config, pairs)
-        assert sorted(order) == list(range(12)) and replica_cost(config, pairs[order]) <= replica_cost(config, pairs)
+        assert sorted(order) == list(range(12)) and replica_cost(
+            config, pairs[order]
+        ) <= replica_cost(config, pairs)
     assert replica_cost(config_with(2, 2), np.array([4, 2, 1, 1])) == (4 + 1) / (3 + 1)
 
 
-@pytest.mark.parametrize("microbatches, natural, limit", [(8, 1.47, 1.07), (2, 1.47, 1.25), (1, 1.47, 1.49)])
+@pytest.mark.parametrize(
+    "microbatches, natural, limit", [(8, 1.47, 1.07), (2, 1.47, 1.25), (1, 1.47, 1.49)]
+)
 def test_replica_cost_of_mix(microbatches, natural, limit):
     """The mean of 32 steps of 8 replicas."""
     rng, costs = np.random.default_rng(0), []
@@ -48,7 +54,9 @@ def test_replica_cost_of_mix(microbatches, natural, limit):
     for _ in range(32):
         lengths = [mix_of_lengths(rng, 131_072) for _ in range(8 * microbatches)]
         pairs = np.array([document_pairs(config.model, part) for part in lengths])
-        costs.append([replica_cost(config, pairs[order]) for order in (..., balanced_order(config, pairs))])
+        costs.append(
+            [replica_cost(config, pairs[order]) for order in (..., balanced_order(config, pairs))]
+        )
     before, after = np.mean(costs, axis=0)
     assert before == pytest.approx(natural, abs=0.05) and after <= limit
 
@@ -70,18 +78,29 @@ def run_batches(corpus, config, first: int, num_steps: int) -> list[np.ndarray]:
 
 
 def test_run_has_each_sequence_of_a_step_once(tmp_path):
-    """With a lower replica cost, and the same after a resume; the first index is no multiple of the batch size."""
+    """With a lower replica cost, and the same after a resume; the first index is no multiple of the
+    batch size.
+    """
     corpus = open_corpus(make_config(tmp_path, seq_len=S))
     config = config_with(4, 2)
     steps = run_batches(corpus, config, first=12, num_steps=3)
     moved = 0
     for step, batch in enumerate(steps):
         indices = range(12 + 8 * step, 20 + 8 * step)
-        natural = np.stack([[corpus.train[i][name] for i in indices] for name in ("segment_ids", "tokens")])
-        rows, expected = (sorted(np.moveaxis(b.reshape(2, 8, S), 1, 0).tolist()) for b in (batch, natural))
+        natural = np.stack(
+            [[corpus.train[i][name] for i in indices] for name in ("segment_ids", "tokens")]
+        )
+        rows, expected = (
+            sorted(np.moveaxis(b.reshape(2, 8, S), 1, 0).tolist()) for b in (batch, natural)
+        )
         assert rows == expected
         works = [
-            np.array([document_pairs(config.model, np.bincount(row)[1:]) for row in part[0].reshape(8, S)])
+            np.array(
+                [
+                    document_pairs(config.model, np.bincount(row)[1:])
+                    for row in part[0].reshape(8, S)
+                ]
+            )
             for part in (natural, batch)
         ]
         costs = [replica_cost(config, pairs) for pairs in works]
@@ -91,4 +110,6 @@ def test_run_has_each_sequence_of_a_step_once(tmp_path):
     np.testing.assert_array_equal(run_batches(corpus, config, first=20, num_steps=2), steps[1:])
     unmasked = config_with(4, 2, attention=dict(document_mask=False))
     (batch,) = run_batches(corpus, unmasked, first=12, num_steps=1)
-    np.testing.assert_array_equal(batch[1].reshape(8, S), [corpus.train[i]["tokens"] for i in range(12, 20)])
+    np.testing.assert_array_equal(
+        batch[1].reshape(8, S), [corpus.train[i]["tokens"] for i in range(12, 20)]
+    )

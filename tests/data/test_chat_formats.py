@@ -15,7 +15,14 @@ from jaxlc.data.texts.documents import CHAT_FIELDS, Chat, Fields, Notes, read_ch
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.chat_templates import ChatTemplate, load_chat_template
-from tests.data.chat_styles import CHATML, HEADERS, OPENAI_CHAT, TRANSFORMERS_CHAT, VARIABLES, write_tokenizer
+from tests.data.chat_styles import (
+    CHATML,
+    HEADERS,
+    OPENAI_CHAT,
+    TRANSFORMERS_CHAT,
+    VARIABLES,
+    write_tokenizer,
+)
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": "{}"}}
@@ -31,7 +38,9 @@ def test_openai_record_becomes_that_of_transformers():
     assert chat == Chat(**TRANSFORMERS_CHAT)
     flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": None}]}
     (message,) = read({"messages": [flat]}).messages
-    assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+    assert message["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {}}}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,11 @@ def test_openai_record_becomes_that_of_transformers():
             },
             [("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "t")],
         ),
-        ("alpaca", {"instruction": "q", "input": "", "output": "a"}, [("user", "q"), ("assistant", "a")]),
+        (
+            "alpaca",
+            {"instruction": "q", "input": "", "output": "a"},
+            [("user", "q"), ("assistant", "a")],
+        ),
         (
             "alpaca",
             {"instruction": "q", "input": "in", "output": "a", "system": "s"},
@@ -69,24 +82,60 @@ def test_other_formats_become_messages(chat_format: str, record: dict, expected:
             {"messages": []},
             "'messages' is an empty list, expected a list of messages with role and content",
         ),
-        ("messages", {"messages": [USER, "a"]}, r"messages\[1\] is a str, expected a message with role"),
-        ("messages", {"messages": [USER, {"role": None}]}, r"messages\[1\] is a dictionary with the fields \['role'\]"),
-        ("messages", {"messages": [{"from": "human", "value": "q"}]}, "expected .*; set chat_format=sharegpt for such"),
-        ("messages", {"messages": "q", "output": "a"}, "is a str, expected .*; set chat_format=alpaca for such"),
+        (
+            "messages",
+            {"messages": [USER, "a"]},
+            r"messages\[1\] is a str, expected a message with role",
+        ),
+        (
+            "messages",
+            {"messages": [USER, {"role": None}]},
+            r"messages\[1\] is a dictionary with the fields \['role'\]",
+        ),
+        (
+            "messages",
+            {"messages": [{"from": "human", "value": "q"}]},
+            "expected .*; set chat_format=sharegpt for such",
+        ),
+        (
+            "messages",
+            {"messages": "q", "output": "a"},
+            "is a str, expected .*; set chat_format=alpaca for such",
+        ),
         (
             "messages",
             {"messages": [{"role": "user", "content": None}]},
             r"messages\[0\].content is null, expected text$",
         ),
-        ("messages", {"messages": [{**ANSWER, "content": None}]}, "content is null, expected text or tool_calls"),
-        ("messages", {"messages": [{**USER, "content": None, "tool_calls": [CALL]}]}, "content is null"),
-        ("messages", {"messages": [{**USER, "content": 3}]}, "content is an int, expected text or a list of parts"),
         (
             "messages",
-            {"messages": [{**USER, "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
+            {"messages": [{**ANSWER, "content": None}]},
+            "content is null, expected text or tool_calls",
+        ),
+        (
+            "messages",
+            {"messages": [{**USER, "content": None, "tool_calls": [CALL]}]},
+            "content is null",
+        ),
+        (
+            "messages",
+            {"messages": [{**USER, "content": 3}]},
+            "content is an int, expected text or a list of parts",
+        ),
+        (
+            "messages",
+            {
+                "messages": [
+                    {**USER, "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}
+                ]
+            },
             r"messages\[0\].content\[1\] is a part of the type 'image_url'",
         ),
-        ("messages", {"messages": [USER, {**ANSWER, "content": ""}]}, r"messages\[1\] is an empty answer"),
+        (
+            "messages",
+            {"messages": [USER, {**ANSWER, "content": ""}]},
+            r"messages\[1\] is an empty answer",
+        ),
         (
             "messages",
             {"messages": [USER, {**ANSWER, "weight": 0.5}]},
@@ -97,13 +146,21 @@ def test_other_formats_become_messages(chat_format: str, record: dict, expected:
             {"messages": [{**ANSWER, "tool_calls": "add()"}]},
             "tool_calls is a str, expected a list of calls",
         ),
-        ("messages", {"messages": [{**ANSWER, "tool_calls": [{"id": "x"}]}]}, "a dict without the name of a function"),
+        (
+            "messages",
+            {"messages": [{**ANSWER, "tool_calls": [{"id": "x"}]}]},
+            "a dict without the name of a function",
+        ),
         (
             "messages",
             {"messages": [{**ANSWER, "tool_calls": [{"name": "add", "arguments": "a=1"}]}]},
             "the arguments of 'add' are not a JSON object",
         ),
-        ("messages", {"messages": [USER, ANSWER], "tools": "add(a)"}, "'tools' is not a list of JSON objects"),
+        (
+            "messages",
+            {"messages": [USER, ANSWER], "tools": "add(a)"},
+            "'tools' is not a list of JSON objects",
+        ),
         (
             "sharegpt",
             {"conversations": [USER, ANSWER]},
@@ -129,23 +186,45 @@ def test_templates_refuse_what_they_would_leave_out():
     plain = ChatTemplate(HEADERS, VARIABLES)
     alien, result = {"role": "alien", "content": "x"}, {"role": "tool", "content": "3"}
     for template, messages, tools, problem in (
-        (chatml, [alien, ANSWER], None, "message 0 has the unknown role 'alien', expected one of system, .* or a role"),
-        (plain, [USER, call, result, ANSWER], None, "does not render tool_calls; set data.chat_template"),
+        (
+            chatml,
+            [alien, ANSWER],
+            None,
+            "message 0 has the unknown role 'alien', expected one of system, .* or a role",
+        ),
+        (
+            plain,
+            [USER, call, result, ANSWER],
+            None,
+            "does not render tool_calls; set data.chat_template",
+        ),
         (plain, [USER, ANSWER], [{"name": "add"}], "does not render tools; set data.chat_template"),
-        (llama3, read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}]}).messages, None, "text or one call"),
+        (
+            llama3,
+            read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}]}).messages,
+            None,
+            "text or one call",
+        ),
     ):
         with pytest.raises(BadRecord, match=f"^x: .*{problem}"):
             template.render(Chat(messages, tools), "x")
     named = ChatTemplate("{# 'alien' #}" + HEADERS, VARIABLES)  # as the error advises
     assert "alien" in named.render(Chat([alien, ANSWER]), "x").text
-    several = chatml.render(read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}, result, result]}), "x")
-    assert several.text.count("<tool_call>") == 2 and several.text.count("<|im_start|>user\n<tool_response>") == 1
+    several = chatml.render(
+        read({"messages": [USER, {**call, "tool_calls": [CALL, CALL]}, result, result]}), "x"
+    )
+    assert (
+        several.text.count("<tool_call>") == 2
+        and several.text.count("<|im_start|>user\n<tool_response>") == 1
+    )
 
 
 @pytest.mark.parametrize("marker", [("", ""), ("{% generation %}", "{% endgeneration %}")])
 def test_answer_that_renders_as_nothing_is_refused(marker: tuple[str, str]):
     text = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}BEGIN{{ m.content | trim }}END{% else %}"
-    text += "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    text += (
+        "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     template = ChatTemplate(text.replace("BEGIN", marker[0]).replace("END", marker[1]), {})
     blank = {"role": "assistant", "content": " "}
     assert len(template.render(Chat([USER, ANSWER, USER, ANSWER]), "x").answers) == 2
@@ -157,7 +236,8 @@ def test_columns_of_parquet_equal_json_lines(tmp_path: Path):
     """In columns, each dictionary has the fields of all others, null where it has none."""
     arguments = [{"city": "Ulm"}, {"day": 3}]
     chats = [
-        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": x}}]}] for x in arguments
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": x}}]}]
+        for x in arguments
     ]
     tools = [[{"function": {"name": "f", "parameters": x}}] for x in arguments]
     pyarrow.parquet.write_table(
@@ -174,7 +254,9 @@ def test_columns_of_parquet_equal_json_lines(tmp_path: Path):
 
     messages = Fields(chat="messages")
     assert read_file("a.parquet", messages) == read_file("a.jsonl", messages)
-    (alpaca,) = read_file("b.parquet", Fields.from_config(SourceConfig(name="b", chat_format="alpaca")))
+    (alpaca,) = read_file(
+        "b.parquet", Fields.from_config(SourceConfig(name="b", chat_format="alpaca"))
+    )
     assert alpaca is not None and [m["content"] for m in alpaca.messages] == ["s", "q\n\nin", "a"]
 
 
@@ -182,15 +264,20 @@ def test_answer_without_tokens_is_a_bad_record(tmp_path: Path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", CHATML, normalizers.Replace("\u200b", ""))
     template = tmp_path / "bare.jinja"
     generation = "{% generation %}{{ m.content }}{% endgeneration %}"
-    answer_or_question = "{% if m.role == 'user' %}{{ m.content }}{% else %}" + generation + "{% endif %}"
+    answer_or_question = (
+        "{% if m.role == 'user' %}{{ m.content }}{% else %}" + generation + "{% endif %}"
+    )
     template.write_text("{% for m in messages %}" + answer_or_question + "{% endfor %}")
     lines = [
-        {"conversations": [{"from": "human", "value": "q" * i}, {"from": "gpt", "value": "a"}]} for i in range(1, 30)
+        {"conversations": [{"from": "human", "value": "q" * i}, {"from": "gpt", "value": "a"}]}
+        for i in range(1, 30)
     ]
     lines[3]["conversations"][1]["value"] = "\u200b"
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = DataConfig(
-        mixture=(SourceConfig(name="a", paths=(str(tmp_path / "a.jsonl"),), chat_format="sharegpt"),),
+        mixture=(
+            SourceConfig(name="a", paths=(str(tmp_path / "a.jsonl"),), chat_format="sharegpt"),
+        ),
         tokenizer=str(tokenizer),
         chat_template=str(template),
         seq_len=64,

@@ -26,7 +26,9 @@ def test_corpus_heldout_does_not_depend_on_seed(tmp_path: Path):
 
 def test_corpus_fingerprint_changes_with_sequences(tmp_path: Path):
     configs = [{}, {"seed": 1}, {"seq_len": 32}, {"eval_fraction": 0.3}, {"prefetch_steps": 9}]
-    fingerprints = [open_corpus(make_config(tmp_path, **changes)).fingerprint for changes in configs]
+    fingerprints = [
+        open_corpus(make_config(tmp_path, **changes)).fingerprint for changes in configs
+    ]
     assert len(set(fingerprints)) == 4 and fingerprints[0] == fingerprints[4]
 
 
@@ -40,7 +42,8 @@ def test_corpus_sizes_cover_all_documents(tmp_path: Path):
     corpus = open_corpus(make_config(tmp_path))
     assert corpus.train.num_documents + corpus.heldout.num_documents == 40
     num_bytes = sum(path.stat().st_size for path in (tmp_path / "docs").iterdir())
-    assert corpus.train.num_tokens + corpus.heldout.num_tokens == num_bytes + 40  # and 40 end-of-document tokens
+    # and 40 end-of-document tokens
+    assert corpus.train.num_tokens + corpus.heldout.num_tokens == num_bytes + 40
     assert corpus.warnings == ()
 
 
@@ -67,9 +70,13 @@ def test_corpus_eval_sources_are_held_out(tmp_path: Path):
     corpus = open_corpus(make_config(tmp_path, eval_sources=(str(tmp_path / "held"), str(in_both))))
     assert (corpus.train.num_documents, corpus.heldout.num_documents) == (39, 2)
     assert corpus.heldout.num_tokens == len("held-out text") + in_both.stat().st_size + 2
-    assert corpus.warnings == ("data.sources: files that are also in data.eval_sources: 1; they are not trained on",)
+    assert corpus.warnings == (
+        "data.sources: files that are also in data.eval_sources: 1; they are not trained on",
+    )
     assert corpus.fingerprint != plain.fingerprint
-    other_fraction = make_config(tmp_path, eval_sources=(str(tmp_path / "held"), str(in_both)), eval_fraction=0.5)
+    other_fraction = make_config(
+        tmp_path, eval_sources=(str(tmp_path / "held"), str(in_both)), eval_fraction=0.5
+    )
     assert open_corpus(other_fraction).fingerprint == corpus.fingerprint
 
 
@@ -80,24 +87,37 @@ def test_corpus_eval_sources_are_held_out(tmp_path: Path):
             {"seq_len": 10_000},
             "data.sources: at most 1,906 tokens to train on, less than one sequence of .*seq_len=10000;",
         ),
-        ({"eval_sources": ("{}/docs",)}, "all files of data.sources are in data.eval_sources: add files"),
-        ({"eval_sources": ("{}/empty.txt",)}, "data.eval_sources: no text, all documents are empty"),
+        (
+            {"eval_sources": ("{}/docs",)},
+            "all files of data.sources are in data.eval_sources: add files",
+        ),
+        (
+            {"eval_sources": ("{}/empty.txt",)},
+            "data.eval_sources: no text, all documents are empty",
+        ),
         ({"eval_sources": ("{}/nothing",)}, "data.eval_sources: '.*/nothing' does not exist"),
         ({"end_token": "</s>"}, "config.data.end_token='</s>' is for Hugging Face tokenizers"),
     ],
 )
-def test_corpus_that_cannot_work_is_refused_early(tmp_path: Path, changes, message: str, monkeypatch):
+def test_corpus_that_cannot_work_is_refused_early(
+    tmp_path: Path, changes, message: str, monkeypatch
+):
     (tmp_path / "empty.txt").touch()
     if "eval_sources" in changes:
-        changes = {"eval_sources": tuple(source.format(tmp_path) for source in changes["eval_sources"])}
+        changes = {
+            "eval_sources": tuple(source.format(tmp_path) for source in changes["eval_sources"])
+        }
     config = make_config(tmp_path, **changes)
-    monkeypatch.setattr("jaxlc.data.corpus.open_store", None)  # it is refused before anything is tokenized
+    # it is refused before anything is tokenized
+    monkeypatch.setattr("jaxlc.data.corpus.open_store", None)
     with pytest.raises(UserError, match=message):
         open_corpus(config)
 
 
 def test_corpus_shorter_than_a_sequence_is_refused(tmp_path: Path):
     """Its files are large enough, but a part of it is held out."""
-    with pytest.raises(UserError, match="data.sources: 1,[0-9]{3} tokens to train on, less than one sequence"):
+    with pytest.raises(
+        UserError, match="data.sources: 1,[0-9]{3} tokens to train on, less than one sequence"
+    ):
         open_corpus(make_config(tmp_path, seq_len=1800))
     open_corpus(make_config(tmp_path, seq_len=900))  # as the error advises

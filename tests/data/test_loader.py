@@ -30,7 +30,9 @@ def train(tmp_path: Path):
 
 def make_mesh(*shape: int) -> Mesh:
     assert len(jax.devices()) >= 8, "tests/conftest.py starts eight simulated devices"
-    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: np.prod(shape)])
+    return jax.make_mesh(
+        shape, MESH_AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices()[: np.prod(shape)]
+    )
 
 
 def order_of(sequence: dict[str, np.ndarray]) -> np.ndarray:
@@ -53,7 +55,8 @@ def expected_step(sequences, step: int, first_sequence: int = 0) -> dict[str, np
     """[2, 4, S] in the order of per-document sharding over 4, computed from the sequences alone."""
     built = [sequences[first_sequence + 8 * step + k] for k in range(8)]
     return {
-        name: np.stack([sequence[name][order_of(sequence)] for sequence in built]).reshape(2, 4, S) for name in NAMES
+        name: np.stack([sequence[name][order_of(sequence)] for sequence in built]).reshape(2, 4, S)
+        for name in NAMES
     }
 
 
@@ -66,13 +69,19 @@ def assert_step(batch: dict[str, jax.Array], expected: dict[str, np.ndarray]) ->
             np.testing.assert_array_equal(shard.data, expected[name][shard.index])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 4, 2), (2, 2, 2, 1), (2, 1, 4, 1), (1, 4, 1, 2), (1, 1, 3, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 4, 2), (2, 2, 2, 1), (2, 1, 4, 1), (1, 4, 1, 2), (1, 1, 3, 1), (1, 1, 1, 1)]
+)
 @pytest.mark.parametrize("prefetch_steps", [0, 3])
 def test_batches_any_mesh_equal_sequences(train, shape: tuple[int, ...], prefetch_steps: int):
     batch_stream = stream(train, make_mesh(*shape), prefetch_steps=prefetch_steps)
     for step in range(3):
         batch = next(batch_stream)
-        assert batch["tokens"].sharding.shard_shape((2, 4, S)) == (2, 4 // (shape[0] * shape[1]), S // shape[2])
+        assert batch["tokens"].sharding.shard_shape((2, 4, S)) == (
+            2,
+            4 // (shape[0] * shape[1]),
+            S // shape[2],
+        )
         assert_step(batch, expected_step(train, step))
 
 
@@ -83,7 +92,10 @@ def test_batches_resumed_on_other_mesh_are_equal(train):
     resumed = stream(train, other_mesh, first_sequence=3 * 8)
     for step in (3, 4):
         assert_step(next(resumed), {name: np.asarray(array) for name, array in steps[step].items()})
-    assert_step(next(stream(train, mesh, first_sequence=10**9)), expected_step(train, 0, first_sequence=10**9))
+    assert_step(
+        next(stream(train, mesh, first_sequence=10**9)),
+        expected_step(train, 0, first_sequence=10**9),
+    )
 
 
 def test_batches_each_sequence_is_built_once(train):
@@ -107,7 +119,8 @@ def test_batches_ended_iterator_ends_threads(train, end: str):
         num_built = 0
 
         def __getitem__(self, i: int):
-            time.sleep(1e-3 if self.num_built < 100 else 0.1)  # 8,000 take much longer than the test
+            # 8,000 take much longer than the test
+            time.sleep(1e-3 if self.num_built < 100 else 0.1)
             self.num_built += 1
             return train[i]
 
@@ -180,15 +193,19 @@ next(left_open)
 
 
 def test_two_processes_share_cache_and_hold_their_shards(tmp_path: Path, monkeypatch):
-    """Both tokenize the corpus at the same time. They end although a stream is left open, and although absl's flags are
-    never parsed and the command line has a flag of its own, as in a notebook."""
+    """Both tokenize the corpus at the same time. They end although a stream is left open, and
+    although absl's flags are never parsed and the command line has a flag of its own, as in a
+    notebook."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     config = make_config(tmp_path)
     directory = str(Path(__file__).parent)
     command = [sys.executable, "-c", _PROCESS, str(tmp_path), str(helpers.free_port())]
     processes = [
         subprocess.Popen(
-            [*command, str(i), directory, "--config=x.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(i), directory, "--config=x.py"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for i in range(2)
     ]

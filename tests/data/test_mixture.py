@@ -19,7 +19,9 @@ S = 64
 
 def write_source(path: Path, letter: str, lengths: list[int]) -> None:
     """Documents of one letter; their lengths in tokens include the end of the document."""
-    path.write_text("".join(json.dumps({"text": letter * (length - 1)}) + "\n" for length in lengths))
+    path.write_text(
+        "".join(json.dumps({"text": letter * (length - 1)}) + "\n" for length in lengths)
+    )
 
 
 @pytest.fixture
@@ -29,10 +31,14 @@ def config(tmp_path: Path) -> DataConfig:
     for letter, high in (("a", 20), ("b", 100), ("c", 400)):
         write_source(tmp_path / f"{letter}.jsonl", letter, rng.integers(3, high, 300).tolist())
     sources = [
-        SourceConfig(name=letter, paths=(str(tmp_path / f"{letter}.jsonl"),), share=share, pool=pool)
+        SourceConfig(
+            name=letter, paths=(str(tmp_path / f"{letter}.jsonl"),), share=share, pool=pool
+        )
         for letter, share, pool in (("a", 5, "packed"), ("b", 2, "packed"), ("c", 3, "full_length"))
     ]
-    return DataConfig(mixture=tuple(sources), seq_len=S, cache_dir=str(tmp_path / "cache"), eval_fraction=0.1)
+    return DataConfig(
+        mixture=tuple(sources), seq_len=S, cache_dir=str(tmp_path / "cache"), eval_fraction=0.1
+    )
 
 
 def with_source(config: DataConfig, index: int, **changes) -> DataConfig:
@@ -66,9 +72,14 @@ def test_mixture_realized_shares_equal_those_of_sequences(config):
     total = sum(counted.values())
     for share, expected in zip(shares, (0.5, 0.2, 0.3)):
         assert share.share == pytest.approx(expected)
-        assert abs(share.realized_share - expected) < 0.005 and share.realized_share == counted[share.name] / total
+        assert (
+            abs(share.realized_share - expected) < 0.005
+            and share.realized_share == counted[share.name] / total
+        )
     assert shares[0].num_epochs == counted["a"] / shares[0].epoch_tokens > 5
-    assert str(shares[0]).startswith("a: 50.00% of the tokens, 49.99%") and "epochs" in str(shares[0])
+    assert str(shares[0]).startswith("a: 50.00% of the tokens, 49.99%") and "epochs" in str(
+        shares[0]
+    )
 
 
 def test_mixture_totals_are_sums_of_sources(config):
@@ -80,7 +91,9 @@ def test_mixture_totals_are_sums_of_sources(config):
     ):
         assert mixed.num_documents == sum(part.num_documents for part in parts)
         assert mixed.num_tokens == sum(part.num_tokens for part in parts) > mixed.epoch_tokens
-    epoch = sum(int((corpus.train[i]["segment_ids"] > 0).sum()) for i in range(corpus.train.num_sequences))
+    epoch = sum(
+        int((corpus.train[i]["segment_ids"] > 0).sum()) for i in range(corpus.train.num_sequences)
+    )
     assert corpus.train.epoch_tokens == epoch
     assert corpus.train.num_tokens == sum(share.epoch_tokens for share in corpus.shares(10))
 
@@ -102,15 +115,23 @@ def test_mixture_sequences_depend_on_sources_and_seed_only(config, tmp_path: Pat
             np.testing.assert_array_equal(array, again.train[i][name])
         lengths = np.bincount(corpus.train[i]["segment_ids"])[1:]
         np.testing.assert_array_equal(again.train.document_lengths(i), lengths)
-    assert any((corpus.train[i]["tokens"] != other_seed.train[i]["tokens"]).any() for i in range(10))
+    assert any(
+        (corpus.train[i]["tokens"] != other_seed.train[i]["tokens"]).any() for i in range(10)
+    )
     without = with_source(config, 1, share=0)
     assert [source.name for source in open_corpus(without).sources] == ["a", "c"]
     fingerprints = [
         open_corpus(changed).fingerprint
-        for changed in (config, without, with_source(config, 0, share=6), with_source(config, 2, min_tokens=70))
+        for changed in (
+            config,
+            without,
+            with_source(config, 0, share=6),
+            with_source(config, 2, min_tokens=70),
+        )
     ]
     assert len(set(fingerprints)) == 4
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 3  # stores do not depend on shares and lengths
+    # stores do not depend on shares and lengths
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
 
 
 def test_mixture_heldout_text_is_not_trained_on(config):
@@ -149,8 +170,13 @@ def test_selection_by_length():
     assert copies(lengths, pool="full_length") == [0, 0, 0, 1, 1, 1]
     assert copies(lengths, overlong="drop") == [1, 1, 1, 1, 0, 0]
     assert copies(lengths, length_limits=(10, 65), length_weights=(0, 1, 3)) == [0, 1, 1, 1, 3, 3]
-    assert sum(copies([5] * 40 + [70] * 40, length_limits=(64,), length_weights=(0.5, 2.25))) == 20 + 90
-    assert copies(lengths, min_tokens=70, length_limits=(100,), length_weights=(1, 2)) == [0] * 5 + [2]
+    assert (
+        sum(copies([5] * 40 + [70] * 40, length_limits=(64,), length_weights=(0.5, 2.25)))
+        == 20 + 90
+    )
+    assert copies(lengths, min_tokens=70, length_limits=(100,), length_weights=(1, 2)) == [
+        0
+    ] * 5 + [2]
 
 
 def test_mixture_overlong_documents_are_truncated(config):
@@ -159,9 +185,13 @@ def test_mixture_overlong_documents_are_truncated(config):
     lengths = np.diff(train.store.offsets)[train.document_ids]
     assert train.num_tokens == np.minimum(lengths, S).sum() < lengths.sum()
     full = next(s for s in (train[i] for i in range(100)) if (s["segment_ids"] == 1).all())
-    assert full["loss_weights"].tolist() == [1] * S  # its document continues, so the last token has a next one
+    # its document continues, so the last token has a next one
+    assert full["loss_weights"].tolist() == [1] * S
 
 
 def test_mixture_source_that_selects_nothing_is_refused(config):
-    with pytest.raises(UserError, match="data.mixture.a selects none of its 300 documents, the longest of 19 tokens"):
+    with pytest.raises(
+        UserError,
+        match="data.mixture.a selects none of its 300 documents, the longest of 19 tokens",
+    ):
         open_corpus(with_source(config, 0, min_tokens=50))

@@ -10,13 +10,18 @@ S = 16
 
 
 def make_store(lengths: list[int]) -> TokenStore:
-    """Documents of the given lengths; all tokens of the corpus differ, so that any mix-up is detected."""
+    """Documents of the given lengths; all tokens of the corpus differ, so that any mix-up is
+    detected.
+    """
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     tokens = np.arange(1, offsets[-1] + 1, dtype=np.uint32)
-    return TokenStore(tokens=tokens, offsets=offsets, split_hashes=np.zeros(len(lengths)), fingerprint="test")
+    return TokenStore(
+        tokens=tokens, offsets=offsets, split_hashes=np.zeros(len(lengths)), fingerprint="test"
+    )
 
 
-LENGTHS = [2, 40, 16, 7, 17, 3, 2, 9, 33, 5, 32, 12, 2, 64, 1, 15]  # shorter, longer, and multiples of a sequence
+# shorter, longer, and multiples of a sequence
+LENGTHS = [2, 40, 16, 7, 17, 3, 2, 9, 33, 5, 32, 12, 2, 64, 1, 15]
 STORE = make_store(LENGTHS)
 IDS = np.array([d for d in range(len(LENGTHS)) if d not in (3, 11)])  # the others are held out
 SEQUENCES = PackedSequences(STORE, IDS, S, seed=7)
@@ -42,20 +47,27 @@ def brute_force_sequence(tokens: np.ndarray) -> dict[str, list]:
 def test_packing_sequence_equals_brute_force(i: int):
     sequence = SEQUENCES[i]
     assert set(sequence) == {"tokens", "targets", "loss_weights", "positions", "segment_ids"}
-    assert all(array.dtype == (np.float32 if name == "loss_weights" else np.int32) for name, array in sequence.items())
-    assert all(array.shape == (S,) for array in sequence.values())
-    assert {name: sequence[name].tolist() for name in sequence if name != "tokens"} == brute_force_sequence(
-        sequence["tokens"]
+    assert all(
+        array.dtype == (np.float32 if name == "loss_weights" else np.int32)
+        for name, array in sequence.items()
     )
+    assert all(array.shape == (S,) for array in sequence.values())
+    assert {
+        name: sequence[name].tolist() for name in sequence if name != "tokens"
+    } == brute_force_sequence(sequence["tokens"])
     padding = np.flatnonzero(sequence["tokens"] == 0)
     assert padding.tolist() == list(range(S - len(padding), S))
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 5])
 def test_packing_epoch_contains_every_token_once(epoch: int):
-    sequences = [SEQUENCES[epoch * SEQUENCES.num_sequences + i] for i in range(SEQUENCES.num_sequences)]
+    sequences = [
+        SEQUENCES[epoch * SEQUENCES.num_sequences + i] for i in range(SEQUENCES.num_sequences)
+    ]
     tokens = np.concatenate([sequence["tokens"] for sequence in sequences])
-    targets = np.concatenate([sequence["targets"][sequence["loss_weights"] > 0] for sequence in sequences])
+    targets = np.concatenate(
+        [sequence["targets"][sequence["loss_weights"] > 0] for sequence in sequences]
+    )
     spans = [(STORE.offsets[d], STORE.offsets[d + 1]) for d in IDS]
     assert sorted(tokens[tokens > 0]) == [k + 1 for begin, end in spans for k in range(begin, end)]
     assert sorted(targets) == [k + 1 for begin, end in spans for k in range(begin + 1, end)]
@@ -64,7 +76,9 @@ def test_packing_epoch_contains_every_token_once(epoch: int):
 def test_packing_sizes_count_an_epoch():
     assert SEQUENCES.num_documents == len(IDS)
     assert SEQUENCES.num_tokens == sum(LENGTHS[d] for d in IDS)
-    num_weighted = sum(int((SEQUENCES[i]["tokens"] > 0).sum()) for i in range(SEQUENCES.num_sequences))
+    num_weighted = sum(
+        int((SEQUENCES[i]["tokens"] > 0).sum()) for i in range(SEQUENCES.num_sequences)
+    )
     assert num_weighted == SEQUENCES.num_tokens
 
 
@@ -72,13 +86,17 @@ def test_packing_document_is_cut_only_if_longer():
     num_chunks = dict.fromkeys(IDS, 0)
     for i in range(SEQUENCES.num_sequences):
         tokens = SEQUENCES[i]["tokens"]
-        for document in np.unique(np.searchsorted(STORE.offsets, tokens[tokens > 0] - 1, "right") - 1):
+        for document in np.unique(
+            np.searchsorted(STORE.offsets, tokens[tokens > 0] - 1, "right") - 1
+        ):
             num_chunks[document] += 1
     assert num_chunks == {d: -(-LENGTHS[d] // S) for d in IDS}
 
 
 def test_packing_cut_document_continues_in_targets():
-    sequences = [PackedSequences(make_store([40]), np.array([0]), S, seed=None)[i] for i in range(3)]
+    sequences = [
+        PackedSequences(make_store([40]), np.array([0]), S, seed=None)[i] for i in range(3)
+    ]
     by_start = sorted(sequences, key=lambda sequence: sequence["tokens"][0])
     assert [sequence["targets"][S - 1] for sequence in by_start] == [17, 33, 0]
     assert [sequence["loss_weights"].sum() for sequence in by_start] == [16, 16, 7]
@@ -86,15 +104,20 @@ def test_packing_cut_document_continues_in_targets():
 
 
 def test_packing_sequence_is_pure_function_of_index():
-    """Independent of the order of access, and equal to stored values of an earlier process and NumPy version."""
+    """Independent of the order of access, and equal to stored values of an earlier process and
+    NumPy version.
+    """
     again = PackedSequences(STORE, IDS, S, seed=7)
     indices = [30, 0, 3, 1000, 0, 17]
     expected = {i: SEQUENCES[i] for i in sorted(indices)}
     for i in indices:
         for name, array in again[i].items():
             np.testing.assert_array_equal(array, expected[i][name])
-        np.testing.assert_array_equal(again.document_lengths(i), np.bincount(expected[i]["segment_ids"])[1:])
-    assert [int(SEQUENCES[i]["tokens"][0]) for i in range(6)] == [97, 245, 151, 3, 19, 197]  # must not change
+        np.testing.assert_array_equal(
+            again.document_lengths(i), np.bincount(expected[i]["segment_ids"])[1:]
+        )
+    # must not change
+    assert [int(SEQUENCES[i]["tokens"][0]) for i in range(6)] == [97, 245, 151, 3, 19, 197]
 
 
 def first_tokens(sequences: PackedSequences, epoch: int) -> list[int]:
@@ -144,4 +167,6 @@ def test_packing_100_000_documents_takes_seconds():
     sequences = PackedSequences(store, np.arange(len(lengths)), 1_000_000, seed=0)
     sequence = sequences[5]
     assert time.thread_time() - start < 10
-    assert sequence["segment_ids"].max() > 100 and sequences.num_sequences == -(-lengths.sum() // 1_000_000)
+    assert sequence["segment_ids"].max() > 100 and sequences.num_sequences == -(
+        -lengths.sum() // 1_000_000
+    )

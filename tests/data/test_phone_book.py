@@ -21,7 +21,9 @@ TOKENIZER = ROOT / "configs" / "retrieval_tokenizer.json"
 def entries_of(words: list[str]) -> list[tuple[int, str, tuple[str, ...]]]:
     """(index, name, number) of the complete entries."""
     return [
-        (index, word, tuple(words[index + 1 : index + 4])) for index, word in enumerate(words[:-3]) if word in NAMES
+        (index, word, tuple(words[index + 1 : index + 4]))
+        for index, word in enumerate(words[:-3])
+        if word in NAMES
     ]
 
 
@@ -76,11 +78,17 @@ def test_phone_book_source_gives_one_document_per_sequence(tmp_path):
 
 def test_phone_book_source_without_a_writable_cache_raises(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write to data.cache_dir .*file.*use a writable directory"):
-        open_corpus(make_config(tmp_path, sources=("phone-book",), cache_dir=str(tmp_path / "file")))
+    with pytest.raises(
+        UserError, match=r"cannot write to data.cache_dir .*file.*use a writable directory"
+    ):
+        open_corpus(
+            make_config(tmp_path, sources=("phone-book",), cache_dir=str(tmp_path / "file"))
+        )
 
 
 def test_tokenizer_of_retrieval_is_current(tmp_path):
-    runpy.run_path(str(ROOT / "scripts" / "retrieval_tokenizer.py"))["main"](tmp_path / "tokenizer.json")
+    runpy.run_path(str(ROOT / "scripts" / "retrieval_tokenizer.py"))["main"](
+        tmp_path / "tokenizer.json"
+    )
     assert (tmp_path / "tokenizer.json").read_text() == TOKENIZER.read_text()
     assert len(set(NAMES)) == len(NAMES) and not set(NAMES) & set(FILLERS)

@@ -62,8 +62,16 @@ def test_records_of_every_format_are_equal(tmp_path: Path):
     write_arrow(saved / "cache-12ab.arrow", nested, is_file=False)
     write_arrow(tmp_path / "d.arrow", nested, is_file=True)
     (saved / "state.json").write_text("{}")
-    names = ["a.jsonl", "b.jsonl.zst", "c.parquet", "d.arrow", "saved/train/data-00000-of-00001.arrow"]
-    assert texts_of(tmp_path, "data.text") == {f"{n}:{i + 1}": TEXTS[i] for n in names for i in range(3)}
+    names = [
+        "a.jsonl",
+        "b.jsonl.zst",
+        "c.parquet",
+        "d.arrow",
+        "saved/train/data-00000-of-00001.arrow",
+    ]
+    assert texts_of(tmp_path, "data.text") == {
+        f"{n}:{i + 1}": TEXTS[i] for n in names for i in range(3)
+    }
 
 
 def test_records_field_with_dots_in_its_name_is_read(tmp_path: Path):
@@ -76,13 +84,18 @@ def test_records_field_with_dots_in_its_name_is_read(tmp_path: Path):
 def test_sources_text_suffixes_add_files(tmp_path: Path):
     for name in ("a.py", "b.c", "c.weird", "d.rs"):
         (tmp_path / name).write_text("x")
-    names = [[f.name for f in list_files([str(tmp_path)], text_suffixes=s).files] for s in ((), ("code", ".weird"))]
+    names = [
+        [f.name for f in list_files([str(tmp_path)], text_suffixes=s).files]
+        for s in ((), ("code", ".weird"))
+    ]
     assert names == [["a.py"], ["a.py", "b.c", "c.weird", "d.rs"]]
 
 
 def mixture_of(directory: Path, path: Path, **fields) -> DataConfig:
     source = SourceConfig(name="x", paths=(str(path),), **fields)
-    return DataConfig(mixture=(source,), seq_len=8, cache_dir=str(directory / "cache"), eval_fraction=0.3)
+    return DataConfig(
+        mixture=(source,), seq_len=8, cache_dir=str(directory / "cache"), eval_fraction=0.3
+    )
 
 
 IDS = [list(range(5 * i, 5 * i + 9)) for i in range(20)]
@@ -92,8 +105,12 @@ END = 256
 def test_token_ids_of_every_format_are_stored(tmp_path: Path):
     """Documents that end with the end-of-document token do not get a second one."""
     with_ends = [[*ids, END] if i % 2 else ids for i, ids in enumerate(IDS)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in with_ends))
-    pyarrow.parquet.write_table(pyarrow.table({"input_ids": with_ends, "text": ["x"] * 20}), tmp_path / "b.parquet")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"input_ids": ids}) + "\n" for ids in with_ends)
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"input_ids": with_ends, "text": ["x"] * 20}), tmp_path / "b.parquet"
+    )
     write_arrow(tmp_path / "c.arrow", {"input_ids": with_ends}, is_file=False)
     write_megatron(tmp_path / "d", [[ids[:4], ids[4:]] for ids in with_ends])
     expected = [token for ids in IDS for token in (*ids, END)]
@@ -103,7 +120,11 @@ def test_token_ids_of_every_format_are_stored(tmp_path: Path):
         ("c.arrow", "input_ids"),
         ("d.idx", "tokens"),
     ):
-        store = open_corpus(mixture_of(tmp_path, tmp_path / name, token_field=field)).sources[0].train.store
+        store = (
+            open_corpus(mixture_of(tmp_path, tmp_path / name, token_field=field))
+            .sources[0]
+            .train.store
+        )
         assert store.tokens.tolist() == expected, name
         assert np.diff(store.offsets).tolist() == [10] * 20
 
@@ -111,9 +132,21 @@ def test_token_ids_of_every_format_are_stored(tmp_path: Path):
 @pytest.mark.parametrize(
     "line, fields, message",
     [
-        ('{"input_ids": [1, 257]}', dict(token_field="input_ids"), r"a.jsonl:3: token 257, expected 0 to 256"),
-        ('{"input_ids": ["a"]}', dict(token_field="input_ids"), r"a.jsonl:3: the field 'input_ids' is a list"),
-        ('{"messages": "hi"}', dict(chat_field="messages"), r"a.jsonl:3: .* is a str, expected a list of messages"),
+        (
+            '{"input_ids": [1, 257]}',
+            dict(token_field="input_ids"),
+            r"a.jsonl:3: token 257, expected 0 to 256",
+        ),
+        (
+            '{"input_ids": ["a"]}',
+            dict(token_field="input_ids"),
+            r"a.jsonl:3: the field 'input_ids' is a list",
+        ),
+        (
+            '{"messages": "hi"}',
+            dict(chat_field="messages"),
+            r"a.jsonl:3: .* is a str, expected a list of messages",
+        ),
         (
             '{"messages": [{"from": "gpt"}]}',
             dict(chat_field="messages"),
@@ -124,7 +157,9 @@ def test_token_ids_of_every_format_are_stored(tmp_path: Path):
         ('{"text": null}', {}, "a.jsonl:3: the field 'text' is null"),
     ],
 )
-def test_bad_records_are_skipped_up_to_the_limit(tmp_path: Path, line: str, fields: dict, message: str):
+def test_bad_records_are_skipped_up_to_the_limit(
+    tmp_path: Path, line: str, fields: dict, message: str
+):
     pytest.importorskip("jinja2")
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     good = json.dumps({"input_ids": [1, 2, 3], "messages": chat, "text": "good"})
@@ -132,17 +167,26 @@ def test_bad_records_are_skipped_up_to_the_limit(tmp_path: Path, line: str, fiel
     config = dataclasses.replace(
         mixture_of(tmp_path, tmp_path / "a.jsonl", **fields), chat_template="chatml", seq_len=99
     )
-    with pytest.raises(UserError, match=message + ".*; or skip such records with data.max_bad_records"):
+    with pytest.raises(
+        UserError, match=message + ".*; or skip such records with data.max_bad_records"
+    ):
         open_corpus(config)
-    with pytest.raises(UserError, match="2 records cannot be used, more than data.max_bad_records=1"):
+    with pytest.raises(
+        UserError, match="2 records cannot be used, more than data.max_bad_records=1"
+    ):
         open_corpus(dataclasses.replace(config, max_bad_records=1))
     corpus = open_corpus(dataclasses.replace(config, max_bad_records=2))
     assert corpus.sources[0].train.store.num_documents == 4
     (warning,) = [warning for warning in corpus.warnings if "skipped" in warning]
     (listed,) = (tmp_path / "cache").glob("*.skipped.txt")
-    assert warning.startswith("data.mixture.x: skipped records: 2 (the first: ") and warning.endswith(f": {listed}")
+    assert warning.startswith(
+        "data.mixture.x: skipped records: 2 (the first: "
+    ) and warning.endswith(f": {listed}")
     first, second = listed.read_text().splitlines()
-    assert first.partition("a.jsonl:3: ")[2] == second.partition("a.jsonl:5: ")[2] != "" and first in warning
+    assert (
+        first.partition("a.jsonl:3: ")[2] == second.partition("a.jsonl:5: ")[2] != ""
+        and first in warning
+    )
     with pytest.raises(UserError, match=message + ".*more than data.max_bad_records=0"):
         open_corpus(config)  # the store is cached
 

@@ -29,10 +29,14 @@ def small_shards(monkeypatch):
     monkeypatch.setattr(shards, "_MAX_SHARD_BYTES", 5000)
 
 
-def open_files(directory: Path, cache: str, fields: Fields = TEXT, progress=no_progress, **changes) -> TokenStore:
+def open_files(
+    directory: Path, cache: str, fields: Fields = TEXT, progress=no_progress, **changes
+) -> TokenStore:
     config = DataConfig(cache_dir=str(directory / cache), tokenizing_processes=2, **changes)
     tokenizer = load_tokenizer(config.tokenizer)
-    return open_store(list_files([str(directory / "files")]).files, config, fields, tokenizer, progress)
+    return open_store(
+        list_files([str(directory / "files")]).files, config, fields, tokenizer, progress
+    )
 
 
 def assert_equal_stores(one: TokenStore, two: TokenStore) -> None:
@@ -45,7 +49,9 @@ def assert_equal_stores(one: TokenStore, two: TokenStore) -> None:
 
 
 def write_files(files: Path) -> None:
-    """Small text files, a .jsonl file of several parts with bad lines, and large files that cannot be cut."""
+    """Small text files, a .jsonl file of several parts with bad lines, and large files that cannot
+    be cut.
+    """
     files.mkdir()
     lines = [json.dumps({"text": f"née {i} " * (i % 30 + 1)}) for i in range(120)]
     lines[50] = lines[90] = "{broken"
@@ -61,15 +67,21 @@ def test_parallel_store_equals_serial_store(tmp_path: Path, small_shards, monkey
     write_files(tmp_path / "files")
     monkeypatch.setattr(shards, "_SECONDS_BETWEEN_COUNTS", 0.0)
     calls = []
-    parallel = open_files(tmp_path, "parallel", progress=lambda *call: calls.append(call), max_bad_records=2)
+    parallel = open_files(
+        tmp_path, "parallel", progress=lambda *call: calls.append(call), max_bad_records=2
+    )
     done, totals = zip(*calls)
-    assert len({*totals}) == 1 and list(done) == sorted(done) and 0 == done[0] < done[-1] <= totals[0]
+    assert (
+        len({*totals}) == 1 and list(done) == sorted(done) and 0 == done[0] < done[-1] <= totals[0]
+    )
     parts = plan_shards(list_files([str(tmp_path / "files")]).files, 6000, 5000)
     assert len(parts) >= 4 and any(part.is_inline for part in parts)
     assert not list((tmp_path / "parallel").glob("*.shards"))
     monkeypatch.setattr(shards, "MIN_BYTES", 10**9)
     assert_equal_stores(parallel, open_files(tmp_path, "serial", max_bad_records=2))
-    listed = [next((tmp_path / name).glob("*.skipped.txt")).read_text() for name in ("parallel", "serial")]
+    listed = [
+        next((tmp_path / name).glob("*.skipped.txt")).read_text() for name in ("parallel", "serial")
+    ]
     assert listed[0] == listed[1] and [":51: " in listed[0], ":91: " in listed[0]] == [True, True]
     number, first = parallel.notes.counts[BAD_RECORDS]
     assert number == 2 and "a.jsonl:51: invalid JSON" in first
@@ -95,17 +107,25 @@ def test_shard_without_text_is_a_store(tmp_path: Path):
     assert read_store(paths, load_tokenizer("bytes")).num_documents == 0
 
 
-def test_batch_that_takes_too_long_ends_the_process_with_its_stacks(tmp_path: Path, small_shards, monkeypatch):
+def test_batch_that_takes_too_long_ends_the_process_with_its_stacks(
+    tmp_path: Path, small_shards, monkeypatch
+):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     template = "{% if messages[0]['content'] == 'q' %}" + loop + "{% endif %}"
-    chats = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}] * 40
+    chats = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    ] * 40
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     run = processes.run
     monkeypatch.setattr(
-        processes, "run", lambda function, *arguments, **options: run(_tokenize_in_one_second, *arguments, **options)
+        processes,
+        "run",
+        lambda function, *arguments, **options: run(_tokenize_in_one_second, *arguments, **options),
     )
-    with pytest.raises(UserError, match="a process that tokenizes ended with status 1: [^|]*Timeout"):
+    with pytest.raises(
+        UserError, match="a process that tokenizes ended with status 1: [^|]*Timeout"
+    ):
         open_files(tmp_path, "cache", fields=Fields(chat="messages"), chat_template=template)
 
 
@@ -115,10 +135,17 @@ def _tokenize_in_one_second(*arguments):
 
 
 def test_parallel_store_of_chats_continues_after_a_kill(tmp_path: Path, small_shards, monkeypatch):
-    """The first process ends when two parts are complete; the second one starts processes for the others only."""
+    """The first process ends when two parts are complete; the second one starts processes for the
+    others only.
+    """
     (tmp_path / "files").mkdir()
     chats = [
-        {"messages": [{"role": "user", "content": "q" * i}, {"role": "assistant", "content": "née " * (i % 40 + 1)}]}
+        {
+            "messages": [
+                {"role": "user", "content": "q" * i},
+                {"role": "assistant", "content": "née " * (i % 40 + 1)},
+            ]
+        }
         for i in range(60)
     ]
     (tmp_path / "files" / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
@@ -154,9 +181,13 @@ def test_parallel_store_of_chats_continues_after_a_kill(tmp_path: Path, small_sh
 
 def test_parallel_error_names_file_and_line(tmp_path: Path, small_shards):
     write_files(tmp_path / "files")
-    with pytest.raises(UserError, match="a.jsonl:(51|91): invalid JSON .*; or skip .* with data.max_bad_records"):
+    with pytest.raises(
+        UserError, match="a.jsonl:(51|91): invalid JSON .*; or skip .* with data.max_bad_records"
+    ):
         open_files(tmp_path, "cache")
-    with pytest.raises(UserError, match="a.jsonl:91: invalid JSON|2 records cannot be used, more than .*=1"):
+    with pytest.raises(
+        UserError, match="a.jsonl:91: invalid JSON|2 records cannot be used, more than .*=1"
+    ):
         open_files(tmp_path, "cache", max_bad_records=1)
 
 
@@ -168,5 +199,9 @@ def test_plan_of_parts_covers_every_line_once(tmp_path: Path):
     content = (tmp_path / "files" / "a.jsonl").read_bytes()
     assert [begin for begin, _, _ in spans[1:]] == [end for _, end, _ in spans[:-1]]
     assert spans[0] == (0, spans[0][1], 1) and spans[-1][1] == len(content) and len(spans) > 3
-    assert [content[:begin].count(b"\n") + 1 for begin, _, _ in spans] == [number for _, _, number in spans]
-    assert [file.name for part in parts for file in part.files if not file.lines] == [f.name for f in files[1:]]
+    assert [content[:begin].count(b"\n") + 1 for begin, _, _ in spans] == [
+        number for _, _, number in spans
+    ]
+    assert [file.name for part in parts for file in part.files if not file.lines] == [
+        f.name for f in files[1:]
+    ]

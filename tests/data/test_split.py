@@ -62,7 +62,9 @@ def test_split_tail_is_never_a_training_target():
     assert sorted(targets) == list(range(2, 91))
 
 
-@pytest.mark.parametrize("lengths, eval_fraction", [([3], 0.5), ([2, 2], 0.05), ([100], 0.001), ([100], 0.999)])
+@pytest.mark.parametrize(
+    "lengths, eval_fraction", [([3], 0.5), ([2, 2], 0.05), ([100], 0.001), ([100], 0.999)]
+)
 def test_split_too_little_text_is_refused(lengths, eval_fraction):
     with pytest.raises(UserError, match="too little text to hold out data.eval_fraction"):
         split_documents(make_store(lengths, [0.9995] * len(lengths)), eval_fraction)

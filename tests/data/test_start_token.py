@@ -44,24 +44,42 @@ def tokenizer_with(directory: Path, start_token: str):
 
 
 def test_start_token_is_that_of_the_setting_or_of_the_tokenizer(tokenizer_directory):
-    ids = {x: tokenizer_with(tokenizer_directory, x).start_ids.tolist() for x in (AUTO, "", "<s>", "<|eot_id|>")}
-    assert ids == {AUTO: [START], "": [], "<s>": [START], "<|eot_id|>": [SPECIAL_TOKENS.index("<|eot_id|>")]}
+    ids = {
+        x: tokenizer_with(tokenizer_directory, x).start_ids.tolist()
+        for x in (AUTO, "", "<s>", "<|eot_id|>")
+    }
+    assert ids == {
+        AUTO: [START],
+        "": [],
+        "<s>": [START],
+        "<|eot_id|>": [SPECIAL_TOKENS.index("<|eot_id|>")],
+    }
     with pytest.raises(UserError, match=r"invalid value '<z>' for config.data.start_token"):
         tokenizer_with(tokenizer_directory, "<z>")
-    assert load_tokenizer("bytes").start_ids.size == load_tokenizer("bytes", start_token="").start_ids.size == 0
-    with pytest.raises(UserError, match=r"config.data.start_token='<s>' is for Hugging Face tokenizers"):
+    assert (
+        load_tokenizer("bytes").start_ids.size
+        == load_tokenizer("bytes", start_token="").start_ids.size
+        == 0
+    )
+    with pytest.raises(
+        UserError, match=r"config.data.start_token='<s>' is for Hugging Face tokenizers"
+    ):
         load_tokenizer("bytes", start_token="<s>")
 
 
 def test_fingerprint_has_the_start_token_and_is_unchanged_without_it(tokenizer_directory):
-    none, auto, named = (tokenizer_with(tokenizer_directory, x).fingerprint for x in ("", AUTO, "<s>"))
+    none, auto, named = (
+        tokenizer_with(tokenizer_directory, x).fingerprint for x in ("", AUTO, "<s>")
+    )
     content = (tokenizer_directory / "tokenizer.json").read_bytes()
     assert none == hashlib.sha256(content).hexdigest() != auto == named
     assert load_tokenizer("bytes").fingerprint == "bytes"
 
 
 def corpus_of(directory: Path, tokenizer: Path, **settings):
-    fields = {name: settings.pop(name) for name in ("token_field", "chat_field") if name in settings}
+    fields = {
+        name: settings.pop(name) for name in ("token_field", "chat_field") if name in settings
+    }
     if not (directory / "a.jsonl").exists():
         encoder = tokenizer_with(tokenizer, "")
         ids = [encoder.encode(text.encode()).tolist() for text in TEXTS]
@@ -79,7 +97,9 @@ def corpus_of(directory: Path, tokenizer: Path, **settings):
 @pytest.mark.parametrize("fields", [{}, dict(token_field="ids")], ids=str)
 def test_each_packed_document_starts_with_it_once(tokenizer_directory, tmp_path, fields):
     train = corpus_of(tmp_path, tokenizer_directory, **fields).train
-    (store,) = (source.train.store for source in corpus_of(tmp_path, tokenizer_directory, **fields).sources)
+    (store,) = (
+        source.train.store for source in corpus_of(tmp_path, tokenizer_directory, **fields).sources
+    )
     documents = [store.tokens[a:b].tolist() for a, b in zip(store.offsets, store.offsets[1:])]
     plain = tokenizer_with(tokenizer_directory, "")
     assert documents == [[START, *plain.encode(text.encode()).tolist(), END] for text in TEXTS]
@@ -93,16 +113,24 @@ def test_each_packed_document_starts_with_it_once(tokenizer_directory, tmp_path,
         assert (row["loss_weights"][starts] == 1).all()
         assert START not in row["targets"][row["loss_weights"] > 0]
         ends = row["tokens"] == END
-        assert (row["loss_weights"][ends] == 0).all() and row["loss_weights"].sum() == used.sum() - ends.sum()
+        assert (row["loss_weights"][ends] == 0).all() and row[
+            "loss_weights"
+        ].sum() == used.sum() - ends.sum()
 
 
 def test_store_without_it_is_another_one_and_stays(tokenizer_directory, tmp_path):
-    without, with_token = (corpus_of(tmp_path, tokenizer_directory, start_token=x) for x in ("", AUTO))
+    without, with_token = (
+        corpus_of(tmp_path, tokenizer_directory, start_token=x) for x in ("", AUTO)
+    )
     stores = sorted((tmp_path / "cache").glob("*.tokens.npy"))
     times = [path.stat().st_mtime_ns for path in stores]
     assert len(stores) == 2 and without.fingerprint != with_token.fingerprint
-    assert corpus_of(tmp_path, tokenizer_directory, start_token="").fingerprint == without.fingerprint
-    assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").glob("*.tokens.npy"))] == times
+    assert (
+        corpus_of(tmp_path, tokenizer_directory, start_token="").fingerprint == without.fingerprint
+    )
+    assert [
+        path.stat().st_mtime_ns for path in sorted((tmp_path / "cache").glob("*.tokens.npy"))
+    ] == times
 
 
 CHAT = [dict(role="user", content="a b"), dict(role="assistant", content="c")]
@@ -130,7 +158,10 @@ def test_traces_start_with_it_outside_the_loss(tokenizer_directory, name):
     for trace, without in zip(traces(AUTO), traces(""), strict=True):
         assert trace.tokens[:2].tolist().count(START) == count and not trace.in_loss[0]
         assert trace.tokens[-len(without.tokens) :].tolist() == without.tokens.tolist()
-        assert len(trace.in_loss) == len(trace.tokens) and trace.in_loss.sum() == without.in_loss.sum() + num_more
+        assert (
+            len(trace.in_loss) == len(trace.tokens)
+            and trace.in_loss.sum() == without.in_loss.sum() + num_more
+        )
 
 
 def test_prompts_of_rollouts_and_generation_start_as_documents(tokenizer_directory):
@@ -138,7 +169,11 @@ def test_prompts_of_rollouts_and_generation_start_as_documents(tokenizer_directo
         tokenizer = tokenizer_with(tokenizer_directory, setting)
         reader, encode = TraceReader(Encoder(tokenizer), 400), PromptEncoder(tokenizer=tokenizer)
         expected = [*tokenizer.start_ids.tolist(), *tokenizer.encode(b"a b").tolist()]
-        assert reader.prompt(Record("a:1", 1, dict(prompt="a b")))[0].tolist() == encode("a b").tolist() == expected
+        assert (
+            reader.prompt(Record("a:1", 1, dict(prompt="a b")))[0].tolist()
+            == encode("a b").tolist()
+            == expected
+        )
         assert reader.prompt(Record("a:1", 1, dict(prompt=[7, 8])))[0].tolist() == [7, 8]
         assert reader.prompt(Record("a:1", 1, dict(prompt=CHAT[:1])))[0].tolist().count(START) == 1
 
@@ -160,7 +195,11 @@ def test_exported_tokenizer_starts_texts_as_the_run(tmp_path, start_token, has_p
 
 def test_start_report_names_it(tokenizer_directory):
     lines = {x: start_token_lines(tokenizer_with(tokenizer_directory, x)) for x in (AUTO, "")}
-    assert "<s> before each document" in lines[AUTO][0] and "no token" in lines[""][0] and "<s>" in lines[""][0]
+    assert (
+        "<s> before each document" in lines[AUTO][0]
+        and "no token" in lines[""][0]
+        and "<s>" in lines[""][0]
+    )
     assert start_token_lines(load_tokenizer("bytes")) == []
 
 
@@ -179,6 +218,10 @@ def test_run_whose_texts_have_no_start_token_resumes_without_it(tmp_path):
     # A run that starts from it continues so, too.
     config = load(ConfigDict(dict(model=dict(init_from=str(run)))))
     assert config.data.start_token == "" and config.data.tokenizer == "bytes"
-    asked = [dataclasses.replace(stages[0], config=load(ConfigDict(dict(data=dict(start_token="<s>")))))]
-    with pytest.raises(UserError, match=r"config.data.start_token='<s>' contradicts '' of the checkpoints"):
+    asked = [
+        dataclasses.replace(stages[0], config=load(ConfigDict(dict(data=dict(start_token="<s>")))))
+    ]
+    with pytest.raises(
+        UserError, match=r"config.data.start_token='<s>' contradicts '' of the checkpoints"
+    ):
         with_stored_start(asked, run)

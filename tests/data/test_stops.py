@@ -53,13 +53,18 @@ ENDS = dict(chatml="<|im_end|>", headers="<|eot_id|>", brackets="</s>", reasonin
 
 
 @pytest.mark.parametrize("style, end", ENDS.items())
-def test_stops_have_the_end_of_turn_of_the_prompt_and_the_tokens_of_the_original(style, end, tmp_path):
+def test_stops_have_the_end_of_turn_of_the_prompt_and_the_tokens_of_the_original(
+    style, end, tmp_path
+):
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path)), end_token="</s>")
     (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=[END, 300])))
     original = Pretrained(init_from=str(tmp_path), directory=tmp_path, is_run=False)
     ids = list(dict.fromkeys([SPECIAL_TOKENS.index(end), END, 300]))
     for source in (STYLES[style], without_generation_tags(STYLES[style])):
-        assert stops_of(config_of(), tokenizer, original, fitting_template(source, tokenizer)) == (ids, [])
+        assert stops_of(config_of(), tokenizer, original, fitting_template(source, tokenizer)) == (
+            ids,
+            [],
+        )
     assert stops_of(config_of(), tokenizer, original).ids == [END, 300]
 
 
@@ -68,7 +73,9 @@ def test_stops_have_the_end_of_turn_of_the_prompt_and_the_tokens_of_the_original
 ], ids=str)  # fmt: skip
 def test_stops_have_the_end_of_turn_wherever_chats_come_from(settings, tmp_path):
     if "mixture" in settings:
-        settings = dict(mixture=load(ConfigDict(dict(model=dict(preset="tiny"), data=settings))).data.mixture)
+        settings = dict(
+            mixture=load(ConfigDict(dict(model=dict(preset="tiny"), data=settings))).data.mixture
+        )
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, CHATML)), end_token="</s>")
     assert stops_of(config_of(**settings), tokenizer, None) == ([END_OF_TURN, END], [])
     assert stops_of(config_of(), tokenizer, None) == ([END], [])

@@ -39,14 +39,20 @@ def files_in(config: DataConfig) -> list[str]:
 
 
 def assert_intact(store) -> None:
-    documents = [store.tokens[begin:end].tolist() for begin, end in itertools.pairwise(store.offsets)]
+    documents = [
+        store.tokens[begin:end].tolist() for begin, end in itertools.pairwise(store.offsets)
+    ]
     assert documents == [[*text, 256] for text in TEXTS.values()]
 
 
 def test_store_documents_end_with_end_token(config: DataConfig):
     store = open_store(config)
     assert_intact(store)
-    assert store.num_documents == 3 and store.tokens.dtype == np.uint16 and isinstance(store.tokens, np.memmap)
+    assert (
+        store.num_documents == 3
+        and store.tokens.dtype == np.uint16
+        and isinstance(store.tokens, np.memmap)
+    )
     assert [name.split(".", 1)[1] for name in files_in(config)] == ["index.npz", "tokens.npy"]
 
 
@@ -60,7 +66,9 @@ def test_store_second_open_reads_cache(config: DataConfig, monkeypatch):
     monkeypatch.setattr(cache, "tokenized_pieces", None)
     again = open_store(config)
     assert_intact(again)
-    assert again.fingerprint == first.fingerprint and (again.split_hashes == first.split_hashes).all()
+    assert (
+        again.fingerprint == first.fingerprint and (again.split_hashes == first.split_hashes).all()
+    )
 
 
 def test_store_progress_counts_bytes(config: DataConfig):
@@ -71,7 +79,12 @@ def test_store_progress_counts_bytes(config: DataConfig):
 
 def test_store_files_appear_atomically(config: DataConfig):
     is_temporary = []
-    open_store(config, lambda done, total: is_temporary.append(all(name.endswith(".tmp") for name in files_in(config))))
+    open_store(
+        config,
+        lambda done, total: is_temporary.append(
+            all(name.endswith(".tmp") for name in files_in(config))
+        ),
+    )
     assert is_temporary == [True, True, True, False]
 
 
@@ -106,14 +119,21 @@ def test_store_damaged_cache_is_regenerated(config: DataConfig, suffix: str, dam
         else:
             np.savez(path, offsets=[0, 6], split_hashes=[0.5], fingerprint="other")
     else:
-        broken = {"empty": b"", "truncated": content[:-3], "garbage": b"no", "zeros": content[:-4] + bytes(4)}
+        broken = {
+            "empty": b"",
+            "truncated": content[:-3],
+            "garbage": b"no",
+            "zeros": content[:-4] + bytes(4),
+        }
         path.write_bytes(broken[damage])
     assert_intact(open_store(config))
 
 
 def test_store_unwritable_cache_is_refused(config: DataConfig, tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to data.cache_dir .*/file/cache' \(Not a directory\)"):
+    with pytest.raises(
+        UserError, match=r"cannot write to data.cache_dir .*/file/cache' \(Not a directory\)"
+    ):
         open_store(DataConfig(sources=config.sources, cache_dir=str(tmp_path / "file" / "cache")))
 
 
@@ -138,7 +158,11 @@ def test_store_of_other_process_is_not_tokenized_again(config: DataConfig, monke
         yield
 
     monkeypatch.setattr(cache, "locked", slow_lock)
-    assert_intact(cache.open_store(list_files(config.sources).files, config, Fields(), BYTES, log=lines.append))
+    assert_intact(
+        cache.open_store(
+            list_files(config.sources).files, config, Fields(), BYTES, log=lines.append
+        )
+    )
     assert lines == [
         f"waiting for process 7 on node1, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
     ]
@@ -184,7 +208,8 @@ def test_store_long_document_equals_short_pieces(config: DataConfig, monkeypatch
     np.testing.assert_array_equal(store.tokens, expected.tokens)
     np.testing.assert_array_equal(store.offsets, expected.offsets)
     assert store.fingerprint == expected.fingerprint
-    assert sum(batch_bytes) == len(text) + 15 and max(batch_bytes) < 300  # so memory does not depend on the length
+    # so memory does not depend on the length
+    assert sum(batch_bytes) == len(text) + 15 and max(batch_bytes) < 300
     assert len(calls) > 300 and calls == sorted(calls) and calls[-1] == len(text) + 15
 
 
@@ -207,7 +232,8 @@ def test_store_corpus_without_text_is_refused(tmp_path: Path):
 def test_store_invalid_utf8_is_counted(config: DataConfig, monkeypatch):
     assert open_store(config).notes.counts == {}
     directory = Path(config.sources[0])
-    (directory / "d.txt").write_bytes("caf\xe9 na\xefve \ufffd".encode() + b" \xe9\xef")  # one U+FFFD is in the source
+    # one U+FFFD is in the source
+    (directory / "d.txt").write_bytes("caf\xe9 na\xefve \ufffd".encode() + b" \xe9\xef")
     (directory / "e.txt").write_bytes("text".encode("utf-16"))
     counts = {INVALID_DOCUMENTS: (2, "d.txt"), INVALID_CHARACTERS: (4, "d.txt")}
     assert open_store(config).notes.counts == counts

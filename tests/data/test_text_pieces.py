@@ -1,4 +1,6 @@
-"""Encoding long text in pieces: which tokenizers allow it, and equality with encoding the entire text."""
+"""Encoding long text in pieces: which tokenizers allow it, and equality with encoding the entire
+text.
+"""
 
 import json
 import random
@@ -14,8 +16,8 @@ from jaxlc.data.tokens.tokenizers import load_tokenizer, safe_cuts, text_pieces
 
 SOURCES = [path.read_text() for path in Path(text_pieces_module.__file__).parent.glob("*.py")]
 GPT2, CL100K, QWEN2, O200K, TEKKEN = None, *text_pieces_module._KNOWN_REGEXES
-# Characters and added tokens that stages treat specially; \u0301 is a combining accent, \u017f a long s, \u1112 and
-# \u1161 compose to one syllable.
+# Characters and added tokens that stages treat specially; \u0301 is a combining accent, \u017f a
+# long s, \u1112 and \u1161 compose to one syllable.
 ALPHABET = [
     *"abzAZ'stré\u0301\u017f中文\u1112\u1161да  \t\r\n\n\n.,!/09½\u00a0\u2028▁。、<",
     "\n\n",
@@ -31,7 +33,9 @@ def make_tokenizer(regex: str | None, normalizer=None, *first_stages) -> Tokeniz
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex is None)
     splits = [*first_stages, *([pre_tokenizers.Split(Regex(regex), "isolated")] if regex else [])]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level]) if splits else byte_level
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.Sequence([*splits, byte_level]) if splits else byte_level
+    )
     tokenizer.normalizer = normalizer
     trainer = trainers.BpeTrainer(
         vocab_size=600,
@@ -44,21 +48,27 @@ def make_tokenizer(regex: str | None, normalizer=None, *first_stages) -> Tokeniz
 
 
 def make_sentencepiece(normalizer, pre_tokenizer) -> Tokenizer:
-    """A small BPE tokenizer as SentencePiece makes them, with byte fallback. Its tokens cross no word and no line, but
-    they contain letters before punctuation."""
+    """A small BPE tokenizer as SentencePiece makes them, with byte fallback. Its tokens cross no
+    word and no line, but they contain letters before punctuation."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(), pre_tokenizers.Split("\n", "isolated")]
     )
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     special_tokens = ["<unk>", "<|endoftext|>", *byte_tokens]
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special_tokens, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=special_tokens, show_progress=False
+    )
     tokenizer.train_from_iterator([*SOURCES, "\n\n\n"], trainer)
     stored = content(tokenizer)
-    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["content"] not in byte_tokens]
+    stored["added_tokens"] = [
+        token for token in stored["added_tokens"] if token["content"] not in byte_tokens
+    ]
     tokenizer = Tokenizer.from_str(json.dumps(stored))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in ("\n\n", "▁▁", "<tag>")])
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(token, normalized=False) for token in ("\n\n", "▁▁", "<tag>")]
+    )
     return tokenizer
 
 
@@ -139,8 +149,14 @@ def test_text_pieces_are_cut_at_safe_positions():
     assert list(text_pieces(["abc  def. 'g's"], cuts, 1)) == ["abc  def", ". 'g's"]
     assert list(text_pieces(["ab\n\n1\nc-\nд中"], cuts, 1)) == ["ab", "\n\n1", "\nc-\nд中"]
     assert list(text_pieces([""], cuts, 1)) == [""]
-    prepending = safe_cuts(content(make_sentencepiece(normalizers.Sequence([normalizers.Prepend("▁"), REPLACE]), None)))
-    assert list(text_pieces(["abc def g  h\ni. j "], prepending, 1)) == ["abc", "def", "g  h\ni. j "]
+    prepending = safe_cuts(
+        content(make_sentencepiece(normalizers.Sequence([normalizers.Prepend("▁"), REPLACE]), None))
+    )
+    assert list(text_pieces(["abc def g  h\ni. j "], prepending, 1)) == [
+        "abc",
+        "def",
+        "g  h\ni. j ",
+    ]
 
 
 def test_safe_cuts_exclude_characters_within_tokens():
@@ -187,7 +203,9 @@ def with_prepended(content_of_token: str) -> dict:
         lambda: content(make_tokenizer(GPT2, normalizers.NFKC())),
         lambda: content(make_tokenizer(GPT2, normalizers.Strip())),
         lambda: with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-        lambda: with_pre_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)),
+        lambda: with_pre_tokenizer(
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        ),
         lambda: with_pre_tokenizer(pre_tokenizers.Split(Regex(r"\w+\n"), "isolated")),
         lambda: with_pre_tokenizer(pre_tokenizers.Split(Regex(CL100K), "removed")),
         lambda: with_pre_tokenizer(pre_tokenizers.Metaspace()),
@@ -212,13 +230,16 @@ def test_safe_cuts_other_tokenizer_is_refused(make_content):
 def test_safe_cuts_accepts_independent_added_token():
     assert safe_cuts(with_added_token("<think>"))
     assert safe_cuts(with_added_token("    "))
-    assert safe_cuts(with_added_token("word", special=True, rstrip=True))  # special tokens in text do not match
+    # special tokens in text do not match
+    assert safe_cuts(with_added_token("word", special=True, rstrip=True))
 
 
 def test_tokenizer_encodes_long_text_in_pieces(tmp_path, monkeypatch):
     make_tokenizer(CL100K).save(str(tmp_path / "tokenizer.json"))
     tokenizer, text = load_tokenizer(str(tmp_path / "tokenizer.json")), "\n".join(SOURCES)
-    monkeypatch.setattr("jaxlc.data.tokens.tokenizers.text_pieces", lambda *args: text_pieces(*args, 1000))
+    monkeypatch.setattr(
+        "jaxlc.data.tokens.tokenizers.text_pieces", lambda *args: text_pieces(*args, 1000)
+    )
     blocks = [text[begin : begin + 700].encode() for begin in range(0, len(text), 700)]
     pieces = list(tokenizer.pieces(blocks))
     assert len(pieces) > 10 and max(map(len, pieces)) < 2000

@@ -29,7 +29,9 @@ def answer(tokens: list[int], prompt: list[int] = PROMPT, **fields) -> dict:
     return dict(tokens=prompt + tokens, loss_mask=[0] * len(prompt) + [1] * len(tokens), **fields)
 
 
-def opened(directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **sections) -> tuple[Traces, Config]:
+def opened(
+    directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **sections
+) -> tuple[Traces, Config]:
     path = directory / f"traces{suffix}"
     if suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -46,7 +48,9 @@ def opened(directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_group_is_one_tree(tmp_path, suffix):
-    """A branch starts with a copy of the last prompt token, so an answer of n tokens is a branch of n tokens."""
+    """A branch starts with a copy of the last prompt token, so an answer of n tokens is a branch of
+    n tokens.
+    """
     records = [answer([6, 7, 8], reward=1.0), answer([9], reward=0.0), answer([6, 7], reward=0.5)]
     traces, config = opened(tmp_path, records, suffix, posttrain=dict(loss="grpo"))
     row = traces.train[0]
@@ -58,14 +62,22 @@ def test_group_is_one_tree(tmp_path, suffix):
     np.testing.assert_array_equal(row["positions"][:11], [0, 1, 2, 3, 4, 5, 6, 4, 4, 5, 0])
     np.testing.assert_allclose(row["answer_weights"][4:10], [1 / 3] * 3 + [1] + [1 / 2] * 2)
     deviation = np.std([1, 0, 0.5], ddof=1) + 1e-4
-    np.testing.assert_allclose(row["advantages"][[4, 7, 8]], np.array([0.5, -0.5, 0]) / deviation, rtol=1e-6)
-    completed = complete_batch({name: x[None] for name, x in row.items()}, (1, 32), 257, "test", array_dtypes(config))
+    np.testing.assert_allclose(
+        row["advantages"][[4, 7, 8]], np.array([0.5, -0.5, 0]) / deviation, rtol=1e-6
+    )
+    completed = complete_batch(
+        {name: x[None] for name, x in row.items()}, (1, 32), 257, "test", array_dtypes(config)
+    )
     for name, x in completed.items():
         np.testing.assert_array_equal(x[0], row[name])
 
 
 def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
-    records = [answer([6] * 10, group="a"), answer([7] * 10, group="a"), answer([8] * 10, group="a")]
+    records = [
+        answer([6] * 10, group="a"),
+        answer([7] * 10, group="a"),
+        answer([8] * 10, group="a"),
+    ]
     traces, _ = opened(tmp_path, records, seq_len=24)
     rows = [traces.train[i] for i in range(2)]
     assert sorted(int(row["loss_weights"].sum()) for row in rows) == [10, 20]
@@ -73,9 +85,13 @@ def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
 
 
 def test_answers_without_sharing_are_separate_rows(tmp_path):
-    traces, _ = opened(tmp_path, [answer([6, 7]), answer([8])], attention=dict(shared_prefixes=False))
+    traces, _ = opened(
+        tmp_path, [answer([6, 7]), answer([8])], attention=dict(shared_prefixes=False)
+    )
     row = traces.train[0]
-    assert row["segment_ids"].max() == 2 and "prefix_ids" not in row and row["loss_weights"].sum() == 3
+    assert (
+        row["segment_ids"].max() == 2 and "prefix_ids" not in row and row["loss_weights"].sum() == 3
+    )
 
 
 def test_pairs_and_chats_are_trees(tmp_path):
@@ -86,7 +102,9 @@ def test_pairs_and_chats_are_trees(tmp_path):
         rejected=[{"role": "assistant", "content": "No!"}],
         reference_log_probs=dict(chosen=[-1.0] * 13, rejected=[-2.0] * 13),
     )
-    traces, _ = opened(tmp_path, [pair], seq_len=128, data=dict(chat_template="chatml"), posttrain=dict(loss="dpo"))
+    traces, _ = opened(
+        tmp_path, [pair], seq_len=128, data=dict(chat_template="chatml"), posttrain=dict(loss="dpo")
+    )
     row = traces.train[0]
     targets = bytes(row["targets"][row["advantages"] * row["loss_weights"] > 0].tolist())
     assert targets == b"So.<|im_end|>" and row["prefix_ids"].max() == 1
@@ -102,13 +120,17 @@ def test_truncated_answers_are_masked_and_counted(tmp_path):
 
 def test_equal_rewards_have_no_advantage(tmp_path):
     """Also if the mean of equal numbers is rounded."""
-    traces, _ = opened(tmp_path, [answer([i], reward=0.1) for i in range(3)], posttrain=dict(loss="grpo"))
+    traces, _ = opened(
+        tmp_path, [answer([i], reward=0.1) for i in range(3)], posttrain=dict(loss="grpo")
+    )
     assert (traces.train[0]["advantages"] == 0).all() and traces.rewards["no_advantage"] == 1
 
 
 def test_first_token_has_no_log_prob(tmp_path):
     record = dict(tokens=[1, 2, 3], loss_mask=[1, 1, 1], old_log_probs=[-1.0, -2.0])
-    traces, _ = opened(tmp_path, [record | dict(reward=1.0)], posttrain=dict(loss="grpo", old_log_probs="record"))
+    traces, _ = opened(
+        tmp_path, [record | dict(reward=1.0)], posttrain=dict(loss="grpo", old_log_probs="record")
+    )
     assert traces.train[0]["old_log_probs"][:3].tolist() == [-1, -2, 0]
 
 
@@ -117,10 +139,15 @@ def test_pairs_that_do_not_fit_are_dropped(tmp_path):
     lengths = [(9, 9), (3, 60), (20, 20)]
     pairs = [dict(prompt="a b c", chosen="y" * a, rejected="n" * b) for a, b in lengths]
     pairs = [
-        pair | dict(reference_log_probs={name: [-1.0] * len(pair[name]) for name in ("chosen", "rejected")})
+        pair
+        | dict(
+            reference_log_probs={name: [-1.0] * len(pair[name]) for name in ("chosen", "rejected")}
+        )
         for pair in pairs
     ]
-    traces, _ = opened(tmp_path, pairs, data=dict(overlong_traces="drop"), posttrain=dict(loss="dpo"))
+    traces, _ = opened(
+        tmp_path, pairs, data=dict(overlong_traces="drop"), posttrain=dict(loss="dpo")
+    )
     assert traces.train.num_traces == 2 and traces.warnings[-1].endswith("dropped: 2")
 
 
@@ -135,9 +162,15 @@ def test_rollouts_of_steps_are_waited_for(tmp_path):
     config = load(config)
     sequences = RolloutSequences(tmp_path, config, ByteTokenizer(), lines.append)
     for step in range(1, 7):
-        sequences.path(step).write_text("".join(json.dumps(answer([6] * step, reward=i)) + "\n" for i in range(2)))
+        sequences.path(step).write_text(
+            "".join(json.dumps(answer([6] * step, reward=i)) + "\n" for i in range(2))
+        )
         assert sequences[2 * step - 2]["loss_weights"].sum() == 2 * step
-    assert sequences[0]["loss_weights"].sum() == 2 and not sequences[1]["segment_ids"].any() and not lines
+    assert (
+        sequences[0]["loss_weights"].sum() == 2
+        and not sequences[1]["segment_ids"].any()
+        and not lines
+    )
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(lambda: sequences[12])
         with pytest.raises(FutureTimeout):
@@ -161,16 +194,23 @@ def test_some_rollouts_are_decoded(tmp_path):
     records = [answer([*b"no.", 256], [*b"Is "], group=i % 4, reward=i) for i in range(20)]
     write_rollouts(records, sequences.path(1))
     decoded = sequences.decoded(1)
-    assert all(record["text"] == dict(prompt="Is ", answer="no.") and not record["truncated"] for record in decoded)
+    assert all(
+        record["text"] == dict(prompt="Is ", answer="no.") and not record["truncated"]
+        for record in decoded
+    )
     in_order = [i for group in range(4) for i in range(group, 20, 4)]
-    assert [(record["reward"], record["group"]) for record in decoded] == [(i, str(i % 4)) for i in in_order[::3]]
+    assert [(record["reward"], record["group"]) for record in decoded] == [
+        (i, str(i % 4)) for i in in_order[::3]
+    ]
 
 
 def test_groups_are_held_out_whole(tmp_path):
     prompts = [[number, 50, 51] for number in range(40)]
     records = [answer([60 + i], prompt, group=str(prompt)) for prompt in prompts for i in range(2)]
     traces, _ = opened(tmp_path, records, seq_len=1024, data=dict(eval_fraction=0.3))
-    train, heldout = ({*row["tokens"][row["positions"] == 0]} for row in (traces.train[0], traces.heldout[0]))
+    train, heldout = (
+        {*row["tokens"][row["positions"] == 0]} for row in (traces.train[0], traces.heldout[0])
+    )
     assert len(heldout) > 1 and train & heldout <= {0}  # padding, and the prompt that starts with 0
 
 
@@ -178,7 +218,11 @@ def test_groups_are_held_out_whole(tmp_path):
     "records, sections, message",
     [
         ([answer([6])], dict(posttrain=dict(loss="grpo")), "neither reward nor advantage"),
-        ([answer([6] * 40)], {}, "longer than config.data.seq_len=32; increase it, or set config.data.overlong_traces"),
+        (
+            [answer([6] * 40)],
+            {},
+            "longer than config.data.seq_len=32; increase it, or set config.data.overlong_traces",
+        ),
         ([dict(text="a")], {}, r"no trace \(the fields are text\)"),
         ([dict(tokens=[1, 2], loss_mask=[1])], {}, "expected a loss_mask of 2 numbers 0 or 1"),
         ([dict(tokens=[1, 999], loss_mask=[0, 1])], {}, "token 999, expected 0 to 511"),
@@ -192,8 +236,16 @@ def test_groups_are_held_out_whole(tmp_path):
         ),
         ([answer([6], reward="x")], {}, "reward is 'x', expected a finite number"),
         ([answer([6], old_log_probs=[-1, -2])], {}, "expected 1 numbers in old_log_probs"),
-        ([answer([6], reward=1.0)], dict(posttrain=dict(loss="grpo", old_log_probs="record")), "jaxlc logprobs"),
-        ([dict(prompt="a", chosen="b", rejected="c")], dict(posttrain=dict(loss="dpo")), "no reference_log_probs"),
+        (
+            [answer([6], reward=1.0)],
+            dict(posttrain=dict(loss="grpo", old_log_probs="record")),
+            "jaxlc logprobs",
+        ),
+        (
+            [dict(prompt="a", chosen="b", rejected="c")],
+            dict(posttrain=dict(loss="dpo")),
+            "no reference_log_probs",
+        ),
     ],
     ids=str,
 )
@@ -205,16 +257,28 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
 @pytest.mark.parametrize(
     "sections, message",
     [
-        (dict(posttrain=dict(clip_low=0.1)), "posttrain.clip_low=0.1 has no effect without config.posttrain.loss"),
-        (dict(posttrain=dict(loss="dpo", kl=0.1)), "posttrain.kl=0.1 has no effect with config.posttrain.loss='dpo'"),
+        (
+            dict(posttrain=dict(clip_low=0.1)),
+            "posttrain.clip_low=0.1 has no effect without config.posttrain.loss",
+        ),
+        (
+            dict(posttrain=dict(loss="dpo", kl=0.1)),
+            "posttrain.kl=0.1 has no effect with config.posttrain.loss='dpo'",
+        ),
         (dict(posttrain=dict(loss="grpo", beta=0.2)), "posttrain.beta=0.2 has no effect with"),
-        (dict(posttrain=dict(loss="grpo"), rollouts=dict(source="files", top_p=0.9)), "rollouts.top_p=0.9 has no"),
+        (
+            dict(posttrain=dict(loss="grpo"), rollouts=dict(source="files", top_p=0.9)),
+            "rollouts.top_p=0.9 has no",
+        ),
         (
             dict(ROLLOUTS, rollouts=dict(source="model", answers_per_prompt=1)),
             "use --config.rollouts.answers_per_prompt=2 or more",
         ),
         (dict(posttrain=dict(loss="dr_grpo")), "set config.posttrain.max_answer_tokens"),
-        (dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)), "shared_prefixes=True"),
+        (
+            dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)),
+            "shared_prefixes=True",
+        ),
         (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
     ],
     ids=str,
@@ -233,9 +297,15 @@ def test_invalid_settings_raise(tmp_path, sections, message):
     ],
 )
 def test_invalid_prefixes_raise(prefix_ids, message):
-    batch = dict(tokens=np.ones((1, 6), int), segment_ids=np.array([[1, 1, 2, 2, 3, 3]]), prefix_ids=[prefix_ids])
+    batch = dict(
+        tokens=np.ones((1, 6), int),
+        segment_ids=np.array([[1, 1, 2, 2, 3, 3]]),
+        prefix_ids=[prefix_ids],
+    )
     with pytest.raises(UserError, match=message):
-        complete_batch(batch, (1, 6), 20, "batch 3", dict.fromkeys([*batch, "targets"], np.int32) | {})
+        complete_batch(
+            batch, (1, 6), 20, "batch 3", dict.fromkeys([*batch, "targets"], np.int32) | {}
+        )
 
 
 def test_reader_of_a_bad_record_names_it():

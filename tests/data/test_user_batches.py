@@ -10,35 +10,59 @@ from jaxlc.data.sequences.user_batches import complete_batch
 
 def test_complete_batch_derives_the_missing_arrays():
     tokens = np.arange(12).reshape(2, 6)
-    batch = complete_batch(dict(tokens=tokens, segment_ids=[[1, 1, 1, 2, 2, 0]] * 2), (2, 6), 20, "batch 0")
+    batch = complete_batch(
+        dict(tokens=tokens, segment_ids=[[1, 1, 1, 2, 2, 0]] * 2), (2, 6), 20, "batch 0"
+    )
     assert batch["positions"][0].tolist() == [0, 1, 2, 0, 1, 0]
     assert batch["targets"][1].tolist() == [7, 8, 0, 10, 0, 0]
     assert batch["loss_weights"][0].tolist() == [1, 1, 0, 1, 0, 0]
     targets, weights = [[2, -100, 3, 4, 5, 6]] * 2, [[1, 0, 1, 1, 1, 1]] * 2
-    masked = complete_batch(dict(tokens=tokens, targets=targets, loss_weights=weights), (2, 6), 20, "batch 0")
+    masked = complete_batch(
+        dict(tokens=tokens, targets=targets, loss_weights=weights), (2, 6), 20, "batch 0"
+    )
     assert masked["targets"][0].tolist() == [2, 0, 3, 4, 5, 6]
     plain = complete_batch(dict(tokens=tokens), (None, 6), 20, "batch 0")
-    assert plain["loss_weights"][0].tolist() == [1, 1, 1, 1, 1, 0] and plain["segment_ids"].min() == 1
+    assert (
+        plain["loss_weights"][0].tolist() == [1, 1, 1, 1, 1, 0] and plain["segment_ids"].min() == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
         ([1, 2], "invalid batch 3: list; expected a dictionary with 'tokens'"),
-        (dict(tokens=[[1, 2]], labels=[[1, 2]]), r"invalid batch 3: \['labels', 'tokens'\]; expected"),
+        (
+            dict(tokens=[[1, 2]], labels=[[1, 2]]),
+            r"invalid batch 3: \['labels', 'tokens'\]; expected",
+        ),
         (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
         (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
         (dict(tokens=np.zeros((0, 2), int)), r"tokens has shape \[0, 2\], expected \[1, 2\]"),
         (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
-        (dict(tokens=[[1, 2]], targets=[[-100, 0]]), r"target -100, expected 0 to 19 .*; set loss_weights to 0 where"),
-        (dict(tokens=[[1, 2]], loss_weights=[[1.0, np.nan]]), "loss_weights are not all finite and at least 0"),
-        (dict(tokens=[[1, 2]], positions=[[4, 4]]), "positions 4, 4 of segment id 1 of sequence 0: expected positions"),
-        (dict(tokens=[[1, 2]], positions=np.array([[5, 3]], np.uint8)), "positions 5, 3 of segment id 1"),
+        (
+            dict(tokens=[[1, 2]], targets=[[-100, 0]]),
+            r"target -100, expected 0 to 19 .*; set loss_weights to 0 where",
+        ),
+        (
+            dict(tokens=[[1, 2]], loss_weights=[[1.0, np.nan]]),
+            "loss_weights are not all finite and at least 0",
+        ),
+        (
+            dict(tokens=[[1, 2]], positions=[[4, 4]]),
+            "positions 4, 4 of segment id 1 of sequence 0: expected positions",
+        ),
+        (
+            dict(tokens=[[1, 2]], positions=np.array([[5, 3]], np.uint8)),
+            "positions 5, 3 of segment id 1",
+        ),
         (
             dict(tokens=[[1, 2]], positions=[[7, 9]]),
             "a position is 2 after the first .* at most 1; set config.data.seq",
         ),
-        (dict(tokens=[[1, 2]], segment_ids=[[1, 2**32 + 1]]), "segment id 4294967297, expected 0 to 2147483647"),
+        (
+            dict(tokens=[[1, 2]], segment_ids=[[1, 2**32 + 1]]),
+            "segment id 4294967297, expected 0 to 2147483647",
+        ),
         (dict(tokens=[[1, 2]], segment_ids=[[-1, -1]]), "segment id -1, expected 0 to"),
     ],
 )
@@ -49,8 +73,12 @@ def test_complete_batch_with_invalid_arrays_raises(batch, message):
 
 def test_complete_batch_with_interleaved_documents_raises():
     segments = [[1, 1, 2, 0, 0, 3], [3, 0, 2, 2, 0, 3]]
-    with pytest.raises(UserError, match="segment id 3 of sequence 1 are not contiguous; give each document"):
-        complete_batch(dict(tokens=np.ones((2, 6), int), segment_ids=segments), (2, 6), 20, "batch 3")
+    with pytest.raises(
+        UserError, match="segment id 3 of sequence 1 are not contiguous; give each document"
+    ):
+        complete_batch(
+            dict(tokens=np.ones((2, 6), int), segment_ids=segments), (2, 6), 20, "batch 3"
+        )
 
 
 @pytest.mark.parametrize("shift", [0, 64, 1_000_003, 2**40, -5])
@@ -58,7 +86,9 @@ def test_positions_of_a_batch_count_from_the_first_of_each_document(shift):
     segments = [[1, 1, 2, 2, 2, 0]]
     positions = np.array([[0, 1, 0, 2, 5, 9]]) + shift
     batch = dict(tokens=np.ones((1, 6), int), segment_ids=segments, positions=positions)
-    assert complete_batch(batch, (1, 6), 20, "batch 0")["positions"].tolist() == [[0, 1, 0, 2, 5, 0]]
+    assert complete_batch(batch, (1, 6), 20, "batch 0")["positions"].tolist() == [
+        [0, 1, 0, 2, 5, 0]
+    ]
     if 0 <= shift < 2**31:
         kept = complete_batch(batch, (1, 6), 20, "batch 0", absolute_positions=True)["positions"]
         assert kept.tolist() == positions.tolist()
@@ -70,10 +100,18 @@ def test_positions_of_a_batch_count_from_the_first_of_each_document(shift):
 def test_positions_of_branches_continue_those_of_their_prefix():
     """Also by default: a branch from 0 would not attend to the whole prefix."""
     dtypes = ALWAYS | dict(prefix_ids=np.int32)
-    batch = dict(tokens=np.ones((1, 7), int), segment_ids=[[1, 1, 2, 2, 3, 4, 0]], prefix_ids=[[0, 0, 1, 1, 1, 0, 0]])
+    batch = dict(
+        tokens=np.ones((1, 7), int),
+        segment_ids=[[1, 1, 2, 2, 3, 4, 0]],
+        prefix_ids=[[0, 0, 1, 1, 1, 0, 0]],
+    )
     expected = [[0, 1, 2, 3, 2, 0, 0]]
     assert complete_batch(batch, (1, 7), 20, "batch 0", dtypes)["positions"].tolist() == expected
     shifted = batch | dict(positions=np.array(expected) + 100)
     assert complete_batch(shifted, (1, 7), 20, "batch 0", dtypes)["positions"].tolist() == expected
-    with pytest.raises(UserError, match="positions 1, 1 of segment id 2 of sequence 0: .* also from its prefix on"):
-        complete_batch(batch | dict(positions=[[0, 1, 1, 2, 2, 0, 0]]), (1, 7), 20, "batch 0", dtypes)
+    with pytest.raises(
+        UserError, match="positions 1, 1 of segment id 2 of sequence 0: .* also from its prefix on"
+    ):
+        complete_batch(
+            batch | dict(positions=[[0, 1, 1, 2, 2, 0, 0]]), (1, 7), 20, "batch 0", dtypes
+        )

@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxlc.evals.document_loss import DocumentSums, concatenate, estimate, position_edges, sum_documents
+from jaxlc.evals.document_loss import (
+    DocumentSums,
+    concatenate,
+    estimate,
+    position_edges,
+    sum_documents,
+)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 96, 4096, 1_000_000])
@@ -23,20 +29,26 @@ def test_sum_documents_separates_segments_and_skips_weight_zero():
     edges = np.array([0, 1, 8])
     expected_weight, expected_loss = [[0.5, 2], [1, 0]], [[1, 8], [7, 0]]
     for order in (np.arange(8), np.random.default_rng(0).permutation(8)):
-        sums = sum_documents({name: values[order] for name, values in sequence.items()}, losses[order], edges)
+        sums = sum_documents(
+            {name: values[order] for name, values in sequence.items()}, losses[order], edges
+        )
         np.testing.assert_array_equal(sums.weight, expected_weight)
         np.testing.assert_array_equal(sums.loss, expected_loss)
 
 
 def test_sum_documents_of_padding_has_no_documents():
-    padding = dict(loss_weights=np.zeros(4), positions=np.zeros(4, int), segment_ids=np.zeros(4, int))
+    padding = dict(
+        loss_weights=np.zeros(4), positions=np.zeros(4, int), segment_ids=np.zeros(4, int)
+    )
     sums = sum_documents(padding, np.ones(4), np.array([0, 4]))
     assert sums.num_documents == concatenate([sums, sums]).num_documents == 0
     assert all(len(column) == 0 for column in sums.by_position("loss").values())
 
 
 def test_estimate_matches_resampling_of_documents():
-    """Against a direct bootstrap with a loop; 400 equal documents, for which the corrections are negligible."""
+    """Against a direct bootstrap with a loop; 400 equal documents, for which the corrections are
+    negligible.
+    """
     rng = np.random.default_rng(3)
     weight = np.full((400, 1), 7.0)
     loss = weight * rng.exponential(2.0, (400, 1))
@@ -47,24 +59,32 @@ def test_estimate_matches_resampling_of_documents():
         means.append(loss[picks].sum() / weight[picks].sum())
     width = np.std(means)
     assert documents == 400 and mean == pytest.approx(loss.sum() / weight.sum())
-    np.testing.assert_allclose([low[0], high[0]], np.quantile(means, [0.025, 0.975]), atol=0.15 * width)
+    np.testing.assert_allclose(
+        [low[0], high[0]], np.quantile(means, [0.025, 0.975]), atol=0.15 * width
+    )
 
 
 @pytest.mark.parametrize("num_documents, minimum", [(5, 0.88), (8, 0.91), (30, 0.92)])
 def test_estimate_interval_has_stated_coverage(num_documents, minimum):
-    """Skewed document means and documents of unequal length; plain percentiles reach 0.81 with 5 and 0.86 with 8."""
+    """Skewed document means and documents of unequal length; plain percentiles reach 0.81 with 5
+    and 0.86 with 8.
+    """
     rng = np.random.default_rng(0)
     hits, num_trials = 0, 400
     for _ in range(num_trials):
         weight = rng.integers(1, 257, (num_documents, 1)).astype(np.float64)
-        loss = weight * np.exp(rng.normal(-1, 0.5, weight.shape)) + np.sqrt(weight) * rng.normal(0, 1.5, weight.shape)
+        loss = weight * np.exp(rng.normal(-1, 0.5, weight.shape)) + np.sqrt(weight) * rng.normal(
+            0, 1.5, weight.shape
+        )
         _, low, high, _ = estimate(loss, weight, num_resamples=1000)
         hits += low[0] <= np.exp(-1 + 0.125) <= high[0]
     assert minimum <= hits / num_trials <= 0.985, hits / num_trials
 
 
 def test_estimate_with_few_documents_has_no_interval():
-    """Four documents of a million tokens have none; five have one. An empty column has no mean either."""
+    """Four documents of a million tokens have none; five have one. An empty column has no mean
+    either.
+    """
     weight = np.full((5, 3), 1e6)
     weight[4, 1], weight[:, 2] = 0, 0
     loss = weight * np.linspace(1, 2, 5)[:, None]

@@ -1,4 +1,6 @@
-"""config.evals: scores during training do not change it, resume after an interruption, and open or close gates."""
+"""config.evals: scores during training do not change it, resume after an interruption, and open or
+close gates.
+"""
 
 import shutil
 
@@ -30,13 +32,18 @@ def _config(config_path, min_scores=(), **evals):
     config.model.num_layers = 1
     config.train.update(eval_every_steps=0, checkpoint_every_steps=1)
     settings = _EVALS | dict(documents=config.data.sources) | evals
-    config.stages = [dict(name="short", steps=2, evals=settings, min_scores=min_scores), dict(name="long", steps=1)]
+    config.stages = [
+        dict(name="short", steps=2, evals=settings, min_scores=min_scores),
+        dict(name="long", steps=1),
+    ]
     return config
 
 
 @pytest.fixture
 def counts(monkeypatch):
-    """Counts made generators, calls of them, and traced programs; call number `interrupted` is interrupted."""
+    """Counts made generators, calls of them, and traced programs; call number `interrupted` is
+    interrupted.
+    """
     counts = dict(generators=0, calls=0, traces=0, interrupted=None)
     init, call, decode = Generator.__init__, Generator.__call__, CachedDecoder.__call__
 
@@ -64,14 +71,18 @@ def counts(monkeypatch):
 def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path, tmp_path, counts):
     plain, scored = tmp_path / "plain", tmp_path / "scored"
     config = _config(config_path)
-    config.stages = [config.stages[0].changed(evals=dict(tasks=(), every_steps=0)), config.stages[1]]
+    config.stages = [
+        config.stages[0].changed(evals=dict(tasks=(), every_steps=0)),
+        config.stages[1],
+    ]
     loop.run(config, plain)
     assert counts["generators"] == 0
 
     counts["interrupted"] = 10  # out of 12: 4 predictions at each of the steps 0, 1 and 2
     with pytest.raises(KeyboardInterrupt):
         loop.run(_config(config_path), scored)
-    assert counts == dict(generators=1, calls=10, traces=2, interrupted=10)  # prefill and decoding, compiled once
+    # prefill and decoding, compiled once
+    assert counts == dict(generators=1, calls=10, traces=2, interrupted=10)
     path = scored / "evals" / "step-2" / "passkey-512-0.jsonl"
     before = path.read_text()
     counts |= dict(calls=0, interrupted=None)
@@ -86,17 +97,31 @@ def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path
     losses = [[row["loss"] for row in runs.rows(run) if "loss" in row] for run in (plain, scored)]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     arrays = [dict(arrays_of(run / "checkpoints" / "3")) for run in (plain, scored)]
-    assert all((arrays[0][name] == arrays[1][name]).all() for name in arrays[0]) and len(arrays[0]) == len(arrays[1])
+    assert all((arrays[0][name] == arrays[1][name]).all() for name in arrays[0]) and len(
+        arrays[0]
+    ) == len(arrays[1])
 
     names = ("passkey@512", "loss@512", "loss_last_256@512", "context_gain_64@512")
     for step in range(3):
-        rows = {name: value for row in runs.rows(scored) if row["step"] == step for name, value in row.items()}
+        rows = {
+            name: value
+            for row in runs.rows(scored)
+            if row["step"] == step
+            for name, value in row.items()
+        }
         assert {f"scores/{name}" for name in names} <= rows.keys()
-        assert rows["scores/passkey@512/num_examples"] == 4 and rows["scores/loss@512/num_examples"] == 2
+        assert (
+            rows["scores/passkey@512/num_examples"] == 4
+            and rows["scores/loss@512/num_examples"] == 2
+        )
         assert rows["scores/loss@512/standard_error"] > 0
         assert rows["scores/loss@512"] == read_scores(scored / "evals" / f"step-{step}")[0].score
     with_seconds = read_rows(scored / METRICS_FILE)
-    assert all(row["scores/passkey@512/seconds"] >= 0 for row in with_seconds if "scores/passkey@512" in row)
+    assert all(
+        row["scores/passkey@512/seconds"] >= 0
+        for row in with_seconds
+        if "scores/passkey@512" in row
+    )
     assert read_evaluations(scored / "checkpoints")[2]["scores"].keys() == set(names)
     assert (scored / "evals" / "loss_by_position.png").exists()
 
@@ -104,10 +129,18 @@ def test_interrupted_evaluation_resumes_and_does_not_change_training(config_path
 @pytest.mark.parametrize(
     ("evals", "min_scores", "message"),
     [
-        (dict(tasks=("neddle",)), (), "stage short: config.evals: unknown task 'neddle': did you mean needle"),
+        (
+            dict(tasks=("neddle",)),
+            (),
+            "stage short: config.evals: unknown task 'neddle': did you mean needle",
+        ),
         (dict(tasks=()), (), "every_steps=1 has no effect without config.evals.tasks"),
         (dict(depths=(2.0,)), (), "config.evals: invalid depths"),
-        ({}, ("passkey@1024=50",), "no score 'passkey@1024' in this stage: did you mean passkey@512"),
+        (
+            {},
+            ("passkey@1024=50",),
+            "no score 'passkey@1024' in this stage: did you mean passkey@512",
+        ),
         ({}, ("loss@512=3",), "no score 'loss@512' in this stage: expected one of|did you mean"),
         ({}, ("passkey@512>50",), "expected TASK@LENGTH=SCORE, such as needle@65536=80"),
     ],
@@ -128,8 +161,16 @@ def test_gate_of_the_last_stage_raises(config_path):
 def test_two_processes_have_the_scores_of_one(config_path, tmp_path):
     """Only process 0 writes the predictions; when the run resumes, both use them."""
     evals = _EVALS | dict(documents=(config_path.parent / "corpus",))
-    texts = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in evals.items()}
-    settings = dict(train__steps=2, train__eval_every_steps=0, train__checkpoint_every_steps=1, model__num_layers=1)
+    texts = {
+        name: ",".join(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in evals.items()
+    }
+    settings = dict(
+        train__steps=2,
+        train__eval_every_steps=0,
+        train__checkpoint_every_steps=1,
+        model__num_layers=1,
+    )
     settings |= {f"evals__{name}": text for name, text in texts.items()}
     one, two = tmp_path / "one", tmp_path / "two"
     runs.train(config_path, one, **settings)
@@ -138,5 +179,7 @@ def test_two_processes_have_the_scores_of_one(config_path, tmp_path):
             runs.finish(process)
         rows, others = runs.rows(two), runs.rows(one)
         assert [row.keys() for row in rows] == [row.keys() for row in others]
-        assert all(row == pytest.approx(other, rel=1e-5, abs=1e-5) for row, other in zip(rows, others))
+        assert all(
+            row == pytest.approx(other, rel=1e-5, abs=1e-5) for row, other in zip(rows, others)
+        )
         shutil.rmtree(two / "checkpoints" / "2")

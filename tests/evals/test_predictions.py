@@ -34,8 +34,8 @@ from jaxlc.evals.predictions import (
 from jaxlc.generation.generate_text import PromptEncoder
 from tests.train import runs
 
-# (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
-# scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.
+# (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and
+# string_match_part of scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.
 PREDICTIONS = [
     (" The numbers are 1234567 and 7654321.\n", ["1234567", "7654321"]),
     ("only ABC here", ["abc", "def", "ghi"]),
@@ -60,9 +60,13 @@ def test_standard_error_is_that_of_the_mean():
 
 def _case(**changes) -> Case:
     def make(index: int) -> Example:
-        return Example(prompt=f"question {index}", answer_prefix=" answer", references=(str(index),))
+        return Example(
+            prompt=f"question {index}", answer_prefix=" answer", references=(str(index),)
+        )
 
-    return Case(**dict(name="case", make=make, match=match_all, num_examples=5, new_tokens=3) | changes)
+    return Case(
+        **dict(name="case", make=make, match=match_all, num_examples=5, new_tokens=3) | changes
+    )
 
 
 def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
@@ -81,14 +85,20 @@ def test_interrupted_evaluation_resumes_after_a_cut_line(tmp_path):
     path.write_text(path.read_text() + '{"index": 3, "sco')
     first, asked[:] = list(asked), []
     score = run_case(_case(), generate, tmp_path, dict(step=1), batch_size=1)
-    assert first == [f"question {i} answer" for i in range(3)] and asked == [f"question {i} answer" for i in (3, 4)]
+    assert first == [f"question {i} answer" for i in range(3)] and asked == [
+        f"question {i} answer" for i in (3, 4)
+    ]
     assert (score.score, score.num_examples) == (80, 5)
 
 
 def test_predictions_of_another_checkpoint_raise(tmp_path):
-    run_case(_case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=1), batch_size=2)
+    run_case(
+        _case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=1), batch_size=2
+    )
     with pytest.raises(UserError, match=r"\(step 1 instead of 2\)"):
-        run_case(_case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=2), batch_size=2)
+        run_case(
+            _case(), lambda examples, _: ["a"] * len(examples), tmp_path, dict(step=2), batch_size=2
+        )
 
 
 @pytest.mark.parametrize(
@@ -99,10 +109,16 @@ def test_predictions_of_another_checkpoint_raise(tmp_path):
         (dict(depths=(1.5,)), "invalid depths"),
         (dict(depths="0,x"), "config.evals.depths: expected a list of numbers"),
         (dict(depth=0.5), "unknown setting 'depth' .*did you mean depths"),
-        (dict(num_examples=0), "invalid value 0 for config.evals.num_examples: expected at least 1"),
+        (
+            dict(num_examples=0),
+            "invalid value 0 for config.evals.num_examples: expected at least 1",
+        ),
         (dict(seed=-1), "invalid value -1 for config.evals.seed: expected at least 0"),
         (dict(tasks=("loss",)), "the task loss needs documents"),
-        (dict(tasks="loss", documents="a.txt", lengths=[8]), "expected at least 16 tokens with the task loss"),
+        (
+            dict(tasks="loss", documents="a.txt", lengths=[8]),
+            "expected at least 16 tokens with the task loss",
+        ),
     ],
 )
 def test_invalid_settings_raise(values, message):
@@ -113,15 +129,25 @@ def test_invalid_settings_raise(values, message):
 def test_cases_have_the_fingerprint_of_their_text(tmp_path):
     def data_of(text: str) -> dict[str, str]:
         (tmp_path / "prose.txt").write_text(text)
-        settings = dict(tasks="needle,passkey,vt,niah_single_2", haystack=str(tmp_path / "prose.txt"), lengths=(1024,))
-        return {subject["task"]: case.data for case, subject in text_cases(eval_settings(settings), len)}
+        settings = dict(
+            tasks="needle,passkey,vt,niah_single_2",
+            haystack=str(tmp_path / "prose.txt"),
+            lengths=(1024,),
+        )
+        return {
+            subject["task"]: case.data for case, subject in text_cases(eval_settings(settings), len)
+        }
 
     before, after = data_of("a text of words"), data_of("a text of other words")
-    assert before == data_of("a text of words") and {x for x in before if before[x] == after[x]} == {"passkey"}
+    assert before == data_of("a text of words") and {
+        x for x in before if before[x] == after[x]
+    } == {"passkey"}
 
 
 def test_scores_of_another_model_are_not_kept(tmp_path):
-    store_scores(tmp_path, [replace(_score(512, 80.0), model="a"), replace(_score(1024, 80.0), model="a")])
+    store_scores(
+        tmp_path, [replace(_score(512, 80.0), model="a"), replace(_score(1024, 80.0), model="a")]
+    )
     store_scores(tmp_path, [replace(_score(1024, 70.0), model="a")])
     assert [row.score for row in read_scores(tmp_path)] == [80.0, 70.0]
     store_scores(tmp_path, [replace(_score(2048, 60.0), model="b")])
@@ -129,7 +155,9 @@ def test_scores_of_another_model_are_not_kept(tmp_path):
 
 
 def test_files_of_close_depths_differ():
-    settings = eval_settings(dict(tasks="needle,passkey", lengths=(1024,), depths=(0.29, 0.331, 0.334)))
+    settings = eval_settings(
+        dict(tasks="needle,passkey", lengths=(1024,), depths=(0.29, 0.331, 0.334))
+    )
     names = [case.name for case, _ in text_cases(settings, len)]
     assert names[:2] == ["needle-1024-29-of-1", "needle-1024-33.1-of-1"] and len(set(names)) == 6
 
@@ -157,7 +185,10 @@ def test_equal_lines_of_scores_are_both_visible():
     scores = [_score(512, 80.0), _score(1024, 40.0)]
     (axes,) = score_figure({"base": scores, "run": scores}).axes
     first, second = (container.lines[0] for container in axes.containers)
-    assert first.get_linewidth() > 2 * second.get_linewidth() and first.get_zorder() <= second.get_zorder()
+    assert (
+        first.get_linewidth() > 2 * second.get_linewidth()
+        and first.get_zorder() <= second.get_zorder()
+    )
     assert first.get_markersize() > second.get_markersize()
 
 
@@ -168,7 +199,11 @@ def test_digits_of_the_map_are_readable_on_every_color():
 
     def luminance(color) -> float:
         rgb = np.array(color[:3])
-        return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [0.2126, 0.7152, 0.0722]
+        return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ [
+            0.2126,
+            0.7152,
+            0.0722,
+        ]
 
     cells = [luminance(image.to_rgba([[5.0 * i]])[0, 0]) for i in range(21)]
     assert cells == sorted(cells)
@@ -199,7 +234,9 @@ def test_command_that_cannot_write_prints_one_line(tmp_path, monkeypatch, capsys
         ("new", 1, "predictions are kept"),
     ):
         assert main(["eval", str(tmp_path), "--lengths=1K", f"--out={tmp_path / out}"]) == status
-        assert re.fullmatch(f"error: cannot write to {tmp_path / out} .*{words}.*\n", capsys.readouterr().err)
+        assert re.fullmatch(
+            f"error: cannot write to {tmp_path / out} .*{words}.*\n", capsys.readouterr().err
+        )
 
 
 def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkeypatch):
@@ -216,14 +253,28 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkey
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "2 examples" in line]) == 5
     directory = tmp_path / "run" / "evals"
-    rows = [json.loads(line) for line in (directory / "step-1" / "scores.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (directory / "step-1" / "scores.jsonl").read_text().splitlines()
+    ]
     of_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
     assert [(row["task"], row["depth"]) for row in rows] == [*of_depths, ("niah_single_1", None)]
-    assert [row["haystack"] for row in rows] == ["python-docstrings"] * 2 + [""] * 2 + ["python-docstrings"]
-    assert all(row["num_examples"] == 2 and row["standard_error"] >= 0 and row["seconds"] >= 0 for row in rows)
-    assert all((directory / name).stat().st_size > 5000 for name in ("needle.png", "passkey.png", "scores.png"))
+    assert [row["haystack"] for row in rows] == ["python-docstrings"] * 2 + [""] * 2 + [
+        "python-docstrings"
+    ]
+    assert all(
+        row["num_examples"] == 2 and row["standard_error"] >= 0 and row["seconds"] >= 0
+        for row in rows
+    )
+    assert all(
+        (directory / name).stat().st_size > 5000
+        for name in ("needle.png", "passkey.png", "scores.png")
+    )
     assert main(["eval", str(tmp_path / "run"), "--lengths=5x"]) == 2
-    assert "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M" in capsys.readouterr().err
+    assert (
+        "invalid --lengths=5x: expected a list of tokens, such as 4096,32K,1M"
+        in capsys.readouterr().err
+    )
     assert main(["eval", str(tmp_path / "run"), "--lengths=1K", "--step=last"]) == 2
     assert "invalid --step=last: expected a list of integers" in capsys.readouterr().err
     chat = [
@@ -238,13 +289,22 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkey
     assert "set --chat_template to chatml, llama3 or a Jinja file" in capsys.readouterr().err
     prompts = []
     encode = PromptEncoder.__call__
-    monkeypatch.setattr(PromptEncoder, "__call__", lambda *text: prompts.append(encode(*text)) or prompts[-1])
+    monkeypatch.setattr(
+        PromptEncoder, "__call__", lambda *text: prompts.append(encode(*text)) or prompts[-1]
+    )
     assert main(["eval", str(tmp_path / "run"), *chat, "--chat_template=chatml"]) == 0
-    assert any(bytes(prompt.astype(np.uint8)).startswith(b"<|im_start|>user\n") for prompt in prompts)
+    assert any(
+        bytes(prompt.astype(np.uint8)).startswith(b"<|im_start|>user\n") for prompt in prompts
+    )
     (stored,) = (tmp_path / "chat").glob("step-1/*passkey*.jsonl")
     assert json.loads(stored.read_text().splitlines()[0])["template"]
     again = jaxlc.evaluate(
-        tmp_path / "run", tasks=["needle"], lengths=[1024], num_examples=2, depths=[0.0, 1.0], batch_size=2
+        tmp_path / "run",
+        tasks=["needle"],
+        lengths=[1024],
+        num_examples=2,
+        depths=[0.0, 1.0],
+        batch_size=2,
     )
     assert [row.score for row in again] == [row["score"] for row in rows[:2]]
     stored = read_scores(directory / "step-1")

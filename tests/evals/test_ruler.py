@@ -1,4 +1,6 @@
-"""RULER's tasks: exact lengths for any tokenizer, published settings, answers that are in the prompt."""
+"""RULER's tasks: exact lengths for any tokenizer, published settings, answers that are in the
+prompt.
+"""
 
 import json
 import re
@@ -27,15 +29,23 @@ def _trained(model, trainer, pre_tokenizer=None) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def count_functions():
-    """Tokens of a text: bytes, byte-level BPE, and a Unigram model with a marker for spaces as SentencePiece has."""
+    """Tokens of a text: bytes, byte-level BPE, and a Unigram model with a marker for spaces as
+    SentencePiece has.
+    """
     bpe = _trained(
         models.BPE(),
-        trainers.BpeTrainer(vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=700,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
         pre_tokenizers.ByteLevel(add_prefix_space=False),
     )
     unigram = _trained(
         models.Unigram(),
-        trainers.UnigramTrainer(vocab_size=600, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False),
+        trainers.UnigramTrainer(
+            vocab_size=600, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+        ),
         pre_tokenizers.Metaspace(),
     )
     return dict(
@@ -50,11 +60,16 @@ def materials(tmp_path_factory):
     directory = tmp_path_factory.mktemp("questions")
 
     def paragraph(i: int) -> dict:
-        answer = dict(question=f"Which fact is {i}?", is_impossible=i == 3, answers=[dict(text=f"Fact {i}")])
+        answer = dict(
+            question=f"Which fact is {i}?", is_impossible=i == 3, answers=[dict(text=f"Fact {i}")]
+        )
         return dict(context=f"Fact {i}. " + "Text. " * 40, qas=[answer])
 
     def item(i: int) -> dict:
-        context = [[f"Title {i}", [f"The answer is Answer {i}. ", "More. " * 50]], ["Other", ["Text."]]]
+        context = [
+            [f"Title {i}", [f"The answer is Answer {i}. ", "More. " * 50]],
+            ["Other", ["Text."]],
+        ]
         return dict(question=f"What is {i}?", answer=f"Answer {i}", context=context)
 
     paragraphs = [paragraph(i) for i in range(30)]
@@ -63,7 +78,9 @@ def materials(tmp_path_factory):
     (directory / "squad.json").write_text(json.dumps(squad))
     (directory / "hotpotqa.json").write_text(json.dumps(hotpotqa))
     return ruler.Materials(
-        prose_of(()), read_squad(directory / "squad.json"), read_hotpotqa(directory / "hotpotqa.json")
+        prose_of(()),
+        read_squad(directory / "squad.json"),
+        read_hotpotqa(directory / "hotpotqa.json"),
     )
 
 
@@ -85,7 +102,14 @@ def test_settings_are_those_of_the_published_configuration():
     """scripts/synthetic.yaml and scripts/data/synthetic/constants.py of NVIDIA/RULER at c3f5e3b."""
     assert tuple(ruler.TASKS) == RULER_TASKS
     niah = {name: task for name, task in ruler.TASKS.items() if task.kind == "niah"}
-    names = ("type_haystack", "type_needle_k", "type_needle_v", "num_needle_k", "num_needle_v", "num_needle_q")
+    names = (
+        "type_haystack",
+        "type_needle_k",
+        "type_needle_v",
+        "num_needle_k",
+        "num_needle_v",
+        "num_needle_q",
+    )
     assert {name: tuple(task.settings[key] for key in names) for name, task in niah.items()} == {
         "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
         "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
@@ -116,24 +140,34 @@ def test_answers_follow_from_the_prompts(count_functions, materials):
     value = re.search(r"assigned the value (\d+)", question).group(1)
     held = {name for name, number in re.findall(r"VAR (\w+) = (\d+)", question) if number == value}
     for _ in range(5):
-        held |= {target for target, source in re.findall(r"VAR (\w+) = VAR (\w+)", question) if source in held}
+        held |= {
+            target
+            for target, source in re.findall(r"VAR (\w+) = VAR (\w+)", question)
+            if source in held
+        }
     assert held == set(vt.references) and len(held) == 5
 
     for name, pattern in (("cwe", r"\d+\. (\S+)"), ("fwe", r"\b([a-z]{6})\b")):
         example = ruler.example(name, 0, 16_384, count, materials)
-        words = re.findall(pattern, example.prompt.rsplit("Below is", 1)[-1].rsplit("Question", 1)[0])
+        words = re.findall(
+            pattern, example.prompt.rsplit("Below is", 1)[-1].rsplit("Question", 1)[0]
+        )
         common, counts = np.unique(words, return_counts=True)
         top = common[np.argsort(-counts)[: len(example.references)]]
         assert set(top) == set(example.references)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_lines"), [(r"\w+|[^\w\s]", [17, 145]), (r"\w{1,3}|[^\w\s]|\n", [11, 103]), (".|\n", [5, 31])]
+    ("pattern", "num_lines"),
+    [(r"\w+|[^\w\s]", [17, 145]), (r"\w{1,3}|[^\w\s]|\n", [11, 103]), (".|\n", [5, 31])],
 )
-def test_noise_of_variable_tracking_equals_that_of_the_published_script(pattern, num_lines, materials):
-    """Lines of noise in the solved example, which has 500 tokens, and in the question. The first two are those that
-    scripts/data/synthetic/variable_tracking.py of NVIDIA/RULER at c3f5e3b writes with these tokens; with the last ones,
-    5 lines exceed 500 tokens, and that script does not end. BOS or a chat template do not count."""
+def test_noise_of_variable_tracking_equals_that_of_the_published_script(
+    pattern, num_lines, materials
+):
+    """Lines of noise in the solved example, which has 500 tokens, and in the question. The first
+    two are those that scripts/data/synthetic/variable_tracking.py of NVIDIA/RULER at c3f5e3b writes
+    with these tokens; with the last ones, 5 lines exceed 500 tokens, and that script does not end.
+    BOS or a chat template do not count."""
     counts = [lambda text, extra=extra: len(re.findall(pattern, text)) + extra for extra in (0, 30)]
     for length, count in zip((4096, 4126), counts):
         example = ruler.example("vt", 0, length, count, materials)
@@ -171,7 +205,9 @@ def test_needle_is_at_its_depth_of_an_exact_length(depth, count_functions, mater
 
 
 def test_length_too_small_for_a_task_raises(count_functions, materials):
-    message = r"invalid length 300 for the task niah_single_1, .* its answer 128: use \d{3,} or more"
+    message = (
+        r"invalid length 300 for the task niah_single_1, .* its answer 128: use \d{3,} or more"
+    )
     with pytest.raises(UserError, match=message) as error:
         ruler.example("niah_single_1", 0, 300, count_functions["bytes"], materials)
     length = int(str(error.value).split()[-3])

@@ -1,8 +1,8 @@
 """Scores of stored predictions, compared with those of NVIDIA's own scorer.
 
-ruler_scores.json has predictions of all 13 tasks and the scores that scripts/eval/evaluate.py of NVIDIA/RULER printed
-for them, at the commit that the file names: right, partly right and wrong predictions, other cases, line breaks,
-control characters, empty ones.
+ruler_scores.json has predictions of all 13 tasks and the scores that scripts/eval/evaluate.py of
+NVIDIA/RULER printed for them, at the commit that the file names: right, partly right and wrong
+predictions, other cases, line breaks, control characters, empty ones.
 """
 
 import json
@@ -23,7 +23,9 @@ def test_stored_scores_cover_all_tasks():
 
 @pytest.mark.parametrize("name", ruler.TASKS)
 def test_score_equals_that_of_the_published_scorer(name):
-    predictions = [(cleaned(row["prediction"]), row["references"]) for row in STORED[name]["predictions"]]
+    predictions = [
+        (cleaned(row["prediction"]), row["references"]) for row in STORED[name]["predictions"]
+    ]
     score = score_of([ruler.TASKS[name].match(*pair) for pair in predictions])
     assert round(score.score, 2) == STORED[name]["score"]
     assert sum(not prediction for prediction, _ in predictions) == STORED[name]["empty"]

@@ -5,11 +5,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-_NUMBERS = st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 1e308, float("nan"), float("inf"), 0.5])
-_TEXTS = st.sampled_from(["", "../../../etc/passwd", "/etc/passwd", "\x00", "\ud800", "a" * 1000, "F32", "😀"])
+_NUMBERS = st.sampled_from(
+    [0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 1e308, float("nan"), float("inf"), 0.5]
+)
+_TEXTS = st.sampled_from(
+    ["", "../../../etc/passwd", "/etc/passwd", "\x00", "\ud800", "a" * 1000, "F32", "😀"]
+)
 _LEAVES = st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS)
 _VALUES = st.recursive(
-    _LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3), max_leaves=6
+    _LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=6,
 )
 _DEEP = "[" * 20_000
 
@@ -26,7 +32,9 @@ def changed_bytes(draw: st.DrawFn, content: bytes) -> bytes:
         if kind == "flip" and changed:
             changed[at] ^= 1 << draw(st.integers(0, 7))
         elif kind == "number":
-            changed[at : at + 8] = draw(st.sampled_from([0, 1, 2**31, 2**40, 2**63, 2**64 - 1])).to_bytes(8, "little")
+            changed[at : at + 8] = draw(
+                st.sampled_from([0, 1, 2**31, 2**40, 2**63, 2**64 - 1])
+            ).to_bytes(8, "little")
         elif kind == "cut":
             del changed[at:]
         elif kind == "remove":
@@ -40,8 +48,12 @@ def changed_bytes(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def changed_json(draw: st.DrawFn, content: bytes) -> bytes:
-    """`content`, which is JSON, with values replaced or removed, nested deeply, or changed as bytes."""
-    kind = draw(st.sampled_from(["value", "value", "value", "remove", "add", "bytes", "deep", "twice"]))
+    """`content`, which is JSON, with values replaced or removed, nested deeply, or changed as
+    bytes.
+    """
+    kind = draw(
+        st.sampled_from(["value", "value", "value", "remove", "add", "bytes", "deep", "twice"])
+    )
     if kind == "bytes":
         return draw(changed_bytes(content))
     if kind == "deep":
@@ -60,7 +72,9 @@ def changed_json(draw: st.DrawFn, content: bytes) -> bytes:
         holder[draw(_TEXTS)] = draw(_VALUES)
     text = json.dumps(value)
     if kind == "twice" and isinstance(value, dict) and value:  # the same key twice
-        text = "{" + json.dumps(next(iter(value))) + ": " + json.dumps(draw(_VALUES)) + ", " + text[1:]
+        text = (
+            "{" + json.dumps(next(iter(value))) + ": " + json.dumps(draw(_VALUES)) + ", " + text[1:]
+        )
     return text.encode(errors="surrogatepass")
 
 

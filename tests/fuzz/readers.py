@@ -58,7 +58,9 @@ class Reader(NamedTuple):
         for name, content in self.files().items():
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(changed if changed is not None and name == self.changed_file else content)
+            path.write_bytes(
+                changed if changed is not None and name == self.changed_file else content
+            )
 
 
 def _json(value: object) -> bytes:
@@ -90,7 +92,9 @@ def _header() -> dict[str, bytes]:
 
 def _read_header(directory: Path) -> None:
     header = (directory / "header.json").read_bytes()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(20))
+    (directory / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(20)
+    )
     _read_weights(directory)
 
 
@@ -160,7 +164,9 @@ def _table(suffix: str) -> bytes:
     import pyarrow.parquet
 
     tokens = [[1, 2], [3]] * 4
-    table = pyarrow.table(dict(text=[f"text {i}" for i in range(8)], number=list(range(8)), tokens=tokens))
+    table = pyarrow.table(
+        dict(text=[f"text {i}" for i in range(8)], number=list(range(8)), tokens=tokens)
+    )
     out = pyarrow.BufferOutputStream()
     if suffix == "parquet":
         pyarrow.parquet.write_table(table, out)
@@ -199,7 +205,9 @@ def _read_traces(directory: Path) -> None:
 def _checkpoint_meta() -> bytes:
     from jaxlc.checkpoints.files import DIGEST, digest_of
 
-    meta = dict(step=1, next_row=4, config=dict(model=dict(vocab_size=8)), stage=dict(name="", first_step=0))
+    meta = dict(
+        step=1, next_row=4, config=dict(model=dict(vocab_size=8)), stage=dict(name="", first_step=0)
+    )
     return _json(meta | {DIGEST: digest_of(meta)})
 
 
@@ -207,7 +215,9 @@ def _read_chats(directory: Path) -> None:
     """With a template in this process, which does not catch the errors of its own."""
     encoder = Encoder(ByteTokenizer(), "chatml")
     notes = Notes(max_bad_records=10**6)
-    for document in read_documents(list_files([str(directory)]).files[0], Fields(chat="messages"), notes):
+    for document in read_documents(
+        list_files([str(directory)]).files[0], Fields(chat="messages"), notes
+    ):
         assert document.chat is not None
         try:
             encoder.encode([(encoder.template.render(document.chat, document.where), "")])
@@ -218,19 +228,45 @@ def _read_chats(directory: Path) -> None:
 
 _CALL = dict(type="function", function=dict(name="f", arguments='{"x": 1}'))
 _TOOL_CHAT = dict(
-    messages=[*_CHAT, dict(role="assistant", content=None, tool_calls=[_CALL]), dict(role="tool", content="1"), *_CHAT],
+    messages=[
+        *_CHAT,
+        dict(role="assistant", content=None, tool_calls=[_CALL]),
+        dict(role="tool", content="1"),
+        *_CHAT,
+    ],
     tools=[dict(type="function", function=dict(name="f"))],
 )
-_TIMES = [dict(process_id=0, host="a", step=1, seconds=1.0, devices=dict(product=[0.1]), phases=dict(data=0.1))]
-_SCORE = dict(task="needle", haystack="", length=8, score=1.0, standard_error=None, num_examples=4, seconds=1.0)
-_ROLLOUT = dict(prompt="ab", completion="c", reward=1.0, group="g", old_log_probs=[-0.5], policy_step=0)
+_TIMES = [
+    dict(
+        process_id=0,
+        host="a",
+        step=1,
+        seconds=1.0,
+        devices=dict(product=[0.1]),
+        phases=dict(data=0.1),
+    )
+]
+_SCORE = dict(
+    task="needle",
+    haystack="",
+    length=8,
+    score=1.0,
+    standard_error=None,
+    num_examples=4,
+    seconds=1.0,
+)
+_ROLLOUT = dict(
+    prompt="ab", completion="c", reward=1.0, group="g", old_log_probs=[-0.5], policy_step=0
+)
 
 
 def _lines_of(*rows: object) -> bytes:
     return b"".join(_json(row) + b"\n" for row in rows)
 
 
-def _one(name: str, content: Callable[[], bytes], read: Callable[[Path], object], is_json: bool = False) -> Reader:
+def _one(
+    name: str, content: Callable[[], bytes], read: Callable[[Path], object], is_json: bool = False
+) -> Reader:
     return Reader(lambda: {name: content()}, name, read, is_json)
 
 
@@ -238,10 +274,16 @@ _read_tokens = functools.partial(_read_documents, tokens="tokens")
 READERS = {
     "safetensors": Reader(_weights, "model-1.safetensors", _read_weights),
     "safetensors header": Reader(_header, "header.json", _read_header, is_json=True),
-    "safetensors index": Reader(_weights, "model.safetensors.index.json", _read_weights, is_json=True),
+    "safetensors index": Reader(
+        _weights, "model.safetensors.index.json", _read_weights, is_json=True
+    ),
     "config.json": _one("config.json", lambda: _json(CONFIG_JSON), _read_model, is_json=True),
-    "tokenizer.json": Reader(_tokenizer, "tokenizer.json", _read_tokenizer, is_json=True, share=0.3),
-    "tokenizer_config.json": Reader(_tokenizer, "tokenizer_config.json", _read_tokenizer, is_json=True, share=0.3),
+    "tokenizer.json": Reader(
+        _tokenizer, "tokenizer.json", _read_tokenizer, is_json=True, share=0.3
+    ),
+    "tokenizer_config.json": Reader(
+        _tokenizer, "tokenizer_config.json", _read_tokenizer, is_json=True, share=0.3
+    ),
     "chat template": Reader(
         lambda: _tokenizer() | {"chat_template.jinja": _TEMPLATE.encode()},
         "chat_template.jinja",
@@ -259,30 +301,52 @@ READERS = {
     "chats": _one("a.jsonl", lambda: _json(_TOOL_CHAT), _read_chats, is_json=True),
     "traces": _one("traces.jsonl", _traces, _read_traces),
     "trace": _one("traces.jsonl", lambda: _traces().splitlines()[0], _read_traces, is_json=True),
-    "rollouts": _one("1.jsonl", lambda: _json(_ROLLOUT) + b"\n", stored_files.read_rollouts, is_json=True),
+    "rollouts": _one(
+        "1.jsonl", lambda: _json(_ROLLOUT) + b"\n", stored_files.read_rollouts, is_json=True
+    ),
     "token store, index": Reader(stored_files.token_store, "x.index.npz", stored_files.read_store),
-    "token store, tokens": Reader(stored_files.token_store, "x.tokens.npy", stored_files.read_store),
-    "checkpoint meta": _one("1/meta/metadata", _checkpoint_meta, lambda path: read_meta(path, 1), is_json=True),
-    "checkpoint config": _one("config.json", stored_files.run_config, stored_files.read_run_config, is_json=True),
+    "token store, tokens": Reader(
+        stored_files.token_store, "x.tokens.npy", stored_files.read_store
+    ),
+    "checkpoint meta": _one(
+        "1/meta/metadata", _checkpoint_meta, lambda path: read_meta(path, 1), is_json=True
+    ),
+    "checkpoint config": _one(
+        "config.json", stored_files.run_config, stored_files.read_run_config, is_json=True
+    ),
     "checkpoint, tree": Reader(
-        stored_files.checkpoint, "1/state/_METADATA", stored_files.read_checkpoint, is_json=True, share=0.1
+        stored_files.checkpoint,
+        "1/state/_METADATA",
+        stored_files.read_checkpoint,
+        is_json=True,
+        share=0.1,
     ),
     "checkpoint, checksums": Reader(
-        stored_files.checkpoint, "1/checksums/metadata", stored_files.read_checkpoint, is_json=True, share=0.1
+        stored_files.checkpoint,
+        "1/checksums/metadata",
+        stored_files.read_checkpoint,
+        is_json=True,
+        share=0.1,
     ),
     "checkpoint, manifest": Reader(
         stored_files.checkpoint, "1/state/manifest.ocdbt", stored_files.read_checkpoint, share=0.1
     ),
-    "checkpoint, arrays": Reader(stored_files.checkpoint, "", stored_files.read_checkpoint, share=0.1),
+    "checkpoint, arrays": Reader(
+        stored_files.checkpoint, "", stored_files.read_checkpoint, share=0.1
+    ),
     "metrics": _one(
         "metrics.jsonl",
         lambda: _lines_of(dict(step=1, loss=2.5), dict(step=2, loss=2.25)),
         lambda path: read_rows(path / "metrics.jsonl"),
     ),
-    "process times": _one("process_times.jsonl", lambda: _json(_TIMES) + b"\n", read_times, is_json=True),
+    "process times": _one(
+        "process_times.jsonl", lambda: _json(_TIMES) + b"\n", read_times, is_json=True
+    ),
     "scores": _one("scores.jsonl", lambda: _json(_SCORE), read_scores, is_json=True),
     "search results": _one(
-        "rows.jsonl", lambda: _json(dict(key="a")) + b"\n", lambda path: ranking.read_rows(path / "rows.jsonl")
+        "rows.jsonl",
+        lambda: _json(dict(key="a")) + b"\n",
+        lambda path: ranking.read_rows(path / "rows.jsonl"),
     ),
     "constants": _one(
         "constants.json",
@@ -293,5 +357,7 @@ READERS = {
     "plan": _one("plan.json", stored_files.plan, stored_files.read_plan, is_json=True),
     "profile": Reader(stored_files.profile, "a.xplane.pb", stored_files.read_profile),
     "profiled program": Reader(stored_files.profile, "step.hlo.txt.gz", stored_files.read_profile),
-    "profiled run": Reader(stored_files.profile, "run.json", stored_files.read_profile, is_json=True),
+    "profiled run": Reader(
+        stored_files.profile, "run.json", stored_files.read_profile, is_json=True
+    ),
 }

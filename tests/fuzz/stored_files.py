@@ -1,4 +1,6 @@
-"""Valid files that jaxlc itself writes: checkpoints, token stores, plans and traces of profiles. See `readers`."""
+"""Valid files that jaxlc itself writes: checkpoints, token stores, plans and traces of profiles.
+See `readers`.
+"""
 
 import functools
 import gzip
@@ -30,7 +32,11 @@ TEXTS = "one text\n", "another text\n"
 
 
 def files_below(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 @functools.cache
@@ -39,9 +45,18 @@ def checkpoint() -> dict[str, bytes]:
 
     from jaxlc.checkpoints.files import stored_summary
 
-    arrays = {"params": {"a": np.random.default_rng(0).standard_normal((64, 64)), "b": np.arange(8, dtype=np.int32)}}
-    checksums = {f"params/{name}": stored_summary(array).checksum for name, array in arrays["params"].items()}
-    meta = dict(step=1, next_row=4, config=to_dict(load(defaults())), stage=dict(name="", first_step=0))
+    arrays = {
+        "params": {
+            "a": np.random.default_rng(0).standard_normal((64, 64)),
+            "b": np.arange(8, dtype=np.int32),
+        }
+    }
+    checksums = {
+        f"params/{name}": stored_summary(array).checksum for name, array in arrays["params"].items()
+    }
+    meta = dict(
+        step=1, next_row=4, config=to_dict(load(defaults())), stage=dict(name="", first_step=0)
+    )
     with tempfile.TemporaryDirectory() as directory:
         items = dict(
             state=ocp.args.PyTreeSave(arrays),
@@ -55,7 +70,9 @@ def checkpoint() -> dict[str, bytes]:
 
 def array_file() -> str:
     """The name of the file with the values of the arrays."""
-    return max((name for name in checkpoint() if "/d/" in name), key=lambda name: len(checkpoint()[name]))
+    return max(
+        (name for name in checkpoint() if "/d/" in name), key=lambda name: len(checkpoint()[name])
+    )
 
 
 def read_checkpoint(directory: Path) -> None:
@@ -102,9 +119,14 @@ def read_plan(directory: Path) -> None:
 
 def profile() -> dict[str, bytes]:
     compute = "Stream #13(Compute)"
-    events = [Event(compute, f"kernel {i}", i, i + 1, dict(hlo_op="dot", hlo_module="m", name="x")) for i in range(3)]
+    events = [
+        Event(compute, f"kernel {i}", i, i + 1, dict(hlo_op="dot", hlo_module="m", name="x"))
+        for i in range(3)
+    ]
     steps = [Event("python", "train", 0, 1, dict(step_num=10))]
-    about = dict(config=to_dict(load(defaults())), device_kind="NVIDIA H100 80GB HBM3", num_devices=8)
+    about = dict(
+        config=to_dict(load(defaults())), device_kind="NVIDIA H100 80GB HBM3", num_devices=8
+    )
     return {
         "a.xplane.pb": profile_bytes({"/device:GPU:0": events, "/host:CPU": steps}),
         "step.hlo.txt.gz": gzip.compress(RING.encode(), mtime=0),

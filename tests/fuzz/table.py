@@ -18,7 +18,9 @@ _TIMEOUT_SECONDS = 3600
 def _row(name: str, num_cases: int) -> str:
     command = [sys.executable, "-m", "tests.fuzz.table", f"--cases={num_cases}", f"--reader={name}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, env=environment
+    )
     if run.returncode:
         print(f"{name}: {run.stderr[-3000:]}", file=sys.stderr)
         return f"| {name} | | | | | 1: status {run.returncode} |"
@@ -27,7 +29,9 @@ def _row(name: str, num_cases: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000, help="of each reader; slow ones have fewer")
+    parser.add_argument(
+        "--cases", type=int, default=1000, help="of each reader; slow ones have fewer"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--reader", choices=READERS, help="only this one, in this process")
     flags = parser.parse_args()
@@ -38,7 +42,10 @@ def main() -> None:
             f" {outcome.growth_mib:,.0f} MiB | 0 |"
         )
         return
-    print("| reader | cases | errors | slowest | memory | crashes |\n| --- | --- | --- | --- | --- | --- |", flush=True)
+    print(
+        "| reader | cases | errors | slowest | memory | crashes |\n| --- | --- | --- | --- | --- | --- |",
+        flush=True,
+    )
     with concurrent.futures.ThreadPoolExecutor(flags.processes) as executor:
         for row in executor.map(lambda name: _row(name, flags.cases), READERS):
             print(row, flush=True)

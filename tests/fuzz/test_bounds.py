@@ -38,13 +38,17 @@ print(peak() - before)
 
 
 def read_alone(path: Path) -> list[str]:
-    run = subprocess.run([sys.executable, "-c", _READ, str(path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", _READ, str(path)], capture_output=True, text=True, check=True
+    )
     return run.stdout.splitlines()
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_compressed_line_has_a_limit(kind, tmp_path):
-    """400 MiB in one line, of which at most 128 MiB are read, and twice that is held while they are joined."""
+    """400 MiB in one line, of which at most 128 MiB are read, and twice that is held while they are
+    joined.
+    """
     path, zeros = tmp_path / f"a.jsonl.{kind}", bytes(20 << 20)
     if kind == "gz":
         with gzip.open(path, "wb", compresslevel=1) as file:
@@ -71,10 +75,14 @@ def test_compressed_lines_are_read_in_a_stream(tmp_path):
 
 def test_text_of_parquet_that_is_stored_once_is_not_repeated_in_memory(tmp_path):
     """256 texts of 4 MiB, which are one value in a file of less than 1 KiB."""
-    values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256, pyarrow.int32()), ["a" * (4 << 20)])
+    values = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 256, pyarrow.int32()), ["a" * (4 << 20)]
+    )
     table = pyarrow.table({"text": values})
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30)
+    pyarrow.parquet.write_table(
+        table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=1 << 30
+    )
     assert path.stat().st_size < 1024
     (grown_mib,) = read_alone(path)
     assert int(grown_mib) < 200
@@ -146,12 +154,17 @@ def test_index_that_leads_elsewhere_is_refused(tmp_path):
         TensorFiles(directory)
     index.write_text(json.dumps(dict(weight_map=dict(a="b.safetensors"))))
     (directory / "b.safetensors").symlink_to(outside)
-    with pytest.raises(UserError, match="b.safetensors is a symbolic link to .*secret.safetensors, outside of"):
+    with pytest.raises(
+        UserError, match="b.safetensors is a symbolic link to .*secret.safetensors, outside of"
+    ):
         TensorFiles(directory)
 
 
 def test_links_in_the_cache_of_the_hub_are_followed(tmp_path):
-    blob, snapshot = tmp_path / "models--a--b" / "blobs" / "0", tmp_path / "models--a--b" / "snapshots" / "1"
+    blob, snapshot = (
+        tmp_path / "models--a--b" / "blobs" / "0",
+        tmp_path / "models--a--b" / "snapshots" / "1",
+    )
     blob.parent.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     blob.write_bytes(b"{}")

@@ -1,4 +1,6 @@
-"""Changed files end in one UserError, or are read: no other error, no long time, no file outside the directory."""
+"""Changed files end in one UserError, or are read: no other error, no long time, no file outside
+the directory.
+"""
 
 import os
 from pathlib import Path
@@ -17,7 +19,9 @@ def test_changed_files_are_read_or_end_in_one_error(name):
     assert run_cases(READERS[name], _NUM_CASES).num_cases
 
 
-@pytest.mark.parametrize("path", sorted(_FOUND.glob("*/*")), ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize(
+    "path", sorted(_FOUND.glob("*/*")), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_found_file_ends_in_one_error(path):
     outcome = Outcome()
     run_case(READERS[path.parent.name], path.read_bytes(), outcome)

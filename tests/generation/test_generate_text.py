@@ -26,19 +26,39 @@ def run(tmp_path_factory):
 
 def test_generate_from_path_and_from_result_agree_and_stream(run):
     result, streamed = jaxlc.load(run), []
-    generation = jaxlc.generate(result, PROMPT, max_tokens=9, stream=lambda index, text: streamed.append((index, text)))
-    assert generation.num_prompt_tokens == len(PROMPT) and generation.finish_reason in ("length", "stop")
-    assert "".join(text for _, text in streamed) == generation.text and {index for index, _ in streamed} <= {0}
+    generation = jaxlc.generate(
+        result, PROMPT, max_tokens=9, stream=lambda index, text: streamed.append((index, text))
+    )
+    assert generation.num_prompt_tokens == len(PROMPT) and generation.finish_reason in (
+        "length",
+        "stop",
+    )
+    assert "".join(text for _, text in streamed) == generation.text and {
+        index for index, _ in streamed
+    } <= {0}
     ids = np.frombuffer(PROMPT.encode(), np.uint8)
     (from_ids,) = jaxlc.generate(run, [ids], max_tokens=9, mesh=dict(context=4))
     np.testing.assert_array_equal(from_ids.tokens, generation.tokens)
-    with pytest.raises(UserError, match="step and mesh have no effect with a Result: pass them to jaxlc.load"):
+    with pytest.raises(
+        UserError, match="step and mesh have no effect with a Result: pass them to jaxlc.load"
+    ):
         jaxlc.generate(result, PROMPT, mesh=dict(context=4))
 
 
 def test_command_prints_the_text_and_one_line_about_errors(run, tmp_path, capsys):
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    assert main(["generate", str(run), f"--prompt_file={tmp_path}/prompt.txt", "--max_tokens=3", "--seed=1"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(run),
+                f"--prompt_file={tmp_path}/prompt.txt",
+                "--max_tokens=3",
+                "--seed=1",
+            ]
+        )
+        == 0
+    )
     captured = capsys.readouterr()
     assert f"prompt {len(PROMPT)} tokens, new 3 tokens, ended by length" in captured.err
     assert main(["generate", str(tmp_path / "none"), "--prompt=a"]) == 2
@@ -76,9 +96,13 @@ def test_generation_from_a_path_frees_float32_parameters(run, monkeypatch):
     """Those that the generator has in bfloat16, before it allocates the cache."""
     monkeypatch.setattr(TrainStep, "compute_dtype", jnp.dtype(jnp.bfloat16))
     result = jaxlc.load(run)
-    (generation,) = generate_text.generate_text(result, [PROMPT], max_tokens=2, sampling=Sampling(), frees_params=True)
+    (generation,) = generate_text.generate_text(
+        result, [PROMPT], max_tokens=2, sampling=Sampling(), frees_params=True
+    )
     assert len(generation.tokens) == 2
     used = generate_text.generator_of(result).params
-    freed = jax.tree.map(lambda stored, cast: (stored.is_deleted(), cast.dtype == jnp.bfloat16), result.params, used)
+    freed = jax.tree.map(
+        lambda stored, cast: (stored.is_deleted(), cast.dtype == jnp.bfloat16), result.params, used
+    )
     pairs = jax.tree.leaves(freed, is_leaf=lambda x: isinstance(x, tuple))
     assert all(is_freed == is_cast for is_freed, is_cast in pairs) and len(set(pairs)) == 2

@@ -25,7 +25,9 @@ from tests.step.synthetic import HYBRID, MIXED_KINDS, put_params, small_config, 
 
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
-KINDS = dict(first_layer_kinds=("full",), layer_kinds=("sliding", "full", "nope"), window=20, num_layers=6)
+KINDS = dict(
+    first_layer_kinds=("full",), layer_kinds=("sliding", "full", "nope"), window=20, num_layers=6
+)
 KINDS |= dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
 MIXED = MIXED_KINDS | dict(num_layers=7, attention_sinks=True, attention_gate=True)
 DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)
@@ -43,7 +45,9 @@ def generator_of(step, params) -> Generator:
 
 @pytest.fixture(scope="module")
 def one_device():
-    """For each setting of the model: (parameters, logits of all tokens of each sequence) on one device."""
+    """For each setting of the model: (parameters, logits of all tokens of each sequence) on one
+    device.
+    """
     results = {}
 
     def of(**model):
@@ -60,7 +64,9 @@ def one_device():
 
 @pytest.fixture
 def cudnn_over_cache(monkeypatch):
-    """Calls over the cache go to a stand-in for cuDNN's packed calls if they have the form of documents."""
+    """Calls over the cache go to a stand-in for cuDNN's packed calls if they have the form of
+    documents.
+    """
 
     def choose(name: str, problem: AttentionProblem) -> KernelSelection:
         return KernelSelection("cudnn" if problem.document_ranges else "blockwise", "")
@@ -75,7 +81,9 @@ def cudnn_over_cache(monkeypatch):
     pytest.param(dict(context=8), HYBRID, "ring", marks=pytest.mark.full),
 ], ids=str)  # fmt: skip
 def test_prefill_and_decode_equal_one_forward_pass(mesh, model, strategy, one_device):
-    """Prompts of unequal lengths in chunks of 64 tokens, then the rest of each sequence token by token."""
+    """Prompts of unequal lengths in chunks of 64 tokens, then the rest of each sequence token by
+    token.
+    """
     _assert_equals_forward_pass(
         small_config(mesh=mesh, model=model, attention=dict(strategy=strategy)), model, one_device
     )
@@ -97,11 +105,15 @@ def _assert_equals_forward_pass(config, model, one_device):
     longest = max(map(len, prompts))
     assert progress == [(first, longest) for first in range(64, longest, 64)]
     for index in range(NUM_DECODED):
-        following = [tokens[min(len(p) + index, len(tokens) - 1)] for tokens, p in zip(sequences, prompts)]
+        following = [
+            tokens[min(len(p) + index, len(tokens) - 1)] for tokens, p in zip(sequences, prompts)
+        ]
         logits.append(np.asarray(batch.decode(np.array(following))))
     for row, (full_logits, prompt, count) in enumerate(zip(expected, prompts, num_decoded)):
         got = np.stack([step_logits[row] for step_logits in logits[: count + 1]])
-        np.testing.assert_allclose(got, full_logits[len(prompt) - 1 :], atol=TOLERANCE, rtol=TOLERANCE)
+        np.testing.assert_allclose(
+            got, full_logits[len(prompt) - 1 :], atol=TOLERANCE, rtol=TOLERANCE
+        )
 
 
 def test_generation_of_several_prompts_equals_single_ones(one_device):
@@ -132,7 +144,10 @@ def test_random_numbers_belong_to_the_index_of_a_request_in_batches_of_any_size(
     generator, sampling = generator_of(step, one_device()[0]), Sampling(temperature=1.0, seed=3)
     prompts = prompts_of((20,)) * 5
     together = [x.tokens.tolist() for x in generator(prompts, max_tokens=6, sampling=sampling)]
-    alone = [generator(prompts[:1], max_tokens=6, sampling=sampling, indices=[i])[0].tokens.tolist() for i in (0, 4)]
+    alone = [
+        generator(prompts[:1], max_tokens=6, sampling=sampling, indices=[i])[0].tokens.tolist()
+        for i in (0, 4)
+    ]
     assert alone == [together[0], together[4]] and len(set(map(tuple, together))) == 5
 
 
@@ -179,18 +194,23 @@ def test_kernels_of_a_chunk_of_the_cache_and_of_decoding(gpu, kernel, tokens_per
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [("pallas", jnp.float32), ("pallas", jnp.bfloat16), ("blockwise", jnp.float32)]
+    ("kernel", "dtype"),
+    [("pallas", jnp.float32), ("pallas", jnp.bfloat16), ("blockwise", jnp.float32)],
 )
 @pytest.mark.parametrize("num_heads", [6, 2])
 def test_one_query_over_a_layer_of_the_cache_equals_one_call(kernel, dtype, num_heads):
-    """2,500 keys in several parts or blocks; one sequence has keys in some of them, and one has none."""
+    """2,500 keys in several parts or blocks; one sequence has keys in some of them, and one has
+    none.
+    """
     keys = jax.random.split(jax.random.key(0), 3)
     q_B1NH = jax.random.normal(keys[0], (3, 1, num_heads, 16))
     k, v = (jax.random.normal(key, (3, 3, 2500, 2, 16)).astype(dtype) for key in keys[1:])
     num_keys_B, spec, layer = jnp.array([2500, 1100, 0]), AttentionSpec(causal=False), jnp.int32(1)
     ranges = KeyRanges(jnp.zeros((3, 1), jnp.int32), num_keys_B[:, None])
     expected = KERNELS["reference"].forward(q_B1NH, k[:, 1], v[:, 1], ranges, spec)
-    got = jax.jit(functools.partial(attend_one, KERNELS[kernel], spec=spec))(q_B1NH, k, v, layer, num_keys_B)
+    got = jax.jit(functools.partial(attend_one, KERNELS[kernel], spec=spec))(
+        q_B1NH, k, v, layer, num_keys_B
+    )
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -205,7 +225,8 @@ def test_decoding_copies_no_layer_of_the_cache(one_device):
     memory = lowered.compile().memory_analysis()
     cache_bytes = bytes_per_device(generator.cached_step.abstract_cache(layout, 2))
     assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < 2 * 30_000 * 2 * 8 * 4  # keys of a layer: B, tokens, K, H, bytes
+    # keys of a layer: B, tokens, K, H, bytes
+    assert memory.temp_size_in_bytes < 2 * 30_000 * 2 * 8 * 4
 
 
 def test_stop_string_that_only_the_end_completes_is_the_reason():

@@ -14,7 +14,9 @@ from tests.step.synthetic import small_config, small_step
 def test_rollout_memory_counts_cache_and_copy_of_the_weights(context, tensor):
     config = small_config(mesh=dict(context=context, tensor=tensor))
     assert rollout_memory(small_step(config)) is None
-    rollouts = RolloutsConfig(source="model", prompts=("p",), prompts_per_step=3, answers_per_prompt=2, reward="r:r")
+    rollouts = RolloutsConfig(
+        source="model", prompts=("p",), prompts_per_step=3, answers_per_prompt=2, reward="r:r"
+    )
     step = small_step(dataclasses.replace(config, rollouts=rollouts))
     memory = rollout_memory(step, 100)
     assert (memory.num_sequences, memory.num_tokens) == (6, 100)

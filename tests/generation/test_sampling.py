@@ -38,7 +38,9 @@ def test_frequencies_equal_probabilities(temperature, top_p, expected):
 
 
 def test_greedy_takes_the_largest_and_reports_its_log_probability():
-    tokens_B, log_probs_B = choose_tokens(LOGITS[None, ::-1], 0, np.zeros((2, 1), int), 1.0, 1.0, greedy=True)
+    tokens_B, log_probs_B = choose_tokens(
+        LOGITS[None, ::-1], 0, np.zeros((2, 1), int), 1.0, 1.0, greedy=True
+    )
     assert tokens_B.tolist() == [3] and np.allclose(log_probs_B, np.log(0.5))
 
 
@@ -67,6 +69,8 @@ def test_value_out_of_range_raises(values):
 
 
 def test_top_p_of_greedy_choice_raises():
-    with pytest.raises(UserError, match="top_p=0.5 has no effect with temperature=0.0, which is greedy"):
+    with pytest.raises(
+        UserError, match="top_p=0.5 has no effect with temperature=0.0, which is greedy"
+    ):
         Sampling(top_p=0.5)
     assert Sampling(temperature=0.7, top_p=0.5).top_p == 0.5

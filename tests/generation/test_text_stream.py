@@ -23,8 +23,19 @@ class Letters(ByteTokenizer):
 
 def llama2_tokenizer(directory):
     """Words that start with a space, bytes of other characters, and </s>, decoded as by Llama 2."""
-    tokens = ["<unk>", "</s>", "▁", "▁the", "▁cat", "▁sat", "s", *(f"<0x{i:02X}>" for i in range(256))]
-    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True))
+    tokens = [
+        "<unk>",
+        "</s>",
+        "▁",
+        "▁the",
+        "▁cat",
+        "▁sat",
+        "s",
+        *(f"<0x{i:02X}>" for i in range(256)),
+    ]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, [], byte_fallback=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     strip = decoders.Strip(content=" ", left=1, right=0)
     tokenizer.decoder = decoders.Sequence([
@@ -81,7 +92,9 @@ def test_text_ends_before_the_first_stop_string():
 
 
 def test_stop_string_across_tokens_and_characters_ends_the_text():
-    """Its first character is the end of one token, and its last one is cut by the border of two tokens."""
+    """Its first character is the end of one token, and its last one is cut by the border of two
+    tokens.
+    """
     taken, stream = pieces_of("text é🙂 rest", stop=["é🙂", "rest"])
     assert stream.is_stopped and stream.text == "".join(taken) == "text "
 
@@ -128,7 +141,9 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids="".join)
-@pytest.mark.parametrize("new", [("▁cat", "s", "▁sat"), ("▁", "▁cat"), ("<0xC3>", "<0xA9>", "</s>", "s")], ids="".join)
+@pytest.mark.parametrize(
+    "new", [("▁cat", "s", "▁sat"), ("▁", "▁cat"), ("<0xC3>", "<0xA9>", "</s>", "s")], ids="".join
+)
 def test_text_is_that_of_prompt_and_new_tokens_without_that_of_the_prompt(prompt, new, tmp_path):
     """So the first space stays."""
     tokenizer = llama2_tokenizer(tmp_path)
@@ -142,7 +157,9 @@ def test_text_is_that_of_prompt_and_new_tokens_without_that_of_the_prompt(prompt
 def test_character_that_the_prompt_starts_is_completed(start, split, tmp_path):
     tokenizer = llama2_tokenizer(tmp_path)
     new = ids_of(tokenizer, *SMILE[split:], "<0xC3>", "<0xA9>", "▁cat")
-    assert streamed(tokenizer, new, prompt=ids_of(tokenizer, *start, *SMILE[:split])).text == "🙂é cat"
+    assert (
+        streamed(tokenizer, new, prompt=ids_of(tokenizer, *start, *SMILE[:split])).text == "🙂é cat"
+    )
     prompt, new = (list("a🙂".encode()[: split + 1]), list("🙂b".encode()[split:]))
     assert streamed(BYTES, new, prompt=prompt).text == "🙂b"
 
@@ -170,4 +187,7 @@ def test_stop_string_with_special_tokens_stops_and_is_not_in_the_text(stop, text
 
 def test_bytes_of_an_incomplete_character_at_the_end_leave_the_text_before_them(tmp_path):
     tokenizer = llama2_tokenizer(tmp_path)
-    assert streamed(tokenizer, ids_of(tokenizer, "▁cat", "<0xC3>", "<0xA9>", "<0xF0>")).text == "caté\ufffd"
+    assert (
+        streamed(tokenizer, ids_of(tokenizer, "▁cat", "<0xC3>", "<0xA9>", "<0xF0>")).text
+        == "caté\ufffd"
+    )

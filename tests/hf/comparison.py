@@ -1,7 +1,8 @@
-"""Shared by the comparisons with `transformers`: its process, and logits and gradients of the same model in jaxlc.
+"""Shared by the comparisons with `transformers`: its process, and logits and gradients of the same
+model in jaxlc.
 
-The environment variable JAXLC_TRANSFORMERS_PYTHON names a Python that has the packages of tests/hf/requirements.txt;
-`make test-transformers` makes one.
+The environment variable JAXLC_TRANSFORMERS_PYTHON names a Python that has the packages of
+tests/hf/requirements.txt; `make test-transformers` makes one.
 """
 
 import json
@@ -29,7 +30,8 @@ from tests.hf.models import CHOICE_BIAS
 
 PYTHON = os.environ.get("JAXLC_TRANSFORMERS_PYTHON", "")
 needs_transformers = pytest.mark.skipif(
-    not PYTHON, reason="needs torch and transformers: set JAXLC_TRANSFORMERS_PYTHON to a Python that has them"
+    not PYTHON,
+    reason="needs torch and transformers: set JAXLC_TRANSFORMERS_PYTHON to a Python that has them",
 )
 ORIGINAL_TOKENS = 32  # original context of all scaled models
 MESHES = {"one device": {}, "context=4 x tensor=2": dict(context=4, tensor=2)}
@@ -62,7 +64,9 @@ def config_of(directory: Path, num_tokens: int, mesh: dict, **model) -> ConfigDi
     )
 
 
-def step_of(directory: Path, num_tokens: int, mesh: dict, *, optimizer: dict | None = None, **model):
+def step_of(
+    directory: Path, num_tokens: int, mesh: dict, *, optimizer: dict | None = None, **model
+):
     settings = config_of(directory, num_tokens, mesh, **model)
     settings.optimizer = optimizer or {}
     config = load(settings)
@@ -70,11 +74,15 @@ def step_of(directory: Path, num_tokens: int, mesh: dict, *, optimizer: dict | N
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    return np.abs(actual - expected).max() / (np.abs(expected).max() or 1)  # an expert without a token: gradient 0
+    # an expert without a token: gradient 0
+    return np.abs(actual - expected).max() / (np.abs(expected).max() or 1)
 
 
-def batch_of(step, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()) -> Batch:
-    """One microbatch of the sequences `tokens` [B, T], in the order and with the sharding of the step.
+def batch_of(
+    step, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()
+) -> Batch:
+    """One microbatch of the sequences `tokens` [B, T], in the order and with the sharding of the
+    step.
 
     Args:
       documents: as in `evaluate`.
@@ -84,14 +92,23 @@ def batch_of(step, tokens: np.ndarray, first_position: int = 0, documents: tuple
     order = zigzag_order(num_tokens, step.mesh.shape["context"])
     weights = np.ones(tokens.shape, np.float32)
     weights[:, np.cumsum(lengths) - 1] = 0
-    positions = np.broadcast_to(first_position + np.concatenate([np.arange(n) for n in lengths]), tokens.shape)
+    positions = np.broadcast_to(
+        first_position + np.concatenate([np.arange(n) for n in lengths]), tokens.shape
+    )
     segments = np.broadcast_to(np.repeat(np.arange(len(lengths)) + 1, lengths), tokens.shape)
     arrays = [tokens, np.roll(tokens, -1, 1), weights, positions, segments]
     arrays = [x if x.dtype == np.float32 else x.astype(np.int32) for x in arrays]
-    return Batch(*(jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC)) for x in arrays))
+    return Batch(
+        *(
+            jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC))
+            for x in arrays
+        )
+    )
 
 
-def evaluate(step, params, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()):
+def evaluate(
+    step, params, tokens: np.ndarray, first_position: int = 0, documents: tuple[int, ...] = ()
+):
     """Logits [B, T, V] in natural order, and gradients of the mean loss.
 
     Args:
@@ -120,10 +137,13 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
     by_name = {}
     for path, param in paths_of(params):
         layout = layouts[path]
-        array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]  # without vocabulary padding
+        # without vocabulary padding
+        array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]
         for place, x in zip(layout.places, layout.arrays(array), strict=True):
             part = layout.to_stored(x)  # several parameters may be regions of one tensor
-            tensor = by_name.setdefault(layout.name_at(place), np.zeros(layout.stored_shape, part.dtype))
+            tensor = by_name.setdefault(
+                layout.name_at(place), np.zeros(layout.stored_shape, part.dtype)
+            )
             tensor[layout.region_at(place)] = part
     return by_name
 
@@ -131,7 +151,9 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
 def errors_of(
     step, params, expected: dict[str, np.ndarray], num_tokens: int, first_position: int = 0
 ) -> dict[str, float]:
-    """Largest relative errors of the logits and of the gradient of each parameter, by its name in the files."""
+    """Largest relative errors of the logits and of the gradient of each parameter, by its name in
+    the files.
+    """
     logits, gradients = evaluate(step, params, tokens_of(num_tokens), first_position)
     errors = {"logits": relative_error(logits, expected["logits"])}
     for name, gradient in by_names_in_files(step, gradients).items():
@@ -139,7 +161,9 @@ def errors_of(
             assert not gradient.any()
             continue
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
-    assert errors.keys() - {"logits"} == {name.removeprefix("gradient/") for name in expected if "/" in name}
+    assert errors.keys() - {"logits"} == {
+        name.removeprefix("gradient/") for name in expected if "/" in name
+    }
     return errors
 
 

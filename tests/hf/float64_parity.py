@@ -1,17 +1,18 @@
-"""Compares gradients and AdamW with those of torch and transformers, in float64; for tests/hf/test_transformers.py.
+"""Compares gradients and AdamW with those of torch and transformers, in float64; for
+tests/hf/test_transformers.py.
 
     python -m tests.hf.float64_parity CASES.json
 
-CASES.json is a list of `directory` (a model in float32), `mesh`, `num_tokens`, `gradients`, `batches`, `optimizer`
-(fields of config.optimizer) and `trained`; `gradients` and `trained` are the .npz files of the jobs `gradients` and
-`train` in float64. Prints a JSON object for each case:
+CASES.json is a list of `directory` (a model in float32), `mesh`, `num_tokens`, `gradients`,
+`batches`, `optimizer` (fields of config.optimizer) and `trained`; `gradients` and `trained` are the
+.npz files of the jobs `gradients` and `train` in float64. Prints a JSON object for each case:
 
     gradients  the largest relative error of the logits and of the gradient of a parameter, and its name
     updated    the largest error of a parameter after the first step, divided by the learning rate, and its name
     losses     the largest relative error of the loss of a step
 
-It runs in a process of its own: before the package is imported, float32 is replaced by float64. So the errors that are
-left are those of the algorithm, not of rounding.
+It runs in a process of its own: before the package is imported, float32 is replaced by float64. So
+the errors that are left are those of the algorithm, not of rounding.
 """
 
 import json
@@ -34,10 +35,15 @@ from tests.hf.comparison import batch_of, by_names_in_files, errors_of, step_of 
 
 def main(cases_path: str) -> None:
     for case in json.loads(Path(cases_path).read_text()):
-        step = step_of(Path(case["directory"]), case["num_tokens"], case["mesh"], optimizer=case["optimizer"])
+        step = step_of(
+            Path(case["directory"]), case["num_tokens"], case["mesh"], optimizer=case["optimizer"]
+        )
         params = jax.tree.map(lambda x: x.astype(np.float64), load_pretrained(step)[0])
         errors = errors_of(step, params, dict(np.load(case["gradients"])), case["num_tokens"])
-        print(json.dumps(dict(gradients=_largest(errors), **_errors_of_training(step, params, case))), flush=True)
+        print(
+            json.dumps(dict(gradients=_largest(errors), **_errors_of_training(step, params, case))),
+            flush=True,
+        )
 
 
 def _errors_of_training(step, params, case: dict) -> dict:
@@ -49,7 +55,9 @@ def _errors_of_training(step, params, case: dict) -> dict:
             for name, array in by_names_in_files(step, state.params).items():
                 error = np.abs(array - expected[f"updated/{name}"]).max()
                 errors[name] = error / case["optimizer"]["learning_rate"]
-    return dict(updated=_largest(errors), losses=np.abs(np.array(losses) / expected["losses"] - 1).max())
+    return dict(
+        updated=_largest(errors), losses=np.abs(np.array(losses) / expected["losses"] - 1).max()
+    )
 
 
 def _largest(errors: dict[str, float]) -> list:

@@ -1,6 +1,7 @@
 """Tiny models of every family as Hugging Face directories, written with the package `safetensors`.
 
-Weights are large enough that logits have a standard deviation above 1 and that every part of the model has an effect.
+Weights are large enough that logits have a standard deviation above 1 and that every part of the
+model has an effect.
 """
 
 import json
@@ -37,11 +38,17 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
-YARN_ROPE = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0)
+YARN_ROPE = dict(
+    rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=32.0, beta_slow=1.0
+)
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-POST_NORMS = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
-# Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their rounding errors, by up
-# to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
+POST_NORMS = {
+    "post_attention_layernorm": "attention_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+# Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their
+# rounding errors, by up to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32
+# differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
 CHOICE_BIAS = "e_score_correction_bias"  # in float32 in all files, and no parameter in transformers
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -52,14 +59,16 @@ class Case:
     """A model of a family, and what transformers calls the parameters that not all families have."""
 
     config: dict  # config.json
-    norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)  # norms of a layer -> their names here
+    # norms of a layer -> their names here
+    norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
     qk_norm: str = "none"  # as in ModelConfig
     biases: str = ""  # projections of attention with a bias, such as "qkv"
     has_sinks: bool = False
     has_gate: bool = False
     group_layers: int = 1  # layers of the repeating group
     first_layers: int = 0  # layers before the groups
-    # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of Qwen 3.5.
+    # Layers of Gated DeltaNet: their norms, as `norms`, and names of modules that are not those of
+    # Qwen 3.5.
     delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
     delta_modules: dict[str, str] = field(default_factory=dict)
     dense_layers: tuple[int, ...] = ()  # of a model with experts
@@ -68,7 +77,11 @@ class Case:
 def _config(model_type: str, architecture: str, **fields) -> dict:
     """In the form of transformers 4, unless `fields` has the RoPE of transformers 5."""
     dtype = "dtype" if "rope_parameters" in fields else "torch_dtype"
-    config = SMALL | {"model_type": model_type, "architectures": [architecture], dtype: "bfloat16"} | fields
+    config = (
+        SMALL
+        | {"model_type": model_type, "architectures": [architecture], dtype: "bfloat16"}
+        | fields
+    )
     if config["intermediate_size"] is None:
         del config["intermediate_size"]  # a family without dense layers
     if config["head_dim"] is None and model_type != "llama":
@@ -164,7 +177,9 @@ CASES: dict[str, Case] = {
             "qwen3_5_text",
             "Qwen3_5ForCausalLM",
             tie_word_embeddings=False,
-            rope_parameters=dict(rope_type="default", rope_theta=70000.0, partial_rotary_factor=0.25),
+            rope_parameters=dict(
+                rope_type="default", rope_theta=70000.0, partial_rotary_factor=0.25
+            ),
             attention_bias=True,
             layer_types=[FULL] * 3,
         ),
@@ -206,7 +221,9 @@ CASES: dict[str, Case] = {
             "qwen3_5_moe_text",
             "Qwen3_5MoeForCausalLM",
             tie_word_embeddings=False,
-            rope_parameters=dict(rope_type="default", rope_theta=70000.0, partial_rotary_factor=0.25),
+            rope_parameters=dict(
+                rope_type="default", rope_theta=70000.0, partial_rotary_factor=0.25
+            ),
             attention_bias=False,
             layer_types=[LINEAR, FULL, LINEAR],
             rms_norm_eps=HYBRID_NORM_EPSILON,
@@ -232,7 +249,9 @@ CASES: dict[str, Case] = {
             "glm4_moe",
             "Glm4MoeForCausalLM",
             tie_word_embeddings=False,
-            rope_parameters=dict(rope_type="default", rope_theta=30000.0, partial_rotary_factor=0.5),
+            rope_parameters=dict(
+                rope_type="default", rope_theta=30000.0, partial_rotary_factor=0.5
+            ),
             attention_bias=True,
             use_qk_norm=True,
             first_k_dense_replace=1,
@@ -371,7 +390,10 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     D, F, V = config["hidden_size"], config.get("intermediate_size", 0), config["vocab_size"]
     N, K = config["num_attention_heads"], config["num_key_value_heads"]
     H = config.get("head_dim") or D // N
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (V, D),
+        "model.norm.weight": (D,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     layer_shapes: dict[str, tuple[int, ...]] = {
@@ -396,7 +418,9 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         own_shapes = _with_delta_net(layer_shapes, CASES[case]) if is_linear else layer_shapes
         if "num_local_experts" in config:
             own_shapes = _with_stacked_experts(own_shapes, config)
-        if {"num_experts", "n_routed_experts"} & config.keys() and layer not in CASES[case].dense_layers:
+        if {"num_experts", "n_routed_experts"} & config.keys() and layer not in CASES[
+            case
+        ].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     center = (
@@ -411,14 +435,20 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     }
 
 
-def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], case: Case) -> dict[str, tuple[int, ...]]:
+def _with_delta_net(
+    layer_shapes: dict[str, tuple[int, ...]], case: Case
+) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer with Gated DeltaNet in place of attention."""
     config = case.config
     D, heads = config["hidden_size"], config["linear_num_value_heads"]
     values = heads * config["linear_value_head_dim"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     channels = 2 * keys + values
-    parts = {"in_proj_q.weight": (keys, D), "in_proj_k.weight": (keys, D), "in_proj_v.weight": (values, D)}
+    parts = {
+        "in_proj_q.weight": (keys, D),
+        "in_proj_k.weight": (keys, D),
+        "in_proj_v.weight": (values, D),
+    }
     if not case.delta_modules:
         parts = {"in_proj_qkv.weight": (channels, D)}
     shapes = {
@@ -434,7 +464,11 @@ def _with_delta_net(layer_shapes: dict[str, tuple[int, ...]], case: Case) -> dic
     }
     norms = {f"{name}.weight": (D,) for name in case.delta_norms}
     others = {name: shape for name, shape in layer_shapes.items() if name.startswith("mlp.")}
-    return others | norms | {f"linear_attn.{renamed(name, case)}": shape for name, shape in shapes.items()}
+    return (
+        others
+        | norms
+        | {f"linear_attn.{renamed(name, case)}": shape for name, shape in shapes.items()}
+    )
 
 
 def renamed(name: str, case: Case) -> str:
@@ -443,8 +477,12 @@ def renamed(name: str, case: Case) -> str:
     return ".".join([case.delta_modules.get(module, module), *parameter])
 
 
-def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a layer with a tensor for each expert in place of the dense feed-forward block."""
+def _with_experts(
+    layer_shapes: dict[str, tuple[int, ...]], config: dict
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer with a tensor for each expert in place of the dense feed-forward
+    block.
+    """
     D, F = config["hidden_size"], config["moe_intermediate_size"]
     E = config.get("num_experts") or config["n_routed_experts"]
     shapes = {"mlp.gate.weight": (E, D)}
@@ -452,18 +490,28 @@ def _with_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dic
         S = config["shared_expert_intermediate_size"]
         shapes |= {"mlp.experts.gate_up_proj": (E, 2 * F, D), "mlp.experts.down_proj": (E, D, F)}
         shapes |= {f"mlp.shared_expert.{name}_proj.weight": (S, D) for name in ("gate", "up")}
-        shapes |= {"mlp.shared_expert.down_proj.weight": (D, S), "mlp.shared_expert_gate.weight": (1, D)}
+        shapes |= {
+            "mlp.shared_expert.down_proj.weight": (D, S),
+            "mlp.shared_expert_gate.weight": (1, D),
+        }
     if "n_shared_experts" in config:
         S = config["n_shared_experts"] * F
         shapes |= {f"mlp.shared_experts.{name}_proj.weight": (S, D) for name in ("gate", "up")}
-        shapes |= {"mlp.shared_experts.down_proj.weight": (D, S), "mlp.gate.e_score_correction_bias": (E,)}
+        shapes |= {
+            "mlp.shared_experts.down_proj.weight": (D, S),
+            "mlp.gate.e_score_correction_bias": (E,),
+        }
     for expert in () if "mlp.experts.down_proj" in shapes else range(E):
         shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
-    return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
+    return {
+        name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")
+    } | shapes
 
 
-def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict) -> dict[str, tuple[int, ...]]:
+def _with_stacked_experts(
+    layer_shapes: dict[str, tuple[int, ...]], config: dict
+) -> dict[str, tuple[int, ...]]:
     """As `_with_experts`, with tensors for all experts, and biases."""
     D, F, E = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
     shapes = {
@@ -474,7 +522,9 @@ def _with_stacked_experts(layer_shapes: dict[str, tuple[int, ...]], config: dict
         "mlp.experts.down_proj": (E, F, D),
         "mlp.experts.down_proj_bias": (E, D),
     }
-    return {name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")} | shapes
+    return {
+        name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")
+    } | shapes
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -492,18 +542,28 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
 
 
 def write_model(
-    directory: Path, case: str, *, num_files: int = 2, dtype=ml_dtypes.bfloat16, scale: float = 1.0, **changes
+    directory: Path,
+    case: str,
+    *,
+    num_files: int = 2,
+    dtype=ml_dtypes.bfloat16,
+    scale: float = 1.0,
+    **changes,
 ) -> Path:
     """Writes config.json, the tensors and a tokenizer.
 
     Args:
-      scale: of the matrices. With 4, losses of random tokens are about 17, and gradients of some entries almost cancel.
-      changes: fields of config.json; the tensors have the shapes of the unchanged config.
+      scale: of the matrices. With 4, losses of random tokens are about 17, and gradients of some
+      entries almost cancel. changes: fields of config.json; the tensors have the shapes of the
+      unchanged config.
     """
     directory.mkdir(parents=True)
     config = CASES[case].config
     (directory / "config.json").write_text(json.dumps(config | changes, indent=2) + "\n")
-    tensors = {name: (x * scale).astype(dtype) if x.ndim > 1 else x for name, x in tensors_of(case, dtype).items()}
+    tensors = {
+        name: (x * scale).astype(dtype) if x.ndim > 1 else x
+        for name, x in tensors_of(case, dtype).items()
+    }
     write_tensors(directory, tensors, num_files=num_files)
     write_tokenizer(directory, config["vocab_size"] - 1)
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
@@ -516,10 +576,19 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], *, num_files:
     if num_files == 1:
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return
-    file_of = {name: f"model-{i % num_files + 1:05}-of-{num_files:05}.safetensors" for i, name in enumerate(names)}
+    file_of = {
+        name: f"model-{i % num_files + 1:05}-of-{num_files:05}.safetensors"
+        for i, name in enumerate(names)
+    }
     for file in sorted(set(file_of.values())):
-        save_file({name: tensors[name] for name in names if file_of[name] == file}, directory / file, {"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+        save_file(
+            {name: tensors[name] for name in names if file_of[name] == file},
+            directory / file,
+            {"format": "pt"},
+        )
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": file_of})
+    )
 
 
 def write_tokenizer(
@@ -529,7 +598,15 @@ def write_tokenizer(
     words = [*special_tokens, *"abcdefghijklmnopqrstuvwxyz0123456789 "]
     words += [f"word{i}" for i in range(vocab_size - len(words))]
     special = [
-        dict(id=i, content=words[i], single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+        dict(
+            id=i,
+            content=words[i],
+            single_word=False,
+            lstrip=False,
+            rstrip=False,
+            normalized=False,
+            special=True,
+        )
         for i in range(len(special_tokens))
     ]
     content = dict(
@@ -538,9 +615,13 @@ def write_tokenizer(
         padding=None,
         added_tokens=special,
         normalizer=None,
-        pre_tokenizer=dict(type="Split", pattern=dict(String=""), behavior="Isolated", invert=False),
+        pre_tokenizer=dict(
+            type="Split", pattern=dict(String=""), behavior="Isolated", invert=False
+        ),
         post_processor=None,
         decoder=None,
-        model=dict(type="WordLevel", vocab={word: i for i, word in enumerate(words)}, unk_token="<unk>"),
+        model=dict(
+            type="WordLevel", vocab={word: i for i, word in enumerate(words)}, unk_token="<unk>"
+        ),
     )
     (directory / "tokenizer.json").write_text(json.dumps(content))

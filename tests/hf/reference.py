@@ -2,8 +2,9 @@
 
     python tests/hf/reference.py JOBS.json
 
-JOBS.json is a list of jobs. Each has `directory` (a model), `out` (an .npz file to write), and the fields of one of the
-functions below. All are on CPU in float32, unless `float64` is true. Without torch this file cannot be imported.
+JOBS.json is a list of jobs. Each has `directory` (a model), `out` (an .npz file to write), and the
+fields of one of the functions below. All are on CPU in float32, unless `float64` is true. Without
+torch this file cannot be imported.
 """
 
 import contextlib
@@ -40,17 +41,23 @@ def logits_and_loss(model, tokens: np.ndarray, first_position: int = 0):
     """Logits [B, T, V], and the mean cross entropy of the next token."""
     tokens = torch.from_numpy(tokens)
     positions = first_position + torch.arange(tokens.shape[1])
-    logits = model(input_ids=tokens, position_ids=positions[None].expand_as(tokens), use_cache=False).logits
+    logits = model(
+        input_ids=tokens, position_ids=positions[None].expand_as(tokens), use_cache=False
+    ).logits
     return logits, CROSS_ENTROPY(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def gradients(directory: str, tokens: list, first_position: int = 0, float64: bool = False) -> dict[str, np.ndarray]:
+def gradients(
+    directory: str, tokens: list, first_position: int = 0, float64: bool = False
+) -> dict[str, np.ndarray]:
     """Logits and gradients of the loss; positions count from `first_position`."""
     model = open_model(directory)
     with in_float64(model) if float64 else contextlib.nullcontext():
         logits, loss = logits_and_loss(model, np.array(tokens), first_position)
         loss.backward()
-    arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    arrays = {
+        f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()
+    }
     return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays))
 
 
@@ -59,7 +66,9 @@ def logits(directory: str, tokens: list) -> dict[str, np.ndarray]:
     return dict(logits=result.detach().numpy())
 
 
-def save(config: dict, tokens: list, directory: str, wrapper: str = "", **options) -> dict[str, np.ndarray]:
+def save(
+    config: dict, tokens: list, directory: str, wrapper: str = "", **options
+) -> dict[str, np.ndarray]:
     """Saves a random model of config.json with save_pretrained, and returns its logits.
 
     Args:
@@ -68,11 +77,19 @@ def save(config: dict, tokens: list, directory: str, wrapper: str = "", **option
     """
     fields = dict(config)
     if wrapper:
-        vision = dict(depth=1, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        vision = dict(
+            depth=1,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+        )
         vision |= dict(num_heads=2, out_hidden_size=32, num_position_embeddings=16)
         fields = dict(model_type=wrapper, text_config=fields, vision_config=vision)
         fields["tie_word_embeddings"] = config["tie_word_embeddings"]
-    auto = transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
+    )
     described = transformers.AutoConfig.for_model(**fields)
     model = auto.from_config(described, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
@@ -94,28 +111,41 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The gradients of stacked experts by the names of released files, which have a tensor for each expert."""
+    """The gradients of stacked experts by the names of released files, which have a tensor for each
+    expert.
+    """
     result = {}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".experts.")
-        if not stem or not {f"{stem}.router.weight", f"{stem}.shared_expert_gate.weight"}.isdisjoint(arrays):
+        if not stem or not {
+            f"{stem}.router.weight",
+            f"{stem}.shared_expert_gate.weight",
+        }.isdisjoint(arrays):
             # gpt-oss and Qwen 3.5 have tensors for all experts.
             result[name] = array
             continue
         for expert, x in enumerate(array):
-            parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2))) if last == "gate_up_proj" else {last: x}
+            parts = (
+                dict(zip(("gate_proj", "up_proj"), np.split(x, 2)))
+                if last == "gate_up_proj"
+                else {last: x}
+            )
             result |= {f"{stem}.experts.{expert}.{part}.weight": y for part, y in parts.items()}
     return result
 
 
 def balance_gradients(directory: str, tokens: list, coefficient: float) -> dict[str, np.ndarray]:
-    """As `gradients`, with the balance loss of transformers, times a coefficient, added to the loss."""
+    """As `gradients`, with the balance loss of transformers, times a coefficient, added to the
+    loss.
+    """
     model = open_model(directory)
     tokens = torch.tensor(tokens)
     output = model(input_ids=tokens, output_router_logits=True, use_cache=False)
     loss = CROSS_ENTROPY(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     (loss + coefficient * output.aux_loss).backward()
-    arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    arrays = {
+        f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()
+    }
     losses = dict(balance_loss=output.aux_loss.detach().numpy())
     return dict(logits=output.logits.detach().numpy(), **losses, **_by_expert(arrays))
 
@@ -129,28 +159,42 @@ def dequantize(directory: str) -> dict[str, np.ndarray]:
     for path in pathlib.Path(directory).glob("*.safetensors"):
         tensors |= load_file(path)
     names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
-    weights = {x: convert_moe_packed_tensors(tensors[f"{x}_blocks"], tensors[f"{x}_scales"]) for x in names}
+    weights = {
+        x: convert_moe_packed_tensors(tensors[f"{x}_blocks"], tensors[f"{x}_scales"]) for x in names
+    }
     return {name: x.contiguous().view(torch.uint16).numpy() for name, x in weights.items()}
 
 
 def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
-    """As `gradients`, in float64, of a model with the adapters in another directory; of the trained parameters only."""
+    """As `gradients`, in float64, of a model with the adapters in another directory; of the trained
+    parameters only.
+    """
     import peft
 
-    model = peft.PeftModel.from_pretrained(open_model(directory), adapters, is_trainable=True).train()
+    model = peft.PeftModel.from_pretrained(
+        open_model(directory), adapters, is_trainable=True
+    ).train()
     with in_float64(model):
         logits, loss = logits_and_loss(model, np.array(tokens))
         loss.backward()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     arrays = {f"gradient/{name}": parameter.grad.numpy() for name, parameter in trained.items()}
     return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **arrays)
 
 
 @contextlib.contextmanager
 def in_float64(model):
-    """Converts the model, and lets the names of float32 mean float64: RoPE and norms use float32 in every model."""
+    """Converts the model, and lets the names of float32 mean float64: RoPE and norms use float32 in
+    every model.
+    """
     names = torch.float, torch.float32, torch.Tensor.float
-    torch.float, torch.float32, torch.Tensor.float = torch.float64, torch.float64, torch.Tensor.double
+    torch.float, torch.float32, torch.Tensor.float = (
+        torch.float64,
+        torch.float64,
+        torch.Tensor.double,
+    )
     model.double()
     model.config._experts_implementation = "eager"  # torch's grouped product has no float64
     for module in model.modules():
@@ -166,7 +210,9 @@ def in_float64(model):
 def train(
     directory: str, batches: list, learning_rate: float, weight_decay: float, float64: bool = False
 ) -> dict[str, np.ndarray]:
-    """The loss of each step of AdamW, and the parameters after the first; biases and norms have no weight decay."""
+    """The loss of each step of AdamW, and the parameters after the first; biases and norms have no
+    weight decay.
+    """
     model, losses, updated = open_model(directory), [], {}
     with in_float64(model) if float64 else contextlib.nullcontext():
         named = dict(model.named_parameters())
@@ -181,16 +227,21 @@ def train(
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            updated = updated or {f"updated/{name}": x.detach().numpy().copy() for name, x in named.items()}
+            updated = updated or {
+                f"updated/{name}": x.detach().numpy().copy() for name, x in named.items()
+            }
     return dict(losses=np.array(losses), **_by_expert(updated))
 
 
 def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndarray]:
-    """Prompt and greedily generated tokens, and the difference of the two largest logits of each new token."""
+    """Prompt and greedily generated tokens, and the difference of the two largest logits of each
+    new token.
+    """
     model = open_model(directory).eval()
     tokens = torch.tensor([prompt])
     output = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens),  # without it, tokens that equal pad_token_id are masked
+        # without it, tokens that equal pad_token_id are masked
+        tokens, attention_mask=torch.ones_like(tokens),
         max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
@@ -199,7 +250,9 @@ def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndar
 
 
 def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]:
-    """The answer of the text-generation pipeline, its new tokens, and the lengths that the files of a model name."""
+    """The answer of the text-generation pipeline, its new tokens, and the lengths that the files of
+    a model name.
+    """
     pipeline = transformers.pipeline("text-generation", model=directory, dtype=torch.float32)
     messages = [dict(role="user", content=message)]
     (result,) = pipeline(messages, max_new_tokens=num_tokens, do_sample=False)
@@ -211,7 +264,9 @@ def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]
         text=np.array(result["generated_text"][-1]["content"]),
         tokens=tokens[inputs["input_ids"].shape[1] :].numpy(),
         temperature=np.array(pipeline.model.generation_config.temperature or 0.0),
-        lengths=np.array([pipeline.tokenizer.model_max_length, pipeline.model.config.max_position_embeddings]),
+        lengths=np.array(
+            [pipeline.tokenizer.model_max_length, pipeline.model.config.max_position_embeddings]
+        ),
     )
 
 
@@ -220,7 +275,17 @@ def main(jobs_path: str) -> None:
     jobs = json.loads(pathlib.Path(jobs_path).read_text())
     functions = {
         function.__name__: function
-        for function in (gradients, logits, save, balance_gradients, dequantize, peft_gradients, train, generate, chat)
+        for function in (
+            gradients,
+            logits,
+            save,
+            balance_gradients,
+            dequantize,
+            peft_gradients,
+            train,
+            generate,
+            chat,
+        )
     }
     for job in jobs:
         arguments = {name: value for name, value in job.items() if name not in ("job", "out")}

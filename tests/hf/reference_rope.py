@@ -1,8 +1,10 @@
-"""Frequencies of `transformers`, for tests/hf/test_rope_scaling.py. Runs in an environment of its own:
+"""Frequencies of `transformers`, for tests/hf/test_rope_scaling.py. Runs in an environment of its
+own:
 
     python tests/hf/reference_rope.py CASES.json OUT.json
 
-CASES.json has a list of (config.json, length). OUT.json gets a list of (float32 frequencies, factor).
+CASES.json has a list of (config.json, length). OUT.json gets a list of (float32 frequencies,
+factor).
 """
 
 import json

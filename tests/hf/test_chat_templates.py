@@ -1,4 +1,5 @@
-"""Chats against `transformers`: token IDs and assistant masks of templates in the styles of published models.
+"""Chats against `transformers`: token IDs and assistant masks of templates in the styles of
+published models.
 
 Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 """
@@ -50,8 +51,12 @@ def expected(tmp_path_factory) -> dict[str, list[list[int]]]:
 @needs_transformers
 @pytest.mark.parametrize("has_markers", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_answers_equal_assistant_masks_of_transformers(expected, tmp_path: Path, case: str, has_markers: bool):
-    """Also for the templates without markers, for which transformers has no masks: those with markers are compared."""
+def test_answers_equal_assistant_masks_of_transformers(
+    expected, tmp_path: Path, case: str, has_markers: bool
+):
+    """Also for the templates without markers, for which transformers has no masks: those with
+    markers are compared.
+    """
     template, chat = CASES[case]
     directory = write_tokenizer(tmp_path, template if has_markers else without_markers(template))
     chat_template = load_chat_template("", directory / "tokenizer.json")

@@ -1,5 +1,5 @@
-"""LoRA of experts, of shared experts and of dense layers on Hugging Face models: merged exports, and adapters that
-`peft` opens."""
+"""LoRA of experts, of shared experts and of dense layers on Hugging Face models: merged exports,
+and adapters that `peft` opens."""
 
 import json
 import shutil
@@ -51,7 +51,9 @@ class _Run:
         self.step = build_step(self.config, make_mesh(self.config.mesh, jax.devices()[:1]))
         self.family = family_of(read_json(self.base / "config.json"), self.config.model)
         model = self.config.model
-        self.abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size, self.config.lora)))
+        self.abstract = dict(
+            paths_of(decoder.abstract_params(model, model.vocab_size, self.config.lora))
+        )
         rng = np.random.default_rng(0)
         self.by_path = {
             path: (rng.normal(size=x.shape) / 5 + path.endswith("norm/scale")).astype(np.float32)
@@ -62,7 +64,9 @@ class _Run:
         return {path: self.by_path[path] for path in paths}
 
     def export(self, directory, params=None):
-        """The weights of `params`, with adapters merged unless these have none, in a copy of the base."""
+        """The weights of `params`, with adapters merged unless these have none, in a copy of the
+        base.
+        """
         shutil.copytree(self.base, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         _write_weights(self.config, self.family, params or self, directory, "F32", 10**9)
         return directory
@@ -74,7 +78,9 @@ class _Run:
             if "/mlp/" in path and path.endswith("/a"):
                 adapter = path.removesuffix("/a")
                 weight = adapter.replace("/lora/mlp_", "/w_").replace("/lora", "")
-                product = np.einsum("...ir,...ro->...io", self.by_path[path], self.by_path[f"{adapter}/b"])
+                product = np.einsum(
+                    "...ir,...ro->...io", self.by_path[path], self.by_path[f"{adapter}/b"]
+                )
                 weights[weight] = weights[weight] + SCALE * product
         return _tree(weights)
 
@@ -113,13 +119,17 @@ def test_export_merges_adapters_of_experts_into_weights(case, tmp_path):
 
 
 def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
-    """`test_adapters_of_experts_open_in_peft_with_equal_logits` compares the values, where peft is installed."""
+    """`test_adapters_of_experts_open_in_peft_with_equal_logits` compares the values, where peft is
+    installed.
+    """
     run = _Run(tmp_path, "gpt_oss", ALL)
     write_adapters(run.config, run.family, run, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert config["rank_pattern"] == {r"mlp\.experts\.gate_up_proj": 2 * RANK}
-    shapes = {name: x.shape for name, x in load_file(tmp_path / "adapter_model.safetensors").items()}
+    shapes = {
+        name: x.shape for name, x in load_file(tmp_path / "adapter_model.safetensors").items()
+    }
     model, experts = run.config.model, "base_model.model.model.layers.1.mlp.experts"
     D, E, F = model.model_dim, model.experts.num_experts, model.experts.ffn_dim
     assert shapes[f"{experts}.base_layer.lora_A.weight"] == (E * 2 * RANK, D)
@@ -127,7 +137,9 @@ def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
     assert shapes[f"{experts}.lora_A.weight"] == (E * RANK, F)
     assert shapes[f"{experts}.lora_B.weight"] == (D, RANK * E)
     run = _Run(tmp_path / "trained", "gpt_oss", ("query",), trainable=("*/expert_up",))
-    with pytest.raises(Unsupported, match="adapters for peft with trained .*layers/mlp/expert_up; export without"):
+    with pytest.raises(
+        Unsupported, match="adapters for peft with trained .*layers/mlp/expert_up; export without"
+    ):
         write_adapters(run.config, run.family, run, tmp_path)
 
 
@@ -136,7 +148,11 @@ def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
     tokens = tokens_of(16)
     cases = [(case, ALL) for case in ("qwen3_moe", "gpt_oss", "qwen3_5_moe", "glm4_moe")]
     cases += [("qwen3_moe", ("expert_up",)), ("gpt_oss", ("expert_gate", "expert_down"))]
-    cases += [("qwen3_5_moe", (*ALL, *MLP)), ("glm4_moe", MLP), ("qwen3_moe", ("mlp_up", "expert_down"))]
+    cases += [
+        ("qwen3_5_moe", (*ALL, *MLP)),
+        ("glm4_moe", MLP),
+        ("qwen3_moe", ("mlp_up", "expert_down")),
+    ]
     runs, jobs = [], {}
     for number, (case, projections) in enumerate(cases):
         directory = tmp_path / str(number)
@@ -144,16 +160,27 @@ def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
         adapters = directory / "adapters"
         adapters.mkdir()
         write_adapters(run.config, run.family, run, adapters)
-        base, merged = run.export(directory / "weights", _Base(run)), run.export(directory / "merged")
-        jobs[f"{number} peft"] = dict(job="peft_gradients", directory=str(base), adapters=str(adapters))
+        base, merged = (
+            run.export(directory / "weights", _Base(run)),
+            run.export(directory / "merged"),
+        )
+        jobs[f"{number} peft"] = dict(
+            job="peft_gradients", directory=str(base), adapters=str(adapters)
+        )
         jobs[f"{number} merged"] = dict(job="gradients", directory=str(merged), float64=True)
         jobs[f"{number} base"] = dict(job="gradients", directory=str(base), float64=True)
         runs.append(run)
-    expected = run_jobs(tmp_path, {key: job | dict(tokens=tokens.tolist()) for key, job in jobs.items()})
+    expected = run_jobs(
+        tmp_path, {key: job | dict(tokens=tokens.tolist()) for key, job in jobs.items()}
+    )
     for number, run in enumerate(runs):
-        from_peft, merged, base = (expected[f"{number} {name}"]["logits"] for name in ("peft", "merged", "base"))
+        from_peft, merged, base = (
+            expected[f"{number} {name}"]["logits"] for name in ("peft", "merged", "base")
+        )
         assert relative_error(merged, from_peft) <= 5e-6, cases[number]
         assert relative_error(base, from_peft) >= 1e-2, cases[number]
         if number == 1:
-            logits, _ = evaluate(run.step, jax.tree.map(jax.numpy.array, _tree(run.by_path)), tokens)
+            logits, _ = evaluate(
+                run.step, jax.tree.map(jax.numpy.array, _tree(run.by_path)), tokens
+            )
             assert relative_error(logits, from_peft) <= 1e-5

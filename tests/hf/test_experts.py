@@ -39,8 +39,12 @@ def _quantized_tensors() -> dict[str, np.ndarray]:
             tensors[name] = x
             continue
         experts, inputs, outputs = x.shape
-        tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
-        tensors[f"{name}_scales"] = rng.integers(120, 126, (experts, outputs, inputs // 32), dtype=np.uint8)
+        tensors[f"{name}_blocks"] = rng.integers(
+            0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8
+        )
+        tensors[f"{name}_scales"] = rng.integers(
+            120, 126, (experts, outputs, inputs // 32), dtype=np.uint8
+        )
     return tensors
 
 
@@ -61,15 +65,25 @@ def test_mxfp4_weights_on_a_mesh_equal_their_definition(quantized):
     tensors = _quantized_tensors()
     for layer in range(2):  # the third layer is in last_layers
         kind = ("sliding", "full")[layer]
-        for param, name in (("expert_gate", "gate_up"), ("expert_up", "gate_up"), ("expert_down", "down")):
+        for param, name in (
+            ("expert_gate", "gate_up"),
+            ("expert_up", "gate_up"),
+            ("expert_down", "down"),
+        ):
             stored = f"model.layers.{layer}.mlp.experts.{name}_proj"
             packed, scales = tensors[f"{stored}_blocks"], tensors[f"{stored}_scales"]
             values = np.stack([_LAST_VALUES[packed % 16], _LAST_VALUES[packed // 16]], -1)
-            values = values.reshape(*packed.shape[:-1], 32) * 2.0 ** (scales[..., None].astype(int) - 127)
+            values = values.reshape(*packed.shape[:-1], 32) * 2.0 ** (
+                scales[..., None].astype(int) - 127
+            )
             weight = values.reshape(*packed.shape[:2], -1).swapaxes(1, 2)
-            columns = dict(expert_gate=slice(0, None, 2), expert_up=slice(1, None, 2)).get(param, slice(None))
+            columns = dict(expert_gate=slice(0, None, 2), expert_up=slice(1, None, 2)).get(
+                param, slice(None)
+            )
             path = f"layers/mlp/{param}"
-            np.testing.assert_array_equal(np.asarray(params[path])[layer], weight[..., columns], err_msg=kind)
+            np.testing.assert_array_equal(
+                np.asarray(params[path])[layer], weight[..., columns], err_msg=kind
+            )
 
 
 @needs_transformers
@@ -93,14 +107,21 @@ def _batch(step, tokens: np.ndarray) -> Batch:
     positions = np.broadcast_to(np.arange(num_tokens), tokens.shape)
     arrays = tokens, np.roll(tokens, -1, 1), weights, positions, np.ones(tokens.shape)
     arrays = [x if x.dtype == np.float32 else x.astype(np.int32) for x in arrays]
-    return Batch(*(jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC)) for x in arrays))
+    return Batch(
+        *(
+            jax.device_put(x[None][:, :, order], NamedSharding(step.mesh, BATCH_SPEC))
+            for x in arrays
+        )
+    )
 
 
 @needs_transformers
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "qwen3_5_moe"])
 def test_balance_loss_and_its_gradients_equal_transformers(case, tmp_path):
     directory, tokens = write_model(tmp_path / "model", case, dtype=np.float32), tokens_of(32)
-    job = dict(job="balance_gradients", directory=str(directory), tokens=tokens.tolist(), coefficient=0.5)
+    job = dict(
+        job="balance_gradients", directory=str(directory), tokens=tokens.tolist(), coefficient=0.5
+    )
     expected = run_jobs(tmp_path, {"balance": job})["balance"]
     for mesh in ({}, dict(context=4, tensor=2)):
         config = config_of(directory, 32, mesh)
@@ -108,7 +129,9 @@ def test_balance_loss_and_its_gradients_equal_transformers(case, tmp_path):
         config = load(config)
         step = build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
         batch = _batch(step, tokens)
-        _, gradients, _, experts = jax.jit(step.objective.loss_and_grads)(load_pretrained(step)[0], batch)
+        _, gradients, _, experts = jax.jit(step.objective.loss_and_grads)(
+            load_pretrained(step)[0], batch
+        )
         np.testing.assert_allclose(experts.balance_loss, expected["balance_loss"], rtol=1e-6)
         for name, gradient in by_names_in_files(step, gradients).items():
             mean = gradient / np.asarray(batch.loss_weights).sum()

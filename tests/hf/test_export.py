@@ -76,7 +76,9 @@ def assert_same_bits(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype
-        np.testing.assert_array_equal(actual[name].view(np.uint8), value.view(np.uint8), err_msg=name)
+        np.testing.assert_array_equal(
+            actual[name].view(np.uint8), value.view(np.uint8), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,7 +114,9 @@ def test_config_json_of_an_export_has_one_dtype_and_its_rope():
     """A base with both names of the dtype, and with the base of RoPE inside rope_scaling."""
     scaling = dict(rope_type="linear", factor=2.0, rope_theta=70_000.0)
     changes = dict(dtype="bfloat16", torch_dtype="bfloat16", rope_scaling=scaling)
-    base = {name: value for name, value in CASES["llama"].config.items() if name != "rope_theta"} | changes
+    base = {
+        name: value for name, value in CASES["llama"].config.items() if name != "rope_theta"
+    } | changes
     model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
     written = config_json_of(model, base, seq_len=16, dtype="float32")
     assert written == base | dict(dtype="float32", torch_dtype="float32")
@@ -128,7 +132,9 @@ def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monk
     save_step_0(config_of(write_model(tmp_path / "model", "llama")), tmp_path / "run")
     monkeypatch.setattr(TensorWriter, "write", write)
     assert main(["jaxlc export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
-    assert re.fullmatch(r"error: cannot write to .*\(No space left on device\): .*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"error: cannot write to .*\(No space left on device\): .*\n", capsys.readouterr().err
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
@@ -148,15 +154,21 @@ def test_run_from_a_model_resumes_exports_and_starts_another_run(tmp_path, capsy
     embedding = np.asarray(resumed.params["embedding"])[:61]
     again = jaxlc.load(out)
     assert (again.step, again.config.model.rope_theta) == (0, 5e5)
-    np.testing.assert_array_equal(again.params["embedding"], embedding.astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(
+        again.params["embedding"], embedding.astype(ml_dtypes.bfloat16).astype(np.float32)
+    )
     assert np.isfinite(again.model.loss("abc def"))
-    with pytest.raises(UserError, match="step has no effect: .* is a Hugging Face directory, not a run"):
+    with pytest.raises(
+        UserError, match="step has no effect: .* is a Hugging Face directory, not a run"
+    ):
         jaxlc.load(out, step=1)
     # The weights of a run are those of its checkpoint, and the optimizer is new.
     config = save_step_0(config_of(tmp_path / "run"), tmp_path / "second")
     assert config.data.tokenizer == str(source / "tokenizer.json")
     assert config.model.rope_theta == 5e5
-    assert_same_bits(tensors_in(jaxlc.export(tmp_path / "second", tmp_path / "out2")), tensors_in(out))
+    assert_same_bits(
+        tensors_in(jaxlc.export(tmp_path / "second", tmp_path / "out2")), tensors_in(out)
+    )
     assert (tmp_path / "out2" / "tokenizer.json").is_file()
 
 
@@ -166,10 +178,14 @@ _QUESTION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content":
 
 
 def write_chat_model(directory, text_files):
-    """A base model whose logits are all 0, so that it continues every text with token 0, the end of turn of ChatML."""
+    """A base model whose logits are all 0, so that it continues every text with token 0, the end of
+    turn of ChatML.
+    """
     write_model(directory, "llama")
     tensors = tensors_of("llama")
-    write_tensors(directory, tensors | {"model.norm.weight": 0 * tensors["model.norm.weight"]}, num_files=2)
+    write_tensors(
+        directory, tensors | {"model.norm.weight": 0 * tensors["model.norm.weight"]}, num_files=2
+    )
     write_tokenizer(directory, 60, _SPECIAL_TOKENS)
     for name in ("generation_config.json", "chat_template.jinja"):
         (directory / name).unlink()
@@ -188,7 +204,9 @@ def test_export_of_a_chat_run_of_a_base_model_stops_at_the_end_of_turn(tmp_path)
     files["special_tokens_map.json"] = dict(bos_token="<s>", eos_token="</s>")
     source = write_chat_model(tmp_path / "model", files)
     (tmp_path / "own.jinja").write_text(chat_templates.TEMPLATES["chatml"])
-    save_step_0(config_of(source, data__chat_template=str(tmp_path / "own.jinja")), tmp_path / "run")
+    save_step_0(
+        config_of(source, data__chat_template=str(tmp_path / "own.jinja")), tmp_path / "run"
+    )
     (tmp_path / "own.jinja").unlink()
     # A run on plain text that starts from it keeps the template, and has shorter sequences.
     save_step_0(config_of(tmp_path / "run", data__seq_len=32), tmp_path / "second")
@@ -202,19 +220,32 @@ def test_export_of_a_chat_run_of_a_base_model_stops_at_the_end_of_turn(tmp_path)
         assert tokenizer == dict(bos_token="<s>", eos_token="<|im_end|>", model_max_length=64)
         assert older == dict(bos_token="<s>", eos_token="<|im_end|>")
         exported = chat_templates.load_chat_template("", out / "tokenizer.json")
-        assert exported.source == (out / "chat_template.jinja").read_text() and "endgeneration" not in exported.source
-        expected = chat_templates.ChatTemplate(chat_templates.TEMPLATES["chatml"], {}).render(Chat(_QUESTION), "x").text
+        assert (
+            exported.source == (out / "chat_template.jinja").read_text()
+            and "endgeneration" not in exported.source
+        )
+        expected = (
+            chat_templates.ChatTemplate(chat_templates.TEMPLATES["chatml"], {})
+            .render(Chat(_QUESTION), "x")
+            .text
+        )
         assert exported.render(Chat(_QUESTION), "x").text == expected
     for directory in (tmp_path / "second", outs[0]):
         generation = jaxlc.generate(directory, "hi", max_tokens=4, chat=True)
-        assert (generation.tokens.tolist(), generation.text, generation.finish_reason) == ([END], "", "stop")
+        assert (generation.tokens.tolist(), generation.text, generation.finish_reason) == (
+            [END],
+            "",
+            "stop",
+        )
     # The base has no template, and does not stop there.
     generation = jaxlc.generate(source, "hi", max_tokens=4, chat=True, chat_template="chatml")
     assert generation.tokens.tolist() == [END]
     assert jaxlc.generate(source, "hi", max_tokens=4).tokens.tolist() == [END] * 4
 
 
-def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_generation_settings(tmp_path):
+def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_generation_settings(
+    tmp_path,
+):
     settings = dict(temperature=0.6, do_sample=True, bos_token_id=1, eos_token_id=[2, 7])
     tokenizer = dict(eos_token="</s>", chat_template="{{ 'older' }}", tokenizer_class="X")
     files = {"generation_config.json": settings, "tokenizer_config.json": tokenizer}
@@ -223,7 +254,9 @@ def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_genera
     out = jaxlc.export(tmp_path / "run", tmp_path / "out")
     assert "<|im_start|>" in (out / "chat_template.jinja").read_text()
     assert objects_in(out, "generation_config") == [settings | dict(eos_token_id=[END, 2, 7])]
-    assert objects_in(out, "tokenizer_config") == [dict(eos_token="<|im_end|>", tokenizer_class="X")]
+    assert objects_in(out, "tokenizer_config") == [
+        dict(eos_token="<|im_end|>", tokenizer_class="X")
+    ]
     # A run on text keeps all files, except an empty generation_config.json.
     (source / "generation_config.json").write_text("{}")
     save_step_0(config_of(source), tmp_path / "texts")
@@ -231,11 +264,16 @@ def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_genera
     assert not (out / "generation_config.json").exists()
     for name in ("tokenizer_config.json", "chat_template.jinja", "tokenizer.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    # The tokenizer of a run may be another one, for instance with tokens for the markers of a template.
-    own = write_chat_model(tmp_path / "own", {"chat_template.jinja": chat_templates.TEMPLATES["chatml"]})
+    # The tokenizer of a run may be another one, for instance with tokens for the markers of a
+    # template.
+    own = write_chat_model(
+        tmp_path / "own", {"chat_template.jinja": chat_templates.TEMPLATES["chatml"]}
+    )
     write_tokenizer(own, 59, (*_SPECIAL_TOKENS, "<|more|>"))
     mixture = dict(chats=dict(paths="x", chat_format="messages"))
-    save_step_0(config_of(source, data__tokenizer=str(own), data__mixture=mixture), tmp_path / "other")
+    save_step_0(
+        config_of(source, data__tokenizer=str(own), data__mixture=mixture), tmp_path / "other"
+    )
     out = jaxlc.export(tmp_path / "other", tmp_path / "out-other")
     assert (out / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
     assert "endgeneration" not in (out / "chat_template.jinja").read_text()
@@ -249,13 +287,33 @@ def test_export_of_a_chat_run_replaces_the_template_of_its_base_and_keeps_genera
     [
         (64, 512, {}, 512),
         (1024, 512, {}, 1024),
-        (64, 512, dict(rope_scaling="yarn", rope_scaling_factor=9.0, rope_scaling_original_tokens=32), 512),
-        (64, 32, dict(rope_scaling="yarn", rope_scaling_factor=9.0, rope_scaling_original_tokens=32), 288),
-        (64, 32, dict(rope_scaling="dynamic_ntk", rope_scaling_factor=9.0, rope_scaling_original_tokens=32), 32),
+        (
+            64,
+            512,
+            dict(rope_scaling="yarn", rope_scaling_factor=9.0, rope_scaling_original_tokens=32),
+            512,
+        ),
+        (
+            64,
+            32,
+            dict(rope_scaling="yarn", rope_scaling_factor=9.0, rope_scaling_original_tokens=32),
+            288,
+        ),
+        (
+            64,
+            32,
+            dict(
+                rope_scaling="dynamic_ntk", rope_scaling_factor=9.0, rope_scaling_original_tokens=32
+            ),
+            32,
+        ),
     ],
 )
 def test_max_position_embeddings_is_the_longest_context(seq_len, base, scaling, longest):
-    assert max_position_embeddings(load(ConfigDict({"model": scaling})).model, seq_len, base) == longest
+    assert (
+        max_position_embeddings(load(ConfigDict({"model": scaling})).model, seq_len, base)
+        == longest
+    )
 
 
 def test_export_that_fails_leaves_no_files(tmp_path):
@@ -264,7 +322,9 @@ def test_export_that_fails_leaves_no_files(tmp_path):
         jaxlc.export(tmp_path / "run", tmp_path / "out", adapters=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     jaxlc.export(tmp_path / "run", tmp_path / "out")
-    with pytest.raises(UserError, match="out exists already: remove it, or export to a different directory"):
+    with pytest.raises(
+        UserError, match="out exists already: remove it, or export to a different directory"
+    ):
         jaxlc.export(tmp_path / "run", tmp_path / "out")
     jaxlc.export(tmp_path / "run", tmp_path / "other")
     shutil.rmtree(tmp_path / "out")
@@ -282,7 +342,14 @@ def test_export_of_step_that_does_not_exist_raises(tmp_path, capsys):
 def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
     settings = ConfigDict(
         {
-            "model": dict(vocab_size=257, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, qk_norm="head"),
+            "model": dict(
+                vocab_size=257,
+                num_layers=2,
+                model_dim=32,
+                num_heads=4,
+                num_kv_heads=2,
+                qk_norm="head",
+            ),
             "mesh": {"context": 4, "tensor": 2},
             "data": {"seq_len": 64},
             "train": {"steps": 1, "global_batch_size": 2},
@@ -297,14 +364,22 @@ def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(query_scale_dim=64), dict(num_experts=4, experts_per_token=2, expert_ffn_dim=8, expert_bias=True)]
+    "changes",
+    [
+        dict(query_scale_dim=64),
+        dict(num_experts=4, experts_per_token=2, expert_ffn_dim=8, expert_bias=True),
+    ],
 )
 def test_layers_of_no_family_are_exported_with_their_settings(changes, tmp_path, capsys):
-    model = dict(num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, attention_sinks=True, **changes)
+    model = dict(
+        num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, attention_sinks=True, **changes
+    )
     config = save_step_0(ConfigDict({"model": model, "data": {"seq_len": 64}}), tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=fp32"]) == 0
     assert "no family of transformers has its layers; jaxlc reads it" in capsys.readouterr().out
-    loaded = load(ConfigDict({"model": dict(init_from=str(tmp_path / "out")), "data": {"seq_len": 64}}))
+    loaded = load(
+        ConfigDict({"model": dict(init_from=str(tmp_path / "out")), "data": {"seq_len": 64}})
+    )
     model = dataclasses.replace(loaded.model, init_from="", preset=config.model.preset)
     assert model == config.model
     params = load_pretrained(build_step(loaded, make_mesh(loaded.mesh, jax.devices()[:1])))[0]
@@ -320,8 +395,14 @@ def test_layers_of_no_family_are_exported_with_their_settings(changes, tmp_path,
             dict(model_type="jaxlc", model=dict(num_layer=2)),
             "unknown setting model.num_layer: it is of",
         ),
-        (dict(model_type="jaxlc", model=dict(num_layers="two")), "invalid value 'two' for .*model.num_layers"),
-        (dict(model_type="jaxlc", model=dict(num_layers=2)), "config.json has no setting model.activation"),
+        (
+            dict(model_type="jaxlc", model=dict(num_layers="two")),
+            "invalid value 'two' for .*model.num_layers",
+        ),
+        (
+            dict(model_type="jaxlc", model=dict(num_layers=2)),
+            "config.json has no setting model.activation",
+        ),
     ],
 )
 def test_invalid_own_settings_raise(content, message, tmp_path):
@@ -340,8 +421,12 @@ def test_tokens_that_the_model_lacks_are_refused_only_where_they_occur(tmp_path)
     (directory / "tokenizer.json").write_text(json.dumps(content))
     texts = [tmp_path / name for name in ("without.txt", "with.jsonl")]
     texts[0].write_text("a document of words " * 20)
-    texts[1].write_text("".join(json.dumps(dict(text=text)) + "\n" for text in ("a", "b <image>") for _ in range(9)))
-    config = config_of(directory, data__seq_len=8, data__eval_fraction=0.5, data__cache_dir=str(tmp_path / "cache"))
+    texts[1].write_text(
+        "".join(json.dumps(dict(text=text)) + "\n" for text in ("a", "b <image>") for _ in range(9))
+    )
+    config = config_of(
+        directory, data__seq_len=8, data__eval_fraction=0.5, data__cache_dir=str(tmp_path / "cache")
+    )
     config = load(config)
     tokenizer = load_matching_tokenizer(config)
     assert (tokenizer.vocab_size, config.model.vocab_size) == (62, 61)
@@ -364,9 +449,13 @@ def test_training_with_a_tokenizer_of_another_model_raises(tmp_path):
     (tmp_path / "texts").mkdir()
     for i in range(8):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 40)
-    settings = dict(data__sources=(str(tmp_path / "texts"),), data__cache_dir=str(tmp_path / "cache"))
+    settings = dict(
+        data__sources=(str(tmp_path / "texts"),), data__cache_dir=str(tmp_path / "cache")
+    )
     settings |= dict(mesh__data=2)
-    with pytest.raises(UserError, match="has 257 tokens and the model 61; set --config.data.tokenizer"):
+    with pytest.raises(
+        UserError, match="has 257 tokens and the model 61; set --config.data.tokenizer"
+    ):
         jaxlc.train.run(config_of(source, data__tokenizer="bytes", **settings), tmp_path / "run")
     (source / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"cannot read data.tokenizer '.*model/tokenizer.json'"):

@@ -1,4 +1,5 @@
-"""Scores of lm-evaluation-harness with the model `jaxlc` against its model `hf`, on three tasks over local files.
+"""Scores of lm-evaluation-harness with the model `jaxlc` against its model `hf`, on three tasks
+over local files.
 
 Runs in the environment of `make test-transformers`, which has lm_eval, transformers and jaxlc.
 """
@@ -30,7 +31,8 @@ CONTEXT = 64  # of the base model
 TRAINED = 128
 TEXT = "the old lighthouse keeper counts seven ships before the storm comes in from the east and closes his book"
 WORDS = TEXT.split()
-# Every kind of request: loglikelihood, loglikelihood_rolling (longer than the context), generate_until.
+# Every kind of request: loglikelihood, loglikelihood_rolling (longer than the context),
+# generate_until.
 TASKS = {
     "choices": dict(
         output_type="multiple_choice",
@@ -81,7 +83,9 @@ def tasks(tmp_path_factory) -> dict:
     (directory / "documents.jsonl").write_text("".join(json.dumps(x) + "\n" for x in documents()))
     files = dict(test=str(directory / "documents.jsonl"))
     for name, task in TASKS.items():
-        source = dict(task=name, dataset_path="json", dataset_kwargs=dict(data_files=files), test_split="test")
+        source = dict(
+            task=name, dataset_path="json", dataset_kwargs=dict(data_files=files), test_split="test"
+        )
         if "num_fewshot" in task:
             source["fewshot_split"] = "test"
         (directory / f"{name}.yaml").write_text(json.dumps(source | task))  # JSON is YAML
@@ -140,12 +144,18 @@ def assert_responses_equal(responses: list, expected: list) -> None:
         if isinstance(wanted[0], str):
             assert response == wanted
         else:
-            np.testing.assert_allclose(np.array(response, float), np.array(wanted, float), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                np.array(response, float), np.array(wanted, float), rtol=1e-4, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize(
     ("source", "arguments"),
-    [("run", dict(batch_size=3)), ("export", dict(batch_size=1)), ("export", dict(batch_size=2, context=2, fsdp=2))],
+    [
+        ("run", dict(batch_size=3)),
+        ("export", dict(batch_size=1)),
+        ("export", dict(batch_size=2, context=2, fsdp=2)),
+    ],
 )
 def test_scores_equal_those_of_hf(source, arguments, models, tasks, expected):
     model = HarnessModel(models[source], **arguments)
@@ -161,10 +171,14 @@ def test_scores_equal_those_of_hf(source, arguments, models, tasks, expected):
 
 
 def test_chats_equal_those_of_hf(models, tasks):
-    """Examples as messages, a template with tags around answers; the last message is continued for each choice."""
+    """Examples as messages, a template with tags around answers; the last message is continued for
+    each choice.
+    """
     config = models["export"] / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(chat_template=CHATML)))
-    arguments = tasks | dict(tasks=["choices", "answers"], apply_chat_template=True, fewshot_as_multiturn=True)
+    arguments = tasks | dict(
+        tasks=["choices", "answers"], apply_chat_template=True, fewshot_as_multiturn=True
+    )
     hf = HFLM(pretrained=str(models["export"]), dtype="float32", device="cpu", batch_size=1)
     model = HarnessModel(models["export"])
     messages = [dict(role="user", content="a b"), dict(role="assistant", content="The answer: ")]
@@ -175,16 +189,35 @@ def test_chats_equal_those_of_hf(models, tasks):
         for sample, expected in zip(ours["samples"][task], theirs["samples"][task], strict=True):
             assert sample["arguments"] == expected["arguments"]
             assert_responses_equal([sample["filtered_resps"]], [expected["filtered_resps"]])
-    with pytest.raises(UserError, match="pass it without a value, and chat_template=chatml in --model_args"):
+    with pytest.raises(
+        UserError, match="pass it without a value, and chat_template=chatml in --model_args"
+    ):
         model.chat_template("chatml")
 
 
-def test_command_prints_the_scores_and_invalid_arguments_are_named(models, tasks, monkeypatch, capsys, tmp_path):
-    arguments = ["--tasks", "choices", "--include_path", str(tasks["task_manager"].include_path), "--batch_size", "2"]
+def test_command_prints_the_scores_and_invalid_arguments_are_named(
+    models, tasks, monkeypatch, capsys, tmp_path
+):
+    arguments = [
+        "--tasks",
+        "choices",
+        "--include_path",
+        str(tasks["task_manager"].include_path),
+        "--batch_size",
+        "2",
+    ]
     monkeypatch.setattr("sys.argv", [])
-    assert harness.main(["harness", "--model_args", f"path={models['export']},max_length={CONTEXT}", *arguments]) == 0
+    assert (
+        harness.main(
+            ["harness", "--model_args", f"path={models['export']},max_length={CONTEXT}", *arguments]
+        )
+        == 0
+    )
     assert "|choices|" in capsys.readouterr().out
-    assert harness.main(["harness", "--model_args", f"path={models['export']},contexts=2", *arguments]) == 2
+    assert (
+        harness.main(["harness", "--model_args", f"path={models['export']},contexts=2", *arguments])
+        == 2
+    )
     assert capsys.readouterr().err.splitlines()[-1] == (
         "error: unknown argument 'contexts' of the model: expected path, step, max_length, chat_template, seed, data,"
         " fsdp, context, tensor"
@@ -193,7 +226,9 @@ def test_command_prints_the_scores_and_invalid_arguments_are_named(models, tasks
     with pytest.raises(UserError, match="the task generates 12 tokens, and max_length is 8"):
         simple_evaluate(model, **tasks | dict(tasks=["answers"]))
     with pytest.raises(UserError, match="a continuation has .* tokens, and max_length is 2"):
-        simple_evaluate(HarnessModel(models["export"], max_length=2), **tasks | dict(tasks=["choices"]))
+        simple_evaluate(
+            HarnessModel(models["export"], max_length=2), **tasks | dict(tasks=["choices"])
+        )
 
 
 def samples(model, prompt: str = "the old", count: int = 6, **settings) -> list[str]:
@@ -212,10 +247,14 @@ def test_samples_differ_by_request_and_seed_and_not_by_batch_size(models):
     assert seeded == samples(small, seed=4) != texts
     torch.manual_seed(4)  # what --seed of lm_eval does
     assert samples(HarnessModel(models["export"])) == seeded
-    assert set(samples(small, temperature=0.0, do_sample=False)) == {samples(large, temperature=0.0)[0]}
+    assert set(samples(small, temperature=0.0, do_sample=False)) == {
+        samples(large, temperature=0.0)[0]
+    }
 
 
-def test_continuation_without_tokens_raises_and_context_without_tokens_follows_the_prefix_token(models):
+def test_continuation_without_tokens_raises_and_context_without_tokens_follows_the_prefix_token(
+    models,
+):
     model = HarnessModel(models["export"])
     with pytest.raises(UserError, match=r"the continuation 'e' of 'th' has no token of its own"):
         model._loglikelihood_tokens([(("th", "e"), [3, 4], [])])
@@ -234,7 +273,9 @@ def test_other_processes_report_nothing(models, tasks, monkeypatch):
     lengths = []
     score = model._loglikelihood_tokens
     monkeypatch.setattr(
-        model, "_loglikelihood_tokens", lambda requests, **_: lengths.append(len(requests)) or score(requests)
+        model,
+        "_loglikelihood_tokens",
+        lambda requests, **_: lengths.append(len(requests)) or score(requests),
     )
     assert simple_evaluate(model, **tasks | dict(tasks=["choices"])) is None
     assert lengths == [3 * len(documents())]

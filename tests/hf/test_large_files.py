@@ -1,4 +1,6 @@
-"""A process of a large run reads its share of a model only: sparse files in the shape of a 70B model."""
+"""A process of a large run reads its share of a model only: sparse files in the shape of a 70B
+model.
+"""
 
 import json
 import struct
@@ -9,10 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHAPE = dict(vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, head_dim=128)
+SHAPE = dict(
+    vocab_size=128_256,
+    hidden_size=8192,
+    intermediate_size=28_672,
+    num_hidden_layers=80,
+    head_dim=128,
+)
 SHARE = 64
-# Loads the share of one process of 64 that shard the model dimension, as on fsdp=8 x context=8: each parameter as it is
-# passed to JAX, which keeps it. Prints bytes read, bytes kept, the largest shard, and memory before and at the peak.
+# Loads the share of one process of 64 that shard the model dimension, as on fsdp=8 x context=8:
+# each parameter as it is passed to JAX, which keeps it. Prints bytes read, bytes kept, the largest
+# shard, and memory before and at the peak.
 _PROGRAM = """
 import resource, sys
 from pathlib import Path
@@ -44,11 +53,23 @@ print(files.bytes_read, sum(x.nbytes for x in kept), max(x.nbytes for x in kept)
 
 def write_sparse_model(directory: Path) -> int:
     """Writes a Llama 70B without data, in 15 files; returns the bytes of its tensors in bf16."""
-    D, F, V, H = (SHAPE[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
-    config = dict(SHAPE, model_type="llama", num_attention_heads=64, num_key_value_heads=8, tie_word_embeddings=False)
+    D, F, V, H = (
+        SHAPE[name] for name in ("hidden_size", "intermediate_size", "vocab_size", "head_dim")
+    )
+    config = dict(
+        SHAPE,
+        model_type="llama",
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens.weight": [V, D], "model.norm.weight": [D], "lm_head.weight": [V, D]}
+    shapes = {
+        "model.embed_tokens.weight": [V, D],
+        "model.norm.weight": [D],
+        "lm_head.weight": [V, D],
+    }
     for layer in range(SHAPE["num_hidden_layers"]):
         layer_shapes = {
             "input_layernorm": [D],
@@ -61,7 +82,9 @@ def write_sparse_model(directory: Path) -> int:
             "mlp.up_proj": [F, D],
             "mlp.down_proj": [D, F],
         }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()}
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_shapes.items()
+        }
     names, file_of, total = list(shapes), {}, 0
     for number in range(15):
         header, end = {}, 0
@@ -86,7 +109,9 @@ def test_read_share_of_70b_model_is_bounded(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     bytes_read, kept, largest, before, peak = map(int, done.stdout.split())
-    print(f"read {bytes_read:,} of {total:,} bytes, kept {kept:,}, peak memory {peak - before:,} above the start")
+    print(
+        f"read {bytes_read:,} of {total:,} bytes, kept {kept:,}, peak memory {peak - before:,} above the start"
+    )
     norms = (2 * SHAPE["num_hidden_layers"] + 1) * 2 * SHAPE["hidden_size"]  # replicated
     assert bytes_read == (total - norms) // SHARE + norms
     assert peak - before <= kept + 2 * largest + 2**30

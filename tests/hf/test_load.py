@@ -37,7 +37,17 @@ from jaxlc.models import decoder
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
-from tests.hf.models import CASES, FULL, LINEAR, LLAMA3_ROPE, SLIDING, renamed, tensors_of, write_model, write_tensors
+from tests.hf.models import (
+    CASES,
+    FULL,
+    LINEAR,
+    LLAMA3_ROPE,
+    SLIDING,
+    renamed,
+    tensors_of,
+    write_model,
+    write_tensors,
+)
 from tests.train.runs import write_untrained_run
 
 DENSE = "dense"  # kind of the layers without experts of a model with experts
@@ -72,23 +82,33 @@ def expected_params(name, tensors=None):
         "mlp/w_up": ("mlp.up_proj.weight", lambda x: x.T),
         "mlp/w_down": ("mlp.down_proj.weight", lambda x: x.T),
     }
-    conversions |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.norms.items()}
+    conversions |= {
+        f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.norms.items()
+    }
     for x in case.biases:
         shapes = dict(q=(N, -1), k=(K, H), v=(K, H), o=(D,))
-        conversions[f"attention/b{x}"] = (f"self_attn.{x}_proj.bias", functools.partial(np.reshape, shape=shapes[x]))
+        conversions[f"attention/b{x}"] = (
+            f"self_attn.{x}_proj.bias",
+            functools.partial(np.reshape, shape=shapes[x]),
+        )
     if case.has_sinks:
         conversions["attention/sinks"] = ("self_attn.sinks", lambda x: x)
     if case.qk_norm != "none":
         shape = (H,) if case.qk_norm == "head" else (-1, H)
         conversions |= {
-            f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape)) for x in "qk"
+            f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape))
+            for x in "qk"
         }
     kinds = [LINEAR if kind == LINEAR else FULL for kind in config.get("layer_types", [FULL] * L)]
     if "num_local_experts" in config:
-        conversions = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        conversions = {
+            path: value for path, value in conversions.items() if not path.startswith("mlp/")
+        }
         conversions |= STACKED_EXPERTS
     if "shared_expert_intermediate_size" in config:
-        conversions = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
+        conversions = {
+            path: value for path, value in conversions.items() if not path.startswith("mlp/")
+        }
         conversions |= shared_expert_conversions(config["moe_intermediate_size"])
     kinds = [DENSE if layer in case.dense_layers else kind for layer, kind in enumerate(kinds)]
     by_kind = {FULL: conversions}
@@ -97,29 +117,45 @@ def expected_params(name, tensors=None):
         by_kind = {FULL: others | expert_conversions(config), DENSE: conversions}
     if "n_shared_experts" in config:
         by_kind[FULL] |= {
-            f"mlp/shared/w_{x}": (f"mlp.shared_experts.{x}_proj.weight", np.transpose) for x in ("gate", "up", "down")
+            f"mlp/shared/w_{x}": (f"mlp.shared_experts.{x}_proj.weight", np.transpose)
+            for x in ("gate", "up", "down")
         }
         by_kind[FULL]["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
     if LINEAR in kinds:
         others = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
-        others |= {f"{path}/scale": (f"{norm}.weight", lambda x: x) for norm, path in case.delta_norms.items()}
+        others |= {
+            f"{path}/scale": (f"{norm}.weight", lambda x: x)
+            for norm, path in case.delta_norms.items()
+        }
         by_kind[LINEAR] = others | delta_net_conversions(case)
     has_rope = config["model_type"] != "olmo_hybrid"
     names = {FULL: "full/" if has_rope else "nope/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
-    stacks = {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
+    stacks = (
+        {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
+    )
     last = (L - case.first_layers) % case.group_layers
-    params = {"embedding": tensors["model.embed_tokens.weight"], "final_norm/scale": tensors["model.norm.weight"]}
+    params = {
+        "embedding": tensors["model.embed_tokens.weight"],
+        "final_norm/scale": tensors["model.norm.weight"],
+    }
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
     for kind, stack in stacks.items():
         for path, (name, convert) in by_kind[kind].items():
             converted = {
-                i: convert(*(tensors[f"model.layers.{i}.{x}"] for x in ([name] if isinstance(name, str) else name)))
+                i: convert(
+                    *(
+                        tensors[f"model.layers.{i}.{x}"]
+                        for x in ([name] if isinstance(name, str) else name)
+                    )
+                )
                 for i in range(L)
                 if kinds[i] == kind
             }
             limits = dict(
-                first_layers=(0, case.first_layers), layers=(case.first_layers, L - last), last_layers=(L - last, L)
+                first_layers=(0, case.first_layers),
+                layers=(case.first_layers, L - last),
+                last_layers=(L - last, L),
             )
             for name, (start, stop) in limits.items():
                 if own := [x for i, x in converted.items() if start <= i < stop]:
@@ -128,7 +164,9 @@ def expected_params(name, tensors=None):
 
 
 def expert_conversions(config):
-    """As `conversions` in `expected_params`, of the feed-forward block of a layer with a tensor for each expert."""
+    """As `conversions` in `expected_params`, of the feed-forward block of a layer with a tensor for
+    each expert.
+    """
 
     def stacked(*tensors):
         return np.stack([x.T for x in tensors])
@@ -145,7 +183,10 @@ def expert_conversions(config):
 
 def shared_expert_conversions(width):
     """As `expert_conversions`, of Qwen 3.5: tensors for all experts, and a shared one."""
-    shared = {f"mlp/shared/w_{x}": (f"mlp.shared_expert.{x}_proj.weight", np.transpose) for x in ("gate", "up", "down")}
+    shared = {
+        f"mlp/shared/w_{x}": (f"mlp.shared_expert.{x}_proj.weight", np.transpose)
+        for x in ("gate", "up", "down")
+    }
     return shared | {
         "mlp/shared_gate": ("mlp.shared_expert_gate.weight", np.transpose),
         "mlp/router": ("mlp.gate.weight", np.transpose),
@@ -170,9 +211,14 @@ STACKED_EXPERTS = {
 def delta_net_conversions(case):
     """As `conversions` in `expected_params`, of a layer with Gated DeltaNet."""
     G, K, H, V = (
-        case.config[f"linear_{name}"] for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+        case.config[f"linear_{name}"]
+        for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
     )
-    rows = dict(q=(slice(0, G * K), (G, K)), k=(slice(G * K, 2 * G * K), (G, K)), v=(slice(2 * G * K, None), (H, V)))
+    rows = dict(
+        q=(slice(0, G * K), (G, K)),
+        k=(slice(G * K, 2 * G * K), (G, K)),
+        v=(slice(2 * G * K, None), (H, V)),
+    )
     conversions = {
         "attention/wz": ("in_proj_z.weight", lambda x: x.T.reshape(-1, H, V)),
         "attention/wb": ("in_proj_b.weight", np.transpose),
@@ -184,12 +230,18 @@ def delta_net_conversions(case):
     }
     if not case.delta_modules:
         conversions |= {
-            f"attention/w{x}": ("in_proj_qkv.weight", lambda x, rows=rows: x[rows[0]].T.reshape(-1, *rows[1]))
+            f"attention/w{x}": (
+                "in_proj_qkv.weight",
+                lambda x, rows=rows: x[rows[0]].T.reshape(-1, *rows[1]),
+            )
             for x, rows in rows.items()
         }
     else:
         conversions |= {
-            f"attention/w{x}": (f"in_proj_{x}.weight", lambda x, shape=shape: x.T.reshape(-1, *shape))
+            f"attention/w{x}": (
+                f"in_proj_{x}.weight",
+                lambda x, shape=shape: x.T.reshape(-1, *shape),
+            )
             for x, (_, shape) in rows.items()
         }
     for x, (part, shape) in rows.items():
@@ -197,7 +249,10 @@ def delta_net_conversions(case):
             "conv1d.weight",
             lambda x, part=part, shape=shape: x[part, 0].T.reshape(-1, *shape),
         )
-    return {path: (f"linear_attn.{renamed(name, case)}", convert) for path, (name, convert) in conversions.items()}
+    return {
+        path: (f"linear_attn.{renamed(name, case)}", convert)
+        for path, (name, convert) in conversions.items()
+    }
 
 
 def test_cases_contain_every_family():
@@ -226,20 +281,39 @@ def test_load_on_a_mesh_equals_the_files(case, tmp_path):
     [
         ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "vision_tower."),
         ("gemma3", "Gemma3ForConditionalGeneration", "model.language_model.", "vision_tower."),
-        ("qwen3_5_hybrid", "Qwen3_5ForConditionalGeneration", "model.language_model.", "model.visual."),
+        (
+            "qwen3_5_hybrid",
+            "Qwen3_5ForConditionalGeneration",
+            "model.language_model.",
+            "model.visual.",
+        ),
         ("qwen3_5_hybrid", "Qwen3_5ForConditionalGeneration", "model.language_model.", "mtp."),
-        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "model.visual."),
+        (
+            "qwen3_5_moe",
+            "Qwen3_5MoeForConditionalGeneration",
+            "model.language_model.",
+            "model.visual.",
+        ),
     ],
 )
-def test_load_of_a_model_with_images_reads_its_language_model(case, architecture, prefix, other, tmp_path):
+def test_load_of_a_model_with_images_reads_its_language_model(
+    case, architecture, prefix, other, tmp_path
+):
     directory = write_model(tmp_path / "model", case)
     others = {f"{other}a": np.zeros(3, np.float32)}
-    rewrite(directory, lambda x: {name.replace("model.", prefix, 1): value for name, value in x.items()} | others)
+    rewrite(
+        directory,
+        lambda x: {name.replace("model.", prefix, 1): value for name, value in x.items()} | others,
+    )
     text = dict(CASES[case].config)
-    content = dict(model_type=text["model_type"].removesuffix("_text"), architectures=[architecture])
+    content = dict(
+        model_type=text["model_type"].removesuffix("_text"), architectures=[architecture]
+    )
     dtype = "dtype" if "dtype" in text else "torch_dtype"
     content[dtype] = text.pop(dtype)
-    (directory / "config.json").write_text(json.dumps(content | dict(text_config=text, vision_config={"depth": 2})))
+    (directory / "config.json").write_text(
+        json.dumps(content | dict(text_config=text, vision_config={"depth": 2}))
+    )
     _, params, line = loaded(directory)
     assert line.endswith(f"left out: 1 tensor {other}*")
     for path, value in expected_params(case).items():
@@ -247,7 +321,9 @@ def test_load_of_a_model_with_images_reads_its_language_model(case, architecture
 
 
 def stack_experts(tensors):
-    """One tensor for all experts of a layer, as `save_pretrained(save_original_format=False)` writes it."""
+    """One tensor for all experts of a layer, as `save_pretrained(save_original_format=False)`
+    writes it.
+    """
     stacked = {name: value for name, value in tensors.items() if ".experts." not in name}
     for name in [name for name in tensors if name.endswith(".experts.0.up_proj.weight")]:
         stem = name.removesuffix(".0.up_proj.weight")
@@ -255,7 +331,10 @@ def stack_experts(tensors):
             np.stack([tensors[f"{stem}.{expert}.{x}_proj.weight"] for expert in range(8)])
             for x in ("gate", "up", "down")
         )
-        stacked |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{stem}.down_proj": down}
+        stacked |= {
+            f"{stem}.gate_up_proj": np.concatenate([gate, up], axis=1),
+            f"{stem}.down_proj": down,
+        }
     return stacked
 
 
@@ -266,17 +345,24 @@ def split_experts(tensors):
         stem = name.removesuffix(".gate_up_proj")
         for expert, (gate_up, down) in enumerate(zip(tensors[name], tensors[f"{stem}.down_proj"])):
             parts = zip(("gate", "up", "down"), (*np.split(gate_up, 2), down))
-            split |= {f"{stem}.{expert}.{x}_proj.weight": np.ascontiguousarray(part) for x, part in parts}
+            split |= {
+                f"{stem}.{expert}.{x}_proj.weight": np.ascontiguousarray(part) for x, part in parts
+            }
     return split
 
 
 def rename_olmo_hybrid(tensors, cuts=(32, 64)):
     """The names of released files; save_pretrained cuts the convolution into equal parts."""
-    names = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+    names = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
     result = {}
     for name, value in tensors.items():
         parts = zip("qkv", np.split(value, cuts)) if "conv1d" in name else ()
-        result |= {name.replace("conv1d", f"{x}_conv1d"): np.ascontiguousarray(part) for x, part in parts}
+        result |= {
+            name.replace("conv1d", f"{x}_conv1d"): np.ascontiguousarray(part) for x, part in parts
+        }
         *layer, module, parameter = name.split(".")
         if "conv1d" not in name:
             result[".".join([*layer, names.get(module, module), parameter])] = value
@@ -308,7 +394,9 @@ def test_load_converts_every_dtype_to_float32(dtype, tmp_path):
     _, params, line = loaded(write_model(tmp_path / "model", "llama", num_files=1, dtype=dtype))
     tensors = tensors_of("llama", dtype)
     assert {x.dtype for x in params.values()} == {np.dtype(np.float32)}
-    np.testing.assert_array_equal(params["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32))
+    np.testing.assert_array_equal(
+        params["embedding"], tensors["model.embed_tokens.weight"].astype(np.float32)
+    )
     assert f"{sum(x.nbytes for x in tensors.values()):,} bytes read" in line
 
 
@@ -323,7 +411,11 @@ def test_read_shard_reads_only_its_share(tmp_path):
     model = config_of(tmp_path / "model").model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(FAMILIES["llama"], abstract, dict(paths_of(decoder.dims_of(model))), model)
-    for path, (cut, parts) in {"layers/attention/wo": (1, 4), "layers/mlp/w_up": (1, 16), "embedding": (1, 8)}.items():
+    for path, (cut, parts) in {
+        "layers/attention/wo": (1, 4),
+        "layers/mlp/w_up": (1, 16),
+        "embedding": (1, 8),
+    }.items():
         param = abstract[path]
         index = [(0, size, 1) for size in param.shape]
         index[cut] = (param.shape[cut] // parts, 2 * param.shape[cut] // parts, 1)
@@ -336,9 +428,13 @@ def test_read_shard_reads_only_its_share(tmp_path):
 
 def test_layouts_of_layers_of_different_shapes_name_their_layers():
     kinds = (KindConfig(name="wide", head_dim=64),)
-    model = dataclasses.replace(PRESETS["tiny"], num_layers=7, layer_kinds=("full", "wide", "full"), kinds=kinds)
+    model = dataclasses.replace(
+        PRESETS["tiny"], num_layers=7, layer_kinds=("full", "wide", "full"), kinds=kinds
+    )
     abstract, dims = decoder.abstract_params(model, model.vocab_size), decoder.dims_of(model)
-    layouts = layouts_of(FAMILIES["llama"], *(dict(paths_of(tree)) for tree in (abstract, dims)), model)
+    layouts = layouts_of(
+        FAMILIES["llama"], *(dict(paths_of(tree)) for tree in (abstract, dims)), model
+    )
     queries = {path: layout for path, layout in layouts.items() if path.endswith("/wq")}
     assert {path: list(layout.layers or ()) for path, layout in queries.items()} == {
         "layers/full/attention/wq": [0, 2, 3, 5],
@@ -346,26 +442,40 @@ def test_layouts_of_layers_of_different_shapes_name_their_layers():
         "last_layers/full/attention/wq": [6],
     }
     assert queries["layers/wide/attention/wq"].names[1] == "model.layers.4.self_attn.q_proj.weight"
-    assert queries["layers/wide/attention/wq"].stored_shape == (model.num_heads * 64, model.model_dim)
+    assert queries["layers/wide/attention/wq"].stored_shape == (
+        model.num_heads * 64,
+        model.model_dim,
+    )
 
 
 def test_config_takes_shape_and_tokenizer_of_the_model(tmp_path):
     directory = write_model(tmp_path / "model", "qwen3")
     config = config_of(directory)
-    assert (config.model.model_dim, config.model.qk_norm, config.model.rope_theta) == (32, "head", 40000.0)
+    assert (config.model.model_dim, config.model.qk_norm, config.model.rope_theta) == (
+        32,
+        "head",
+        40000.0,
+    )
     assert config.data.tokenizer == str(directory / "tokenizer.json")
     assert load(config) == config
 
 
 def test_config_rope_may_be_overridden_and_shape_may_not(tmp_path):
     directory = str(write_model(tmp_path / "model", "llama"))
-    assert load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope_theta == 5e6
-    with pytest.raises(UserError, match=r"model.num_layers=4 contradicts .*, which has 3.* also: .*vocab_size=9 "):
+    assert (
+        load(ConfigDict({"model": dict(init_from=directory, rope_theta=5e6)})).model.rope_theta
+        == 5e6
+    )
+    with pytest.raises(
+        UserError, match=r"model.num_layers=4 contradicts .*, which has 3.* also: .*vocab_size=9 "
+    ):
         load(ConfigDict({"model": dict(init_from=directory, num_layers=4, vocab_size=9)}))
 
 
 def test_init_from_of_a_command_replaces_the_shape_of_a_shipped_config(tmp_path):
-    """extend_512k:mini sets the number of layers and of token ids of its own small model, and its RoPE."""
+    """extend_512k:mini sets the number of layers and of token ids of its own small model, and its
+    RoPE.
+    """
     directory = write_model(tmp_path / "model", "llama")
     command = ["program", "--config=extend_512k:mini", f"--config.model.init_from={directory}"]
     models = [stage.config.model for stage in parse(command).stages]
@@ -392,39 +502,85 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             dict(layer_types=["linear_attention"] * 3),
             "layers of type linear_attention; in models of type olmo3",
         ),
-        ("qwen3_5_hybrid", dict(mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype='bfloat16'; only float32"),
+        (
+            "qwen3_5_hybrid",
+            dict(mamba_ssm_dtype="bfloat16"),
+            "mamba_ssm_dtype='bfloat16'; only float32",
+        ),
         ("llama", dict(mlp_bias=True), "mlp_bias=True"),
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; only silu"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
-        ("llama", dict(final_logit_softcapping=30.0), "unknown field final_logit_softcapping=30.0 (capped logits)"),
+        (
+            "llama",
+            dict(final_logit_softcapping=30.0),
+            "unknown field final_logit_softcapping=30.0 (capped logits)",
+        ),
         ("llama", dict(num_local_experts=8), "unknown field num_local_experts=8, which"),
         (
             "llama",
             dict(quantization_config=dict(quant_method="fp8")),
             "(model_type llama) has weights that are quantized",
         ),
-        ("gpt_oss", dict(quantization_config=dict(quant_method="awq")), "quantized with awq (quantization_config)"),
+        (
+            "gpt_oss",
+            dict(quantization_config=dict(quant_method="awq")),
+            "quantized with awq (quantization_config)",
+        ),
         ("llama", dict(is_causal=False), "is_causal=False; only true"),
         ("llama", dict(mlp_bias="false"), "mlp_bias='false'; only false"),
-        ("qwen3_moe", dict(num_local_experts=4), "num_local_experts=4 and num_experts=8, which differ"),
+        (
+            "qwen3_moe",
+            dict(num_local_experts=4),
+            "num_local_experts=4 and num_experts=8, which differ",
+        ),
         ("qwen3_moe", dict(use_qk_norm=False), "use_qk_norm=False; only true"),
-        ("llama", dict(rope_scaling=dict(type="proportional", factor=2.0)), "RoPE of type 'proportional'"),
-        ("llama", dict(rope_scaling=dict(rope_type="yarn", original_max_position_embeddings=8)), "without factor"),
+        (
+            "llama",
+            dict(rope_scaling=dict(type="proportional", factor=2.0)),
+            "RoPE of type 'proportional'",
+        ),
+        (
+            "llama",
+            dict(rope_scaling=dict(rope_type="yarn", original_max_position_embeddings=8)),
+            "without factor",
+        ),
         ("llama", dict(rope_theta=None, rope_scaling=None), "rope_theta=null"),
-        ("llama", dict(rope_theta=None, rope_parameters=dict(rope_type="default")), "rope_theta=null"),
-        ("llama", dict(rope_scaling=dict(LLAMA3_ROPE, rope_theta=7e4)), "which differ in rope_theta"),
-        ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)), "which differ in rope_scaling"),
+        (
+            "llama",
+            dict(rope_theta=None, rope_parameters=dict(rope_type="default")),
+            "rope_theta=null",
+        ),
+        (
+            "llama",
+            dict(rope_scaling=dict(LLAMA3_ROPE, rope_theta=7e4)),
+            "which differ in rope_theta",
+        ),
+        (
+            "llama",
+            dict(rope_parameters=dict(rope_type="default", rope_theta=1e4)),
+            "which differ in rope_scaling",
+        ),
         ("qwen3", dict(rope_theta=1e4), "which differ in rope_theta"),
-        ("gemma3", dict(rope_parameters={FULL: dict(rope_theta=6e4)}), "which differ in rope_scaling"),
+        (
+            "gemma3",
+            dict(rope_parameters={FULL: dict(rope_theta=6e4)}),
+            "which differ in rope_scaling",
+        ),
         ("llama", dict(architectures=["LlamaForSequenceClassification"]), "only LlamaForCausalLM"),
         (
             "qwen3_moe",
-            dict(model_type="deepseek_v3", kv_lora_rank=512, quantization_config=dict(quant_method="fp8")),
+            dict(
+                model_type="deepseek_v3",
+                kv_lora_rank=512,
+                quantization_config=dict(quant_method="fp8"),
+            ),
             "has model_type 'deepseek_v3' (multi-head latent attention)",
         ),
         (
             "llama",
-            dict(model_type="kimi_vl", text_config=dict(model_type="deepseek_v3", kv_lora_rank=512)),
+            dict(
+                model_type="kimi_vl", text_config=dict(model_type="deepseek_v3", kv_lora_rank=512)
+            ),
             "has model_type 'kimi_vl' (multi-head latent attention)",
         ),
         (
@@ -434,24 +590,58 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ),
         (
             "llama",
-            dict(model_type="gemma3n_text", intermediate_size=[8, 8], hidden_size_per_layer_input=8),
+            dict(
+                model_type="gemma3n_text", intermediate_size=[8, 8], hidden_size_per_layer_input=8
+            ),
             "has model_type 'gemma3n_text' (embeddings of each layer)",
         ),
         ("llama", dict(num_hidden_layers=None), "has no field num_hidden_layers"),
         ("llama", dict(hidden_sise=3), "did you mean hidden_size?"),
-        ("mistral", dict(layer_types=["full_attention"] * 3), "layer_types=['full_attention', 'full_attention', 'full"),
+        (
+            "mistral",
+            dict(layer_types=["full_attention"] * 3),
+            "layer_types=['full_attention', 'full_attention', 'full",
+        ),
         ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
-        ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu'; only gelu_pytorch_tanh"),
+        (
+            "gemma3",
+            dict(hidden_activation="silu"),
+            "hidden_activation='silu'; only gelu_pytorch_tanh",
+        ),
         ("gemma3", dict(layer_types=["chunked_attention"] * 4), "layers of type chunked_attention"),
-        ("gemma3", dict(layer_types=["full_attention"] * 3), "types of 3 layers, and num_hidden_layers=4"),
+        (
+            "gemma3",
+            dict(layer_types=["full_attention"] * 3),
+            "types of 3 layers, and num_hidden_layers=4",
+        ),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
-        ("smollm3", dict(layer_types=[FULL, SLIDING, FULL]), "layers of type sliding_attention without RoPE"),
-        ("smollm3", dict(layer_types=None, use_sliding_window=True), "layers of type sliding_attention without RoPE"),
-        ("smollm3", dict(sliding_window=None), "layers of type sliding_attention and no sliding_window"),
+        (
+            "smollm3",
+            dict(layer_types=[FULL, SLIDING, FULL]),
+            "layers of type sliding_attention without RoPE",
+        ),
+        (
+            "smollm3",
+            dict(layer_types=None, use_sliding_window=True),
+            "layers of type sliding_attention without RoPE",
+        ),
+        (
+            "smollm3",
+            dict(sliding_window=None),
+            "layers of type sliding_attention and no sliding_window",
+        ),
         ("smollm3", dict(no_rope_layers=[1]), "types of 1 layers, and num_hidden_layers=3"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
-        ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layers of type sliding_attention"),
-        ("qwen3", dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "for full_attention layers"),
+        (
+            "qwen3",
+            dict(layer_types=["full_attention", "sliding_attention"]),
+            "layers of type sliding_attention",
+        ),
+        (
+            "qwen3",
+            dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))),
+            "for full_attention layers",
+        ),
     ],
 )
 def test_config_json_unsupported_field_raises(case, changes, words, tmp_path):
@@ -470,8 +660,18 @@ ABSENT = (None, False, 0, [], {})
 @pytest.mark.parametrize(
     ("case", "names", "setting", "expected"),
     [
-        ("olmo_hybrid", ("rope_theta", "rope_parameters"), "layer_kinds", ("gated_delta_net", "nope")),
-        ("olmo_hybrid", ("rope_parameters.rope_theta",), "layer_kinds", ("gated_delta_net", "nope")),
+        (
+            "olmo_hybrid",
+            ("rope_theta", "rope_parameters"),
+            "layer_kinds",
+            ("gated_delta_net", "nope"),
+        ),
+        (
+            "olmo_hybrid",
+            ("rope_parameters.rope_theta",),
+            "layer_kinds",
+            ("gated_delta_net", "nope"),
+        ),
         ("qwen3_moe", ("shared_expert_intermediate_size", "qkv_bias"), "experts.num_experts", 8),
         ("qwen3_moe", ("mlp_only_layers", "num_local_experts"), "layer_kinds", ("full",)),
         ("llama", ("quantization_config", "attention_bias", "pruned_heads"), "qkv_bias", False),
@@ -485,7 +685,9 @@ ABSENT = (None, False, 0, [], {})
     ],
 )
 @pytest.mark.parametrize("value", ABSENT)
-def test_config_json_part_that_is_absent_may_have_any_empty_value(case, names, setting, expected, value):
+def test_config_json_part_that_is_absent_may_have_any_empty_value(
+    case, names, setting, expected, value
+):
     config = CASES[case].config
     for name in names:
         config = _changed(config, name.split("."), value)
@@ -494,7 +696,9 @@ def test_config_json_part_that_is_absent_may_have_any_empty_value(case, names, s
 
 @pytest.mark.parametrize("changes", [dict(num_experts=None), dict(num_experts=4), {}])
 def test_config_json_field_may_have_its_name_in_transformers(changes):
-    config = {name: value for name, value in CASES["qwen3_moe"].config.items() if name != "num_experts"}
+    config = {
+        name: value for name, value in CASES["qwen3_moe"].config.items() if name != "num_experts"
+    }
     settings = settings_of(config | dict(num_local_experts=4) | changes, "config.json")
     assert settings["experts.num_experts"] == 4
 
@@ -502,10 +706,19 @@ def test_config_json_field_may_have_its_name_in_transformers(changes):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (dict(rope_scaling=dict(rope_type="linear", factor=2.0, rope_theta=70000.0)), (70000.0, "linear", 0)),
-        (dict(rope_parameters=dict(rope_type="linear", factor=2.0), rope_theta=3e4), (3e4, "linear", 0)),
+        (
+            dict(rope_scaling=dict(rope_type="linear", factor=2.0, rope_theta=70000.0)),
+            (70000.0, "linear", 0),
+        ),
+        (
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0), rope_theta=3e4),
+            (3e4, "linear", 0),
+        ),
         (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), (1e4, "yarn", 64)),
-        (dict(rope_scaling=dict(LLAMA3_ROPE, original_max_position_embeddings=None)), (1e4, "llama3", 64)),
+        (
+            dict(rope_scaling=dict(LLAMA3_ROPE, original_max_position_embeddings=None)),
+            (1e4, "llama3", 64),
+        ),
         (
             dict(
                 rope_scaling=dict(rope_type="linear", factor=2.0),
@@ -513,12 +726,17 @@ def test_config_json_field_may_have_its_name_in_transformers(changes):
             ),
             (7e4, "linear", 0),
         ),
-        (dict(rope_theta=5e4, rope_parameters=dict(LLAMA3_ROPE, rope_theta=50_000)), (5e4, "llama3", 32)),
+        (
+            dict(rope_theta=5e4, rope_parameters=dict(LLAMA3_ROPE, rope_theta=50_000)),
+            (5e4, "llama3", 32),
+        ),
         (dict(rope_scaling=dict(type="default")), (1e4, "none", 0)),
     ],
 )
 def test_config_json_rope_is_that_of_transformers(changes, expected):
-    config = {name: value for name, value in CASES["llama"].config.items() if not name.startswith("rope_")} | changes
+    config = {
+        name: value for name, value in CASES["llama"].config.items() if not name.startswith("rope_")
+    } | changes
     settings = settings_of(config, "config.json")
     names = ("rope_theta", "rope_scaling", "rope_scaling_original_tokens")
     assert tuple(settings[name] for name in names) == expected
@@ -541,10 +759,17 @@ def test_config_json_wrong_type_names_the_field(path, value, words):
 
 @pytest.mark.parametrize("case", CASES)
 def test_config_json_with_any_value_raises_no_other_error(case):
-    """Every field of every family with a value of every type: a UserError, or the model is unchanged or has it."""
+    """Every field of every family with a value of every type: a UserError, or the model is
+    unchanged or has it.
+    """
     config = CASES[case].config
     paths = [[name] for name in config]
-    paths += [[name, inner] for name, value in config.items() if isinstance(value, dict) for inner in value]
+    paths += [
+        [name, inner]
+        for name, value in config.items()
+        if isinstance(value, dict)
+        for inner in value
+    ]
     for path, value in itertools.product(
         paths, ("32", [1], {"a": 1}, True, 1.5, 0, -1, "", [], {}, [None], None, False)
     ):
@@ -561,7 +786,11 @@ def _changed(config, path, value):
 LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "mistral": (dict(), ("sliding",), 4096),  # the window that transformers uses without the field
     "gemma3_text": (dict(sliding_window=512), (*["sliding"] * 5, "full"), 512),
-    "gemma3_text pattern": (dict(sliding_window=8, sliding_window_pattern=3), ("sliding", "sliding", "full"), 8),
+    "gemma3_text pattern": (
+        dict(sliding_window=8, sliding_window_pattern=3),
+        ("sliding", "sliding", "full"),
+        8,
+    ),
     "olmo3": (dict(), (*["sliding"] * 3, "full"), 4096),
     "qwen3_5_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_moe_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
@@ -581,7 +810,13 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
 def test_config_json_without_layer_types_has_those_of_the_family(name):
     fields, kinds, window = LAYERS[name]
     family = FAMILIES[name.split()[0]]
-    names = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    names = (
+        "vocab_size",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+    )
     sizes = dict.fromkeys(names, 16)
     settings = settings_of({"model_type": family.model_type, **sizes, **fields}, "config.json")
     assert (settings["layer_kinds"], settings["window"]) == (kinds, window)
@@ -590,16 +825,25 @@ def test_config_json_without_layer_types_has_those_of_the_family(name):
 @pytest.mark.parametrize("num_dense", [1, 3])
 def test_config_json_of_glm_has_first_dense_layers(num_dense):
     """The 92 layers of GLM 4.6, and the 46 of GLM 4.5 Air."""
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"), 16)
+    sizes = dict.fromkeys(
+        ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"), 16
+    )
     fields = dict(
-        model_type="glm4_moe", num_hidden_layers=92 if num_dense == 3 else 46, first_k_dense_replace=num_dense
+        model_type="glm4_moe",
+        num_hidden_layers=92 if num_dense == 3 else 46,
+        first_k_dense_replace=num_dense,
     )
     settings = settings_of({**fields, **sizes}, "config.json")
-    assert settings["first_layer_kinds"] == ("dense",) * num_dense and settings["layer_kinds"] == ("full",)
+    assert settings["first_layer_kinds"] == ("dense",) * num_dense and settings["layer_kinds"] == (
+        "full",
+    )
     kinds = (KindConfig(name="dense", feed_forward="dense"),)
     model = model_from(PRESETS["tiny"].by_path | settings | dict(kinds=kinds))
     assert FAMILIES["glm4_moe"].fits(model)
-    assert config_json_of(model, None, seq_len=16, dtype="float32")["first_k_dense_replace"] == num_dense
+    assert (
+        config_json_of(model, None, seq_len=16, dtype="float32")["first_k_dense_replace"]
+        == num_dense
+    )
     alternating = dataclasses.replace(model, first_layer_kinds=(), layer_kinds=("dense", "full"))
     assert not FAMILIES["glm4_moe"].fits(alternating)
 
@@ -648,7 +892,9 @@ def change_dtype(directory):
 
 
 def add_bias(directory):
-    rewrite(directory, lambda x: x | {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)})
+    rewrite(
+        directory, lambda x: x | {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}
+    )
 
 
 def add_single_file(directory):
@@ -656,7 +902,9 @@ def add_single_file(directory):
 
 
 def remove_head(directory):
-    rewrite(directory, lambda x: {name: value for name, value in x.items() if name != "lm_head.weight"})
+    rewrite(
+        directory, lambda x: {name: value for name, value in x.items() if name != "lm_head.weight"}
+    )
 
 
 def only_torch_files(directory):
@@ -675,7 +923,10 @@ def only_torch_files(directory):
         (change_dtype, "has dtype I32"),
         (add_bias, "has the tensor model.layers.0.self_attn.q_proj.bias"),
         (remove_head, "has no tensor lm_head.weight"),
-        (add_single_file, "has model.safetensors and model.safetensors.index.json with other files"),
+        (
+            add_single_file,
+            "has model.safetensors and model.safetensors.index.json with other files",
+        ),
         (only_torch_files, "it has pytorch_model.bin: PyTorch files are not read"),
     ],
 )
@@ -692,10 +943,13 @@ def test_train_checks_files_of_weights_before_it_reads_data(tmp_path, monkeypatc
     directory = write_model(tmp_path / "model", "llama")
     truncate_shard(directory)
     monkeypatch.setattr(
-        "jaxlc.data.data_sources.open", lambda *_, **__: pytest.fail("read before the weights were checked")
+        "jaxlc.data.data_sources.open",
+        lambda *_, **__: pytest.fail("read before the weights were checked"),
     )
     with pytest.raises(UserError, match="file not fully covered"):
-        jaxlc.train.run(config_of(directory, **{"mesh.data": 4, "mesh.context": 2}), tmp_path / "run")
+        jaxlc.train.run(
+            config_of(directory, **{"mesh.data": 4, "mesh.context": 2}), tmp_path / "run"
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -712,7 +966,9 @@ def test_load_of_weights_that_are_not_finite_names_tensor_and_file(dtype, value,
 
     directory = write_model(tmp_path / "model", "llama", dtype=dtype)
     rewrite(directory, change)
-    with pytest.raises(UserError, match=rf"^{name} in {directory}/model.safetensors has NaN or infinite"):
+    with pytest.raises(
+        UserError, match=rf"^{name} in {directory}/model.safetensors has NaN or infinite"
+    ):
         loaded(directory)
 
 
@@ -728,7 +984,9 @@ def test_load_config_json_that_changed_since_raises(tmp_path):
 @pytest.mark.parametrize("num_files", [1, 2])
 @pytest.mark.parametrize("row", [None, 0, 59])
 def test_tied_model_with_a_head_is_read_only_if_it_is_the_embedding(row, num_files, tmp_path):
-    """transformers does not tie weights that differ: adapters with a trained head were merged, for example."""
+    """transformers does not tie weights that differ: adapters with a trained head were merged, for
+    example.
+    """
 
     def add_head(tensors):
         head = tensors["model.embed_tokens.weight"].copy()
@@ -742,7 +1000,9 @@ def test_tied_model_with_a_head_is_read_only_if_it_is_the_embedding(row, num_fil
         _, params, _ = loaded(directory)
         assert "head" not in params
         return
-    with pytest.raises(UserError, match="lm_head.weight in .* differs from the embedding.*tie_word_embeddings=true"):
+    with pytest.raises(
+        UserError, match="lm_head.weight in .* differs from the embedding.*tie_word_embeddings=true"
+    ):
         loaded(directory, fsdp=4)
     change_config(directory, tie_word_embeddings=False)
     _, params, _ = loaded(directory)
@@ -751,7 +1011,12 @@ def test_tied_model_with_a_head_is_read_only_if_it_is_the_embedding(row, num_fil
 
 def test_tied_model_with_only_a_head_has_it_as_embedding(tmp_path):
     directory = write_model(tmp_path / "model", "llama_tied")
-    rewrite(directory, lambda x: {name.replace("model.embed_tokens", "lm_head"): value for name, value in x.items()})
+    rewrite(
+        directory,
+        lambda x: {
+            name.replace("model.embed_tokens", "lm_head"): value for name, value in x.items()
+        },
+    )
     _, params, _ = loaded(directory)
     np.testing.assert_array_equal(params["embedding"], expected_params("llama_tied")["embedding"])
 
@@ -767,7 +1032,9 @@ def test_load_of_joined_tensors_of_several_dtypes(dtype, tmp_path):
         return
     _, params, _ = loaded(directory)
     expected = expected_params("olmo_hybrid")["layers/gated_delta_net/attention/conv_v"]
-    np.testing.assert_allclose(params["layers/gated_delta_net/attention/conv_v"], expected, rtol=1e-3)
+    np.testing.assert_allclose(
+        params["layers/gated_delta_net/attention/conv_v"], expected, rtol=1e-3
+    )
 
 
 def test_load_of_a_tensor_in_two_files_reads_the_one_in_the_index(tmp_path):
@@ -777,7 +1044,9 @@ def test_load_of_a_tensor_in_two_files_reads_the_one_in_the_index(tmp_path):
     for path in {*directory.glob("*.safetensors")} - {directory / index[name]}:
         save_file(load_file(path) | {name: np.zeros(32, np.float32)}, path, {"format": "pt"})
     _, params, _ = loaded(directory)
-    np.testing.assert_array_equal(params["final_norm/scale"], expected_params("llama")["final_norm/scale"])
+    np.testing.assert_array_equal(
+        params["final_norm/scale"], expected_params("llama")["final_norm/scale"]
+    )
 
 
 def test_load_to_host_memory_gives_the_same_state(tmp_path):
@@ -789,8 +1058,14 @@ def test_load_to_host_memory_gives_the_same_state(tmp_path):
         pytest.skip(lacks_host_memory(mesh))
     step = build_step(config, mesh)
     state = step.init(load_pretrained(step)[0])
-    for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(step.abstract_state), strict=True):
-        assert (actual.shape, actual.dtype, actual.sharding) == (expected.shape, expected.dtype, expected.sharding)
+    for actual, expected in zip(
+        jax.tree.leaves(state), jax.tree.leaves(step.abstract_state), strict=True
+    ):
+        assert (actual.shape, actual.dtype, actual.sharding) == (
+            expected.shape,
+            expected.dtype,
+            expected.sharding,
+        )
     assert state.params["embedding"].sharding.memory_kind == "pinned_host"
     expected = expected_params("llama")
     for path, param in paths_of(state.params):
@@ -848,7 +1123,10 @@ def test_hub_without_its_package_names_the_extra(tmp_path, monkeypatch):
     [
         ("./nothing", "(no such directory)"),
         ("runs/quickstrat", "(no such directory, did you mean runs/quickstart?)"),
-        ("runs/quickstart/chekpoints/3", "(no such directory, did you mean runs/quickstart/checkpoints/3?)"),
+        (
+            "runs/quickstart/chekpoints/3",
+            "(no such directory, did you mean runs/quickstart/checkpoints/3?)",
+        ),
         ("rnus/quickstart", "(no such directory, did you mean runs/quickstart?)"),
         ("quickstrat", "(no such directory, did you mean runs/quickstart?)"),
         ("models/tiny", "(no such directory)"),
@@ -881,15 +1159,27 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize
     [
         ({"model.gguf": "GGUF"}, "model.gguf", "has model.gguf: GGUF is not read"),
         ({"model-Q4_K_M.gguf": "GGUF"}, "", "has model-Q4_K_M.gguf: GGUF is not read"),
-        ({"config.json": "{}", "a.gguf": ""}, "", "has neither model.safetensors nor .* it has a.gguf: GGUF"),
-        ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "", "has adapter_config.json: merge"),
+        (
+            {"config.json": "{}", "a.gguf": ""},
+            "",
+            "has neither model.safetensors nor .* it has a.gguf: GGUF",
+        ),
+        (
+            {"adapter_config.json": "{}", "adapter_model.safetensors": ""},
+            "",
+            "has adapter_config.json: merge",
+        ),
         ({"model.safetensors": ""}, "model.safetensors", "expected a directory with config.json"),
         (
             {"config.json": "{}", "consolidated.safetensors": ""},
             "",
             "neither .* has consolidated.safetensors: exp",
         ),
-        ({"config.json": "{}", "adapter_config.json": "{}"}, "", "has adapter_config.json: merge the adapters"),
+        (
+            {"config.json": "{}", "adapter_config.json": "{}"},
+            "",
+            "has adapter_config.json: merge the adapters",
+        ),
         (
             {"config.json": "{}", "model.safetensors": LFS_POINTER},
             "",
@@ -921,9 +1211,17 @@ def test_load_of_a_directory_on_every_mesh_that_divides_the_model(tmp_path):
     """The default of data.seq_len, which a directory does not have, is no limit."""
     directory = write_model(tmp_path / "model", "llama")
     loss = jaxlc.load(directory).model.loss("abc def ghi")
-    assert jaxlc.load(directory, mesh=dict(context=3)).model.loss("abc def ghi") == pytest.approx(loss, rel=1e-3)
-    with pytest.raises(UserError, match="the model does not split over the mesh .*num_heads=4 ") as error:
+    assert jaxlc.load(directory, mesh=dict(context=3)).model.loss("abc def ghi") == pytest.approx(
+        loss, rel=1e-3
+    )
+    with pytest.raises(
+        UserError, match="the model does not split over the mesh .*num_heads=4 "
+    ) as error:
         jaxlc.load(directory, mesh=dict(context=2, tensor=3))
-    advice = re.search(r"use another mesh, such as --mesh=(\S+) \(in Python mesh=dict\((.*)\)\)$", str(error.value))
+    advice = re.search(
+        r"use another mesh, such as --mesh=(\S+) \(in Python mesh=dict\((.*)\)\)$", str(error.value)
+    )
     sizes = mesh_sizes(advice[1])
-    assert jaxlc.load(directory, mesh=sizes).mesh.size == 6 and advice[2] == ", ".join(advice[1].split(","))
+    assert jaxlc.load(directory, mesh=sizes).mesh.size == 6 and advice[2] == ", ".join(
+        advice[1].split(",")
+    )

@@ -1,4 +1,6 @@
-"""LoRA on a Hugging Face model: small checkpoints, resuming, loading and export; gradients against `peft`."""
+"""LoRA on a Hugging Face model: small checkpoints, resuming, loading and export; gradients against
+`peft`.
+"""
 
 import json
 import shutil
@@ -54,7 +56,9 @@ def run(model, tmp_path_factory):
     """(workdir, result) of a run that was interrupted after two of four steps."""
     workdir = tmp_path_factory.mktemp("lora") / "run"
     jaxlc.train.run(lora_config(model, train__steps=2), workdir, batches=batches(STEPS))
-    return workdir, jaxlc.train.run(lora_config(model, train__steps=STEPS), workdir, batches=batches(STEPS))
+    return workdir, jaxlc.train.run(
+        lora_config(model, train__steps=STEPS), workdir, batches=batches(STEPS)
+    )
 
 
 def assert_same(a, b) -> None:
@@ -63,13 +67,17 @@ def assert_same(a, b) -> None:
 
 def test_small_checkpoint_resumes_bitwise_and_loads(run, model, tmp_path):
     workdir, result = run
-    undisturbed = jaxlc.train.run(lora_config(model, train__steps=STEPS), tmp_path / "run", batches=batches(STEPS))
+    undisturbed = jaxlc.train.run(
+        lora_config(model, train__steps=STEPS), tmp_path / "run", batches=batches(STEPS)
+    )
     assert_same(result.params, undisturbed.params)
     checkpoint = workdir / "checkpoints" / str(STEPS)
     stored = json.loads((checkpoint / "checksums" / "metadata").read_text())
     blocks = {name: projection_paths()[name][0].split("/")[0] for name in MATMUL_NAMES}
     adapters = {f"layers/{block}/lora/{name}/{x}" for name, block in blocks.items() for x in "ab"}
-    assert {name for name in stored if name.startswith("params/")} == {f"params/{x}" for x in adapters | {*TRAINED}}
+    assert {name for name in stored if name.startswith("params/")} == {
+        f"params/{x}" for x in adapters | {*TRAINED}
+    }
     assert_same(jaxlc.load(workdir, mesh=dict(context=2)).params, _without_padding(result.params))
 
 
@@ -82,9 +90,13 @@ def test_resume_with_another_base_or_adapter_raises(run, model, tmp_path):
     workdir = shutil.copytree(run[0], tmp_path / "run")
     other = write_model(tmp_path / "other", "llama", dtype=np.float32)
     (file,) = (path for path in other.glob("*.safetensors") if "lm_head.weight" in load_file(path))
-    save_file(load_file(file) | {"lm_head.weight": np.zeros((61, 32), np.float32)}, file, {"format": "pt"})
+    save_file(
+        load_file(file) | {"lm_head.weight": np.zeros((61, 32), np.float32)}, file, {"format": "pt"}
+    )
     config = lora_config(other, train__steps=STEPS)
-    with pytest.raises(UserError, match="the frozen parameters of .* are not those of config.model.init_from="):
+    with pytest.raises(
+        UserError, match="the frozen parameters of .* are not those of config.model.init_from="
+    ):
         jaxlc.train.run(config, workdir, batches=batches(STEPS))
     config = lora_config(model, train__steps=STEPS)
     config.lora.alpha = 7.0
@@ -102,27 +114,40 @@ def pretrained_params(config):
 
 
 def test_lora_run_as_init_from_raises(run):
-    with pytest.raises(UserError, match="has adapters or lacks the frozen parameters: export the run"):
+    with pytest.raises(
+        UserError, match="has adapters or lacks the frozen parameters: export the run"
+    ):
         pretrained_params(config_of(run[0], mesh__data=2))
 
 
 def test_full_run_as_base_is_converted_to_bf16(model, tmp_path, capsys):
-    """And the start report says so; adapters for peft name no run as their base, and a base that is not in bf16."""
+    """And the start report says so; adapters for peft name no run as their base, and a base that is
+    not in bf16.
+    """
     save_step_0(config_of(model), tmp_path / "full")
-    config, rounded = lora_config(tmp_path / "full"), "; frozen weights are rounded to bf16 (config.precision.frozen)"
+    config, rounded = (
+        lora_config(tmp_path / "full"),
+        "; frozen weights are rounded to bf16 (config.precision.frozen)",
+    )
     config.precision.frozen = "bf16"
     with_file = lora_config(model)
     with_file.precision.frozen = "bf16"
     for base, name, note in (
         (config, None, f"export it with `jaxlc export {tmp_path / 'full'} BASE --dtype=bf16`"),
-        (with_file, str(model), f"rounded the frozen weights of {model} to bf16 (config.precision.frozen)"),
+        (
+            with_file,
+            str(model),
+            f"rounded the frozen weights of {model} to bf16 (config.precision.frozen)",
+        ),
         (lora_config(model), str(model), ""),
     ):
         workdir = tmp_path / str(id(base))
         assert load_pretrained(step_of(base))[1].endswith(rounded) == bool(note)
         save_step_0(base, workdir)
         out = jaxlc.export(workdir, tmp_path / f"{id(base)}-adapters", adapters=True)
-        assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+        assert (
+            json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+        )
         printed = capsys.readouterr().err
         assert note in printed and bool(note) == ("note: " in printed)
     params, full = pretrained_params(config), pretrained_params(config_of(model, mesh__data=2))
@@ -133,17 +158,25 @@ def test_full_run_as_base_is_converted_to_bf16(model, tmp_path, capsys):
 
 def test_export_merges_adapters_into_weights(run, model, tmp_path):
     workdir, result = run
-    exported, base = tensors_in(jaxlc.export(workdir, tmp_path / "out", dtype="fp32")), tensors_in(model)
+    exported, base = (
+        tensors_in(jaxlc.export(workdir, tmp_path / "out", dtype="fp32")),
+        tensors_in(model),
+    )
     assert exported.keys() == base.keys()
     for projection, module in MODULES.items():
-        block = result.params["layers"][projection_paths()[projection][0].split("/")[0]]["lora"][projection]
+        block = result.params["layers"][projection_paths()[projection][0].split("/")[0]]["lora"][
+            projection
+        ]
         for layer, (a, b) in enumerate(zip(*(np.asarray(block[x]) for x in "ab"))):
             name = f"model.layers.{layer}.{module}.weight"
             expected = base[name] + SCALE * (a.reshape(-1, RANK) @ b.reshape(RANK, -1)).T
             np.testing.assert_allclose(exported[name], expected, atol=1e-6)
             assert np.abs(exported[name] - base[name]).max() > 1e-3
     np.testing.assert_array_equal(exported["lm_head.weight"], base["lm_head.weight"])
-    assert np.abs(exported["model.embed_tokens.weight"] - base["model.embed_tokens.weight"]).max() > 1e-3
+    assert (
+        np.abs(exported["model.embed_tokens.weight"] - base["model.embed_tokens.weight"]).max()
+        > 1e-3
+    )
 
 
 def test_generation_with_adapters_equals_that_of_merged_weights(run, model, tmp_path):
@@ -168,7 +201,12 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     merged = jaxlc.export(workdir, tmp_path / "merged", dtype="fp32")
     tokens = tokens_of(16)
     jobs = {
-        "peft": dict(job="peft_gradients", directory=str(model), adapters=str(adapters), tokens=tokens.tolist()),
+        "peft": dict(
+            job="peft_gradients",
+            directory=str(model),
+            adapters=str(adapters),
+            tokens=tokens.tolist(),
+        ),
         "merged": dict(job="gradients", directory=str(merged), tokens=tokens.tolist()),
     }
     expected = run_jobs(tmp_path, jobs)
@@ -177,16 +215,23 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
     assert relative_error(logits, expected["merged"]["logits"]) <= 1e-5
     ours = {}
     for projection, module in MODULES.items():
-        block = gradients["layers"][projection_paths()[projection][0].split("/")[0]]["lora"][projection]
+        block = gradients["layers"][projection_paths()[projection][0].split("/")[0]]["lora"][
+            projection
+        ]
         for layer, (a, b) in enumerate(zip(block["a"], block["b"])):
             prefix = f"model.layers.{layer}.{module}.lora"
-            ours |= {f"{prefix}_A.default": a.reshape(-1, RANK).T, f"{prefix}_B.default": b.reshape(RANK, -1).T}
+            ours |= {
+                f"{prefix}_A.default": a.reshape(-1, RANK).T,
+                f"{prefix}_B.default": b.reshape(RANK, -1).T,
+            }
     ours["model.embed_tokens.modules_to_save.default"] = gradients["embedding"][:61]
     ours["model.norm.modules_to_save.default"] = gradients["final_norm"]["scale"]
     theirs = {name: x for name, x in expected["peft"].items() if name.startswith("gradient/")}
     assert {f"gradient/base_model.model.{name}.weight" for name in ours} == theirs.keys()
     for name, gradient in ours.items():
-        assert relative_error(gradient, theirs[f"gradient/base_model.model.{name}.weight"]) <= 1e-5, name
+        assert (
+            relative_error(gradient, theirs[f"gradient/base_model.model.{name}.weight"]) <= 1e-5
+        ), name
 
 
 @needs_transformers
@@ -198,7 +243,9 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("olmo_hybrid", _DELTA_NAMES, "a_proj"),
     ],
 )
-def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(case, projections, module, tmp_path):
+def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(
+    case, projections, module, tmp_path
+):
     base = write_model(tmp_path / "base", case, dtype=np.float32)
     config = lora_config(base, train__steps=2)
     config.lora.projections = projections
@@ -207,7 +254,12 @@ def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(case, projec
     merged = jaxlc.export(tmp_path / "run", tmp_path / "merged", dtype="fp32")
     tokens = tokens_of(64)
     jobs = {
-        "peft": dict(job="peft_gradients", directory=str(base), adapters=str(adapters), tokens=tokens.tolist()),
+        "peft": dict(
+            job="peft_gradients",
+            directory=str(base),
+            adapters=str(adapters),
+            tokens=tokens.tolist(),
+        ),
         "merged": dict(job="gradients", directory=str(merged), tokens=tokens.tolist()),
         "base": dict(job="gradients", directory=str(base), tokens=tokens.tolist()),
     }

@@ -1,8 +1,9 @@
 """Packed sequences against `transformers`, document by document, for all ways to split them.
 
-gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers, experts. Qwen 3.5:
-two layers of Gated DeltaNet and a full one; or experts with a shared one, between two layers of Gated DeltaNet. Olmo
-Hybrid: a layer with attention between two of Gated DeltaNet.
+gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers,
+experts. Qwen 3.5: two layers of Gated DeltaNet and a full one; or experts with a shared one,
+between two layers of Gated DeltaNet. Olmo Hybrid: a layer with attention between two of Gated
+DeltaNet.
 """
 
 import dataclasses
@@ -39,7 +40,10 @@ MODELS = {
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {name: write_model(root / name, dtype=np.float32, **fields) for name, fields in MODELS.items()}
+    return {
+        name: write_model(root / name, dtype=np.float32, **fields)
+        for name, fields in MODELS.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +52,22 @@ def references(directories, tmp_path_factory):
     jobs = {
         (name, index): dict(job="gradients", directory=str(directory), tokens=tokens.tolist())
         for name, directory in directories.items()
-        for index, tokens in enumerate(np.split(tokens_of(sum(DOCUMENTS)), np.cumsum(DOCUMENTS)[:-1], axis=1))
+        for index, tokens in enumerate(
+            np.split(tokens_of(sum(DOCUMENTS)), np.cumsum(DOCUMENTS)[:-1], axis=1)
+        )
     }
     results = run_jobs(tmp_path_factory.mktemp("references"), jobs)
-    weights = (np.array(DOCUMENTS) - 1) / (sum(DOCUMENTS) - len(DOCUMENTS))  # a document of n tokens has n - 1 losses
+    # a document of n tokens has n - 1 losses
+    weights = (np.array(DOCUMENTS) - 1) / (sum(DOCUMENTS) - len(DOCUMENTS))
     packed = {}
     for name in directories:
         parts = [results[name, index] for index in range(len(DOCUMENTS))]
         packed[name] = {"logits": np.concatenate([part["logits"] for part in parts], axis=1)}
         for key in parts[0]:
             if key.startswith("gradient/"):
-                packed[name][key] = sum(weight * part[key] for weight, part in zip(weights, parts, strict=True))
+                packed[name][key] = sum(
+                    weight * part[key] for weight, part in zip(weights, parts, strict=True)
+                )
     return packed
 
 
@@ -73,7 +82,12 @@ def references(directories, tmp_path_factory):
         ("sliding", dict(context=2, tensor=2), dict(strategy="all_gather"), dict(remat="none")),
         ("sliding", dict(context=2, fsdp=2), dict(strategy="ulysses"), dict()),
         ("sliding", dict(context=4), dict(), dict(tile_tokens=12)),
-        ("full", dict(context=2, tensor=2), dict(strategy="ring"), dict(tile_tokens=24, remat="full")),
+        (
+            "full",
+            dict(context=2, tensor=2),
+            dict(strategy="ring"),
+            dict(tile_tokens=24, remat="full"),
+        ),
         ("full", dict(context=2), dict(strategy="ulysses"), dict(tile_tokens=24)),
         (
             "sliding",
@@ -82,19 +96,34 @@ def references(directories, tmp_path_factory):
             dict(tile_tokens=24, optimizer="host"),
         ),
         ("delta_net", dict(context=2, tensor=2), dict(), dict(offload=("residual",))),
-        ("delta_net", dict(context=4), dict(strategy="all_gather"), dict(remat="full", layers_per_remat_group=3)),
+        (
+            "delta_net",
+            dict(context=4),
+            dict(strategy="all_gather"),
+            dict(remat="full", layers_per_remat_group=3),
+        ),
         ("delta_net", dict(context=8), dict(), dict()),
         ("olmo_hybrid", dict(context=2, tensor=2), dict(), dict()),
         ("olmo_hybrid", dict(context=4), dict(strategy="ulysses"), dict(remat="full")),
-        ("shared_expert", dict(context=4, tensor=2), dict(), dict(remat="full", save=("mlp_gate",))),
+        (
+            "shared_expert",
+            dict(context=4, tensor=2),
+            dict(),
+            dict(remat="full", save=("mlp_gate",)),
+        ),
         ("shared_expert", dict(context=8), dict(strategy="all_gather"), dict()),
     ],
     ids=str,
 )
-def test_packed_documents_equal_transformers(model, mesh, attention, memory, directories, references):
+def test_packed_documents_equal_transformers(
+    model, mesh, attention, memory, directories, references
+):
     step = step_of(directories[model], sum(DOCUMENTS), mesh)
     settings = dict(attention=attention, memory=memory)
-    replaced = {name: dataclasses.replace(getattr(step.config, name), **values) for name, values in settings.items()}
+    replaced = {
+        name: dataclasses.replace(getattr(step.config, name), **values)
+        for name, values in settings.items()
+    }
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
     assert step.config.model.attention_sinks == (model in ("sliding", "full"))
     assert step.config.model.sliding_rope_scaling == (model == "sliding")
@@ -103,5 +132,7 @@ def test_packed_documents_equal_transformers(model, mesh, attention, memory, dir
     errors = {"logits": relative_error(logits, expected["logits"])}
     for name, gradient in by_names_in_files(step, gradients).items():
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
-    assert any(("sinks" if step.config.model.attention_sinks else "linear_attn") in name for name in errors)
+    assert any(
+        ("sinks" if step.config.model.attention_sinks else "linear_attn") in name for name in errors
+    )
     assert_small(errors, f"{model}, {mesh}, {attention}, {memory}")

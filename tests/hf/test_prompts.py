@@ -45,12 +45,20 @@ def test_prompts_equal_those_of_transformers(tmp_path):
             add_bos_processor(directories[-1])
         path = directories[-1] / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    directories += [write_tokenizer(tmp_path / style, template) for style, template in STYLES.items()]
-    (tmp_path / "jobs.json").write_text(json.dumps([TEXT, PREFIX, [str(directory) for directory in directories]]))
-    done = subprocess.run([PYTHON, "-c", _SCRIPT, str(tmp_path / "jobs.json")], capture_output=True, text=True)
+    directories += [
+        write_tokenizer(tmp_path / style, template) for style, template in STYLES.items()
+    ]
+    (tmp_path / "jobs.json").write_text(
+        json.dumps([TEXT, PREFIX, [str(directory) for directory in directories]])
+    )
+    done = subprocess.run(
+        [PYTHON, "-c", _SCRIPT, str(tmp_path / "jobs.json")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lengths = set()
-    for directory, (text_ids, chat_ids) in zip(directories, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for directory, (text_ids, chat_ids) in zip(
+        directories, json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
         tokenizer = load_tokenizer(str(directory), end_token="</s>")
         encode = PromptEncoder(tokenizer=tokenizer)
         assert encode(TEXT).tolist() == text_ids, directory

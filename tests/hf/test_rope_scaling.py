@@ -1,4 +1,5 @@
-"""RoPE against `transformers`: frequencies of every kind of scaling, and logits and gradients of extended models.
+"""RoPE against `transformers`: frequencies of every kind of scaling, and logits and gradients of
+extended models.
 
 Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 """
@@ -34,7 +35,8 @@ from tests.hf.models import write_model
 from tests.models.plain_rope import LLAMA, SCALINGS, scaled_model
 
 pytestmark = needs_transformers
-LENGTHS = (ORIGINAL_TOKENS // 2, 4 * ORIGINAL_TOKENS)  # below and 4 times beyond the original context
+# below and 4 times beyond the original context
+LENGTHS = (ORIGINAL_TOKENS // 2, 4 * ORIGINAL_TOKENS)
 # Kind -> settings of a model with head_dim=16 that was trained with ORIGINAL_TOKENS.
 EXTENSIONS = {
     "linear": dict(rope_scaling="linear", rope_scaling_factor=4.0),
@@ -60,7 +62,9 @@ CHANGES_WITH_LENGTH = ("dynamic_ntk", "longrope")
 _YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=4096)
 _LLAMA3 = dict(_YARN, rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 _LONGROPE = dict(
-    rope_type="longrope", short_factor=[1 + i / 64 for i in range(64)], long_factor=[1 + i / 2 for i in range(64)]
+    rope_type="longrope",
+    short_factor=[1 + i / 64 for i in range(64)],
+    long_factor=[1 + i / 2 for i in range(64)],
 )
 # rope_parameters, and fields outside of them.
 CORNER_CASES = {
@@ -83,7 +87,10 @@ CORNER_CASES = {
         dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
         dict(max_position_embeddings=4096),
     ),
-    "longrope, no original length": (dict(_LONGROPE, factor=4.0), dict(max_position_embeddings=4096)),
+    "longrope, no original length": (
+        dict(_LONGROPE, factor=4.0),
+        dict(max_position_embeddings=4096),
+    ),
     "linear, base": (dict(rope_type="linear", factor=2.0, rope_theta=70_000.0), {}),
     "yarn, factor null": (dict(_YARN, factor=None, mscale=1.0, mscale_all_dim=0.5), {}),
 }
@@ -93,7 +100,13 @@ def test_frequencies_equal_transformers(tmp_path):
     cases, expected = [], []
     for name in SCALINGS:
         model = scaled_model(name)
-        sizes = dict(hidden_size=128, num_attention_heads=1, head_dim=128, intermediate_size=8, num_hidden_layers=1)
+        sizes = dict(
+            hidden_size=128,
+            num_attention_heads=1,
+            head_dim=128,
+            intermediate_size=8,
+            num_hidden_layers=1,
+        )
         whole = scaled_model(name, rope_fraction=1.0)
         fields = rope_fields(whole, FAMILIES["llama"])["rope_parameters"]
         for seq_len in (4096, 2**20):
@@ -104,7 +117,12 @@ def test_frequencies_equal_transformers(tmp_path):
             cases.append((config, seq_len))
             expected.append(rope_frequencies(model, "full", seq_len))
     for parameters, outside in CORNER_CASES.values():
-        config = sizes | dict(max_position_embeddings=131_072) | outside | dict(rope_parameters=parameters)
+        config = (
+            sizes
+            | dict(max_position_embeddings=131_072)
+            | outside
+            | dict(rope_parameters=parameters)
+        )
         settings = rope_settings(config, "config.json", FAMILIES["llama"], ("full",))
         cases.append((config, 2**20))
         expected.append(rope_frequencies(dataclasses.replace(LLAMA, **settings), "full", 2**20))
@@ -113,13 +131,17 @@ def test_frequencies_equal_transformers(tmp_path):
     command = [PYTHON, script, tmp_path / "cases.json", tmp_path / "out.json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for (inverse, factor), ours in zip(json.loads((tmp_path / "out.json").read_text()), expected, strict=True):
+    for (inverse, factor), ours in zip(
+        json.loads((tmp_path / "out.json").read_text()), expected, strict=True
+    ):
         np.testing.assert_allclose(ours.radians_per_token, inverse, rtol=3e-6)  # theirs are float32
         assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 def settings_of_extension(name: str) -> dict:
-    original = {} if name in ("linear", "ntk") else {"rope_scaling_original_tokens": ORIGINAL_TOKENS}
+    original = (
+        {} if name in ("linear", "ntk") else {"rope_scaling_original_tokens": ORIGINAL_TOKENS}
+    )
     return EXTENSIONS[name] | original
 
 
@@ -135,7 +157,9 @@ def original(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(original, tmp_path_factory):
-    """Logits and gradients of transformers by (extension, number of tokens); None is the model without scaling."""
+    """Logits and gradients of transformers by (extension, number of tokens); None is the model
+    without scaling.
+    """
     root, jobs = tmp_path_factory.mktemp("extended"), {}
     for num_tokens in LENGTHS:
         jobs[None, num_tokens] = original
@@ -144,7 +168,9 @@ def references(original, tmp_path_factory):
                 step = step_of(original, num_tokens, {}, **settings_of_extension(name))
                 extended = shutil.copytree(original, root / f"{name}-{num_tokens}")
                 base = json.loads((original / "config.json").read_text())
-                content = config_json_of(step.config.model, base, seq_len=num_tokens, dtype="float32")
+                content = config_json_of(
+                    step.config.model, base, seq_len=num_tokens, dtype="float32"
+                )
                 (extended / "config.json").write_text(json.dumps(content))
                 jobs[name, num_tokens] = extended
     arguments = {
@@ -158,10 +184,14 @@ def references(original, tmp_path_factory):
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_extended_model_equals_transformers(name, num_tokens, original, references):
-    """A model without scaling, trained with one of them; transformers reads the exported config.json."""
+    """A model without scaling, trained with one of them; transformers reads the exported
+    config.json.
+    """
     if not is_compared(name, num_tokens):
         pytest.skip("the RoPE is the same as at the other length")
-    step = step_of(original, num_tokens, MESHES["context=4 x tensor=2"], **settings_of_extension(name))
+    step = step_of(
+        original, num_tokens, MESHES["context=4 x tensor=2"], **settings_of_extension(name)
+    )
     expected = dict(references[name, num_tokens])
     extended = expected.pop("directory")
     if num_tokens > ORIGINAL_TOKENS or name == "longrope":
@@ -170,5 +200,6 @@ def test_extended_model_equals_transformers(name, num_tokens, original, referenc
     assert_small(errors_of(step, params, expected, num_tokens), f"{name}, {num_tokens} tokens")
 
     again = load(ConfigDict({"model": {"init_from": str(extended)}})).model
-    if name not in ("ntk", "longrope"):  # written as another rope_theta, and with the computed attention factor
+    # written as another rope_theta, and with the computed attention factor
+    if name not in ("ntk", "longrope"):
         assert all(getattr(again, x) == getattr(step.config.model, x) for x in ROPE_SETTINGS)

@@ -1,7 +1,8 @@
 """Models of every family that `transformers` itself has saved, and what it reads of our exports.
 
-Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py. Nothing is renamed: the files are those of
-save_pretrained, of random models that transformers makes from the configs of tests/hf/models.py.
+Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py. Nothing is renamed: the files are
+those of save_pretrained, of random models that transformers makes from the configs of
+tests/hf/models.py.
 """
 
 import functools
@@ -21,12 +22,22 @@ from tests.hf.models import CASES
 
 pytestmark = needs_transformers
 NUM_TOKENS = 48
-# Arguments of save_pretrained. Names of modules instead of those of files are also what state_dict() has.
-OPTIONS = {"files": {}, "modules": dict(save_original_format=False), "shards": dict(max_shard_size="20KB")}
-WITH_ALIASES = [x for x in CASES if (y := FAMILIES[CASES[x].config["model_type"]]).tensor_aliases or y.joined_tensors]
+# Arguments of save_pretrained. Names of modules instead of those of files are also what
+# state_dict() has.
+OPTIONS = {
+    "files": {},
+    "modules": dict(save_original_format=False),
+    "shards": dict(max_shard_size="20KB"),
+}
+WITH_ALIASES = [
+    x
+    for x in CASES
+    if (y := FAMILIES[CASES[x].config["model_type"]]).tensor_aliases or y.joined_tensors
+]
 # Models around a language model: their model_type.
 WRAPPERS = {
-    case: CASES[case].config["model_type"].removesuffix("_text") for case in ("gemma3", "qwen3_5_hybrid", "qwen3_5_moe")
+    case: CASES[case].config["model_type"].removesuffix("_text")
+    for case in ("gemma3", "qwen3_5_hybrid", "qwen3_5_moe")
 }
 SAVED = [(case, "files", "") for case in CASES] + [(case, "modules", "") for case in WITH_ALIASES]
 SAVED += [("gpt_oss", "shards", ""), ("olmo_hybrid", "shards", "")]
@@ -49,7 +60,9 @@ def saved(tmp_path_factory):
         )
         for case, options, wrapper in SAVED
     }
-    return {key: (directories[key], result["logits"]) for key, result in run_jobs(root, jobs).items()}
+    return {
+        key: (directories[key], result["logits"]) for key, result in run_jobs(root, jobs).items()
+    }
 
 
 @functools.cache
@@ -77,10 +90,14 @@ def test_exports_of_saved_models_have_their_logits_in_transformers(saved, tmp_pa
         directory, expected[case] = saved[case, "files", ""]
         step, params, _ = loaded(directory)
         checkpoints = Checkpoints(tmp_path / case / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
-        checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config)))
+        checkpoints.save(
+            1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config))
+        )
         checkpoints.close()
         out = jaxlc.export(tmp_path / case, tmp_path / f"{case}-out", dtype="fp32")
-        before, after = (json.loads((path / "config.json").read_text()) for path in (directory, out))
+        before, after = (
+            json.loads((path / "config.json").read_text()) for path in (directory, out)
+        )
         assert before.keys() <= after.keys(), case
         jobs[case] = dict(job="logits", directory=str(out), tokens=tokens_of(NUM_TOKENS).tolist())
     for case, result in run_jobs(tmp_path, jobs).items():

@@ -1,6 +1,7 @@
 """Logits, gradients and training against `transformers`, for the models of tests/hf/models.py.
 
-One process of transformers computes all references, and a second one opens exported models; see tests/hf/comparison.py.
+One process of transformers computes all references, and a second one opens exported models; see
+tests/hf/comparison.py.
 """
 
 import dataclasses
@@ -42,14 +43,15 @@ from tests.hf.models import CASES, write_model
 from tests.tolerances import FLOAT32_PARITY
 
 pytestmark = needs_transformers
-# Number of tokens and first position: below and 4 times beyond the original context, and beyond 8192, where the
-# reference is float64 because float32 angles are inaccurate.
+# Number of tokens and first position: below and 4 times beyond the original context, and beyond
+# 8192, where the reference is float64 because float32 angles are inaccurate.
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
-# Hybrids with the epsilon of released models, which amplifies rounding errors (`HYBRID_NORM_EPSILON`), and the scale of
-# their matrices. In float32, the first steps of AdamW turn rounding errors of gradients near 0 into whole steps: with a
-# scale of 4 and a learning rate of 0.01, a few entries of torch, too, differ from float64 by up to the learning rate.
+# Hybrids with the epsilon of released models, which amplifies rounding errors
+# (`HYBRID_NORM_EPSILON`), and the scale of their matrices. In float32, the first steps of AdamW
+# turn rounding errors of gradients near 0 into whole steps: with a scale of 4 and a learning rate
+# of 0.01, a few entries of torch, too, differ from float64 by up to the learning rate.
 FLOAT64_MODELS = {
     "qwen3_5_hybrid": ("qwen3_5_hybrid", 1.0),
     "olmo_hybrid": ("olmo_hybrid", 1.0),
@@ -58,11 +60,15 @@ FLOAT64_MODELS = {
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
 }
 RELEASED_EPSILON, FLOAT64_STEPS = 1e-6, 2
-FLOAT64_PARITY = {1.0: 1e-11, 4.0: 1e-9}  # of gradients, by scale: sharp models amplify rounding errors in float64, too
+# of gradients, by scale: sharp models amplify rounding errors in float64, too
+FLOAT64_PARITY = {1.0: 1e-11, 4.0: 1e-9}
 FLOAT64_UPDATE = 1e-6  # of the learning rate, which is float32
 FLOAT64_LOSS = 1e-6  # relative; the mean over tokens divides by a float32
-FLOAT64_OPTIMIZER = dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0, learning_rate=1e-2, weight_decay=0.1)
-# Hybrids are compared in float64: AdamW amplifies the rounding errors of the delta rule within a few steps.
+FLOAT64_OPTIMIZER = dict(
+    schedule="constant", warmup_steps=0, max_grad_norm=0.0, learning_rate=1e-2, weight_decay=0.1
+)
+# Hybrids are compared in float64: AdamW amplifies the rounding errors of the delta rule within a
+# few steps.
 TRAINED_CASES = ("qwen2", "gemma3", "olmo3")
 
 
@@ -82,7 +88,8 @@ def float64_models(tmp_path_factory):
     root = tmp_path_factory.mktemp("float64_models")
     changes = dict(dtype=np.float32, rms_norm_eps=RELEASED_EPSILON)
     return {
-        name: write_model(root / name, case, scale=scale, **changes) for name, (case, scale) in FLOAT64_MODELS.items()
+        name: write_model(root / name, case, scale=scale, **changes)
+        for name, (case, scale) in FLOAT64_MODELS.items()
     }
 
 
@@ -92,11 +99,17 @@ def references(models, float64_models, tmp_path_factory):
     for case, directory in models.items():
         for span, (num_tokens, first_position) in SPANS.items():
             if span != "far" or case in FAR_CASES:
-                arguments = dict(tokens=tokens_of(num_tokens).tolist(), first_position=first_position)
-                jobs[case, span] = dict(job="gradients", directory=str(directory), float64=span == "far", **arguments)
+                arguments = dict(
+                    tokens=tokens_of(num_tokens).tolist(), first_position=first_position
+                )
+                jobs[case, span] = dict(
+                    job="gradients", directory=str(directory), float64=span == "far", **arguments
+                )
     for case, directory in float64_models.items():
         tokens = tokens_of(SPANS["long"][0]).tolist()
-        jobs[case, "float64"] = dict(job="gradients", directory=str(directory), tokens=tokens, float64=True)
+        jobs[case, "float64"] = dict(
+            job="gradients", directory=str(directory), tokens=tokens, float64=True
+        )
         batches = [tokens.tolist() for tokens in training_tokens()[:FLOAT64_STEPS]]
         arguments = {name: FLOAT64_OPTIMIZER[name] for name in ("learning_rate", "weight_decay")}
         jobs[case, "float64 train"] = dict(
@@ -105,7 +118,9 @@ def references(models, float64_models, tmp_path_factory):
     for case in TRAINED_CASES:
         arguments = dict(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         batches = [tokens.tolist() for tokens in training_tokens()]
-        jobs[case, "train"] = dict(job="train", directory=str(models[case]), batches=batches, **arguments)
+        jobs[case, "train"] = dict(
+            job="train", directory=str(models[case]), batches=batches, **arguments
+        )
     return run_jobs(tmp_path_factory.mktemp("references"), jobs)
 
 
@@ -122,14 +137,20 @@ def test_logits_and_gradients_equal_transformers(case, span, mesh, models, refer
     params, _ = load_pretrained(step)
     expected = references[case, span]
     assert expected["logits"].std() >= 1
-    assert_small(errors_of(step, params, expected, num_tokens, first_position), f"{case}, {span}, {mesh}")
+    assert_small(
+        errors_of(step, params, expected, num_tokens, first_position), f"{case}, {span}, {mesh}"
+    )
 
 
-def test_gradients_and_adamw_of_hybrids_equal_torch_in_float64(float64_models, references, tmp_path):
+def test_gradients_and_adamw_of_hybrids_equal_torch_in_float64(
+    float64_models, references, tmp_path
+):
     """So their differences in float32 are rounding errors."""
     cases = []
     for case, directory in float64_models.items():
-        described = dict(directory=str(directory), num_tokens=SPANS["long"][0], optimizer=FLOAT64_OPTIMIZER)
+        described = dict(
+            directory=str(directory), num_tokens=SPANS["long"][0], optimizer=FLOAT64_OPTIMIZER
+        )
         described["batches"] = [tokens.tolist() for tokens in training_tokens()[:FLOAT64_STEPS]]
         for name, job in (("gradients", "float64"), ("trained", "float64 train")):
             described[name] = str(tmp_path / f"{case}, {name}.npz")
@@ -151,16 +172,26 @@ def test_gradients_and_adamw_of_hybrids_equal_torch_in_float64(float64_models, r
 
 
 @pytest.mark.parametrize(
-    "case, mesh", [("llama", "context=4"), ("gemma3", "context=2,tensor=2"), ("gpt_oss", "context=2")]
+    "case, mesh",
+    [("llama", "context=4"), ("gemma3", "context=2,tensor=2"), ("gpt_oss", "context=2")],
 )
 def test_log_probs_equal_transformers(case, mesh, models, references, tmp_path):
-    """`jaxlc logprobs`. Errors are compared with the largest log-probability, which may also be close to 0."""
+    """`jaxlc logprobs`. Errors are compared with the largest log-probability, which may also be
+    close to 0.
+    """
     num_tokens, _ = SPANS["long"]
     traces, out = tmp_path / "traces.jsonl", tmp_path / "out.jsonl"
     rows = tokens_of(num_tokens)
     in_loss = [0] + [1] * (num_tokens - 1)
-    traces.write_text("".join(json.dumps(dict(tokens=row.tolist(), loss_mask=in_loss)) + "\n" for row in rows))
-    assert logprobs.main(["jaxlc logprobs", str(models[case]), str(traces), str(out), f"--mesh={mesh}"]) == 0
+    traces.write_text(
+        "".join(json.dumps(dict(tokens=row.tolist(), loss_mask=in_loss)) + "\n" for row in rows)
+    )
+    assert (
+        logprobs.main(
+            ["jaxlc logprobs", str(models[case]), str(traces), str(out), f"--mesh={mesh}"]
+        )
+        == 0
+    )
     logits = references[case, "long"]["logits"].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     for line, row, log_probs in zip(out.read_text().splitlines(), rows, expected):
@@ -188,7 +219,9 @@ def _zero_biases(params):
 
 def _without_gate(params):
     query = ("wq", "bq")
-    return jax.tree.map_with_path(lambda path, x: jnp.split(x, 2, axis=-1)[0] if path[-1].key in query else x, params)
+    return jax.tree.map_with_path(
+        lambda path, x: jnp.split(x, 2, axis=-1)[0] if path[-1].key in query else x, params
+    )
 
 
 def _long_memory(params):
@@ -204,15 +237,29 @@ PARTS = {
     "linear scaling": ("gemma3", dict(rope_scaling="none"), lambda params: params),
     "window of all layers": ("mistral_window", dict(window=256), lambda params: params),
     "window of some layers": ("gemma3", dict(window=256), lambda params: params),
-    "RoPE base of sliding layers": ("gemma3", dict(sliding_rope_theta=60000.0), lambda params: params),
+    "RoPE base of sliding layers": (
+        "gemma3",
+        dict(sliding_rope_theta=60000.0),
+        lambda params: params,
+    ),
     "NoPE": ("smollm3", dict(layer_kinds=("sliding", "full", "full")), lambda params: params),
     "biases": ("qwen2", dict(), _zero_biases),
-    "norm of heads": ("qwen3", dict(qk_norm="none"), lambda params: _without(("q_norm", "k_norm"), params)),
-    "norm of projections": ("olmo3", dict(qk_norm="none"), lambda params: _without(("q_norm", "k_norm"), params)),
+    "norm of heads": (
+        "qwen3",
+        dict(qk_norm="none"),
+        lambda params: _without(("q_norm", "k_norm"), params),
+    ),
+    "norm of projections": (
+        "olmo3",
+        dict(qk_norm="none"),
+        lambda params: _without(("q_norm", "k_norm"), params),
+    ),
     "norms of outputs": (
         "olmo3",
         dict(norm_placement="pre"),
-        lambda params: _renamed(params, {"attention_post_norm": "attention_norm", "mlp_post_norm": "mlp_norm"}),
+        lambda params: _renamed(
+            params, {"attention_post_norm": "attention_norm", "mlp_post_norm": "mlp_norm"}
+        ),
     ),
     "zero-centered norms": ("gemma3", dict(zero_centered_norm=False), lambda params: params),
     "scale of queries": ("gemma3", dict(query_scale_dim=16), lambda params: params),
@@ -220,9 +267,17 @@ PARTS = {
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
     "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),
     "linear attention": ("qwen3_5_hybrid", dict(), _long_memory),
-    "negative eigenvalues": ("olmo_hybrid", {"delta_net.negative_eigenvalues": False}, lambda params: params),
+    "negative eigenvalues": (
+        "olmo_hybrid",
+        {"delta_net.negative_eigenvalues": False},
+        lambda params: params,
+    ),
     "partial RoPE": ("qwen3_5", dict(rope_fraction=1.0), lambda params: params),
-    "output bias": ("llama_tied", dict(attention_out_bias=False), lambda params: _without(("bo",), params)),
+    "output bias": (
+        "llama_tied",
+        dict(attention_out_bias=False),
+        lambda params: _without(("bo",), params),
+    ),
     "bias of the choice": (
         "glm4_moe",
         {"experts.choice_bias": False},
@@ -235,7 +290,11 @@ PARTS = {
         lambda params: _without(("shared_gate",), params),
     ),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
-    "scaled RoPE of sliding layers": ("gpt_oss", dict(sliding_rope_scaling=False), lambda params: params),
+    "scaled RoPE of sliding layers": (
+        "gpt_oss",
+        dict(sliding_rope_scaling=False),
+        lambda params: params,
+    ),
 }
 
 
@@ -268,7 +327,9 @@ def test_training_equals_adamw_of_torch(case, models, references, tmp_path):
 def save(step, params, workdir: Path) -> Path:
     """Writes a checkpoint of `params` as if a run had made it."""
     checkpoints = Checkpoints(workdir / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
-    checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config)))
+    checkpoints.save(
+        1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config))
+    )
     checkpoints.close()
     return workdir
 
@@ -280,7 +341,12 @@ def test_exported_models_open_in_transformers(models, tmp_path):
     """With another RoPE and window than the model they started from, and from random weights."""
     num_tokens, _ = SPANS["long"]
     changes = {
-        "qwen3": dict(rope_theta=1e6, rope_scaling="llama3", rope_scaling_factor=4.0, rope_scaling_original_tokens=32),
+        "qwen3": dict(
+            rope_theta=1e6,
+            rope_scaling="llama3",
+            rope_scaling_factor=4.0,
+            rope_scaling_original_tokens=32,
+        ),
         "llama": dict(rope_scaling="yarn", rope_scaling_factor=4.0),
         "mistral_window": dict(window=20),
         "gemma3": dict(window=20, sliding_rope_theta=2000.0),
@@ -290,9 +356,13 @@ def test_exported_models_open_in_transformers(models, tmp_path):
     for case, settings in changes.items():
         step = step_of(models[case], num_tokens, dict(context=2, tensor=2), **settings)
         params = load_pretrained(step)[0]
-        out = jaxlc.export(save(step, params, tmp_path / case), tmp_path / f"{case}-out", dtype="fp32")
+        out = jaxlc.export(
+            save(step, params, tmp_path / case), tmp_path / f"{case}-out", dtype="fp32"
+        )
         logits[case] = LanguageModel(step, params, None).logits(tokens_of(num_tokens))
-        jobs[case] = dict(job="gradients", directory=str(out), tokens=tokens_of(num_tokens).tolist())
+        jobs[case] = dict(
+            job="gradients", directory=str(out), tokens=tokens_of(num_tokens).tolist()
+        )
     trained = train_tiny(tmp_path / "tiny")
     out = jaxlc.export(tmp_path / "tiny", tmp_path / "tiny-out", dtype="fp32")
     prompt = list(b"the quick brown ")
@@ -306,7 +376,9 @@ def test_exported_models_open_in_transformers(models, tmp_path):
     config = load(ConfigDict({"model": {"init_from": str(out)}}))
     imported, _ = load_pretrained(build_step(config, make_mesh(config.mesh, jax.devices()[:1])))
     for path, value in paths_of(imported):
-        expected = np.asarray(dict(paths_of(trained.params))[path])[tuple(slice(size) for size in value.shape)]
+        expected = np.asarray(dict(paths_of(trained.params))[path])[
+            tuple(slice(size) for size in value.shape)
+        ]
         np.testing.assert_array_equal(value, expected, err_msg=path)
 
 

@@ -18,9 +18,12 @@ from jaxlc.step.batch import Batch
 from tests.hf.comparison import PYTHON, needs_transformers
 
 pytestmark = needs_transformers
-LENGTHS = (5, 1, 9, 12, 3, 7, 12, 2)  # of answers; for dpo, the first half is chosen and the other rejected
+# of answers; for dpo, the first half is chosen and the other rejected
+LENGTHS = (5, 1, 9, 12, 3, 7, 12, 2)
 WIDTH = max(LENGTHS)
-POLICY = dict(old_log_probs="record", clip_low=0.2, clip_high=0.28, max_answer_tokens=0, kl=0.0, ratio="token")
+POLICY = dict(
+    old_log_probs="record", clip_low=0.2, clip_high=0.28, max_answer_tokens=0, kl=0.0, ratio="token"
+)
 CASES = [
     POLICY | dict(loss="grpo"),
     POLICY | dict(loss="grpo", ratio="sequence", kl=0.05),
@@ -35,21 +38,33 @@ def arrays() -> dict[str, np.ndarray]:
     """[answers, tokens]"""
     rng = np.random.default_rng(0)
     mask = (np.arange(WIDTH) < np.array(LENGTHS)[:, None]).astype(np.int64)
-    log_probs, old, reference = (rng.normal(-2, 0.4, mask.shape).astype(np.float32) for _ in range(3))
+    log_probs, old, reference = (
+        rng.normal(-2, 0.4, mask.shape).astype(np.float32) for _ in range(3)
+    )
     advantages = rng.normal(size=len(LENGTHS)).astype(np.float32)
     return dict(log_probs=log_probs, old=old, reference=reference, mask=mask, advantages=advantages)
 
 
 def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
-    """The loss, and its gradient with respect to the log-probabilities; the answers of a pair are in one sequence."""
+    """The loss, and its gradient with respect to the log-probabilities; the answers of a pair are
+    in one sequence.
+    """
     num_rows = len(LENGTHS) // 2 if settings.loss == "dpo" else len(LENGTHS)
 
     def rows(x):
-        return x.reshape(2, num_rows, WIDTH).swapaxes(0, 1).reshape(num_rows, -1) if settings.loss == "dpo" else x
+        return (
+            x.reshape(2, num_rows, WIDTH).swapaxes(0, 1).reshape(num_rows, -1)
+            if settings.loss == "dpo"
+            else x
+        )
 
     mask = x["mask"].astype(np.float32)
     sides = np.repeat([1.0, -1.0], num_rows) if settings.loss == "dpo" else x["advantages"]
-    segments = np.repeat(np.arange(1, len(LENGTHS) + 1), WIDTH).reshape(-1, WIDTH) if settings.loss == "dpo" else mask
+    segments = (
+        np.repeat(np.arange(1, len(LENGTHS) + 1), WIDTH).reshape(-1, WIDTH)
+        if settings.loss == "dpo"
+        else mask
+    )
     batch = Batch(
         None, None, rows(mask), None, rows(segments * mask).astype(np.int32),
         prefix_ids=rows(mask).astype(np.int32),

@@ -2,7 +2,8 @@
 
     python tests/hf/trl_losses.py INPUTS.npz OUT.npz SETTINGS
 
-It calls the functions of TRL's trainers that compute the losses, with objects that have only the attributes they read.
+It calls the functions of TRL's trainers that compute the losses, with objects that have only the
+attributes they read.
 """
 
 import collections
@@ -18,7 +19,9 @@ from trl import DPOTrainer, GRPOTrainer
 
 def policy_loss(arrays: dict[str, torch.Tensor], settings: dict) -> torch.Tensor:
     log_probs, mask = arrays["log_probs"], arrays["mask"]
-    one_process = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1)
+    one_process = SimpleNamespace(
+        gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1
+    )
     trainer = SimpleNamespace(
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
@@ -36,7 +39,11 @@ def policy_loss(arrays: dict[str, torch.Tensor], settings: dict) -> torch.Tensor
         model=SimpleNamespace(training=True),
         _entropy_bonus_enabled=False,
         _metrics={"train": collections.defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            log_probs,
+            torch.zeros_like(log_probs),
+            None,
+        ),
     )
     ids = torch.zeros(mask.shape, dtype=torch.long)
     inputs = dict(prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask.float())
@@ -60,13 +67,17 @@ def preference_loss(arrays: dict[str, torch.Tensor], settings: dict) -> torch.Te
         use_weighting=False,
         _total_train_tokens=0,
         _tp_size=1,
-        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        accelerator=SimpleNamespace(
+            device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x
+        ),
         model=SimpleNamespace(training=True),
         _metrics={"train": collections.defaultdict(list)},
     )
     width = log_probs.shape[1]
     zeros = torch.zeros(mask.shape)
-    outputs = SimpleNamespace(log_probs=log_probs * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    outputs = SimpleNamespace(
+        log_probs=log_probs * mask, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
     inputs = dict(
         attention_mask=mask,
         input_ids=torch.zeros(len(mask), width + 1, dtype=torch.long),

@@ -7,7 +7,8 @@ CUDNN = f'custom_call_target="__cudnn$fmhaSoftmax", metadata={{op_name="{FORWARD
 BLOCK = "bf16[1,64,2,16]{3,2,1,0}"
 NO_MASK = 'backend_config={"cudnn_fmha_backend_config":{"mask_type":"NO_MASK"}}'
 
-# A ring of four: the first permute of a round overlaps with an attention kernel, the second with nothing.
+# A ring of four: the first permute of a round overlaps with an attention kernel, the second with
+# nothing.
 RING = f"""\
 HloModule jit_f, is_scheduled=true, entry_computation_layout={{()->f32[]}}
 

@@ -14,7 +14,10 @@ ASYNC = """
 
 def entry_transfers(text: str):
     read = parse(text)
-    return [(transfer.kind, [op.name for op in transfer.overlapped_ops]) for transfer in transfers(read, read.entry)]
+    return [
+        (transfer.kind, [op.name for op in transfer.overlapped_ops])
+        for transfer in transfers(read, read.entry)
+    ]
 
 
 def test_transfers_of_permutes_list_overlapped_ops():

@@ -14,7 +14,9 @@ TWO_DOMAINS = TimeModel(topology("h100:2x2"), load(defaults()))
 
 def test_attention_collectives_list_overlapped_kernels():
     first, second = analyze(RING).attention_collectives
-    assert [call.kernel for call in first.overlapped_calls] == ["cudnn"] and not second.overlapped_calls
+    assert [call.kernel for call in first.overlapped_calls] == [
+        "cudnn"
+    ] and not second.overlapped_calls
     assert not first.is_unoverlapped and second.is_unoverlapped
     assert first.times == second.times == 3 and first.pass_name == second.pass_name == "forward"
     assert not ONE_DOMAIN.is_hidden_by_attention(second)
@@ -27,7 +29,8 @@ def test_long_blocks_hide_permutes_on_nvlink_but_not_on_network():
     (first, _) = analyze(RING.replace("64", "8000")).attention_collectives
     assert ONE_DOMAIN.is_hidden_by_attention(first)
     assert not TWO_DOMAINS.is_hidden_by_attention(first)
-    (large, _) = analyze(RING.replace("64", "24000")).attention_collectives  # latency is a small part of its time
+    # latency is a small part of its time
+    (large, _) = analyze(RING.replace("64", "24000")).attention_collectives
     assert TWO_DOMAINS.exchange_seconds(large) > 3 * ONE_DOMAIN.exchange_seconds(large)
 
 
@@ -180,7 +183,12 @@ def test_attention_calls_of_mosaic_pairs_are_one_call():
     )
     (counted,) = analyze(text).attention_calls
     call = counted.call
-    assert (call.kernel, call.instruction.name, call.is_masked, counted.times) == ("mosaic", "pairs", True, 1)
+    assert (call.kernel, call.instruction.name, call.is_masked, counted.times) == (
+        "mosaic",
+        "pairs",
+        True,
+        1,
+    )
     assert call.sizes == (4, 15 * 32, 64) and call.full_flops == 15 * (3 + 4) * 2 * 4 * 32 * 64 * 16
 
 
@@ -212,7 +220,11 @@ def test_attention_calls_of_blockwise_loop_are_one_call():
         more=LOOP,
     )
     (counted,) = analyze(text).attention_calls
-    assert (counted.call.kernel, counted.call.instruction.name, counted.times) == ("blockwise", "kernel", 1)
+    assert (counted.call.kernel, counted.call.instruction.name, counted.times) == (
+        "blockwise",
+        "kernel",
+        1,
+    )
     assert counted.call.full_flops == 3 * 5 * 2 * 8 * 8 * 4
     with pytest.raises(ValueError, match="kernel is a loop"):
         flops_by_rank(analyze(text), lambda *_: [], num_ranks=1)
@@ -222,7 +234,9 @@ def test_flops_by_rank_use_pairs_of_masked_calls():
     text = RING.replace("NO_MASK", "CAUSAL")
     assert flops_by_rank(analyze(text), lambda *_: [0, 0], 2) == dict(forward=[0, 0])
     whole = 3 * 4 * 2 * 16 * 64 * 64
-    by_rank = flops_by_rank(analyze(text), lambda num_queries, num_keys: [num_queries * num_keys, 1024], 2)
+    by_rank = flops_by_rank(
+        analyze(text), lambda num_queries, num_keys: [num_queries * num_keys, 1024], 2
+    )
     assert by_rank == dict(forward=[whole, whole / 4])
     assert flops_by_rank(analyze(RING), lambda *_: [0, 0], 2) == dict(forward=[whole, whole])
 

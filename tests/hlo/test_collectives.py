@@ -6,7 +6,9 @@ from tests.hlo.snippets import RING, program
 
 
 def one(kind: str, attributes: str):
-    text = program("%x = f32[1024]{0} constant({...})", f"ROOT %c = f32[1024]{{0}} {kind}(%x), {attributes}")
+    text = program(
+        "%x = f32[1024]{0} constant({...})", f"ROOT %c = f32[1024]{{0}} {kind}(%x), {attributes}"
+    )
     (collective,) = analyze(text).collectives
     return collective
 

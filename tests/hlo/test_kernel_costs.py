@@ -54,10 +54,13 @@ LAYER, X, Y = 64 * 128, 2 * 256 * 64, 2 * 64 * 128
     ("fusion(%w, %i), kind=kLoop, calls=%slice_and_cast", 0, "", 4 * LAYER + 4 + 2 * LAYER),
     ("fusion(%x, %y), kind=kCustom, calls=%gemm", 2 * 256 * 64 * 128, "bf16", X + Y + 2 * 256 * 128),
     ("fusion(%w, %z, %i), kind=kLoop, calls=%put", 0, "", 4 * LAYER + 4 + 4 * LAYER),
-    ("fusion(%u), kind=kLoop, calls=%both", 0, "", 4000 + 4000 + 2000),  # read once, though used twice
+    # read once, though used twice
+    ("fusion(%u), kind=kLoop, calls=%both", 0, "", 4000 + 4000 + 2000),
 ], ids=["slice", "gemm", "update in place", "two results"])  # fmt: skip
 def test_kernel_cost_of_fusions(line, flops, dtype, num_bytes):
-    shape = dict(slice_and_cast="bf16[64,128]{1,0}", gemm="bf16[256,128]{1,0}", put="f32[32,64,128]{2,1,0}")
+    shape = dict(
+        slice_and_cast="bf16[64,128]{1,0}", gemm="bf16[256,128]{1,0}", put="f32[32,64,128]{2,1,0}"
+    )
     name = line.rpartition("%")[2]
     cost = cost_of(f"%it = {shape.get(name, '(f32[1000]{0}, bf16[1000]{0})')} {line}")
     assert cost[:3] == (flops, dtype, num_bytes)
@@ -81,7 +84,9 @@ def test_kernel_cost_of_single_instructions(line, flops, dtype, num_bytes):
 
 
 def test_kernel_cost_of_batched_product_has_batch():
-    dims = "lhs_contracting_dims={2}, rhs_contracting_dims={2}, lhs_batch_dims={0}, rhs_batch_dims={0}"
+    dims = (
+        "lhs_contracting_dims={2}, rhs_contracting_dims={2}, lhs_batch_dims={0}, rhs_batch_dims={0}"
+    )
     cost = cost_of(f"%it = f32[32,64,64]{{2,1,0}} dot(%w, %w), {dims}")
     assert cost.products == (Product("f32", rows=64, columns=64, depth=128, batch=32),)
     assert cost.flops == 2 * 32 * 64 * 64 * 128

@@ -33,8 +33,12 @@ def test_max_alive_ignores_renamed_arrays():
 
 
 def test_max_alive_of_loop_adds_to_its_carry():
-    """The ring holds the block that it sends and the one that it receives; a later use keeps the first one alive."""
+    """The ring holds the block that it sends and the one that it receives; a later use keeps the
+    first one alive.
+    """
     assert alive(RING, (1, 64, 2, 16)) == 2
-    held = RING.replace("ROOT %result = f32[] constant(1)", "ROOT %result = f32[] custom-call(%block.1, %kept)")
+    held = RING.replace(
+        "ROOT %result = f32[] constant(1)", "ROOT %result = f32[] custom-call(%block.1, %kept)"
+    )
     held = held.replace("  %loop =", "  %kept = bf16[1,64,2,16]{3,2,1,0} copy(%block.1)\n  %loop =")
     assert alive(held, (1, 64, 2, 16)) == 3

@@ -6,7 +6,9 @@ from tests.hlo.snippets import RING, program
 
 
 def test_parse_shape_returns_arrays_and_bytes():
-    assert parse_shape("bf16[1,32768,32,128]{3,2,1,0:T(8,128)S(5)}") == (Array("bf16", (1, 32768, 32, 128), 5),)
+    assert parse_shape("bf16[1,32768,32,128]{3,2,1,0:T(8,128)S(5)}") == (
+        Array("bf16", (1, 32768, 32, 128), 5),
+    )
     assert parse_shape("(s32[], (pred[7]{0}, token[]))") == (
         Array("s32", (), 0), Array("pred", (7,), 0), Array("token", (), 0),
     )  # fmt: skip
@@ -24,7 +26,10 @@ def test_parse_program_with_loop():
     assert set(loop.called) == {"condition", "body"}
     body = read.computations["body"]
     root = body.instructions["next"]
-    assert root.opcode == "tuple" and [operand.name for operand in body.operands(root)] == ["i", "late-done"]
+    assert root.opcode == "tuple" and [operand.name for operand in body.operands(root)] == [
+        "i",
+        "late-done",
+    ]
     start = body.instructions["hop-start"]
     assert start.op_name.endswith("shard_map/core_attention/ppermute")
     assert start.backend_config["collective_backend_config"]["backend"] == "NVSHMEM"

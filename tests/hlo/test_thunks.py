@@ -8,8 +8,8 @@ from jaxlc.hlo.memory_dump import Launches, count_launches, kinds, parse_command
 from jaxlc.step.verify_compiled import check_host_copies
 from tests.hlo.snippets import program
 
-# As JAX 0.12 writes them, of a loop that reads one slice of an array in host memory by a copy, and one by a kernel. In
-# 0.10.1 the copy is directly below the start.
+# As JAX 0.12 writes them, of a loop that reads one slice of an array in host memory by a copy, and
+# one by a kernel. In 0.10.1 the copy is directly below the start.
 SEQUENCE = """\
 005: kCopy         [source        | next=007 (1) ] MemcpyDeviceToDeviceCmd
 062: kWhile        [prev=051 (11) | next=171 (10)]   
@@ -75,29 +75,41 @@ PROGRAM = program(
 def test_parse_thunks_of_async_start_gives_the_kind_that_runs():
     kind = kinds(parse_commands(SEQUENCE, METADATA))
     assert kind["read-start.55.0"] == "kCopy" and kind["read-start.56.0"] == "kCustomKernel"
-    assert (kind["copy.420"], kind["loop"], kind["loop_add_fusion.12"]) == ("kCopy", "kWhile", "kCustomKernel")
+    assert (kind["copy.420"], kind["loop"], kind["loop_add_fusion.12"]) == (
+        "kCopy",
+        "kWhile",
+        "kCustomKernel",
+    )
     assert kind["wrapped_dynamic-slice.9"] == "kCopy"
     assert kind["read-done.55.0"] == "kAsyncDone" and "unknown" not in kind
 
 
 def test_count_launches_of_loop_counts_rounds_graphs_and_synchronizations():
-    """A round has two reads, a graph of two operations, and a conditional whose longest branch has two."""
-    commands = parse_commands(SEQUENCE.replace("branch_0", "false_branch").replace("branch_1", "true_branch"), METADATA)
+    """A round has two reads, a graph of two operations, and a conditional whose longest branch has
+    two.
+    """
+    commands = parse_commands(
+        SEQUENCE.replace("branch_0", "false_branch").replace("branch_1", "true_branch"), METADATA
+    )
     assert count_launches(analyze(PROGRAM), commands) == Launches(1 + 4 * 6, 1 + 4 * 5, 4, 4)
     counted = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     counted = counted.replace("ROOT %less", "%four = s32[] constant(4)\n  ROOT %less")
-    rounds = Launches(1 + 5 + 4 * 6, 1 + 5 + 4 * 5, 4, 4 + 5)  # the condition runs once more than the body
+    # the condition runs once more than the body
+    rounds = Launches(1 + 5 + 4 * 6, 1 + 5 + 4 * 5, 4, 4 + 5)
     assert count_launches(analyze(counted), commands) == rounds
 
 
 def test_check_host_copies_with_a_kernel_in_a_loop_raises():
     thunks = kinds(parse_commands(SEQUENCE, METADATA))
     with pytest.raises(
-        UserError, match=r"^1 of 2 host copies in loops .* are kernels .*: jit\(step\)/while/body/fetch;"
+        UserError,
+        match=r"^1 of 2 host copies in loops .* are kernels .*: jit\(step\)/while/body/fetch;",
     ):
         check_host_copies(analyze(PROGRAM, thunks))
     check_host_copies(analyze(PROGRAM, dict.fromkeys(thunks, "kCopy")))
-    fixed = PROGRAM.replace("%i = s32[] get-tuple-element(%carry), index=0", "%i = s32[] constant(3)")
+    fixed = PROGRAM.replace(
+        "%i = s32[] get-tuple-element(%carry), index=0", "%i = s32[] constant(3)"
+    )
     check_host_copies(analyze(fixed, thunks))
     check_host_copies(analyze(PROGRAM))  # unknown thunks
     check_host_copies(analyze(PROGRAM.replace('"n":"4"', '"n":"0"'), thunks))  # never runs

@@ -57,7 +57,11 @@ def test_execution_counts_of_a_ring_that_may_skip_steps_are_those_of_one_branch(
 
 
 def test_execution_counts_of_unknown_loop_raise():
-    text = program("%x = f32[] constant(1)", "ROOT %w.1 = f32[] while(%x), condition=%c, body=%outer", more=NESTED)
+    text = program(
+        "%x = f32[] constant(1)",
+        "ROOT %w.1 = f32[] while(%x), condition=%c, body=%outer",
+        more=NESTED,
+    )
     with pytest.raises(ValueError, match="unknown trip count of loop %w.1"):
         _ = analyze(text).execution_counts
 

@@ -1,4 +1,6 @@
-"""Environment variables as Slurm sets them, and a fake `srun` that starts real processes on this machine."""
+"""Environment variables as Slurm sets them, and a fake `srun` that starts real processes on this
+machine.
+"""
 
 import os
 import socket
@@ -23,7 +25,12 @@ def free_job_id() -> int:
 def job_variables(*, num_tasks: int) -> dict[str, str]:
     """Variables of a batch script; PATH has the fake srun and scontrol."""
     path = f"{FAKE_SLURM}{os.pathsep}{os.environ['PATH']}"
-    return dict(PATH=path, SLURM_JOB_ID=str(free_job_id()), SLURM_NTASKS=str(num_tasks), FAKE_NODE="localhost")
+    return dict(
+        PATH=path,
+        SLURM_JOB_ID=str(free_job_id()),
+        SLURM_NTASKS=str(num_tasks),
+        FAKE_NODE="localhost",
+    )
 
 
 def task_variables(process_id: int, *, num_tasks: int, job_id: int) -> dict[str, str]:

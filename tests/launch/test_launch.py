@@ -13,7 +13,11 @@ from jaxlc.runtime import launcher
 from tests.launch.slurm import FAKE_SLURM
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-SCRIPTS = [LAUNCH / "slurm" / "train.sbatch", LAUNCH / "plain" / "train.sh", *sorted(FAKE_SLURM.iterdir())]
+SCRIPTS = [
+    LAUNCH / "slurm" / "train.sbatch",
+    LAUNCH / "plain" / "train.sh",
+    *sorted(FAKE_SLURM.iterdir()),
+]
 
 
 def test_scripts_pass_shellcheck():
@@ -25,9 +29,22 @@ def test_scripts_pass_shellcheck():
 
 
 def test_plain_script_numbers_processes_and_returns_largest_status():
-    code = 'import os, sys; print(*(v for k, v in sorted(os.environ.items()) if k.startswith("JAX_")))'
+    code = (
+        'import os, sys; print(*(v for k, v in sorted(os.environ.items()) if k.startswith("JAX_")))'
+    )
     code += '; sys.exit(int(os.environ["JAX_PROCESS_ID"]))'
-    command = ["bash", LAUNCH / "plain" / "train.sh", "2", "1", "node0", "2", sys.executable, "-S", "-c", code]
+    command = [
+        "bash",
+        LAUNCH / "plain" / "train.sh",
+        "2",
+        "1",
+        "node0",
+        "2",
+        sys.executable,
+        "-S",
+        "-c",
+        code,
+    ]
     environment = dict(PATH="/usr/bin:/bin", PORT="9000")
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     # address, local index, number of local processes, of all, index
@@ -46,7 +63,9 @@ def test_plain_script_restarts_only_after_interruptions(tmp_path, status, num_st
 
 
 def test_manifests_restart_only_after_interruptions():
-    """JobSet ends at the first Job that a rule for pods has failed, and restarts after other failures."""
+    """JobSet ends at the first Job that a rule for pods has failed, and restarts after other
+    failures.
+    """
     _, job = yaml.safe_load_all((LAUNCH / "k8s" / "job.yaml").read_text())
     job_set = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
     for spec in (job["spec"], job_set["spec"]["replicatedJobs"][0]["template"]["spec"]):
@@ -60,15 +79,22 @@ def test_manifests_restart_only_after_interruptions():
 
 
 def test_slurm_script_restarts_only_after_interruptions(tmp_path):
-    """The statuses of an error and of a success do not restart a job; nor does anything after the last restart."""
+    """The statuses of an error and of a success do not restart a job; nor does anything after the
+    last restart.
+    """
     shutil.copy(FAKE_SLURM / "scontrol", tmp_path)
     (tmp_path / "srun").write_text('#!/bin/bash\nexit "$STATUS"\n')
     (tmp_path / "srun").chmod(0o755)
 
     def run(status: int, **variables: str) -> str:
-        environment = dict(PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7", STATUS=str(status), **variables)
+        environment = dict(
+            PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7", STATUS=str(status), **variables
+        )
         done = subprocess.run(
-            ["bash", LAUNCH / "slurm" / "train.sbatch", "x"], capture_output=True, text=True, env=environment
+            ["bash", LAUNCH / "slurm" / "train.sbatch", "x"],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         assert done.returncode == status
         return done.stdout
@@ -116,7 +142,10 @@ def test_manifests_start_training_after_preflight(tmp_path, name, status, verbs)
     (tmp_path / "jaxlc").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/starts\nexit {status}\n')
     (tmp_path / "jaxlc").chmod(0o755)
     environment = dict(PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert subprocess.run([*container["command"], *container["args"]], env=environment).returncode == status
+    assert (
+        subprocess.run([*container["command"], *container["args"]], env=environment).returncode
+        == status
+    )
     starts = (tmp_path / "starts").read_text().splitlines()
     assert starts == [" ".join([verb, *container["args"]]) for verb in verbs]
 
@@ -130,36 +159,55 @@ def test_dockerfile_passes_hadolint():
 
 
 def test_dockerfile_installs_locked_requirements():
-    """It copies files that exist, and its locks pin one version per Python, without an address of an index."""
+    """It copies files that exist, and its locks pin one version per Python, without an address of
+    an index.
+    """
     text = (LAUNCH / "Dockerfile").read_text().replace("\\\n", " ")
-    copied = [path for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for path in line.split()[:-1]]
+    copied = [
+        path
+        for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE)
+        for path in line.split()[:-1]
+    ]
     assert copied and all((LAUNCH.parent / path).exists() for path in copied)
     locks = re.findall(r"--constraint=(\S+)", text)
     assert set(locks) == {"requirements.lock", "requirements-cuda12.lock"} <= set(copied)
     lines = (LAUNCH.parent / "requirements-cuda12.lock").read_text().splitlines()
     assert all(re.fullmatch(r"[\w-]+==[\w.]+( ; .*)?", line) for line in lines)
     planned = (LAUNCH.parent / "requirements-plan.lock").read_text()
-    assert {line.partition(" ;")[0] for line in planned.splitlines()} <= {line.partition(" ;")[0] for line in lines}
+    assert {line.partition(" ;")[0] for line in planned.splitlines()} <= {
+        line.partition(" ;")[0] for line in lines
+    }
 
 
 def test_manifests_agree_with_the_launcher(monkeypatch):
-    """Index, number of processes and address of process 0, as a pod with the host name of Kubernetes finds them."""
+    """Index, number of processes and address of process 0, as a pod with the host name of
+    Kubernetes finds them.
+    """
     service, job = yaml.safe_load_all((LAUNCH / "k8s" / "job.yaml").read_text())
     job_set = yaml.safe_load((LAUNCH / "k8s" / "jobset.yaml").read_text())
     (replicated,) = job_set["spec"]["replicatedJobs"]
     set_name = f"{job_set['metadata']['name']}-{replicated['name']}-0"
     subdomain = job_set["spec"]["network"]["subdomain"]
-    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert (
+        service["spec"]["clusterIP"] == "None"
+        and service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    )
     assert service["metadata"]["name"] == job["spec"]["template"]["spec"]["subdomain"]
     for name, domain, spec in (
         (job["metadata"]["name"], service["metadata"]["name"], job["spec"]),
         (set_name, subdomain, replicated["template"]["spec"]),
     ):
-        assert spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"] == 8
+        assert (
+            spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"] == 8
+        )
         (container,) = spec["template"]["spec"]["containers"]
         environment = {variable["name"]: variable["value"] for variable in container["env"]}
         assert container["ports"] == [{"containerPort": launcher.DEFAULT_PORT}]
         full_name = f"{name}-3.{domain}.default.svc.cluster.local"
         monkeypatch.setattr(launcher.socket, "getfqdn", lambda full_name=full_name: full_name)
         launch = launcher.find(environment | dict(JOB_COMPLETION_INDEX="3"))
-        assert launch[1:4] == (8, 3, f"{name}-0.{domain}.default.svc.cluster.local:{launcher.DEFAULT_PORT}")
+        assert launch[1:4] == (
+            8,
+            3,
+            f"{name}-0.{domain}.default.svc.cluster.local:{launcher.DEFAULT_PORT}",
+        )

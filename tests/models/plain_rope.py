@@ -1,4 +1,6 @@
-"""A reference RoPE in numpy: float64, one frequency at a time, written from the papers; and a model of each kind."""
+"""A reference RoPE in numpy: float64, one frequency at a time, written from the papers; and a model
+of each kind.
+"""
 
 import dataclasses
 import math
@@ -12,7 +14,9 @@ SCALINGS = {
     "none": {},
     "linear": dict(rope_scaling="linear", rope_scaling_factor=8.0),
     "ntk": dict(rope_scaling="ntk", rope_scaling_factor=8.0),
-    "dynamic_ntk": dict(rope_scaling="dynamic_ntk", rope_scaling_factor=2.0, rope_scaling_original_tokens=8192),
+    "dynamic_ntk": dict(
+        rope_scaling="dynamic_ntk", rope_scaling_factor=2.0, rope_scaling_original_tokens=8192
+    ),
     "yarn": dict(rope_scaling="yarn", rope_scaling_factor=32.0, rope_scaling_original_tokens=8192),
     "yarn_options": dict(
         rope_scaling="yarn",
@@ -38,10 +42,15 @@ SCALINGS = {
         rope_scaling_short_factors=(1.5,) * 64,
         rope_scaling_long_factors=(3.0,) * 64,
     ),
-    "llama3": dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192),
+    "llama3": dict(
+        rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192
+    ),
     "partial": dict(rope_fraction=0.25),
     "partial_yarn": dict(
-        rope_fraction=0.5, rope_scaling="yarn", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192
+        rope_fraction=0.5,
+        rope_scaling="yarn",
+        rope_scaling_factor=8.0,
+        rope_scaling_original_tokens=8192,
     ),
 }
 LLAMA = dataclasses.replace(
@@ -58,7 +67,9 @@ def scaled_model(name, **settings):
 
 
 def plain_rope(x_TH, positions_T, model, *, kind="full", seq_len=0):
-    """RoPE as Hugging Face transformers computes it: rotate_half and full-width cos and sin; float64."""
+    """RoPE as Hugging Face transformers computes it: rotate_half and full-width cos and sin;
+    float64.
+    """
     if kind == "nope":
         return x_TH
     if kind == "sliding" and model.sliding_rope_scaling:
@@ -89,9 +100,13 @@ def plain_frequency(i, dim, model, kind, seq_len):
         case "dynamic_ntk":
             if seq_len <= original:
                 return frequency
-            return 1 / (theta * (s * seq_len / original - (s - 1)) ** (dim / (dim - 2))) ** (2 * i / dim)
+            return 1 / (theta * (s * seq_len / original - (s - 1)) ** (dim / (dim - 2))) ** (
+                2 * i / dim
+            )
         case "longrope":
-            factors = (model.rope_scaling_short_factors, model.rope_scaling_long_factors)[seq_len > original]
+            factors = (model.rope_scaling_short_factors, model.rope_scaling_long_factors)[
+                seq_len > original
+            ]
             return frequency / factors[i]
         case "llama3":
             return _llama3(frequency, model)
@@ -105,7 +120,9 @@ def plain_attention_factor(model):
     if model.rope_scaling == "yarn":
         return 0.1 * math.log(model.rope_scaling_factor) + 1
     if model.rope_scaling == "longrope":
-        return (1 + math.log(model.rope_scaling_factor) / math.log(model.rope_scaling_original_tokens)) ** 0.5
+        return (
+            1 + math.log(model.rope_scaling_factor) / math.log(model.rope_scaling_original_tokens)
+        ) ** 0.5
     return 1.0
 
 
@@ -117,20 +134,25 @@ def _llama3(frequency, model):
         return frequency
     if wavelength > low_wavelength:
         return frequency / model.rope_scaling_factor
-    smooth = (model.rope_scaling_original_tokens / wavelength - model.rope_scaling_low_freq_factor) / (
-        model.rope_scaling_high_freq_factor - model.rope_scaling_low_freq_factor
-    )
+    smooth = (
+        model.rope_scaling_original_tokens / wavelength - model.rope_scaling_low_freq_factor
+    ) / (model.rope_scaling_high_freq_factor - model.rope_scaling_low_freq_factor)
     return (1 - smooth) * frequency / model.rope_scaling_factor + smooth * frequency
 
 
 def _yarn(i, dim, frequency, model):
-    """A pair with beta turns in the original context L has theta^(2i/dim) = L / (2 pi beta), solved for i."""
+    """A pair with beta turns in the original context L has theta^(2i/dim) = L / (2 pi beta), solved
+    for i.
+    """
 
     def pair_with_turns(beta):
         wavelength_per_turn = model.rope_scaling_original_tokens / (2 * math.pi * beta)
         return dim / 2 * math.log(wavelength_per_turn, model.rope_theta)
 
-    start, end = pair_with_turns(model.rope_scaling_beta_fast), pair_with_turns(model.rope_scaling_beta_slow)
+    start, end = (
+        pair_with_turns(model.rope_scaling_beta_fast),
+        pair_with_turns(model.rope_scaling_beta_slow),
+    )
     if model.rope_scaling_truncate:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, dim - 1)

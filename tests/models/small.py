@@ -1,4 +1,6 @@
-"""Small models for tests, and a reference Llama in numpy: float64, one token and one head at a time."""
+"""Small models for tests, and a reference Llama in numpy: float64, one token and one head at a
+time.
+"""
 
 import dataclasses
 import functools
@@ -24,19 +26,31 @@ B, T = 2, 16
 
 
 def small_model(**overrides):
-    sizes = dict(vocab_size=32, num_layers=2, model_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, ffn_dim=24)
+    sizes = dict(
+        vocab_size=32,
+        num_layers=2,
+        model_dim=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        ffn_dim=24,
+    )
     return dataclasses.replace(PRESETS["tiny"], **{**sizes, **overrides})
 
 
 def small_inputs(model):
-    """(tokens_BT, positions_BT); the positions of the second sequence restart, as in a packed sequence."""
+    """(tokens_BT, positions_BT); the positions of the second sequence restart, as in a packed
+    sequence.
+    """
     tokens_BT = np.random.default_rng(0).integers(0, model.vocab_size, (B, T), dtype=np.int32)
     positions_BT = np.stack([np.arange(T), np.r_[np.arange(5), np.arange(T - 5)]]).astype(np.int32)
     return tokens_BT, positions_BT
 
 
 def small_params(model):
-    """Numpy values of the size of initial values, but norm scales differ from 1, so that a missing one is detected."""
+    """Numpy values of the size of initial values, but norm scales differ from 1, so that a missing
+    one is detected.
+    """
     rng = np.random.default_rng(0)
 
     def draw(path, x):
@@ -51,9 +65,13 @@ def dense_attend(q_BTNH, k_BTKH, v_BTKH, sinks_N=None, *, ranges=None, window=No
     """Causal attention over the whole sequence or a window, with the full T x T matrix."""
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTNH, v_BTNH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
-    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH).astype(jnp.float32) / math.sqrt(q_BTNH.shape[-1])
+    scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BTNH).astype(jnp.float32) / math.sqrt(
+        q_BTNH.shape[-1]
+    )
     num_tokens = q_BTNH.shape[1]
-    is_visible = np.tri(num_tokens, dtype=bool) & ~np.tri(num_tokens, k=-(window or num_tokens), dtype=bool)
+    is_visible = np.tri(num_tokens, dtype=bool) & ~np.tri(
+        num_tokens, k=-(window or num_tokens), dtype=bool
+    )
     scores_BNTS = jnp.where(is_visible, scores_BNTS, -jnp.inf)
     if sinks_N is not None:
         column_BNT1 = jnp.broadcast_to(sinks_N[:, None, None], (*scores_BNTS.shape[:3], 1))
@@ -90,10 +108,23 @@ def context_of(model, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: 
     )
 
 
-def run(params, model, tokens_BT, positions_BT, *, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: layer):
+def run(
+    params,
+    model,
+    tokens_BT,
+    positions_BT,
+    *,
+    mesh=None,
+    compute_dtype=jnp.float32,
+    remat=lambda layer: layer,
+):
     """(normed x_BTD, head_DV) of the decoder; call under `jit`."""
     x_BTD, factor_D, head_DV, _ = decoder.apply(
-        decoder.Params(params), model, tokens_BT, positions_BT, context_of(model, mesh, compute_dtype, remat)
+        decoder.Params(params),
+        model,
+        tokens_BT,
+        positions_BT,
+        context_of(model, mesh, compute_dtype, remat),
     )
     return rms_norm(x_BTD, factor_D, model.norm_epsilon), head_DV
 
@@ -107,11 +138,17 @@ def plain_llama(params, model, tokens_BT, positions_BT):
 
 
 def _plain_norm(x, scale, model):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.norm_epsilon) * (scale + model.zero_centered_norm)
+    return (
+        x
+        / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.norm_epsilon)
+        * (scale + model.zero_centered_norm)
+    )
 
 
 def _plain_row(params, model, tokens_T, positions_T):
-    x_TD = params["embedding"][tokens_T] * (math.sqrt(model.model_dim) if model.scale_embeddings else 1)
+    x_TD = params["embedding"][tokens_T] * (
+        math.sqrt(model.model_dim) if model.scale_embeddings else 1
+    )
     for layer, kind in enumerate(model.kinds_of_layers):
         path, layers = next(item for item in model.layer_stacks.items() if layer in item[1])
         stack = functools.reduce(operator.getitem, path, params)
@@ -146,7 +183,10 @@ def _plain_projections(p, model, x_TD):
             projections[name] += p[f"b{name}"]
     factor_TNH = np.ones_like(projections["q"])
     if model.attention_gate:
-        projections["q"], gate_TNH = projections["q"][..., : model.head_dim], projections["q"][..., model.head_dim :]
+        projections["q"], gate_TNH = (
+            projections["q"][..., : model.head_dim],
+            projections["q"][..., model.head_dim :],
+        )
         factor_TNH = 1 / (1 + np.exp(-gate_TNH))
     for name in "qk" if model.qk_norm != "none" else "":
         x_TNH, scale = projections[name], p[f"{name}_norm"]["scale"]
@@ -161,7 +201,10 @@ def _plain_attention(p, model, kind, x_TD, positions_T):
     q_TNH, k_TKH, v_TKH, gate_TNH = _plain_projections(p, model, x_TD)
     for n in range(model.num_heads):
         k_head = n // (model.num_heads // model.num_kv_heads)
-        q_TH, k_TH = (plain_rope(x_TH, positions_T, model, kind=kind) for x_TH in (q_TNH[:, n], k_TKH[:, k_head]))
+        q_TH, k_TH = (
+            plain_rope(x_TH, positions_T, model, kind=kind)
+            for x_TH in (q_TNH[:, n], k_TKH[:, k_head])
+        )
         for t in range(len(x_TD)):
             visible = slice(max(0, t + 1 - (model.window_of(kind) or t + 1)), t + 1)
             scores = k_TH[visible] @ q_TH[t] / math.sqrt(model.query_scale_dim or model.head_dim)

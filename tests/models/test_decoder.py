@@ -16,7 +16,16 @@ from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models import decoder
 from jaxlc.sharding.rules import is_vector, storage_spec
 from tests.core.test_flops import PUBLISHED
-from tests.models.small import B, T, plain_llama, run, small_inputs, small_mesh, small_model, small_params
+from tests.models.small import (
+    B,
+    T,
+    plain_llama,
+    run,
+    small_inputs,
+    small_mesh,
+    small_model,
+    small_params,
+)
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 VARIANTS = {
@@ -99,14 +108,18 @@ def test_dims_of_names_every_parameter_dimension(variant):
             sinks=own.num_heads,
             vocab=model.vocab_size,
         )
-        assert all(sizes.get(name, size) == size for name, size in zip(names, param.shape, strict=True))
+        assert all(
+            sizes.get(name, size) == size for name, size in zip(names, param.shape, strict=True)
+        )
         assert (names[-1] in ("norm", "bias", "sinks")) == is_vector(names)
 
     jax.tree.map_with_path(check, params, dims)
     assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)
     num_stacked = 0
     for path, layers in model.layer_stacks.items():
-        stack, stack_dims = (functools.reduce(operator.getitem, path, tree) for tree in (params, dims))
+        stack, stack_dims = (
+            functools.reduce(operator.getitem, path, tree) for tree in (params, dims)
+        )
         assert stack_dims["attention"]["wq"] == ("layers", "model", "heads", "head_dim")
         assert {len(param) for param in jax.tree.leaves(stack)} == {len(layers)}
         num_stacked += len(layers)
@@ -114,7 +127,9 @@ def test_dims_of_names_every_parameter_dimension(variant):
 
 
 def _step(model, **options):
-    """Jitted: (params, inputs) -> (gradients, (x_BTD, head_DV)); the objective depends on every parameter entry."""
+    """Jitted: (params, inputs) -> (gradients, (x_BTD, head_DV)); the objective depends on every
+    parameter entry.
+    """
 
     def objective(params, inputs):
         x_BTD, head_DV = run(params, model, *inputs, **options)
@@ -165,7 +180,9 @@ def test_apply_on_mesh_equals_one_device(variant, axes):
     mesh = small_mesh(**axes)
     got, (got_BTD, got_DV) = _step(model, mesh=mesh)(_stored(params, model, mesh), inputs)
     assert max_relative_error(got_BTD, x_BTD) <= FLOAT32_PARITY
-    assert got_BTD.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(BATCH_AXES, (CONTEXT, TENSOR), None)), 3)
+    assert got_BTD.sharding.is_equivalent_to(
+        jax.NamedSharding(mesh, P(BATCH_AXES, (CONTEXT, TENSOR), None)), 3
+    )
     assert got_DV.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, TENSOR)), 2)
     errors = jax.tree.map(max_relative_error, got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
@@ -217,7 +234,8 @@ def test_init_is_independent_of_mesh_and_padding():
 
     def compare(a, b):
         a = np.asarray(a)[tuple(slice(size) for size in b.shape)]
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)  # the compiled programs differ in the last bits
+        # the compiled programs differ in the last bits
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
     jax.tree.map(compare, split, whole)
     w_up_LDF = whole["layers"]["mlp"]["w_up"]

@@ -12,7 +12,13 @@ from jaxlc.config import MeshConfig
 from jaxlc.config.kinds.experts import block_rows
 from jaxlc.core.axes import CONTEXT
 from jaxlc.models import expert_products as expert_blocks
-from jaxlc.models.expert_products import ExpertWeights, LowRank, assign, expert_outputs, fp8_block_product
+from jaxlc.models.expert_products import (
+    ExpertWeights,
+    LowRank,
+    assign,
+    expert_outputs,
+    fp8_block_product,
+)
 from jaxlc.models.kinds.dense import gated
 from jaxlc.models.matmuls import E4M3, E5M2, to_fp8
 from jaxlc.sharding.mesh import make_mesh
@@ -38,11 +44,14 @@ def _loop(x_TD, weights_Tk, experts: ExpertWeights, chosen_Tk):
     for e in range(E):
         weights = zip(experts[:3], experts[6:])  # with their adapters
         gate, up, down = (
-            w[e] if adapter is None else w[e] + SCALE * adapter[0][e] @ adapter[1][e] for w, adapter in weights
+            w[e] if adapter is None else w[e] + SCALE * adapter[0][e] @ adapter[1][e]
+            for w, adapter in weights
         )
         gate_bias, up_bias, down_bias = (0 if x is None else x[e] for x in experts[3:6])
         hidden = gated("silu", x_TD @ gate + gate_bias, x_TD @ up + up_bias)
-        out += jnp.where(chosen_Tk == e, weights_Tk, 0).sum(1)[:, None] * (hidden @ down + down_bias)
+        out += jnp.where(chosen_Tk == e, weights_Tk, 0).sum(1)[:, None] * (
+            hidden @ down + down_bias
+        )
     return out
 
 
@@ -52,28 +61,44 @@ def _operands(num_tokens: int, num_chosen: int, has_bias: bool, has_adapters: bo
     experts = ExpertWeights(*(jnp.array(rng.standard_normal(shape)) for shape in shapes))
     if has_adapters:
         sizes = ((D, F), (D, F), (F, D))
-        a_b = [[jnp.array(rng.standard_normal((E, *pair))) for pair in ((i, R), (R, o))] for i, o in sizes]
+        a_b = [
+            [jnp.array(rng.standard_normal((E, *pair))) for pair in ((i, R), (R, o))]
+            for i, o in sizes
+        ]
         experts = experts._replace(
-            **dict(zip(("gate_adapter", "up_adapter", "down_adapter"), (LowRank(*pair) for pair in a_b)))
+            **dict(
+                zip(
+                    ("gate_adapter", "up_adapter", "down_adapter"), (LowRank(*pair) for pair in a_b)
+                )
+            )
         )
-    x_TD, weights_Tk = rng.standard_normal((num_tokens, D)), rng.uniform(0.1, 1, (num_tokens, num_chosen))
+    x_TD, weights_Tk = (
+        rng.standard_normal((num_tokens, D)),
+        rng.uniform(0.1, 1, (num_tokens, num_chosen)),
+    )
     return jnp.array(x_TD), jnp.array(weights_Tk), experts
 
 
 @pytest.mark.parametrize("has", [(), ("biases", "adapters")], ids=" and ".join)
 @pytest.mark.parametrize("routing", ["random", "an unused expert", "all to one", "one token each"])
-def test_expert_outputs_and_gradients_equal_loop_over_experts(routing, has, monkeypatch: pytest.MonkeyPatch):
+def test_expert_outputs_and_gradients_equal_loop_over_experts(
+    routing, has, monkeypatch: pytest.MonkeyPatch
+):
     # The sums are in float32, also in float64: with it they would hide errors below 1e-7.
     monkeypatch.setattr(jnp, "float32", jnp.float64)
     with jax.enable_x64(True):
         chosen_Tk = jnp.array(_chosen(routing), jnp.int32)
         operands = _operands(*chosen_Tk.shape, "biases" in has, "adapters" in has)
         cotangent = jnp.array(np.random.default_rng(2).standard_normal(operands[0].shape))
-        run = functools.partial(expert_outputs, activation=functools.partial(gated, "silu"), adapter_scale=SCALE)
+        run = functools.partial(
+            expert_outputs, activation=functools.partial(gated, "silu"), adapter_scale=SCALE
+        )
         out, vjp = jax.vjp(lambda x, w, experts: run(x, chosen_Tk, w, experts), *operands)
         expected, expected_vjp = jax.vjp(lambda *args: _loop(*args, chosen_Tk), *operands)
         for got, want in zip(
-            jax.tree.leaves((out, vjp(cotangent))), jax.tree.leaves((expected, expected_vjp(cotangent))), strict=True
+            jax.tree.leaves((out, vjp(cotangent))),
+            jax.tree.leaves((expected, expected_vjp(cotangent))),
+            strict=True,
         ):
             assert got.dtype == want.dtype
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
@@ -90,7 +115,9 @@ def test_one_program_serves_every_routing():
     assert run._cache_size() == 1
 
 
-@pytest.mark.parametrize(("num_tokens", "num_chosen", "num_experts"), [(1, 8, 128), (64, 4, 8), (4096, 8, 128)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_chosen", "num_experts"), [(1, 8, 128), (64, 4, 8), (4096, 8, 128)]
+)
 def test_assign_gives_each_assignment_a_row_of_its_expert(num_tokens, num_chosen, num_experts):
     rng = np.random.default_rng(0)
     chosen_Tk = np.stack([rng.permutation(num_experts)[:num_chosen] for _ in range(num_tokens)])
@@ -98,11 +125,18 @@ def test_assign_gives_each_assignment_a_row_of_its_expert(num_tokens, num_chosen
     assert len(np.unique(got.slot_Tk)) == chosen_Tk.size
     assert (got.token_S[got.slot_Tk] == np.arange(num_tokens)[:, None]).all()
     assert (got.expert_n[got.slot_Tk // got.block_rows] == chosen_Tk).all()
-    assert (got.token_S == num_tokens).sum() == len(got.token_S) - chosen_Tk.size  # the others are padding
+    # the others are padding
+    assert (got.token_S == num_tokens).sum() == len(got.token_S) - chosen_Tk.size
 
 
 def test_block_rows_follow_the_load_and_decoding_has_no_padding():
-    assert [block_rows(tokens * 8, 128) for tokens in (1, 64, 2048, 32_768, 10**6)] == [1, 1, 32, 512, 512]
+    assert [block_rows(tokens * 8, 128) for tokens in (1, 64, 2048, 32_768, 10**6)] == [
+        1,
+        1,
+        32,
+        512,
+        512,
+    ]
     assert len(assign(jnp.zeros((1, 8), jnp.int32), 128).token_S) == 8
 
 
@@ -114,7 +148,10 @@ def test_gradient_of_many_blocks_compiles_for_a_gpu():
     blocks = jax.ShapeDtypeStruct((639, 2048, 768), jnp.float32, sharding=gpu)
     experts = jax.ShapeDtypeStruct((639,), jnp.int32, sharding=gpu)
     sums = jax.jit(lambda x, expert: expert_blocks._sum_of_blocks(x, expert, 128))
-    assert sums.lower(blocks, experts).compile(dict(WITHOUT_GPU)).memory_analysis().temp_size_in_bytes < 2**20
+    assert (
+        sums.lower(blocks, experts).compile(dict(WITHOUT_GPU)).memory_analysis().temp_size_in_bytes
+        < 2**20
+    )
 
 
 def _rounded(x, dtype):
@@ -140,7 +177,14 @@ def test_fp8_product_of_blocks_on_two_ranks_equals_product_of_rounded_operands()
     out_nmF, vjp = jax.vjp(lambda x, w: product(x, w, expert_n), x_nmD, w_EDF)
     x, w, dout = _rounded(x_nmD, E4M3), _rounded(w_EDF, E4M3), _rounded(dout_nmF, E5M2)
     dw = jax.ops.segment_sum(jnp.einsum("nmD,nmF->nDF", x, dout), expert_n, E)
-    expected = jnp.einsum("nmD,nDF->nmF", x, w[expert_n]), jnp.einsum("nmF,nDF->nmD", dout, w[expert_n]), dw
-    for got, value, sizes in zip((out_nmF, *vjp(dout_nmF)), expected, (sizes_x, sizes_dout, 1), strict=True):
+    expected = (
+        jnp.einsum("nmD,nDF->nmF", x, w[expert_n]),
+        jnp.einsum("nmF,nDF->nmD", dout, w[expert_n]),
+        dw,
+    )
+    for got, value, sizes in zip(
+        (out_nmF, *vjp(dout_nmF)), expected, (sizes_x, sizes_dout, 1), strict=True
+    ):
         np.testing.assert_allclose(got / sizes, value / sizes, rtol=1e-5, atol=1e-5)
-    assert np.abs(out_nmF - jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF[expert_n])).max() > 1e-2  # it is rounded
+    # it is rounded
+    assert np.abs(out_nmF - jnp.einsum("nmD,nDF->nmF", x_nmD, w_EDF[expert_n])).max() > 1e-2

@@ -1,5 +1,5 @@
-"""Sums that layers return through scans, remat groups and meshes; `test_layer_tiles` and `test_offloaded_layers` have
-those of tiles and prefetched layers."""
+"""Sums that layers return through scans, remat groups and meshes; `test_layer_tiles` and
+`test_offloaded_layers` have those of tiles and prefetched layers."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from tests.models.small import context_of, small_inputs, small_mesh, small_model
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 WIDE = KindConfig(name="wide", head_dim=10, ffn_dim=40)
-MODEL = small_model(num_layers=5, layer_kinds=("full", "wide"), kinds=(WIDE,))  # two periods and a last layer
+# two periods and a last layer
+MODEL = small_model(num_layers=5, layer_kinds=("full", "wide"), kinds=(WIDE,))
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,9 @@ def test_sums_of_layers_and_their_gradients_equal_one_device_without_remat():
     assert (expected["squares"].shape, expected["total"].shape) == ((5,), (2,))
     assert jnp.all(jnp.abs(expected_gradients["layers"]["wide"]["mlp"]["w_down"]).max((1, 2)) > 0)
     groups = MemoryConfig(remat="full", layers_per_remat_group=2)
-    for got in (_sums_and_gradients(small_mesh(context=2, tensor=2)), _sums_and_gradients(memory=groups)):
+    for got in (
+        _sums_and_gradients(small_mesh(context=2, tensor=2)),
+        _sums_and_gradients(memory=groups),
+    ):
         errors = jax.tree.map(max_relative_error, got, (expected, expected_gradients))
         assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors

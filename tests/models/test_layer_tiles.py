@@ -1,4 +1,6 @@
-"""A layer on tiles against the same layer on whole sequences, on one device, with reference attention."""
+"""A layer on tiles against the same layer on whole sequences, on one device, with reference
+attention.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,9 @@ class _TileAttention:
         return jnp.zeros((2, batch, num_tokens, self.num_kv_heads, head_dim), dtype)
 
     def put(self, kv, k_BtKH, v_BtKH, tile):
-        return jax.lax.dynamic_update_slice_in_dim(kv, jnp.stack([k_BtKH, v_BtKH]), tile * self.tile_tokens, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(
+            kv, jnp.stack([k_BtKH, v_BtKH]), tile * self.tile_tokens, axis=2
+        )
 
     def exchange(self, kv, ranges):
         return 2 * kv
@@ -41,35 +45,53 @@ class _TileAttention:
     add_exchanged = exchange
 
     def take(self, kv, tile):
-        return tuple(jax.lax.dynamic_slice_in_dim(kv, tile * self.tile_tokens, self.tile_tokens, axis=2))
+        return tuple(
+            jax.lax.dynamic_slice_in_dim(kv, tile * self.tile_tokens, self.tile_tokens, axis=2)
+        )
 
     def _key_ranges(self, q_BtNH, tile):
-        positions = jnp.broadcast_to(tile * self.tile_tokens + jnp.arange(q_BtNH.shape[1]), q_BtNH.shape[:2])
+        positions = jnp.broadcast_to(
+            tile * self.tile_tokens + jnp.arange(q_BtNH.shape[1]), q_BtNH.shape[:2]
+        )
         return KeyRanges(jnp.zeros_like(positions), positions + 1)
 
     def forward(self, q_BtNH, kv, tile, ranges, sinks_N):
-        results = reference.forward(q_BtNH, *(kv / 2), self._key_ranges(q_BtNH, tile), AttentionSpec())
+        results = reference.forward(
+            q_BtNH, *(kv / 2), self._key_ranges(q_BtNH, tile), AttentionSpec()
+        )
         return contract.join(*results, sinks_N)
 
     def backward(self, q_BtNH, kv, dkv, tile, out_BtNH, lse_BNt, dout_BtNH, ranges, sinks_N):
         key_ranges = self._key_ranges(q_BtNH, tile)
         results = QueryResults(out_BtNH, lse_BNt, dout_BtNH, jnp.zeros_like(lse_BNt))
-        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(q_BtNH, *(kv / 2), key_ranges, AttentionSpec(), results)
+        dq_BtNH, dk_BSKH, dv_BSKH = reference.backward(
+            q_BtNH, *(kv / 2), key_ranges, AttentionSpec(), results
+        )
         dsinks_N = None if sinks_N is None else contract.gradient(sinks_N, results)
         return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH]) / 2, dsinks_N
 
 
 def _attend(q_BTNH, k_BTKH, v_BTKH, sinks_N):
-    return contract.join(*reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec()), sinks_N)[0]
+    return contract.join(
+        *reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec()), sinks_N
+    )[0]
 
 
 ATTENTION = dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
-GEMMA = dict(qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh")
-OLMO = dict(qk_norm="projection", norm_placement="post", qkv_bias=True, query_scale_dim=24, **ATTENTION)
+GEMMA = dict(
+    qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh"
+)
+OLMO = dict(
+    qk_norm="projection", norm_placement="post", qkv_bias=True, query_scale_dim=24, **ATTENTION
+)
 
 
-@pytest.mark.parametrize("num_tiles, saves_attention, variant", [(1, False, {}), (3, True, GEMMA), (4, False, OLMO)])
-def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, variant, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "num_tiles, saves_attention, variant", [(1, False, {}), (3, True, GEMMA), (4, False, OLMO)]
+)
+def test_run_layer_on_tiles_equals_whole_layer(
+    num_tiles, saves_attention, variant, monkeypatch: pytest.MonkeyPatch
+):
     """Both return the sum of squares of the output."""
     after_attention = DecoderLayer.after_attention
 
@@ -81,7 +103,9 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
     model = small_model(**variant)
     layer_def, params = nnx.split(DecoderLayer(model, InitKeys(jax.random.key(0))))
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params)
+    params = jax.tree.map(
+        lambda w: w + 0.2 * rng.standard_normal(w.shape).astype(np.float32), params
+    )
     x_BTD, dy_BTD = rng.standard_normal((2, B, T, model.model_dim)).astype(np.float32)
     positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     shard, tables = Sharder(small_mesh()), rope_tables(model, "full", T)
@@ -113,6 +137,8 @@ def test_run_layer_on_tiles_equals_whole_layer(num_tiles, saves_attention, varia
         return output, *backward(LayerOutput(dy_BTD, dict(squares=jnp.float32(0.7))))
 
     errors = jax.tree.map(
-        max_relative_error, jax.jit(with_gradients, static_argnums=0)(in_tiles), with_gradients(whole)
+        max_relative_error,
+        jax.jit(with_gradients, static_argnums=0)(in_tiles),
+        with_gradients(whole),
     )
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors

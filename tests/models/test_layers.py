@@ -103,10 +103,14 @@ def test_weights_are_gathered_in_the_compute_dtype():
 @pytest.mark.parametrize("shape", [(2, 16), (3, 2, 8)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [6, 1024])
 def test_lookup_equals_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyPatch):
-    """Forward and gradient, V sharded over tensor and T over context, with and without a shorter last chunk."""
+    """Forward and gradient, V sharded over tensor and T over context, with and without a shorter
+    last chunk.
+    """
     monkeypatch.setattr("jaxlc.models.decoder._LOOKUP_CHUNK_TOKENS", chunk_tokens)
     rng = np.random.default_rng(0)
-    embedding, dx = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (*shape, 6)))
+    embedding, dx = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (*shape, 6))
+    )
     tokens = rng.integers(0, 12, shape, dtype=np.int32)
     shard = Sharder(small_mesh(data=2, context=2, tensor=2))
     x, pull_back = jax.vjp(jax.jit(lambda e: lookup(e, tokens, shard, jnp.float32)), embedding)
@@ -117,7 +121,9 @@ def test_lookup_equals_indexing(shape, chunk_tokens, monkeypatch: pytest.MonkeyP
 
 
 def test_lookup_gathers_neither_table_nor_sequence():
-    """On 4 tensor ranks no array is as large as the table, or as one sequence over all context ranks."""
+    """On 4 tensor ranks no array is as large as the table, or as one sequence over all context
+    ranks.
+    """
     shard, num_tokens, vocab_size = Sharder(small_mesh(context=2, tensor=4)), 512, 1024
     tokens, dx = jnp.zeros((1, num_tokens), jnp.int32), jnp.zeros((1, num_tokens, 8))
 
@@ -141,5 +147,7 @@ def test_lookup_sums_gradients_of_common_token_in_float32():
     """4097 gradients of 1 for one token; bfloat16 cannot represent 4097."""
     embedding, tokens = jnp.ones((4, 2)), jnp.full((1, 4097), 3)
     shard = Sharder(small_mesh())
-    gradient = jax.grad(lambda e: lookup(e, tokens, shard, jnp.bfloat16).astype(jnp.float32).sum())(embedding)
+    gradient = jax.grad(lambda e: lookup(e, tokens, shard, jnp.bfloat16).astype(jnp.float32).sum())(
+        embedding
+    )
     np.testing.assert_array_equal(gradient, [[0, 0], [0, 0], [0, 0], [4097, 4097]])

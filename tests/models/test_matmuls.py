@@ -23,11 +23,13 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 pytestmark = pytest.mark.jax_version
 
 B, T, N, H, D = 2, 5, 3, 4, 6
-# Results are float32; the products of FP8 operands are exact in float32, and so are the sums up to their order.
+# Results are float32; the products of FP8 operands are exact in float32, and so are the sums up to
+# their order.
 EXACT = 1e-6
 
 
-# tests/conftest.py selects XLA's older code generator for JAX 0.10, which rounds to FP8 differently.
+# tests/conftest.py selects XLA's older code generator for JAX 0.10, which rounds to FP8
+# differently.
 EXACT_FP8 = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 
 
@@ -35,11 +37,15 @@ def operands():
     rng = np.random.default_rng(0)
     shapes = (B, T, N, H), (N, H, D), (B, T, D)
     sizes = 30.0, 0.02, 1e-5
-    return [(rng.standard_normal(shape) * size).astype(np.float32) for shape, size in zip(shapes, sizes)]
+    return [
+        (rng.standard_normal(shape) * size).astype(np.float32) for shape, size in zip(shapes, sizes)
+    ]
 
 
 def rounded(x, dtype, largest=None):
-    """x rounded to FP8: scaled by a power of two so that `largest` is representable, and clipped there."""
+    """x rounded to FP8: scaled by a power of two so that `largest` is representable, and clipped
+    there.
+    """
     top = float(ml_dtypes.finfo(dtype).max)
     scale = 2.0 ** np.ceil(np.log2((np.abs(x).max() if largest is None else largest) / top))
     return np.clip(x / scale, -top, top).astype(dtype).astype(np.float64) * scale
@@ -59,7 +65,11 @@ def test_fp8_product_rounds_only_operands(largest):
     x_8, w_8, dout_8 = (
         rounded(value, dtype, largest and largest[row])
         for row, (value, dtype) in enumerate(
-            ((x, ml_dtypes.float8_e4m3fn), (w, ml_dtypes.float8_e4m3fn), (dout, ml_dtypes.float8_e5m2))
+            (
+                (x, ml_dtypes.float8_e4m3fn),
+                (w, ml_dtypes.float8_e4m3fn),
+                (dout, ml_dtypes.float8_e5m2),
+            )
         )
     )
     expected = (
@@ -69,7 +79,8 @@ def test_fp8_product_rounds_only_operands(largest):
     )
     for a, b in zip(got, expected):
         assert max_relative_error(a, b) <= EXACT
-    assert max_relative_error(got[0], np.einsum("btnh,nhd->btd", x, w)) > 1e-3  # so operands were rounded
+    # so operands were rounded
+    assert max_relative_error(got[0], np.einsum("btnh,nhd->btd", x, w)) > 1e-3
 
 
 def test_fp8_product_gradient_of_history_is_next_history():
@@ -89,7 +100,9 @@ def test_fp8_product_of_zeros_and_empty_history_is_finite(history):
 
 def test_matmuls_uses_fp8_for_named_products_only():
     x, w = jnp.ones((1, 2, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
-    matmul = Matmuls(Fp8(matmuls=("mlp_up", "query"), scaling="delayed", history_steps=2), "mlp_gate", "mlp_up")
+    matmul = Matmuls(
+        Fp8(matmuls=("mlp_up", "query"), scaling="delayed", history_steps=2), "mlp_gate", "mlp_up"
+    )
     for name, is_8_bits in (("mlp_gate", False), ("mlp_up", True)):
         text = str(jax.make_jaxpr(functools.partial(matmul, name, "BTD,DF->BTF"))(x, w))
         assert ("f8_e4m3fn" in text) == is_8_bits, text
@@ -101,22 +114,29 @@ def test_matmuls_with_unknown_name_raises():
         Matmuls(None, "mlp_gate")("query", "BTD,DF->BTF", jnp.ones((1, 2, 4)), jnp.ones((4, 8)))
 
 
-MODEL = small.small_model(num_layers=3, layer_kinds=("full", "full"))  # the last layer has a stack of its own
-KINDS = small.small_model(num_layers=3, layer_kinds=("full", "wide"), kinds=(KindConfig(name="wide", ffn_dim=40),))
+# the last layer has a stack of its own
+MODEL = small.small_model(num_layers=3, layer_kinds=("full", "full"))
+KINDS = small.small_model(
+    num_layers=3, layer_kinds=("full", "wide"), kinds=(KindConfig(name="wide", ffn_dim=40),)
+)
 RECIPE = dict(matmuls=("query", "mlp_down"), history_steps=2)
 
 
 def hidden(params, histories=None, fp8=None, model=MODEL):
     """x_BTD after three layers, float32 except FP8 products."""
     params = decoder.Params(params, histories=histories)
-    return decoder.apply(params, model, *small.small_inputs(model), small.context_of(model), fp8=fp8)[0]
+    return decoder.apply(
+        params, model, *small.small_inputs(model), small.context_of(model), fp8=fp8
+    )[0]
 
 
 def hidden_layer_by_layer(params, recipes):
     """The same with explicit layers, each with its own recipe."""
     tokens_BT, positions_BT = small.small_inputs(MODEL)
     x_BTD = params["embedding"][tokens_BT]
-    stacked = jax.tree.map(lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"])
+    stacked = jax.tree.map(
+        lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"]
+    )
     for place, fp8 in enumerate(recipes):
         layer_def, _ = nnx.split(DecoderLayer(MODEL, InitKeys(jax.random.key(0)), fp8))
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
@@ -137,13 +157,17 @@ def result_and_gradients(run, *operands):
 
 def test_bf16_layers_have_no_fp8_products():
     params = small.small_params(MODEL)
-    everywhere, mixed = (Fp8(scaling="current", bf16_layers=layers, **RECIPE) for layers in ((), (0, -1)))
+    everywhere, mixed = (
+        Fp8(scaling="current", bf16_layers=layers, **RECIPE) for layers in ((), (0, -1))
+    )
     got = result_and_gradients(functools.partial(hidden, fp8=mixed), params)
     layer_by_layer = functools.partial(hidden_layer_by_layer, recipes=(None, everywhere, None))
     errors = jax.tree.map(max_relative_error, got, result_and_gradients(layer_by_layer, params))
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
     for fp8 in (everywhere, None):
-        assert max_relative_error(jax.jit(functools.partial(hidden, fp8=fp8))(params), got[0]) > 1e-3
+        assert (
+            max_relative_error(jax.jit(functools.partial(hidden, fp8=fp8))(params), got[0]) > 1e-3
+        )
 
 
 @pytest.mark.parametrize("model", [MODEL, KINDS], ids=["equal shapes", "kinds"])
@@ -151,7 +175,9 @@ def test_bf16_layers_have_empty_histories(model):
     params = small.small_params(model)
     mixed = Fp8(scaling="delayed", bf16_layers=(1,), **RECIPE)
     histories = decoder.first_histories(model, mixed)
-    _, (_, seen) = result_and_gradients(functools.partial(hidden, fp8=mixed, model=model), params, histories)
+    _, (_, seen) = result_and_gradients(
+        functools.partial(hidden, fp8=mixed, model=model), params, histories
+    )
     for stack, layers in model.layer_stacks.items():
         blocks = jax.tree.leaves(functools.reduce(operator.getitem, stack, seen))
         assert len(blocks) == 2  # the attention and the MLP block

@@ -47,10 +47,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize("routing", ["random", "an unused expert", "all to one"])
 def test_mosaic_outputs_and_gradients_equal_blocks(stand_in, routing):
     rng = np.random.default_rng(0)
-    chosen_Tk = {"random": rng.integers(0, E, (T, 1)), "an unused expert": np.ones((T, 1))}.get(routing, 0 * T)
+    chosen_Tk = {"random": rng.integers(0, E, (T, 1)), "an unused expert": np.ones((T, 1))}.get(
+        routing, 0 * T
+    )
     chosen_Tk = jnp.broadcast_to(jnp.array(chosen_Tk, jnp.int32), (T, 1))
     shapes = (T, D), (T, D), (T, 1), (E, D, F), (E, D, F), (E, F, D), (E, F), (E, F), (E, D)
-    cotangent, x_TD, weights_Tk, *experts = (jnp.array(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    cotangent, x_TD, weights_Tk, *experts = (
+        jnp.array(rng.standard_normal(shape), jnp.float32) for shape in shapes
+    )
 
     @functools.partial(jax.jit, static_argnums=0)
     def results(kernel, *operands):
@@ -71,16 +75,23 @@ def test_mosaic_outputs_and_gradients_equal_blocks(stand_in, routing):
 def test_mosaic_blocks_have_less_padding():
     """Qwen3-30B-A3B, 32,768 tokens on a rank."""
     rows, experts = 32_768 * 8, 128
-    padded = [num_blocks(rows, experts, kernel) * block_rows(rows, experts, kernel) for kernel in ("blocks", "mosaic")]
+    padded = [
+        num_blocks(rows, experts, kernel) * block_rows(rows, experts, kernel)
+        for kernel in ("blocks", "mosaic")
+    ]
     assert [round(x / rows - 1, 3) for x in padded] == [0.248, 0.031]
 
 
 def _check() -> str:
-    return check_mosaic_product(jax.devices()[0], num_experts=8, model_dim=16, ffn_dim=8, dtype=jnp.float32)
+    return check_mosaic_product(
+        jax.devices()[0], num_experts=8, model_dim=16, ffn_dim=8, dtype=jnp.float32
+    )
 
 
 def test_check_before_training_passes(stand_in):
-    assert re.fullmatch(r"kernel     mosaic for experts: relative error .*e-0\d on cpu, measured now", _check())
+    assert re.fullmatch(
+        r"kernel     mosaic for experts: relative error .*e-0\d on cpu, measured now", _check()
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,12 +108,18 @@ def test_check_before_training_passes(stand_in):
 )  # fmt: skip
 def test_check_before_training_ends_run_if_a_kernel_is_wrong(stand_in, name, wrong):
     stand_in.setattr(_jax_internals, f"mosaic_ragged_{name}", wrong)
-    with pytest.raises(UserError, match=r"are wrong on .*relative error .* set --config.runtime.expert_kernel=blocks"):
+    with pytest.raises(
+        UserError,
+        match=r"are wrong on .*relative error .* set --config.runtime.expert_kernel=blocks",
+    ):
         _check()
 
 
 @pytest.mark.jax_version
-@pytest.mark.skipif(not hasattr(plgpu, "force_gpu_interpret_mode"), reason="JAX 0.12 interprets these kernels on a CPU")
+@pytest.mark.skipif(
+    not hasattr(plgpu, "force_gpu_interpret_mode"),
+    reason="JAX 0.12 interprets these kernels on a CPU",
+)
 def test_check_before_training_passes_with_interpreted_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_jax_internals._JaxOnHopper, "core_count", 4)  # threads of the interpreter
     with plgpu.force_gpu_interpret_mode():
@@ -117,14 +134,22 @@ def test_check_before_training_ends_run_if_a_kernel_fails():
 
 def test_devices_other_than_hopper_raise():
     mosaic_product.check_devices(topology("h200:1x1").devices)
-    for devices, problem in ((jax.devices(), "cpu is no GPU"), (topology("b200:1x1").devices, "B200 has 10.0")):
-        with pytest.raises(Unsupported, match=rf"needs GPUs of compute capability 9.0, and .*{problem}"):
+    for devices, problem in (
+        (jax.devices(), "cpu is no GPU"),
+        (topology("b200:1x1").devices, "B200 has 10.0"),
+    ):
+        with pytest.raises(
+            Unsupported, match=rf"needs GPUs of compute capability 9.0, and .*{problem}"
+        ):
             mosaic_product.check_devices(devices)
 
 
 def test_operands_of_2_to_the_31_elements_raise(stand_in):
     x = jax.ShapeDtypeStruct((2**15, 64, 1024), jnp.bfloat16)
-    w, expert_n = jax.ShapeDtypeStruct((E, 1024, 64), jnp.bfloat16), jax.ShapeDtypeStruct((2**15,), jnp.int32)
+    w, expert_n = (
+        jax.ShapeDtypeStruct((E, 1024, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2**15,), jnp.int32),
+    )
     with pytest.raises(Unsupported, match="2,097,152 rows of 1,024 elements"):
         jax.eval_shape(mosaic_product.mosaic_product, x, w, expert_n)
 
@@ -147,7 +172,9 @@ def test_mosaic_kernels_compile_for_hopper_and_their_flops_are_those_of_the_rows
         out, vjp = jax.vjp(lambda x, w: product(x, w, expert_n), x, w)
         return out, vjp(dout)
 
-    program = analyze(jax.jit(results).lower(x, w, dout, expert_n).compile(dict(WITHOUT_GPU)).as_text())
+    program = analyze(
+        jax.jit(results).lower(x, w, dout, expert_n).compile(dict(WITHOUT_GPU)).as_text()
+    )
     assert kernels(program) == {"mosaic experts backward": 2, "mosaic experts forward": 1}
     costs = [kernel_cost(program, computation, x) for computation in program for x in computation]
     products = [product for cost in costs if cost for product in cost.products]

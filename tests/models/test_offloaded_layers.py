@@ -30,7 +30,9 @@ def _inputs(trainable=("up", "down")):
     """(x, trainable weights, frozen weights)."""
     rng = np.random.default_rng(0)
     shapes = dict(x=(B, D), up=(L, D, F), down=(L, F, D))
-    x, up, down = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes.values())
+    x, up, down = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes.values()
+    )
     weights = dict(up=up, down=down)
     return x, {name: weights.pop(name) for name in trainable}, weights
 
@@ -52,7 +54,9 @@ def _losses(policy):
 
     def prefetched(x_BD, trainable, frozen):
         stacked = LayerParams(trainable, frozen)
-        return _loss(offloaded_layers.run_layers([run], None, x_BD, stacked, shared, fetch=lambda w: w))
+        return _loss(
+            offloaded_layers.run_layers([run], None, x_BD, stacked, shared, fetch=lambda w: w)
+        )
 
     return plain, prefetched
 
@@ -61,7 +65,9 @@ def _losses(policy):
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_run_layers_equals_scan(policy, trainable):
     inputs = _inputs(trainable)
-    plain, prefetched = (jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*inputs) for loss in _losses(policy))
+    plain, prefetched = (
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*inputs) for loss in _losses(policy)
+    )
     errors = jax.tree.map(max_relative_error, prefetched, plain)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
@@ -70,7 +76,10 @@ def test_run_layers_of_two_kinds_equals_loop():
     """Three layers per iteration, of two stacks with different shapes."""
     rng = np.random.default_rng(0)
     places = [Place("a", "a", 0), Place("b", "b", 0), Place("a", "a", 1)]
-    shapes = dict(a=dict(up=(L, 2, D, F), down=(L, 2, F, D)), b=dict(up=(L, 1, D, F - 1), down=(L, 1, F - 1, D)))
+    shapes = dict(
+        a=dict(up=(L, 2, D, F), down=(L, 2, F, D)),
+        b=dict(up=(L, 1, D, F - 1), down=(L, 1, F - 1, D)),
+    )
     draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     weights = jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
     shared = dict(scale_B1=jnp.ones((B, 1)), bias_BF=jnp.ones((B, F)))
@@ -87,11 +96,15 @@ def test_run_layers_of_two_kinds_equals_loop():
 
     def prefetched(x_BD, weights):
         stacked = LayerParams(weights, dict(a={}, b={}))
-        x_BD, sums = offloaded_layers.run_layers([run] * 3, places, x_BD, stacked, shared, fetch=lambda w: w)
+        x_BD, sums = offloaded_layers.run_layers(
+            [run] * 3, places, x_BD, stacked, shared, fetch=lambda w: w
+        )
         return _loss((x_BD, jnp.array(sums)))
 
     x_BD = draw((B, D))
-    plain, got = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x_BD, weights) for f in (loop, prefetched))
+    plain, got = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x_BD, weights) for f in (loop, prefetched)
+    )
     errors = jax.tree.map(max_relative_error, got, plain)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
@@ -105,6 +118,7 @@ def test_run_layers_saves_policy_residuals_but_no_weights(policy, trainable, kep
     _, prefetched = _losses(POLICIES[policy])
     vjp = lambda x_BD, weights, frozen: jax.vjp(lambda *x: prefetched(*x, frozen), x_BD, weights)[1]  # noqa: E731
     residuals = jax.tree.leaves(jax.eval_shape(vjp, *_inputs(trainable)))
-    stacked_shapes = [x.shape for x in residuals if x.shape[:1] == (L,) and x.ndim > 1]  # without the sums
+    # without the sums
+    stacked_shapes = [x.shape for x in residuals if x.shape[:1] == (L,) and x.ndim > 1]
     stacked = [(L, D, F), (L, F, D)]  # the stored weights, not copies of each layer
     assert sorted(stacked_shapes) == sorted(kept + stacked)

@@ -25,9 +25,13 @@ def test_apply_rope_is_within_1e_6_of_float64(preset, start):
     """One unit vector per pair, so that the error is that of cos and sin."""
     model = PRESETS[preset]
     positions = np.arange(start, start + 16, dtype=np.int32)
-    x_TH = np.concatenate([np.ones((16, model.head_dim // 2)), np.zeros((16, model.head_dim // 2))], axis=-1)
+    x_TH = np.concatenate(
+        [np.ones((16, model.head_dim // 2)), np.zeros((16, model.head_dim // 2))], axis=-1
+    )
     got = apply_rope(
-        jnp.asarray(x_TH, jnp.float32)[None, :, None], positions[None], rope_tables(model, "full", MAX_TOKENS)
+        jnp.asarray(x_TH, jnp.float32)[None, :, None],
+        positions[None],
+        rope_tables(model, "full", MAX_TOKENS),
     )
     np.testing.assert_allclose(got[0, :, 0], plain_rope(x_TH, positions, model), rtol=0, atol=1e-6)
 
@@ -35,11 +39,16 @@ def test_apply_rope_is_within_1e_6_of_float64(preset, start):
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_apply_rope_with_scaling_is_within_1e_6(name, kind):
-    """At positions up to 2^26, and for dynamic_ntk and longrope also in a run within the original context."""
+    """At positions up to 2^26, and for dynamic_ntk and longrope also in a run within the original
+    context.
+    """
     model = scaled_model(name)
     half = model.head_dim // 2
     x_TH = np.concatenate([np.ones((16, half)), np.zeros((16, half))], axis=-1).astype(np.float32)
-    for seq_len, starts in {4096: (0,), MAX_TOKENS: (LOW_TOKENS - 8, 2**20 - 8, 2**25 - 8, 2**26 - 16)}.items():
+    for seq_len, starts in {
+        4096: (0,),
+        MAX_TOKENS: (LOW_TOKENS - 8, 2**20 - 8, 2**25 - 8, 2**26 - 16),
+    }.items():
         tables = rope_tables(model, kind, seq_len)
         for start in starts:
             positions = np.arange(start, start + 16, dtype=np.int32)
@@ -59,13 +68,22 @@ def test_stacked_tables_rotate_each_sequence_as_its_own():
 
 
 def test_rope_scalings_differ_from_one_another():
-    """So that the comparison above can fail: each changes at least one frequency by 5%, or the attention factor."""
-    full = {name: rope_frequencies(scaled_model(name), "full", 2**20) for name in SCALINGS if "partial" not in name}
+    """So that the comparison above can fail: each changes at least one frequency by 5%, or the
+    attention factor.
+    """
+    full = {
+        name: rope_frequencies(scaled_model(name), "full", 2**20)
+        for name in SCALINGS
+        if "partial" not in name
+    }
     for name, frequencies in full.items():
         for other_name in full.keys() - {name}:
             other = full[other_name]
             change = np.abs(np.log(frequencies.radians_per_token / other.radians_per_token)).max()
-            assert change > 0.05 or frequencies.attention_factor != other.attention_factor, (name, other_name)
+            assert change > 0.05 or frequencies.attention_factor != other.attention_factor, (
+                name,
+                other_name,
+            )
 
 
 def test_rope_tables_of_nope_are_none():
@@ -77,7 +95,9 @@ def test_rope_tables_of_nope_are_none():
 
 def test_apply_rope_partial_leaves_the_other_dimensions():
     model, x = scaled_model("partial"), jnp.asarray(_x(16, 128), jnp.bfloat16)[None, :, None]
-    got = apply_rope(x, np.arange(16, dtype=np.int32)[None] + 2**20, rope_tables(model, "full", 2**21))
+    got = apply_rope(
+        x, np.arange(16, dtype=np.int32)[None] + 2**20, rope_tables(model, "full", 2**21)
+    )
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got[..., 32:], x[..., 32:])
     assert (got[..., :32] != x[..., :32]).mean() > 0.9
@@ -106,7 +126,9 @@ def test_rope_scores_depend_only_on_distance():
     tables, (q, k) = rope_tables(model, "full", MAX_TOKENS), _x(2, 128)
 
     def score(q_position, k_position):
-        at = lambda x, position: apply_rope(x[None, None, None], np.array([[position]], np.int32), tables)
+        at = lambda x, position: apply_rope(
+            x[None, None, None], np.array([[position]], np.int32), tables
+        )
         return float((at(q, q_position) * at(k, k_position)).sum())
 
     assert score(2**25 + 100, 2**25 + 7) == pytest.approx(score(93, 0), abs=1e-4)
@@ -114,7 +136,10 @@ def test_rope_scores_depend_only_on_distance():
 
 def test_apply_rope_computes_in_float32_and_keeps_dtype():
     model = PRESETS["tiny"]
-    x, positions = jnp.asarray(_x(16, 32), jnp.bfloat16)[None, :, None], np.arange(16, dtype=np.int32)[None]
+    x, positions = (
+        jnp.asarray(_x(16, 32), jnp.bfloat16)[None, :, None],
+        np.arange(16, dtype=np.int32)[None],
+    )
     got = apply_rope(x, positions, rope_tables(model, "full", 16))
     assert got.dtype == jnp.bfloat16
     exact = apply_rope(x.astype(jnp.float32), positions, rope_tables(model, "full", 16))

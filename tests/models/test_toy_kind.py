@@ -1,4 +1,6 @@
-"""A kind of layers that is added by two files outside the package, `tests/toy_kind`: no other file knows it."""
+"""A kind of layers that is added by two files outside the package, `tests/toy_kind`: no other file
+knows it.
+"""
 
 import dataclasses
 import functools
@@ -34,7 +36,8 @@ from tests.toy_kind.model import DecayedMean
 from tests.train.runs import save_step_0
 
 MODEL = dict(layer_kinds=("decayed_mean", "full"))
-ROWS = natural_rows(documents=((96,), (36, 3, 21, 13, 23), (10, -86), (-96,)))  # two start where a fragment does
+# two start where a fragment does
+ROWS = natural_rows(documents=((96,), (36, 3, 21, 13, 23), (10, -86), (-96,)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,12 +77,18 @@ def test_mean_equals_a_loop_over_tokens():
         np.testing.assert_allclose(got_BTHV[:, token], mean_BHV, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("memory", [dict(remat="attention"), dict(remat="full", tile_tokens=12)], ids=str)
+@pytest.mark.parametrize(
+    "memory", [dict(remat="attention"), dict(remat="full", tile_tokens=12)], ids=str
+)
 def test_packed_documents_on_a_mesh_equal_one_device(memory):
     params, gradients, loss = on_one_device()
     config = with_mesh(toy_config(), context=4, tensor=2)
-    step = small_step(load(dataclasses.replace(config, memory=dataclasses.replace(config.memory, **memory))))
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, ROWS))
+    step = small_step(
+        load(dataclasses.replace(config, memory=dataclasses.replace(config.memory, **memory)))
+    )
+    got, got_loss = jax.jit(gradients_and_loss(step))(
+        put_params(step, params), make_batch(step, ROWS)
+    )
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
@@ -98,11 +107,18 @@ def test_generated_tokens_are_the_argmax_of_one_forward_pass():
 
 def test_saved_activations_add_bytes_to_the_plan():
     model = dict(layer_kinds=("decayed_mean",), num_layers=8)
-    configs = [small_config(model=model, memory=dict(remat="full", save=save)) for save in ((), ("mean_values",))]
-    temporaries = [small_step(config).lower().compile().memory_analysis().temp_size_in_bytes for config in configs]
+    configs = [
+        small_config(model=model, memory=dict(remat="full", save=save))
+        for save in ((), ("mean_values",))
+    ]
+    temporaries = [
+        small_step(config).lower().compile().memory_analysis().temp_size_in_bytes
+        for config in configs
+    ]
     planned = activation_bytes(configs[1], ("mean_values",), 8)
     assert planned == 8 * 4 * 96 * 32 * 4  # float32 of 4 sequences
-    assert 7 / 8 * planned <= temporaries[1] - temporaries[0] < 1.5 * planned  # those of the last layer are in use
+    # those of the last layer are in use
+    assert 7 / 8 * planned <= temporaries[1] - temporaries[0] < 1.5 * planned
 
 
 def test_exported_weights_are_transposed_and_read_again(tmp_path):
@@ -113,7 +129,9 @@ def test_exported_weights_are_transposed_and_read_again(tmp_path):
     assert tensors["model.layers.0.mean.in_proj.weight"].shape == (32, 32)
     assert tensors["model.layers.0.mean.decay"].shape == (4,)
     save_step_0(ConfigDict(dict(model=dict(init_from=str(first)))), tmp_path / "again")
-    again = load_file(next(jaxlc.export(tmp_path / "again", tmp_path / "second").glob("*.safetensors")))
+    again = load_file(
+        next(jaxlc.export(tmp_path / "again", tmp_path / "second").glob("*.safetensors"))
+    )
     assert tensors.keys() == again.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor, again[name], err_msg=name)

@@ -5,7 +5,9 @@ from jaxlc.plan import program
 from jaxlc.simulate.topology import FAILS_WITH_TRITON, NO_TRITON
 
 
-@pytest.mark.parametrize("message, num_calls", [(f"INTERNAL: {FAILS_WITH_TRITON}: %gemm", 2), ("INTERNAL: other", 1)])
+@pytest.mark.parametrize(
+    "message, num_calls", [(f"INTERNAL: {FAILS_WITH_TRITON}: %gemm", 2), ("INTERNAL: other", 1)]
+)
 def test_program_that_needs_autotuning_is_compiled_with_cublas(message, num_calls):
     calls = []
 

@@ -48,7 +48,10 @@ def fp8_flops(program: AnalyzedProgram) -> float:
     ("precision", "names"),
     [
         (dict(), set(WEIGHTS)),
-        (dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")), {"mlp_gate", "mlp_down"}),
+        (
+            dict(fp8_scaling="delayed", fp8_matmuls=("mlp_gate", "mlp_down")),
+            {"mlp_gate", "mlp_down"},
+        ),
         # The layer is chosen at run time, so every branch counts.
         pytest.param(dict(bf16_layers=(0,)), set(WEIGHTS), marks=pytest.mark.full),
     ],
@@ -69,15 +72,22 @@ def test_fp8_step_runs_products_of_experts_in_cublas():
     model = dict(num_experts=experts, experts_per_token=2, expert_ffn_dim=F)
     step = fp8_step(model=model, fp8_matmuls=("expert_gate", "expert_up", "expert_down"))
     program = compile_step(step).program
-    assert fp8_flops(program) == 2 * 6 * num_blocks(rows, experts) * block_rows(rows, experts) * 3 * D * F
+    assert (
+        fp8_flops(program)
+        == 2 * 6 * num_blocks(rows, experts) * block_rows(rows, experts) * 3 * D * F
+    )
 
 
 def test_fp8_peak_is_twice_that_of_bfloat16():
     """1,979 TFLOP/s on an H100."""
-    seconds = Roofline(f8_matmul_share=1.0).matmul_seconds(hardware.find("h100"), "f8e4m3fn", 1979e12)
+    seconds = Roofline(f8_matmul_share=1.0).matmul_seconds(
+        hardware.find("h100"), "f8e4m3fn", 1979e12
+    )
     assert seconds == pytest.approx(1, rel=1e-3)
 
 
 def test_fp8_step_for_a100_raises():
-    error = followed(lambda settings: fp8_step("a100", compute=settings.get("precision.compute", "fp8")))
+    error = followed(
+        lambda settings: fp8_step("a100", compute=settings.get("precision.compute", "fp8"))
+    )
     assert "compute='fp8' needs GPUs of compute capability 8.9 or more, and NVIDIA A100" in error

@@ -1,4 +1,6 @@
-"""Plans at full size: Llama 3 8B and 70B on 64 GPUs, context=64, and the memory that docs/memory.md states."""
+"""Plans at full size: Llama 3 8B and 70B on 64 GPUs, context=64, and the memory that docs/memory.md
+states.
+"""
 
 import time
 
@@ -25,11 +27,16 @@ def test_plan_of_llama3_8b_on_64_h100s():
     start = time.process_time()  # CPU seconds, which do not depend on what else the machine does
     result = planned("llama3.1-8b", "h100:8x8", context=8, tensor=8)
     assert time.process_time() - start < 60 and result.compile_seconds > 0
-    gib = {name: size / 2**30 for name, size in result.to_json()["memory"].items() if name.endswith("_bytes")}
-    assert gib["device_arguments_bytes"] == pytest.approx(1.41, abs=0.02)  # 12 B for each of 8.03e9 / 64 parameters
+    gib = {
+        name: size / 2**30
+        for name, size in result.to_json()["memory"].items()
+        if name.endswith("_bytes")
+    }
+    # 12 B for each of 8.03e9 / 64 parameters
+    assert gib["device_arguments_bytes"] == pytest.approx(1.41, abs=0.02)
     assert 3 < gib["device_temp_bytes"] < 5
-    # The backward call on a rank's local chunk: 4 B for each of 32,768 x 4 heads x 128 elements of dq, row sums, and dk
-    # and dv for each query head.
+    # The backward call on a rank's local chunk: 4 B for each of 32,768 x 4 heads x 128 elements of
+    # dq, row sums, and dk and dv for each query head.
     assert gib["workspace_bytes"] == pytest.approx((64 + 0.5 + 64) / 1024)
     assert result.memory.fits
     assert (result.ring.hops, result.ring.exposed_forward) == (28 * 32, 0)
@@ -47,7 +54,9 @@ def test_plan_of_large_models_and_long_rings(preset, topology, mesh):
     assert result.ring.hops == result.ring.hidden + result.ring.exposed > 0
 
 
-_BASELINES = zip(memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True)
+_BASELINES = zip(
+    memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, None, None, 300), strict=True
+)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,9 @@ _BASELINES = zip(memory_cases.baselines(), (24, 18, 6.5, 4, 52.3), (None, None, 
     ],
 )
 def test_plan_baseline_cases_need_less_memory(baseline, max_gib, max_seconds):
-    """The last of our cases for each baseline; arguments and temporaries, as the baselines are measured."""
+    """The last of our cases for each baseline; arguments and temporaries, as the baselines are
+    measured.
+    """
     case = baseline.ours[-1]
     result = plan.plan(memory_cases.point(case).config, case.topology)
     memory = result.memory

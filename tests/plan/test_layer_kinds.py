@@ -1,4 +1,6 @@
-"""A model of sliding and full layers, compiled for absent GPUs: what its layers send, and with which kernels."""
+"""A model of sliding and full layers, compiled for absent GPUs: what its layers send, and with
+which kernels.
+"""
 
 from collections import Counter
 
@@ -30,7 +32,9 @@ def step_with(**memory) -> TrainStep:
 
 @pytest.mark.full
 def test_sliding_layers_in_tiles_compute_and_send_only_their_window():
-    """A call has a sub-chunk's keys, the window before it and the received tokens, which are sent once a pass."""
+    """A call has a sub-chunk's keys, the window before it and the received tokens, which are sent
+    once a pass.
+    """
     step = step_with(tile_tokens=512, remat="full")
     program = analyze(step.compile(extra_options=dict(WITHOUT_GPU)).as_text())
     subchunk_tokens, received_tokens = 256, 2 * (WINDOW - 1)
@@ -42,7 +46,8 @@ def test_sliding_layers_in_tiles_compute_and_send_only_their_window():
         for exchange in program.attention_collectives
         if exchange.has_window and exchange.pass_name == "forward"
     )
-    kv_bytes = 3 * received_tokens * 2 * model.num_kv_heads * model.head_dim * 2  # 3 layers, bfloat16
+    # 3 layers, bfloat16
+    kv_bytes = 3 * received_tokens * 2 * model.num_kv_heads * model.head_dim * 2
     assert kv_bytes <= sent_bytes <= 1.2 * kv_bytes  # positions and segment ids, too
 
 
@@ -63,7 +68,10 @@ def test_sliding_layers_send_only_their_window():
     assert halo_tokens * token_bytes <= sent[True] <= halo_tokens * (token_bytes + mask_bytes)
     kernels = {(call.has_window, call.kernel) for call, _ in program.attention_calls}
     assert kernels == {(True, "pallas"), (False, "cudnn")}
-    assert step.kernel_choice.startswith("sliding: pallas (") and "; full: cudnn (" in step.kernel_choice
+    assert (
+        step.kernel_choice.startswith("sliding: pallas (")
+        and "; full: cudnn (" in step.kernel_choice
+    )
     lines = describe(program.attention_collectives, strategy="ring", num_layers=5, num_sliding=3)
     assert {line.partition(":")[0] for line in lines} == {"ring", "ring, sliding layers"}
     (ring,) = (line for line in lines if line.startswith("ring:"))
@@ -80,12 +88,21 @@ def test_plan_of_layers_of_different_sizes_has_no_further_kernel_calls_with_sink
         configs.append(load(config))
         results.append(plan.plan(config, f"h100:1x{RANKS}"))
     without, with_sinks = (
-        {name: times for name, times in result.kernels.items() if " attention " in name} for result in results
+        {name: times for name, times in result.kernels.items() if " attention " in name}
+        for result in results
     )
-    assert with_sinks == without and {name.partition(" ")[0] for name in without} == {"pallas", "cudnn"}
-    assert results[1].kernel_choice.startswith("sliding: pallas (") and "; wide: cudnn (" in results[1].kernel_choice
+    assert with_sinks == without and {name.partition(" ")[0] for name in without} == {
+        "pallas",
+        "cudnn",
+    }
+    assert (
+        results[1].kernel_choice.startswith("sliding: pallas (")
+        and "; wide: cudnn (" in results[1].kernel_choice
+    )
     for config, result in zip(configs, results, strict=True):
-        assert result.memory.parameters_bytes == pytest.approx(4 * num_params(config.model) / RANKS, rel=0.01)
+        assert result.memory.parameters_bytes == pytest.approx(
+            4 * num_params(config.model) / RANKS, rel=0.01
+        )
 
 
 def temp_bytes(layer_kinds: str, num_layers: int) -> int:
@@ -101,6 +118,6 @@ def temp_bytes(layer_kinds: str, num_layers: int) -> int:
 
 @pytest.mark.heavy
 def test_groups_of_layers_hold_activations_of_one_layer():
-    """Three layers per iteration, and a last one, need 10% more than one layer per iteration. Without the order of the
-    backward pass they need 2.9 times as much."""
+    """Three layers per iteration, and a last one, need 10% more than one layer per iteration.
+    Without the order of the backward pass they need 2.9 times as much."""
     assert temp_bytes("full,full,full", 7) < 1.2 * temp_bytes("full", 6)

@@ -48,11 +48,15 @@ def test_memory_parts_count_against_capacity():
 
 
 def test_workspace_that_the_program_contains_is_not_added():
-    """On a GPU the compiler writes the size of the workspace into the program; see `workspace_bytes`."""
+    """On a GPU the compiler writes the size of the workspace into the program; see
+    `workspace_bytes`.
+    """
     backward = "__cudnn$fmhaSoftmaxBackward"
     for size, expected in ((0, 4 * 64 * 2 * 16 + 4 * 64 * 2), (1000, 0)):
         result = f"(bf16[1,64,2,16]{{3,2,1,0}}, u8[{size}]{{0}})"
-        text = RING.replace('"__cudnn$fmhaSoftmax"', f'"{backward}"').replace("core_attention/fwd", "transpose(x)/bwd")
+        text = RING.replace('"__cudnn$fmhaSoftmax"', f'"{backward}"').replace(
+            "core_attention/fwd", "transpose(x)/bwd"
+        )
         before, after = text.split("%fmha = ")
         text = f"{before}%fmha = {result} custom-call({after.partition('custom-call(')[2]}"
         assert workspace_bytes(analyze(text)) == expected
@@ -60,14 +64,22 @@ def test_workspace_that_the_program_contains_is_not_added():
 
 def test_pool_share_without_other_buffers_is_usable_share():
     """In floating point, 95% of 80 GiB are 94.99999999999999 percent."""
-    alone = dataclasses.replace(MEMORY, device_capacity_bytes=84_942_979_072, symmetric_used_bytes=0, nccl_bytes=0)
+    alone = dataclasses.replace(
+        MEMORY, device_capacity_bytes=84_942_979_072, symmetric_used_bytes=0, nccl_bytes=0
+    )
     assert dataclasses.replace(alone, nvshmem_heap_bytes=0).pool_share == 0.95
 
 
 def test_fits_up_to_the_usable_bytes():
-    """The share of the pool is rounded down; a step that needs 0.2 GiB less than the usable 95 GiB still fits."""
+    """The share of the pool is rounded down; a step that needs 0.2 GiB less than the usable 95 GiB
+    still fits.
+    """
     full = dataclasses.replace(MEMORY, nccl_bytes=MEMORY.nccl_bytes + 20 * GIB - GIB // 5)
-    assert full.fits and full.excess_bytes <= 0 and full.pool_bytes <= full.pool_share * full.device_capacity_bytes
+    assert (
+        full.fits
+        and full.excess_bytes <= 0
+        and full.pool_bytes <= full.pool_share * full.device_capacity_bytes
+    )
     above = dataclasses.replace(full, device_temp_bytes=full.device_temp_bytes + GIB)
     assert not above.fits and above.excess_bytes == pytest.approx(0.8 * GIB, rel=0.02)
 
@@ -90,14 +102,19 @@ def test_fits_fails_if_the_pinned_host_pool_is_too_small():
 def test_pool_is_resized_if_the_step_or_the_buffers_need_it():
     """The step needs 70 GiB of 100 in the pool, and the buffers outside leave it 90."""
     assert MEMORY.pool_settings == {}
-    assert dataclasses.replace(MEMORY, memory_fraction=0.69).pool_settings == {"runtime.memory_fraction": 0.9}
-    assert dataclasses.replace(MEMORY, nccl_bytes=2 * GIB).pool_settings == {"runtime.memory_fraction": 0.89}
+    assert dataclasses.replace(MEMORY, memory_fraction=0.69).pool_settings == {
+        "runtime.memory_fraction": 0.9
+    }
+    assert dataclasses.replace(MEMORY, nccl_bytes=2 * GIB).pool_settings == {
+        "runtime.memory_fraction": 0.89
+    }
     heap = dataclasses.replace(MEMORY, symmetric_used_bytes=4 * GIB + 1).pool_settings
     assert heap == {"runtime.nvshmem_heap_bytes": 5 * GIB}
 
 
 def test_fits_with_unified_memory_counts_host_memory():
-    large = dataclasses.replace(MEMORY, device_temp_bytes=100 * GIB)  # 135 in total, 5 of them outside of the pool
+    # 135 in total, 5 of them outside of the pool
+    large = dataclasses.replace(MEMORY, device_temp_bytes=100 * GIB)
     assert not large.fits and large.spilled_bytes == 0
     unified = dataclasses.replace(large, unified_host_bytes=50 * GIB)
     assert unified.fits and unified.pool_share == 1.40 and unified.spilled_bytes == 40 * GIB
@@ -131,7 +148,8 @@ def test_nccl_bytes_count_communicators_and_peers():
     pairs, rings = ((0, 2), (2, 0)), ((0, 1, 2, 3), (4, 5, 6, 7))
     permute, gather = collective("collective-permute", pairs), collective("all-gather", rings)
     assert nccl_bytes([]) == 0
-    assert nccl_bytes([gather, gather, collective("all-reduce", rings)]) == PEER  # one communicator, and a ring
+    # one communicator, and a ring
+    assert nccl_bytes([gather, gather, collective("all-reduce", rings)]) == PEER
     assert nccl_bytes([gather, permute]) == 2 * PEER
     assert nccl_bytes([collective("all-to-all", rings)]) == 3 * PEER
     assert nccl_bytes([collective("all-to-all", (tuple(range(64)),))]) == 7 * PEER
@@ -214,4 +232,7 @@ def test_maker_of_a_carry_is_in_the_previous_round():
     program = parse(PROGRAM)
     body = program.computations["body"]
     assert maker(program, body, body.instructions["carry"], (0,)) == "jit(step)/while/body/add"
-    assert maker(program, program.entry, program.entry.instructions["result"], ()) == "jit(step)/while/body/neg"
+    assert (
+        maker(program, program.entry, program.entry.instructions["result"], ())
+        == "jit(step)/while/body/neg"
+    )

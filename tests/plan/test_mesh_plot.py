@@ -1,4 +1,6 @@
-"""Figures of meshes: one square per GPU, the ring over context, and the links of each axis. Nothing is compiled."""
+"""Figures of meshes: one square per GPU, the ring over context, and the links of each axis. Nothing
+is compiled.
+"""
 
 import pytest
 from matplotlib.colors import to_hex
@@ -30,7 +32,9 @@ def test_mesh_figure_has_all_gpus_domains_and_ring(mesh, name, num_domains):
     patches = figure.axes[0].patches
     labels = [text for text in texts_of(figure) if not text.startswith(("node", "domain"))]
     assert len(labels) == topology(name).num_gpus == len(set(labels))
-    outlines = [x for x in patches if isinstance(x, Rectangle) and to_hex(x.get_edgecolor()) == GRAY]
+    outlines = [
+        x for x in patches if isinstance(x, Rectangle) and to_hex(x.get_edgecolor()) == GRAY
+    ]
     assert len([x for x in outlines if x.get_linewidth() == 0.9]) == num_domains
     assert sum(isinstance(patch, FancyArrowPatch) for patch in patches) == mesh["context"]
 
@@ -51,16 +55,24 @@ def test_mesh_figure_adds_bytes_of_collectives():
     collectives = (stats("all-to-all", "context"), stats("all-gather", "fsdp", "context"))
     figure = figures.mesh_figure(mesh, topology("h100:1x8"), collectives)
     legend = legend_of(figure)
-    assert "context: groups of 2 within a domain, over NVLink; 1.0 GiB per GPU and step (all-to-all)" in legend
+    assert (
+        "context: groups of 2 within a domain, over NVLink; 1.0 GiB per GPU and step (all-to-all)"
+        in legend
+    )
     assert "fsdp + context: 1.0 GiB per GPU and step (all-gather)" in legend
-    assert not any(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches)  # no ring
+    # no ring
+    assert not any(isinstance(patch, FancyArrowPatch) for patch in figure.axes[0].patches)
 
 
 def test_mesh_figure_legend_is_inside_the_figure():
     """Also a line with all kinds of collectives and their bytes."""
     kinds = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
-    collectives = [CollectiveStats(kind, ("context",), "NCCL", "", 1, 2**40, False) for kind in kinds]
-    figure = figures.mesh_figure(dict(data=1, fsdp=1, context=8, tensor=8), topology("h100:8x8"), collectives)
+    collectives = [
+        CollectiveStats(kind, ("context",), "NCCL", "", 1, 2**40, False) for kind in kinds
+    ]
+    figure = figures.mesh_figure(
+        dict(data=1, fsdp=1, context=8, tensor=8), topology("h100:8x8"), collectives
+    )
     figure.draw_without_rendering()
     (legend,) = figure.legends
     box = legend.get_window_extent()

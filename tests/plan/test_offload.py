@@ -29,7 +29,8 @@ def host_bytes(step: TrainStep) -> int:
 @pytest.mark.heavy
 def test_offload_residual_holds_one_per_layer_group():
     step = small_step(offload=("residual",))
-    residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4  # bfloat16, split over context and tensor
+    # bfloat16, split over context and tensor
+    residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4
     assert host_bytes(step) == residuals
     assert host_bytes(small_step(offload=("residual",), layers_per_remat_group=2)) == residuals // 2
 
@@ -45,6 +46,10 @@ def test_offload_attention_holds_out_and_lse():
 def test_compile_without_requested_offload_raises(monkeypatch: pytest.MonkeyPatch):
     """A remat policy that gets lost must not go unnoticed, as it did in openxla/xla#17541."""
     step = small_step(offload=("residual",))
-    monkeypatch.setattr("jaxlc.step.remat._policy", lambda *_: jax.checkpoint_policies.nothing_saveable)
-    with pytest.raises(UserError, match=r"memory.offload=\('residual',\) has no effect: the compiled step"):
+    monkeypatch.setattr(
+        "jaxlc.step.remat._policy", lambda *_: jax.checkpoint_policies.nothing_saveable
+    )
+    with pytest.raises(
+        UserError, match=r"memory.offload=\('residual',\) has no effect: the compiled step"
+    ):
         step.compile(extra_options=dict(WITHOUT_GPU))

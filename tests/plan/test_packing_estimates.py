@@ -1,4 +1,6 @@
-"""Estimates of a compiled step for packed sequences of a random mix, of a corpus and of given lengths."""
+"""Estimates of a compiled step for packed sequences of a random mix, of a corpus and of given
+lengths.
+"""
 
 import dataclasses
 import json
@@ -36,11 +38,19 @@ def result():
 @pytest.mark.gpu_compiler
 def test_plan_orders_sequences_by_work(result, tmp_path):
     best, typical, worst, mean = result.packing.estimates
-    assert [row.name for row in (best, typical, worst, mean)] == ["best", "typical", "worst", "mean"]
+    assert [row.name for row in (best, typical, worst, mean)] == [
+        "best",
+        "typical",
+        "worst",
+        "mean",
+    ]
     assert best.attention_seconds < typical.attention_seconds < worst.attention_seconds
     assert best.attention_seconds < mean.attention_seconds < worst.attention_seconds
     assert best.replica_cost == worst.replica_cost == 1 < mean.replica_cost < 2  # two replicas
-    assert all(0 < row.pairs_share < 1 <= row.ring_cost and row.padding_share == 0 for row in (best, mean, worst))
+    assert all(
+        0 < row.pairs_share < 1 <= row.ring_cost and row.padding_share == 0
+        for row in (best, mean, worst)
+    )
     predicted = result.predicted
     other_seconds = predicted.step_seconds - predicted.seconds_by_kind["attention"]
     for row in (best, typical, worst):  # further calls take more time
@@ -57,7 +67,11 @@ def test_plan_orders_sequences_by_work(result, tmp_path):
 @pytest.mark.gpu_compiler
 def test_mfu_of_packed_sequences_counts_pairs_of_documents(result):
     config = load(packed_config())
-    model, sequences, batch_size = config.model, read_documents(config, "mix").sequences, config.train.global_batch_size
+    model, sequences, batch_size = (
+        config.model,
+        read_documents(config, "mix").sequences,
+        config.train.global_batch_size,
+    )
     mean_pairs = np.mean([document_pairs(model, lengths) for lengths in sequences])
     flops = 4 / batch_size * config.step_flops(batch_size * mean_pairs).total
     mean = result.packing.estimates[-1]
@@ -71,7 +85,10 @@ def test_row_of_a_search_has_the_times_of_the_documents(result):
     assert row["step_seconds"] == mean.step_seconds < result.predicted.step_seconds
     assert row["mfu_causal"] == mean.mfu_documents
     without = row_of(dataclasses.replace(result, packing=None), load(packed_config()))
-    ratios = [row[name] / without[name] for name in ("step_seconds", "step_seconds_low", "step_seconds_high")]
+    ratios = [
+        row[name] / without[name]
+        for name in ("step_seconds", "step_seconds_low", "step_seconds_high")
+    ]
     np.testing.assert_allclose(ratios, ratios[0])
 
 
@@ -80,7 +97,8 @@ def test_ring_step_has_two_packed_calls_without_synchronization(result):
     calls = 2 * 2 * 2  # one per layer, microbatch and ring step
     passes = ("forward", "recomputation", "backward")
     assert all(result.kernels[f"cudnn_packed attention {name}"] == 2 * calls for name in passes)
-    own_blocks = len(passes) * calls // 2  # their loop takes further documents: the host waits once if there are none
+    # their loop takes further documents: the host waits once if there are none
+    own_blocks = len(passes) * calls // 2
     assert result.launches.host_synchronizations == own_blocks
     # 1,282; with tables of documents in each ring step instead of once per step, 1,719.
     assert result.launches.gpu_operations < 1500
@@ -120,7 +138,9 @@ def test_read_documents_of_corpus_equals_segments(tmp_path):
 def test_read_documents_with_invalid_lengths_raises(source, words):
     with pytest.raises(UserError, match=words):
         read_documents(load(packed_config()), source)
-    assert [x.tolist() for x in read_documents(load(packed_config()), "2048, 16x3").sequences] == [[2048, 16, 16, 16]]
+    assert [x.tolist() for x in read_documents(load(packed_config()), "2048, 16x3").sequences] == [
+        [2048, 16, 16, 16]
+    ]
 
 
 def test_tree_is_a_prefix_and_its_branches():
@@ -140,5 +160,7 @@ def test_tree_without_sharing_is_separate_rows():
 
 
 def test_read_documents_without_document_mask_raises():
-    with pytest.raises(UserError, match="document lengths have no effect with config.attention.document_mask=False"):
+    with pytest.raises(
+        UserError, match="document lengths have no effect with config.attention.document_mask=False"
+    ):
         read_documents(load(small_config()), "mix")

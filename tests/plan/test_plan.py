@@ -41,14 +41,19 @@ def result():
 def test_memory_parts_add_up_to_peak(result):
     memory = result.memory
     state = memory.parameters_bytes + memory.optimizer_bytes
-    assert memory.optimizer_bytes == pytest.approx(2 * memory.parameters_bytes, rel=1e-3)  # two moments of Adam
+    # two moments of Adam
+    assert memory.optimizer_bytes == pytest.approx(2 * memory.parameters_bytes, rel=1e-3)
     # Segment ids and positions are unused with one document per sequence, and no part of the batch.
     assert 0 <= memory.device_arguments_bytes - state - memory.batch_bytes < 64  # counters
     assert memory.device_peak_bytes == (
-        memory.device_arguments_bytes + memory.device_temp_bytes + memory.workspace_bytes + memory.nccl_bytes
+        memory.device_arguments_bytes
+        + memory.device_temp_bytes
+        + memory.workspace_bytes
+        + memory.nccl_bytes
     )
     assert memory.symmetric_bytes == memory.host_bytes_per_node == 0
-    # 110% instead of the preset's 130% of (80% of the capacity minus the arguments): what JAX's pool of 90% holds.
+    # 110% instead of the preset's 130% of (80% of the capacity minus the arguments): what JAX's
+    # pool of 90% holds.
     assert memory.scheduler_limit_bytes == pytest.approx(
         1.1 * (0.8 * memory.device_capacity_bytes - memory.device_arguments_bytes)
     )
@@ -60,13 +65,18 @@ def test_memory_parts_add_up_to_peak(result):
 
 def test_page_explains_unified_memory(result):
     gpu_bytes = int(0.5 * result.memory.device_peak_bytes)
-    large = dataclasses.replace(result.memory, device_capacity_bytes=gpu_bytes, unified_host_bytes=10 * 2**30)
+    large = dataclasses.replace(
+        result.memory, device_capacity_bytes=gpu_bytes, unified_host_bytes=10 * 2**30
+    )
     text = page(dataclasses.replace(result, memory=large), "")
     assert "+ 10.00 of host memory" in text and "VERDICT: fits" in text
     assert "of that are in host memory; the estimated time does not include these accesses" in text
-    assert "runtime.memory_fraction" not in text  # runtime.start sets the pool's size from the memory of the host
+    # runtime.start sets the pool's size from the memory of the host
+    assert "runtime.memory_fraction" not in text
     over_pcie = dataclasses.replace(result.memory, is_unified_over_pcie=True)
-    assert "runtime.unified_memory is ignored" in page(dataclasses.replace(result, memory=over_pcie), "")
+    assert "runtime.unified_memory is ignored" in page(
+        dataclasses.replace(result, memory=over_pcie), ""
+    )
 
 
 def test_page_names_the_settings_of_both_pools(result):
@@ -74,27 +84,46 @@ def test_page_names_the_settings_of_both_pools(result):
     assert "runtime.memory_fraction" not in page(result, "")
     tight = dataclasses.replace(memory, device_capacity_bytes=int(pool_bytes / 0.92), nccl_bytes=0)
     text = page(dataclasses.replace(result, memory=tight), "")
-    assert "Set --config.runtime.memory_fraction=0.95: the step needs more than 0.9 of a GPU's memory" in text
+    assert (
+        "Set --config.runtime.memory_fraction=0.95: the step needs more than 0.9 of a GPU's memory"
+        in text
+    )
     crowded = dataclasses.replace(memory, nccl_bytes=memory.device_capacity_bytes // 10)
     text = page(dataclasses.replace(result, memory=crowded), "")
-    assert "Set --config.runtime.memory_fraction=0.85: buffers outside of JAX's pool need the rest" in text
-    pinned = dataclasses.replace(memory, host_bytes_per_device=70 * 2**30, host_pool_bytes=64 * 2**30)
+    assert (
+        "Set --config.runtime.memory_fraction=0.85: buffers outside of JAX's pool need the rest"
+        in text
+    )
+    pinned = dataclasses.replace(
+        memory, host_bytes_per_device=70 * 2**30, host_pool_bytes=64 * 2**30
+    )
     text = page(dataclasses.replace(result, memory=pinned), "")
-    assert "70.00  in a pool of 64.00 (runtime.pinned_host_gib)" in text and "VERDICT: does not fit, 6.00 GiB" in text
+    assert (
+        "70.00  in a pool of 64.00 (runtime.pinned_host_gib)" in text
+        and "VERDICT: does not fit, 6.00 GiB" in text
+    )
     assert "set --config.runtime.pinned_host_gib=71." in text
     assert dataclasses.replace(pinned, host_pool_bytes=71 * 2**30).fits
-    pools = dataclasses.replace(memory, host_pool_bytes=200 * 2**30, host_pools_per_node_bytes=2400 * 2**30)
+    pools = dataclasses.replace(
+        memory, host_pool_bytes=200 * 2**30, host_pools_per_node_bytes=2400 * 2**30
+    )
     text = page(dataclasses.replace(result, memory=pools), "")
-    assert "2,400.00  up to 200.00 per GPU, and 16.00 per process for staging" in text and "VERDICT: fits" in text
+    assert (
+        "2,400.00  up to 200.00 per GPU, and 16.00 per process for staging" in text
+        and "VERDICT: fits" in text
+    )
     staged = f"{2400 + pools.staging_bytes_per_node / 2**30:,.2f}"
     expected = (
-        f"WARNING: the pools of pinned host memory and a checkpoint may need {staged} GiB of a node, and 1,843.20"
+        f"WARNING: the pools of pinned host memory and a checkpoint may need {staged}"
+        " GiB of a node, and 1,843.20"
     )
     assert expected in " ".join(text.split())
 
 
 def test_recomputed_share_of_full_remat_is_one_forward(result):
-    """A third of the matrix products, without the head's; attention has (4 + 4 + 10) / 12 of its FLOPs in total."""
+    """A third of the matrix products, without the head's; attention has (4 + 4 + 10) / 12 of its
+    FLOPs in total.
+    """
     assert 0.33 < result.predicted.recomputed_share < 0.5
 
 
@@ -103,10 +132,14 @@ def test_largest_arrays_have_sizes_and_makers(result):
     assert len(sizes) == 5 and sizes == sorted(sizes, reverse=True)
     for tensor in result.memory.largest:
         dtype, dims = tensor.shape.rstrip("]").split("[")
-        assert tensor.bytes == math.prod(map(int, dims.split(","))) * {"f32": 4, "bf16": 2, "s32": 4}[dtype]
+        assert (
+            tensor.bytes
+            == math.prod(map(int, dims.split(","))) * {"f32": 4, "bf16": 2, "s32": 4}[dtype]
+        )
         assert tensor.made_by
     makers = [tensor.made_by for tensor in result.memory.largest]
-    assert sum("/" in maker or maker.startswith("state.") for maker in makers) >= 4  # the compiler names its own arrays
+    # the compiler names its own arrays
+    assert sum("/" in maker or maker.startswith("state.") for maker in makers) >= 4
 
 
 def test_ring_counts_permutes_of_all_loop_rounds(result):
@@ -141,8 +174,15 @@ def test_kernels_are_counted_by_pass(result):
     }  # fmt: skip
     assert result.kernels["triton gemm"] > 0
     operations, launches, graphs, synchronizations = result.launches
-    assert 0 < graphs < launches < operations and operations > sum(result.kernels.values()) and synchronizations == 0
-    assert f"  GPU operations {operations:,}, host launches {launches:,} ({graphs:,} CUDA graphs)" in str(result)
+    assert (
+        0 < graphs < launches < operations
+        and operations > sum(result.kernels.values())
+        and synchronizations == 0
+    )
+    assert (
+        f"  GPU operations {operations:,}, host launches {launches:,} ({graphs:,} CUDA graphs)"
+        in str(result)
+    )
 
 
 def test_to_json_has_stable_keys(result):
@@ -159,14 +199,22 @@ def test_to_json_has_stable_keys(result):
         "kind", "axes", "backend", "mode", "count", "bytes", "crosses_domains"
     }  # fmt: skip
     assert values["launches"] == result.launches._asdict()
-    assert values["layer_timeline"][0].keys() == {"pass_name", "lane", "kind", "start_seconds", "end_seconds"}
+    assert values["layer_timeline"][0].keys() == {
+        "pass_name",
+        "lane",
+        "kind",
+        "start_seconds",
+        "end_seconds",
+    }
     assert values["ring"].keys() == {"hops", "hidden", "exposed", "exposed_forward", "by_backend"}
     assert values["tokens_per_step"] == ACCUMULATION * values["sequence_tokens"]
     assert values["mesh"] == {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
 
 
 def test_from_json_restores_the_plan(result, tmp_path):
-    change = Change(overrides="--a=b", cost="time", device_peak_bytes=1, host_bytes_per_node=2, fits=True)
+    change = Change(
+        overrides="--a=b", cost="time", device_peak_bytes=1, host_bytes_per_node=2, fits=True
+    )
     for plan_ in (result, dataclasses.replace(result, advice=(change,), hints=("use more",))):
         values = json.loads(json.dumps(plan_.to_json()))
         assert Plan.from_json(values) == plan_
@@ -176,7 +224,9 @@ def test_from_json_restores_the_plan(result, tmp_path):
         assert Plan.from_json(path) == Plan.from_json(str(path)) == plan_
         del values["memory"]["nccl_bytes"]
         path.write_text(json.dumps(values))
-        with pytest.raises(UserError, match=r"invalid plan: .*plan.json .*nccl_bytes.*write it again"):
+        with pytest.raises(
+            UserError, match=r"invalid plan: .*plan.json .*nccl_bytes.*write it again"
+        ):
             Plan.from_json(path)
     with pytest.raises(UserError, match="cannot read the plan"):
         Plan.from_json(tmp_path / "missing.json")
@@ -191,7 +241,9 @@ def test_plan_records_config_and_timeline(result):
     for pass_name in set(passes):
         lanes = {event.lane for event in result.layer_timeline if event.pass_name == pass_name}
         assert lanes == {"kernels", "NVLink", "network"}
-        layers += max(event.end_seconds for event in result.layer_timeline if event.pass_name == pass_name)
+        layers += max(
+            event.end_seconds for event in result.layer_timeline if event.pass_name == pass_name
+        )
     assert 0 < ACCUMULATION * LAYERS * layers < result.predicted.step_seconds
 
 
@@ -220,7 +272,9 @@ def test_memory_figure_bars_add_up_to_peak(result):
 
 
 def test_memory_figure_shows_host_memory_if_used(result):
-    used = dict(host_bytes_per_device=GIB, host_bytes_per_node=4 * GIB, host_optimizer_bytes=GIB // 2)
+    used = dict(
+        host_bytes_per_device=GIB, host_bytes_per_node=4 * GIB, host_optimizer_bytes=GIB // 2
+    )
     memory = dataclasses.replace(result.memory, staging_bytes_per_node=GIB, **used)
     _, host = dataclasses.replace(result, memory=memory).memory_figure().axes
     widths = {bar.get_label().rpartition(" ")[0]: bar[0].get_width() for bar in host.containers}
@@ -238,7 +292,9 @@ def test_links_figure_has_all_bytes_and_exposed_seconds(result):
     assert [label.get_text() for label in seconds.get_yticklabels()] == ["NVLink", "network"]
     exposed = [bar.get_width() for bar in seconds.patches if to_hex(bar.get_facecolor()) == RED]
     predicted = result.predicted
-    assert sum(exposed) == pytest.approx(predicted.interval.median * predicted.exposed_communication_seconds)
+    assert sum(exposed) == pytest.approx(
+        predicted.interval.median * predicted.exposed_communication_seconds
+    )
 
 
 def test_html_page_has_verdict_figures_and_no_external_resources(result, tmp_path):
@@ -249,7 +305,9 @@ def test_html_page_has_verdict_figures_and_no_external_resources(result, tmp_pat
     assert "<script" not in text and "@import" not in text and "src=" not in text
     links = set(re.findall(r'href="([^"]*)"', text)) | set(re.findall(r"url\(([^)]*)\)", text))
     assert all(link.startswith("#") for link in links)
-    assert result._repr_html_() in text and '<meta name="viewport" content="width=device-width' in text
+    assert (
+        result._repr_html_() in text and '<meta name="viewport" content="width=device-width' in text
+    )
     assert "stroke: #000000" not in text  # invisible in dark mode
     with pytest.raises(UserError, match="cannot write the plan to"):
         result.save(tmp_path / "missing" / "plan.html")
@@ -258,12 +316,18 @@ def test_html_page_has_verdict_figures_and_no_external_resources(result, tmp_pat
 def test_html_page_has_cost_and_warnings(result, tmp_path):
     pools = dict(host_pool_bytes=200 * GIB, host_pools_per_node_bytes=12 * 200 * GIB)
     warned = dataclasses.replace(result, memory=dataclasses.replace(result.memory, **pools))
-    stages = StagesPlan(stages=(StagePlan(name="", num_steps=1000, plan=warned),), price_per_gpu_hour=2.5)
+    stages = StagesPlan(
+        stages=(StagePlan(name="", num_steps=1000, plan=warned),), price_per_gpu_hour=2.5
+    )
     warned.save(tmp_path / "plan.html", stages.totals())
     text = (tmp_path / "plan.html").read_text()
     cost = 2.5 * stages.stages[0].gpu_hours
-    assert f"cost of 1,000 steps, estimated: {range_text(cost, '', result.predicted.interval)}" in text
-    assert "cost of 1,000 steps, estimated" in text and "GPU-hours of 1,000 steps, estimated" in text
+    assert (
+        f"cost of 1,000 steps, estimated: {range_text(cost, '', result.predicted.interval)}" in text
+    )
+    assert (
+        "cost of 1,000 steps, estimated" in text and "GPU-hours of 1,000 steps, estimated" in text
+    )
     assert "WARNING: the pools of pinned host memory and a checkpoint may need" in text
     assert "cost of" not in result._repr_html_() and "WARNING" not in result._repr_html_()
 
@@ -273,13 +337,19 @@ def test_html_page_of_step_that_does_not_fit_lists_changes(result):
     change = Change(overrides="--config.memory.remat=full", cost="t<1", device_peak_bytes=GIB, host_bytes_per_node=0,
                     fits=True)  # fmt: skip
     text = dataclasses.replace(result, memory=memory, advice=(change,))._repr_html_()
-    assert ">does not fit</span>" in text and "--config.memory.remat=full" in text and "t&lt;1" in text
+    assert (
+        ">does not fit</span>" in text and "--config.memory.remat=full" in text and "t&lt;1" in text
+    )
 
 
 def test_html_page_without_matplotlib_is_text(result, monkeypatch):
     monkeypatch.setattr("jaxlc.core.errors.is_installed", lambda package: False)
     text = result._repr_html_()
-    assert "<svg" not in text and "VERDICT: fits" in text and "pip install -e &#x27;.[plot]&#x27;" in text
+    assert (
+        "<svg" not in text
+        and "VERDICT: fits" in text
+        and "pip install -e &#x27;.[plot]&#x27;" in text
+    )
     with pytest.raises(UserError, match="needs the package matplotlib"):
         result.memory_figure()
 
@@ -297,12 +367,21 @@ def test_page_labels_largest_arrays_by_scope(result):
 
 
 def test_page_uses_exposed_for_waiting_kernels_only(result):
-    """The ring section counts permutes that attention does not hide; exposed is estimated waiting time."""
-    text = page(dataclasses.replace(result, ring=dataclasses.replace(result.ring, exposed=3, exposed_forward=1)), "")
+    """The ring section counts permutes that attention does not hide; exposed is estimated waiting
+    time.
+    """
+    text = page(
+        dataclasses.replace(
+            result, ring=dataclasses.replace(result.ring, exposed=3, exposed_forward=1)
+        ),
+        "",
+    )
     (line,) = (line for line in text.splitlines() if "not hidden by attention" in line)
     assert line.split()[-6:] == ["3", "1", "in", "the", "forward", "pass"]
     exposed = [line for line in text.splitlines() if "exposed" in line]
-    assert exposed and all(line.strip().startswith(("communication", "host copies")) for line in exposed)
+    assert exposed and all(
+        line.strip().startswith(("communication", "host copies")) for line in exposed
+    )
 
 
 def test_hints_name_document_mask_only_if_it_excludes_cudnn(result):
@@ -310,12 +389,19 @@ def test_hints_name_document_mask_only_if_it_excludes_cudnn(result):
     config = small_config()
     config.attention.document_mask = True
     masked = load(config)
-    assert hints(build_step(masked, make_mesh(topology("h100:1x4"), masked.mesh))) == ()  # cuDNN has packed documents
+    # cuDNN has packed documents
+    assert hints(build_step(masked, make_mesh(topology("h100:1x4"), masked.mesh))) == ()
     step = build_step(masked, make_mesh(topology("a100:1x4"), masked.mesh))
     (hint,) = hints(step)
-    assert hint.startswith("--config.attention.document_mask=False allows the cuDNN attention kernel")
-    assert "hint: --config.attention.document_mask=False" in page(dataclasses.replace(result, hints=(hint,)), "")
-    blockwise = dataclasses.replace(masked, attention=dataclasses.replace(masked.attention, kernel="blockwise"))
+    assert hint.startswith(
+        "--config.attention.document_mask=False allows the cuDNN attention kernel"
+    )
+    assert "hint: --config.attention.document_mask=False" in page(
+        dataclasses.replace(result, hints=(hint,)), ""
+    )
+    blockwise = dataclasses.replace(
+        masked, attention=dataclasses.replace(masked.attention, kernel="blockwise")
+    )
     assert hints(build_step(blockwise, step.mesh)) == ()
 
 
@@ -363,10 +449,14 @@ def test_plan_with_failing_compiler_advises_by_status(status, advice, monkeypatc
 def test_place_in_memory_moves_arguments_to_host_memory():
     """Without it, JAX drops the memory kinds of absent devices. One argument is unused."""
     mesh = make_mesh(topology("h100:1x2"), MeshConfig(context=2))
-    array = jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("context")))
+    array = jax.ShapeDtypeStruct(
+        (2**20,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("context"))
+    )
 
     kinds, result_kinds = (None, None, "pinned_host"), (None, "pinned_host")
-    shardings = tuple(NamedSharding(mesh, PartitionSpec("context"), memory_kind=kind) for kind in result_kinds)
+    shardings = tuple(
+        NamedSharding(mesh, PartitionSpec("context"), memory_kind=kind) for kind in result_kinds
+    )
 
     def host_and_device_bytes(**memory_kinds):
         def add(_, on_device, on_host):
@@ -378,7 +468,11 @@ def test_place_in_memory_moves_arguments_to_host_memory():
         if memory_kinds:
             place_in_memory(lowered, **memory_kinds)
         memory = lowered.compile(compiler_options=dict(WITHOUT_GPU)).memory_analysis()
-        return memory.host_argument_size_in_bytes, memory.argument_size_in_bytes, memory.alias_size_in_bytes
+        return (
+            memory.host_argument_size_in_bytes,
+            memory.argument_size_in_bytes,
+            memory.alias_size_in_bytes,
+        )
 
     one = 2**20 * 4 // 2  # per device
     assert host_and_device_bytes() == (0, 2 * one, one)

@@ -43,7 +43,9 @@ def config(tmp_path) -> Path:
     (["--topology=h100:1x4", "--config.mesh.contxt=8"], "did you mean config.mesh.context?"),
     pytest.param(["--topology=h100:1x8"], "h100:1x8 has 8; use --config.mesh.", marks=pytest.mark.gpu_compiler),
 ])  # fmt: skip
-def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words, capsys, monkeypatch):
+def test_command_with_invalid_flags_exits_with_status_2(
+    config, arguments, words, capsys, monkeypatch
+):
     monkeypatch.setattr(command, "start_on_cpu", lambda: None)  # JAX has started
     argv = ["jaxlc.plan", f"--config={config}", *arguments]
     assert command.main(argv) == 2
@@ -56,7 +58,12 @@ def test_command_with_invalid_flags_exits_with_status_2(config, arguments, words
 def test_prompt_tokens_prints_the_bytes_of_the_cache(config, capsys, monkeypatch):
     """Those of all tokens, up to the 16 sizes per power of two; the mesh has 4 GPUs."""
     monkeypatch.setattr(command, "start_on_cpu", lambda: None)
-    assert command.main(["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]) == 0
+    assert (
+        command.main(
+            ["jaxlc.plan", f"--config={config}", "--topology=h100:1x4", "--prompt_tokens=1M"]
+        )
+        == 0
+    )
     cache, _ = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:])
     model = load(small_config()).model
     exact = 2 * 2 * model.num_layers * 2**20 * model.num_kv_heads * model.head_dim / 4 / 2**30

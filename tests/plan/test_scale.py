@@ -1,4 +1,6 @@
-"""Plans for many GPUs: work and memory of the analysis may grow with the number of GPUs only a little."""
+"""Plans for many GPUs: work and memory of the analysis may grow with the number of GPUs only a
+little.
+"""
 
 import cProfile
 import os
@@ -21,19 +23,28 @@ PACKAGE = Path(jaxlc.__file__).parent
 
 def calls_in_jaxlc(name: str, fsdp: int) -> int:
     """Calls of Python functions of this package, generators included, in a plan of the small step."""
-    settings = {"mesh.fsdp": fsdp, "train.global_batch_size": fsdp, "train.eval_sequences": fsdp, "data.seq_len": 1024}
+    settings = {
+        "mesh.fsdp": fsdp,
+        "train.global_batch_size": fsdp,
+        "train.eval_sequences": fsdp,
+        "data.seq_len": 1024,
+    }
     config = with_settings(load(small_config()), settings)
     profile = cProfile.Profile()
     profile.runcall(plan_step, config, topology(name), lambda: None)
     calls = pstats.Stats(profile).stats
-    return sum(count for (file, _, _), (_, count, *_) in calls.items() if Path(file).is_relative_to(PACKAGE))
+    return sum(
+        count
+        for (file, _, _), (_, count, *_) in calls.items()
+        if Path(file).is_relative_to(PACKAGE)
+    )
 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_plan_step_calls_grow_little_with_gpus():
-    # 181,000 calls for 8 GPUs, and 170 more per GPU, which read replica groups. A loop over pairs of GPUs would add
-    # 500 per GPU for each collective.
+    # 181,000 calls for 8 GPUs, and 170 more per GPU, which read replica groups. A loop over pairs
+    # of GPUs would add 500 per GPU for each collective.
     assert calls_in_jaxlc("h100:64x8", fsdp=128) < 181_000 + 300 * 512
 
 
@@ -51,8 +62,11 @@ def test_plan_step_calls_grow_little_with_gpus():
 def test_plan_of_8b_needs_less_than_4_gib(flags):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "jaxlc.plan", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
     output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)  # of this process, not the largest of all earlier ones
+    # of this process, not the largest of all earlier ones
+    _, status, usage = os.wait4(process.pid, 0)
     assert status == 0 and "VERDICT: fits" in output
     assert usage.ru_maxrss < 4 * 2**20  # KiB

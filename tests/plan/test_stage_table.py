@@ -43,14 +43,21 @@ def test_plan_of_stages_prints_hours_and_cost_of_each_and_in_total(arguments, tm
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
     by_name = {row[0]: row[-3:] for row in rows if row and row[0] in ("short", "long", "total")}
-    assert by_name == {"short": ["1.0", "4.0", "10"], "long": ["0.50", "2.0", "5.0"], "total": ["1.5", "6.0", "15"]}
+    assert by_name == {
+        "short": ["1.0", "4.0", "10"],
+        "long": ["0.50", "2.0", "5.0"],
+        "total": ["1.5", "6.0", "15"],
+    }
     assert "short: VERDICT: fits" in output and "long: VERDICT: does not fit" in output
     assert "--stage=long --advise" in output
     values = json.loads(path.read_text())
     assert [(stage["name"], stage["gpu_hours"], stage["cost"]) for stage in values["stages"]] == [
         ("short", 4.0, 10.0), ("long", 2.0, 5.0)
     ]  # fmt: skip
-    assert values["stages"][0]["plan"]["memory"]["fits"] and not values["stages"][1]["plan"]["memory"]["fits"]
+    assert (
+        values["stages"][0]["plan"]["memory"]["fits"]
+        and not values["stages"][1]["plan"]["memory"]["fits"]
+    )
 
 
 def test_plan_of_one_stage_prints_its_page(arguments, capsys):

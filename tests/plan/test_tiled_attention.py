@@ -1,4 +1,6 @@
-"""Tiled attention compiled for H100s: full-length copies of K and V, and overlap of its communication."""
+"""Tiled attention compiled for H100s: full-length copies of K and V, and overlap of its
+communication.
+"""
 
 import functools
 from typing import NamedTuple
@@ -32,17 +34,23 @@ class Compiled(NamedTuple):
 def compiled(strategy: str, direction: str) -> Compiled:
     """All tiles of one sequence in one layer: `put`, then forward, or backward and `take`."""
     mesh = make_mesh(topology(f"h100:1x{CONTEXT_RANKS}"), MeshConfig(context=CONTEXT_RANKS))
-    config = AttentionConfig(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1, kernel="cudnn")
+    config = AttentionConfig(
+        strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1, kernel="cudnn"
+    )
     tiled = make_tiled(config, mesh, tiles=TILES, num_kv_heads=K)
     numbers = jnp.arange(TILES, dtype=jnp.int32)
 
     def put_all(k_BtKH):
         empty = tiled.empty(1, TOKENS, H, k_BtKH.dtype)
-        return lax.scan(lambda kv, tile: (tiled.put(kv, k_BtKH * tile, k_BtKH, tile), None), empty, numbers)[0]
+        return lax.scan(
+            lambda kv, tile: (tiled.put(kv, k_BtKH * tile, k_BtKH, tile), None), empty, numbers
+        )[0]
 
     def forward(q_BtNH, k_BtKH):
         kv = put_all(k_BtKH)
-        return lax.scan(lambda y, tile: (y + tiled.forward(q_BtNH, kv, tile, None)[0], None), q_BtNH, numbers)[0]
+        return lax.scan(
+            lambda y, tile: (y + tiled.forward(q_BtNH, kv, tile, None)[0], None), q_BtNH, numbers
+        )[0]
 
     def backward(q_BtNH, k_BtKH):
         kv, lse_BNt = put_all(k_BtKH), q_BtNH[..., 0].swapaxes(1, 2).astype(jnp.float32)
@@ -54,13 +62,20 @@ def compiled(strategy: str, direction: str) -> Compiled:
 
         (total_BtNH, dkv), _ = lax.scan(step, (q_BtNH, jnp.zeros(kv.shape, jnp.float32)), numbers)
         zeros = jnp.zeros(k_BtKH.shape, jnp.float32)
-        return total_BtNH, lax.scan(lambda total, tile: (total + sum(tiled.take(dkv, tile)), None), zeros, numbers)[0]
+        return total_BtNH, lax.scan(
+            lambda total, tile: (total + sum(tiled.take(dkv, tile)), None), zeros, numbers
+        )[0]
 
     sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, CONTEXT, TENSOR))
-    q, k = (jax.ShapeDtypeStruct((1, TOKENS // TILES, n, H), jnp.bfloat16, sharding=sharding) for n in (N, K))
+    q, k = (
+        jax.ShapeDtypeStruct((1, TOKENS // TILES, n, H), jnp.bfloat16, sharding=sharding)
+        for n in (N, K)
+    )
     lowered = jax.jit({"forward": forward, "backward": backward}[direction]).lower(q, k)
     program = lowered.compile(compiler_options=dict(WITHOUT_GPU) | dict(PRESETS["overlap"]))
-    return Compiled(parse(program.as_text()), program.memory_analysis().temp_size_in_bytes / KV_BYTES)
+    return Compiled(
+        parse(program.as_text()), program.memory_analysis().temp_size_in_bytes / KV_BYTES
+    )
 
 
 @pytest.mark.parametrize("strategy, direction, arrays_of_kv", [
@@ -87,9 +102,18 @@ def test_kv_permutes_overlap_with_kernel_loops(strategy, direction):
         for transfer in transfers(program, computation)
         if transfer.kind == "collective-permute" and transfer.done.arrays[0].bytes == KV_BYTES
     ]
-    assert len(permutes) == (2 if strategy == "ring" else 1)  # the first, and the one in the loop over blocks
+    # the first, and the one in the loop over blocks
+    assert len(permutes) == (2 if strategy == "ring" else 1)
     for permute in permutes:
         loops = [op for op in permute.overlapped_ops if op.opcode == "while"]
-        bodies = [instruction for loop in loops for name in loop.called for instruction in program.computations[name]]
-        assert any("__cudnn$fmhaSoftmax" in str(op.attributes.get("custom_call_target")) for op in bodies)
-        assert not any(op.opcode.endswith("-start") for op in permute.overlapped_ops)  # no other transfer delays it
+        bodies = [
+            instruction
+            for loop in loops
+            for name in loop.called
+            for instruction in program.computations[name]
+        ]
+        assert any(
+            "__cudnn$fmhaSoftmax" in str(op.attributes.get("custom_call_target")) for op in bodies
+        )
+        # no other transfer delays it
+        assert not any(op.opcode.endswith("-start") for op in permute.overlapped_ops)

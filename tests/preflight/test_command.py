@@ -43,17 +43,29 @@ _FAULTS = (
 def test_preflight_of_one_process_finds_no_problem(tmp_path, capsys):
     assert program.run(["jaxlc preflight", "--config=quickstart", f"--workdir={tmp_path}"]) == 0
     output = capsys.readouterr().out
-    assert "preflight: no problem found" in output and "to host GB/s" in output and "jaxlib" in output
+    assert (
+        "preflight: no problem found" in output and "to host GB/s" in output and "jaxlib" in output
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_preflight_of_two_processes_finds_all_faults(tmp_path):
     """Version, clock, memory, file system and device of process 1."""
-    command = [sys.executable, "-c", _WITH_FAULTS, "--config=quickstart", "--config.runtime.num_processes=2"]
+    command = [
+        sys.executable,
+        "-c",
+        _WITH_FAULTS,
+        "--config=quickstart",
+        "--config.runtime.num_processes=2",
+    ]
     command.append(f"--config.runtime.coordinator_address=127.0.0.1:{free_port()}")
     running = [
         subprocess.Popen(
-            [*command, f"--config.runtime.process_id={index}", f"--workdir={tmp_path / str(index)}"],
+            [
+                *command,
+                f"--config.runtime.process_id={index}",
+                f"--workdir={tmp_path / str(index)}",
+            ],
             cwd=ROOT,
             env=environment.of_user(),
             stdout=subprocess.PIPE,
@@ -63,13 +75,19 @@ def test_preflight_of_two_processes_finds_all_faults(tmp_path):
         for index in range(2)
     ]
     try:
-        (output, errors), (_, other_errors) = [process.communicate(timeout=TIMEOUT_SECONDS) for process in running]
+        (output, errors), (_, other_errors) = [
+            process.communicate(timeout=TIMEOUT_SECONDS) for process in running
+        ]
     finally:
         for process in running:
             process.kill()
     assert [process.returncode for process in running] == [2, 2], errors + other_errors
     host = next(line.split()[1] for line in output.splitlines() if line.split()[:1] == ["1"])
     _, *found = errors[errors.index("error: preflight failed") :].splitlines()
-    missing = [fault.format(host=host) for fault in _FAULTS if not any(fault.format(host=host) in x for x in found)]
+    missing = [
+        fault.format(host=host)
+        for fault in _FAULTS
+        if not any(fault.format(host=host) in x for x in found)
+    ]
     assert missing == [], errors
     assert "the output of process 0 has the reasons" in other_errors

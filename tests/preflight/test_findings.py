@@ -1,4 +1,6 @@
-"""The comparison of the facts of all processes: each fault gives one sentence, and equal machines give none."""
+"""The comparison of the facts of all processes: each fault gives one sentence, and equal machines
+give none.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -69,20 +71,29 @@ SLOW_COPY = {"product": [5e-4] * 8, "copy": [*[4e-4] * 7, 2e-3]}
             "the version of driver differs: 550.54.14 on process 2 on node2; 570.86.15 on processes 0, 1, 3 on node0,"
             " node1, node3; install the same on all machines",
         ),
-        (dict(versions={**VERSIONS, "NCCL": "not found"}), "NCCL differs: not found on process 2 on node2"),
+        (
+            dict(versions={**VERSIONS, "NCCL": "not found"}),
+            "NCCL differs: not found on process 2 on node2",
+        ),
         (dict(device_kind="NVIDIA H200"), "the devices differ: NVIDIA H200 on process 2 on node2"),
         (
             dict(clock=[192.0, 193.0, 194.6]),
             "the clock of process 2 on node2 is 92.0 s ahead of that of most processes; start NTP there",
         ),
         (dict(clock=[90.0, 91.0, 92.0]), "the clock of process 2 on node2 is 10.0 s behind"),
-        (dict(host="node1", gpu_uuids=[]), "several machines have the host name node1: processes 1, 2 on node1"),
+        (
+            dict(host="node1", gpu_uuids=[]),
+            "several machines have the host name node1: processes 1, 2 on node1",
+        ),
         (dict(num_devices=7), "node2 has 7 devices of the run, and most machines have 8"),
         (
             dict(boot_id="boot1", gpu_uuids=["GPU-1-3"]),
             "processes 1, 2 on node1, node2 use the same GPU GPU-1-3",
         ),
-        (dict(locked_bytes=65536 * 1024), "`ulimit -l` is 65,536 KiB on process 2 on node2, and InfiniBand needs"),
+        (
+            dict(locked_bytes=65536 * 1024),
+            "`ulimit -l` is 65,536 KiB on process 2 on node2, and InfiniBand needs",
+        ),
         (
             dict(gpu_free_bytes=[GPU_BYTES] * 7 + [40 * GIB]),
             "a GPU of process 2 on node2 has 40.00 of 79.11 GiB free, and JAX's pool takes 71.20 GiB",
@@ -107,12 +118,18 @@ SLOW_COPY = {"product": [5e-4] * 8, "copy": [*[4e-4] * 7, 2e-3]}
             dict(directory_problems={"lock": "it gets a lock that process 0 holds"}),
             "the workdir has no working locks: it gets a lock that process 0 holds (process 2 on node2)",
         ),
-        (dict(directory_free_bytes=GIB), "the workdir has 1.00 GiB free, and the checkpoints of the run need 300.00"),
+        (
+            dict(directory_free_bytes=GIB),
+            "the workdir has 1.00 GiB free, and the checkpoints of the run need 300.00",
+        ),
         (
             dict(device_seconds=SLOW_PRODUCT),
             "device 7 of process 2 on node2 is slow: a matrix product takes 0.90 ms, and 0.50 ms in the median",
         ),
-        (dict(device_seconds=SLOW_COPY), "device 7 of process 2 on node2 is slow: a copy to the host takes 2.00"),
+        (
+            dict(device_seconds=SLOW_COPY),
+            "device 7 of process 2 on node2 is slow: a copy to the host takes 2.00",
+        ),
     ],
 )
 def test_findings_name_process_and_fault(changes, sentence):
@@ -121,7 +138,9 @@ def test_findings_name_process_and_fault(changes, sentence):
 
 
 def test_limits_that_do_not_matter_are_not_judged():
-    """Without InfiniBand or on one machine nothing needs locked memory; pools of unified memory exceed the GPU."""
+    """Without InfiniBand or on one machine nothing needs locked memory; pools of unified memory
+    exceed the GPU.
+    """
     low = dict(locked_bytes=2**16)
     assert found([machine(index, has_infiniband=False, **low) for index in range(4)]) == []
     assert found([machine(0, **low)]) == []
@@ -130,18 +149,24 @@ def test_limits_that_do_not_matter_are_not_judged():
 
 
 def test_table_marks_worst_values():
-    facts = with_fault(2, device_seconds=SLOW_PRODUCT, host_bytes=90 * GIB, clock=[99.0, 100.0, 101.0])
+    facts = with_fault(
+        2, device_seconds=SLOW_PRODUCT, host_bytes=90 * GIB, clock=[99.0, 100.0, 101.0]
+    )
     head, *rows, legend = table_lines(facts)
     assert [word for line in rows for word in line.split() if word.endswith("*")] == [
         "90.00*", "-1.00*", "305*",
     ]  # fmt: skip
     assert "free host GiB" in head and "TFLOP/s" in head
-    assert [line.split()[:2] for line in rows] == [[str(index), f"node{index}"] for index in range(4)]
+    assert [line.split()[:2] for line in rows] == [
+        [str(index), f"node{index}"] for index in range(4)
+    ]
     assert legend == "* the worst of the column"
 
 
 def test_table_of_many_processes_shows_the_worst():
-    facts = [machine(index, host_bytes=(90 if index == 900 else 100) * GIB) for index in range(1024)]
+    facts = [
+        machine(index, host_bytes=(90 if index == 900 else 100) * GIB) for index in range(1024)
+    ]
     lines = table_lines(facts)
     assert len(lines) < 80 and any(line.split()[:2] == ["900", "node900"] for line in lines)
     assert any("more processes without a worst value" in line for line in lines)

@@ -1,4 +1,6 @@
-"""What a process finds on its own machine, and the checks of the shared directory with faults in its file system."""
+"""What a process finds on its own machine, and the checks of the shared directory with faults in
+its file system.
+"""
 
 import errno
 import fcntl
@@ -13,7 +15,13 @@ import pytest
 from jaxlc.config import defaults, load
 from jaxlc.preflight import check as shared_directory
 from jaxlc.preflight import facts
-from jaxlc.preflight.facts import Facts, free_host_bytes, may_lock_memory, read_facts, with_visible_gpus
+from jaxlc.preflight.facts import (
+    Facts,
+    free_host_bytes,
+    may_lock_memory,
+    read_facts,
+    with_visible_gpus,
+)
 from jaxlc.preflight.findings import needs_of
 from jaxlc.runtime import memory as memory_pools
 from jaxlc.step.memory import pinned_bytes
@@ -27,7 +35,11 @@ def check(*directories: Path) -> list[dict[str, str]]:
 
     def run(process_id: int) -> dict[str, str]:
         return shared_directory.check_directory(
-            directories[process_id], "token", process_id, num_processes, lambda name: barrier.wait(60) and None
+            directories[process_id],
+            "token",
+            process_id,
+            num_processes,
+            lambda name: barrier.wait(60) and None,
         )[0]
 
     with ThreadPoolExecutor(num_processes) as pool:
@@ -52,12 +64,18 @@ def test_directory_that_is_not_writable_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_directory, "_VISIBLE_SECONDS", 0.0)
     (tmp_path / "file").write_text("")
     first, second = check(tmp_path, tmp_path / "file" / "run")
-    assert second == {"write": "Not a directory"} and first["read"].startswith("the file of process 1 is not there")
+    assert second == {"write": "Not a directory"} and first["read"].startswith(
+        "the file of process 1 is not there"
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(errno.ENOLCK, "the file system has no locks"), (errno.EIO, "Input/output error"), (0, "it gets a lock that")],
+    [
+        (errno.ENOLCK, "the file system has no locks"),
+        (errno.EIO, "Input/output error"),
+        (0, "it gets a lock that"),
+    ],
 )
 def test_broken_locks_are_named(tmp_path, monkeypatch, error, reason):
     """Error 0: locks have no effect between the processes."""
@@ -74,7 +92,11 @@ def test_broken_locks_are_named(tmp_path, monkeypatch, error, reason):
 def test_facts_are_read_without_gpu_and_survive_json(monkeypatch):
     """The GPUs of CUDA_VISIBLE_DEVICES count only."""
     own = read_facts()
-    assert own.versions["jax"] == jax.__version__ and own.versions["driver"] == "not found" and own.host_bytes > 0
+    assert (
+        own.versions["jax"] == jax.__version__
+        and own.versions["driver"] == "not found"
+        and own.host_bytes > 0
+    )
     rows = [[str(index), f"GPU-{index}a", "81559", "81000", "570.86.15"] for index in range(4)]
     monkeypatch.setattr(facts, "query_gpus", lambda *fields: rows)
     own = read_facts()
@@ -87,7 +109,11 @@ def test_facts_are_read_without_gpu_and_survive_json(monkeypatch):
 def test_free_memory_is_limited_by_the_container(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   80 kB\n")
     assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 80 * 1024
-    for name, text in (("max", "50000"), ("current", "40000"), ("stat", "anon 1\ninactive_file 5000\n")):
+    for name, text in (
+        ("max", "50000"),
+        ("current", "40000"),
+        ("stat", "anon 1\ninactive_file 5000\n"),
+    ):
         (tmp_path / f"memory.{name}").write_text(text)
     assert free_host_bytes(tmp_path / "meminfo", tmp_path) == 15_000
     (tmp_path / "memory.max").write_text("max\n")
@@ -102,20 +128,25 @@ def test_capability_ipc_lock_is_read():
 def small_config(**memory: object):
     config = defaults()
     config.mesh.update(context=8)
-    config.model.update(num_layers=2, model_dim=64, ffn_dim=128, num_heads=8, num_kv_heads=8, head_dim=8)
+    config.model.update(
+        num_layers=2, model_dim=64, ffn_dim=128, num_heads=8, num_kv_heads=8, head_dim=8
+    )
     config.memory.update(memory)
     return load(config)
 
 
 def test_needs_are_those_of_the_run(tmp_path):
-    """Host memory has the pools that a run makes and a copy of the state, and on CPU the state itself."""
+    """Host memory has the pools that a run makes and a copy of the state, and on CPU the state
+    itself.
+    """
     config = small_config(optimizer="host")
     on_cpu, on_gpu = (needs_of([config], tmp_path, platform) for platform in ("cpu", "gpu"))
     state = needs_of([small_config()], tmp_path, "cpu").state_bytes
     assert (on_cpu.host_bytes_per_device, on_cpu.host_bytes_per_process) == (2 * state, 0)
     pool = memory_pools.host_pool_bytes(config.runtime, pinned_bytes(config).pooled)
     assert on_gpu.host_bytes(8, 2) == 8 * (pool + state) + 2 * memory_pools.STAGING_BYTES
-    assert on_cpu.disk_bytes == on_gpu.disk_bytes >= 3 * 8 * 0.9 * state  # two are kept while a third is written
+    # two are kept while a third is written
+    assert on_cpu.disk_bytes == on_gpu.disk_bytes >= 3 * 8 * 0.9 * state
     for step in (1, 2):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
         (tmp_path / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").write_text("{}")

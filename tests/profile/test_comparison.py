@@ -1,4 +1,6 @@
-"""Traces by class. The GPU traces are miniatures with JAX's structure; the CPU trace is in train/test_run_api.py."""
+"""Traces by class. The GPU traces are miniatures with JAX's structure; the CPU trace is in
+train/test_run_api.py.
+"""
 
 import dataclasses
 
@@ -13,7 +15,15 @@ from jaxlc.core.errors import UserError
 from jaxlc.hlo import analyze
 from jaxlc.profile import comparison, trace_events
 from jaxlc.profile.comparison import GAP, Activity, Estimate, TracedRun, predict
-from jaxlc.profile.trace_events import ATTENTION, COMMUNICATION, HOST_COPY, MATMUL, OTHER, EventClasses, TraceEvent
+from jaxlc.profile.trace_events import (
+    ATTENTION,
+    COMMUNICATION,
+    HOST_COPY,
+    MATMUL,
+    OTHER,
+    EventClasses,
+    TraceEvent,
+)
 from jaxlc.simulate.interval import two_digits
 from jaxlc.train.step_profiler import PAIRS
 from tests.hlo.snippets import RING, program
@@ -28,7 +38,8 @@ ROUND = (  # of the ring in the snippet, in microseconds
     (COMPUTE, "cudnn_fmha_kernel", 0, 10, "fmha"),
     (COLLECTIVES, "ncclDevKernel_SendRecv", 1, 9, "hop-start"),  # hidden by attention
     (COLLECTIVES, "ncclDevKernel_SendRecv", 10, 15, "late"),  # exposed, and named without "-start"
-    (COMPUTE, "nvjet_hsh_128x256", 14, 18, "gemm.1"),  # not in the program; overlaps with the permute by 1 us
+    # not in the program; overlaps with the permute by 1 us
+    (COMPUTE, "nvjet_hsh_128x256", 14, 18, "gemm.1"),
     (COPIES, "MemcpyH2D", 17, 20, ""),  # 2 us exposed
 )
 ROUND_US = 21  # 1 us without any event
@@ -37,14 +48,24 @@ NUM_ROUNDS, NUM_STEPS = 6, 2
 
 def gpu_trace() -> trace_events.Trace:
     events = [
-        Event(line, name, start + i * ROUND_US, end + i * ROUND_US, dict(hlo_op=op, hlo_module="jit_f", name=""))
+        Event(
+            line,
+            name,
+            start + i * ROUND_US,
+            end + i * ROUND_US,
+            dict(hlo_op=op, hlo_module="jit_f", name=""),
+        )
         for i in range(NUM_ROUNDS)
         for line, name, start, end, op in ROUND
     ]
-    derived = Event("XLA Ops", "fmha", 0, 1e3, dict(hlo_op="fmha", hlo_module="jit_f"))  # not a stream
+    # not a stream
+    derived = Event("XLA Ops", "fmha", 0, 1e3, dict(hlo_op="fmha", hlo_module="jit_f"))
     steps = [Event("python", "train", 0, 1, dict(step_num=step)) for step in (10, 11)]
     return trace_events.of_profile(
-        profile_data({"/device:GPU:0": [*events, derived], "/device:GPU:1": events, "/host:CPU": steps}), "miniature"
+        profile_data(
+            {"/device:GPU:0": [*events, derived], "/device:GPU:1": events, "/host:CPU": steps}
+        ),
+        "miniature",
     )
 
 
@@ -68,27 +89,36 @@ def test_gpu_trace_is_partitioned_into_classes():
     assert sum(row.measured_seconds for row in result.classes) == pytest.approx(result.step_seconds)
     assert microseconds(result.communication_seconds) == 13 * rounds
     assert microseconds(result.host_copy_seconds) == 3 * rounds
-    assert microseconds(result.unknown_seconds) == 4 * rounds  # the product, whose class is known by its name
+    # the product, whose class is known by its name
+    assert microseconds(result.unknown_seconds) == 4 * rounds
     hop, late = result.ring_steps
     assert (hop.instruction, hop.pass_name, hop.runs_per_step) == ("hop-start", "forward", 3)
     assert microseconds(hop.measured_seconds) == 8 and hop.exposed_seconds == 0
-    assert microseconds(late.measured_seconds) == 5 and microseconds(late.exposed_seconds) == 4 * rounds
+    assert (
+        microseconds(late.measured_seconds) == 5
+        and microseconds(late.exposed_seconds) == 4 * rounds
+    )
     page = str(result)
     assert "late-start" in page and "no estimate" in page and "12.00" not in page
 
 
 def test_gpu_trace_without_program_has_classes_by_name():
     with_program, without = (
-        comparison.compare(gpu_trace(), TracedRun(program=known), None) for known in (analyze(RING), None)
+        comparison.compare(gpu_trace(), TracedRun(program=known), None)
+        for known in (analyze(RING), None)
     )
     assert without.classes == with_program.classes and without.ring_steps == ()
 
 
 def test_estimates_are_printed_as_medians_with_two_digits():
     """A median of 80 ms, four times the point estimate."""
-    predicted = dataclasses.replace(PREDICTED, step_seconds=0.02, step_seconds_interval=(0.04, 0.16))
+    predicted = dataclasses.replace(
+        PREDICTED, step_seconds=0.02, step_seconds_interval=(0.04, 0.16)
+    )
     predicted = dataclasses.replace(predicted, seconds_by_kind={"attention": 0.012345})
-    result = comparison.compare(gpu_trace(), TracedRun(), Estimate(prediction=predicted, model=None))
+    result = comparison.compare(
+        gpu_trace(), TracedRun(), Estimate(prediction=predicted, model=None)
+    )
     page = str(result)
     assert "estimated step: about 80 ms (40 to 160), median" in page
     (attention,) = (line.split()[3:] for line in page.splitlines() if line.startswith("attention"))
@@ -133,7 +163,12 @@ def test_time_use_counts_each_instant_once():
         ("nvjet_hsh_256x128", "custom-call.4", "", MATMUL),
         ("gemm_fusion_dot_12", "gemm_fusion_dot.12", "", MATMUL),
         ("cudnn_generated_fort_native_sdpa_sm90", "custom-call.9", "", ATTENTION),
-        ("flash_forward", "custom-call.8", "jit(f)/attention/core_attention/pallas_call", ATTENTION),
+        (
+            "flash_forward",
+            "custom-call.8",
+            "jit(f)/attention/core_attention/pallas_call",
+            ATTENTION,
+        ),
         ("loop_add_fusion", "loop_add_fusion", "jit(f)/mlp/add", OTHER),
         ("while.9", "while.9", "", None),
     ],
@@ -164,7 +199,9 @@ def test_kernel_of_a_cuda_graph_is_known_by_its_name():
     )
     classes = EventClasses(analyze(text))
     event = TraceEvent("gemm_fusion_dot_2", "command_buffer", "m", "", 0, 1)
-    assert classes.instruction_of(event) == "gemm_fusion_dot.2" and classes.class_of(event) == MATMUL
+    assert (
+        classes.instruction_of(event) == "gemm_fusion_dot.2" and classes.class_of(event) == MATMUL
+    )
     assert classes.instruction_of(event._replace(name="other")) is None
 
 
@@ -172,8 +209,12 @@ EXPERTS_KERNEL = (
     '%experts = bf16[8,8]{1,0} custom-call(%x, %x, %w), custom_call_target="mosaic_gpu_v2",'
     ' metadata={op_name="jit(f)/mlp/experts/pallas_call"}'
 )
-GRAPH = (  # kernels of the H100's traces (benchmarks/2026-11-26-h100.jsonl, and of experts with Mosaic)
-    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0", ATTENTION),
+# kernels of the H100's traces (benchmarks/2026-11-26-h100.jsonl, and of experts with Mosaic)
+GRAPH = (
+    (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0",
+        ATTENTION,
+    ),
     ("body_mosaic_gpu_kernel", MATMUL),
     ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", MATMUL),
     ("gemm_fusion_dot_842", MATMUL),
@@ -185,7 +226,9 @@ GRAPH = (  # kernels of the H100's traces (benchmarks/2026-11-26-h100.jsonl, and
 
 @pytest.mark.parametrize("instruction", ["command_buffer", "call.7", ""])
 def test_kernels_of_cuda_graphs_have_classes_by_name(instruction):
-    """The instruction of such a kernel is the graph, which some versions of XLA have as a call, or nothing."""
+    """The instruction of such a kernel is the graph, which some versions of XLA have as a call, or
+    nothing.
+    """
     text = program(
         "%x = bf16[8,8]{1,0} parameter(0)",
         "%w = bf16[2,8,8]{2,1,0} parameter(1)",
@@ -202,17 +245,27 @@ def test_kernels_of_cuda_graphs_have_classes_by_name(instruction):
         seconds = {row.name: microseconds(row.measured_seconds) for row in result.classes}
         for kind in (ATTENTION, MATMUL, OTHER):
             assert seconds[kind] == 10 * sum(x == kind for _, x in GRAPH), (kind, known)
-        assert ("such as those of CUDA graphs: their class follows" in str(result)) == (known is not None)
+        assert ("such as those of CUDA graphs: their class follows" in str(result)) == (
+            known is not None
+        )
     assert (
-        microseconds(comparison.compare(trace, TracedRun(program=analyze(text)), None, num_steps=1).unknown_seconds)
+        microseconds(
+            comparison.compare(
+                trace, TracedRun(program=analyze(text)), None, num_steps=1
+            ).unknown_seconds
+        )
         == 70
     )
 
 
 def test_mosaic_kernels_have_the_class_of_the_program():
-    """Of experts or of attention, if it has only one of them; otherwise JAX names those of experts "body"."""
+    """Of experts or of attention, if it has only one of them; otherwise JAX names those of experts
+    "body".
+    """
     arrays = ("%x = bf16[8,8]{1,0} parameter(0)", "%w = bf16[2,8,8]{2,1,0} parameter(1)")
-    experts = EventClasses(analyze(program(*arrays, EXPERTS_KERNEL, "ROOT %result = f32[] constant(1)")))
+    experts = EventClasses(
+        analyze(program(*arrays, EXPERTS_KERNEL, "ROOT %result = f32[] constant(1)"))
+    )
     event = TraceEvent("kernel_mosaic_gpu_kernel", "", "jit_f", "", 0, 1)
     body = event._replace(name="body_mosaic_gpu_kernel")
     assert [experts.class_of(x) for x in (event, body)] == [MATMUL, MATMUL]
@@ -232,11 +285,16 @@ def test_estimate_counts_the_pairs_of_the_traced_steps():
         about=dict(config=to_dict(config), device_kind="NVIDIA H100 80GB HBM3", num_devices=1),
     )
     packed = dataclasses.replace(run, about=run.about | {PAIRS: whole / 4})
-    one, quarter = (predict(x, plan="", topology_name="h100:1x1", constants="") for x in (run, packed))
+    one, quarter = (
+        predict(x, plan="", topology_name="h100:1x1", constants="") for x in (run, packed)
+    )
     assert (one.pairs_share, quarter.pairs_share) == (1, 0.25)
     seconds = [estimate.prediction.seconds_by_kind["attention"] for estimate in (one, quarter)]
-    assert seconds[1] == pytest.approx(seconds[0] / 4, abs=2e-6)  # the start of a kernel takes as long
-    assert "estimated attention: 25.0% of the pairs" in str(comparison.compare(gpu_trace(), packed, quarter))
+    # the start of a kernel takes as long
+    assert seconds[1] == pytest.approx(seconds[0] / 4, abs=2e-6)
+    assert "estimated attention: 25.0% of the pairs" in str(
+        comparison.compare(gpu_trace(), packed, quarter)
+    )
 
 
 def test_profile_command_reports_missing_and_damaged_traces(tmp_path, capsys):

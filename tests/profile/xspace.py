@@ -1,4 +1,6 @@
-"""Miniature traces with the planes, lines and statistics that JAX writes on GPUs (untested on a GPU)."""
+"""Miniature traces with the planes, lines and statistics that JAX writes on GPUs (untested on a
+GPU).
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,7 +32,10 @@ def _text(events_by_plane: dict[str, Sequence[Event]]) -> str:
 
 def _plane(name: str, events: Sequence[Event]) -> str:
     names = {event.name: number for number, event in enumerate(events, 1)}
-    stats = {stat: number for number, stat in enumerate(sorted({s for event in events for s in event.stats}), 1)}
+    stats = {
+        stat: number
+        for number, stat in enumerate(sorted({s for event in events for s in event.stats}), 1)
+    }
     lines = "".join(
         f'lines {{ name: "{line}" {"".join(_event(e, names, stats) for e in events if e.line == line)} }}\n'
         for line in dict.fromkeys(event.line for event in events)

@@ -35,7 +35,12 @@ def test_processes_wait_for_each_other_between_compilation_and_execution(events)
         return x * 2 if tables is None else x * tables["scale"]
 
     program = Program("generation", jax.jit(double, donate_argnums=0))
-    arguments = [(jnp.ones(3), None), (jnp.zeros(3), None), (jnp.ones(5), None), (jnp.ones(5), {"scale": 3.0})]
+    arguments = [
+        (jnp.ones(3), None),
+        (jnp.zeros(3), None),
+        (jnp.ones(5), None),
+        (jnp.ones(5), {"scale": 3.0}),
+    ]
     events.clear()
     for x, tables in arguments:
         jax.block_until_ready(program(x, tables))

@@ -47,7 +47,9 @@ def test_disabled_writes_no_entry_and_restores_the_cache(cache_dir):
 
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["empty", "half"])
 def test_for_step_with_torn_entry_compiles_and_replaces_it(cache_dir, share):
-    """As of a process that was killed while it wrote the entry. The next start finds a complete one."""
+    """As of a process that was killed while it wrote the entry. The next start finds a complete
+    one.
+    """
     compile_for(jax.devices())
     [entry] = cache_dir.glob("*-cache")
     complete = entry.read_bytes()
@@ -137,8 +139,12 @@ def test_configure_on_cpu_before_xla_0_12_is_for_the_step_only(unset, monkeypatc
 
 @pytest.mark.jax_version
 def test_cache_covers_autotuning():
-    """JAX then gives XLA a directory for the autotuning of single fusions, in the directory of the cache."""
-    assert "xla_gpu_per_fusion_autotune_cache_dir" in jax.config.jax_persistent_cache_enable_xla_caches
+    """JAX then gives XLA a directory for the autotuning of single fusions, in the directory of the
+    cache.
+    """
+    assert (
+        "xla_gpu_per_fusion_autotune_cache_dir" in jax.config.jax_persistent_cache_enable_xla_caches
+    )
 
 
 def test_watch_tells_hits_from_misses(cache_dir):

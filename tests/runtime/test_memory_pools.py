@@ -1,4 +1,6 @@
-"""The sizes of JAX's memory pools on a GPU, set before JAX starts, and the errors of pools that are too small."""
+"""The sizes of JAX's memory pools on a GPU, set before JAX starts, and the errors of pools that are
+too small.
+"""
 
 import importlib.util
 import mmap
@@ -17,14 +19,18 @@ GIB = 2**30
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-def prepared(needed_bytes: int = 0, *, environment: dict | None = None, **runtime) -> tuple[dict[str, str], str]:
+def prepared(
+    needed_bytes: int = 0, *, environment: dict | None = None, **runtime
+) -> tuple[dict[str, str], str]:
     environment = dict(environment or {})
     return environment, "\n".join(prepare(RuntimeConfig(**runtime), environment, needed_bytes))
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(memory, "find_machine", lambda: Machine(("H100",) * 8, 80 * GIB, 1000 * GIB))
+    monkeypatch.setattr(
+        memory, "find_machine", lambda: Machine(("H100",) * 8, 80 * GIB, 1000 * GIB)
+    )
 
 
 def test_prepare_sets_both_pools():
@@ -38,8 +44,13 @@ def test_prepare_sets_both_pools():
 
 def test_prepare_larger_than_host_memory_warns():
     """XLA makes a pool for each GPU, and one for the staging buffers of each process."""
-    assert "8 GPUs and 1 processes (staging buffers) of this machine need 920 GiB in total" in prepared(106 * GIB)[1]
-    assert "need 936 GiB in total, and it has 1000 GiB" in prepare(RuntimeConfig(), {}, 95 * GIB, 8)[1]
+    assert (
+        "8 GPUs and 1 processes (staging buffers) of this machine need 920 GiB in total"
+        in prepared(106 * GIB)[1]
+    )
+    assert (
+        "need 936 GiB in total, and it has 1000 GiB" in prepare(RuntimeConfig(), {}, 95 * GIB, 8)[1]
+    )
     assert "warning" not in prepared(95 * GIB)[1]
 
 
@@ -94,7 +105,10 @@ def test_out_of_memory_names_pool_need_and_setting(message, stats, environment, 
     ("message", "environment"),
     [
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", {}),
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", dict(XLA_CLIENT_MEM_FRACTION="0.5")),
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.",
+            dict(XLA_CLIENT_MEM_FRACTION="0.5"),
+        ),
         (f"RESOURCE_EXHAUSTED: Out of host memory trying to allocate 282.00GiB. {LIMIT}", {}),
     ],
 )
@@ -107,9 +121,15 @@ def test_advice_to_enlarge_a_pool_enlarges_it_until_none_is_left(message, enviro
         after, _ = prepared(100 * GIB, environment=environment, **{setting: float(size_gib)})
         assert int(after[LIMIT]) == int(before[LIMIT]) + 282
         return
-    setting, largest = re.search(r"raise (?:--config\.runtime\.)?(\w+), to ([\d.]+) at most", problem).groups()
+    setting, largest = re.search(
+        r"raise (?:--config\.runtime\.)?(\w+), to ([\d.]+) at most", problem
+    ).groups()
     config = {} if environment else {setting: float(largest)}
-    after, _ = prepared(100 * GIB, environment=dict(environment, **{setting: largest}) if environment else {}, **config)
+    after, _ = prepared(
+        100 * GIB,
+        environment=dict(environment, **{setting: largest}) if environment else {},
+        **config,
+    )
     assert after["XLA_CLIENT_MEM_FRACTION"] == largest
     problem = out_of_memory(message, RuntimeConfig(**config), {}, after)
     assert "raise" not in problem and "`jaxlc plan --advise`" in problem
@@ -137,6 +157,11 @@ def _plugin_path(cuda: int) -> Path | None:
 def test_explained_leaves_other_errors():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID"), explained(RuntimeConfig()):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes")
-    with pytest.raises(UserError, match="out of GPU memory: 2.00 GiB more do not fit"), explained(RuntimeConfig()):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.")
+    with (
+        pytest.raises(UserError, match="out of GPU memory: 2.00 GiB more do not fit"),
+        explained(RuntimeConfig()),
+    ):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB."
+        )
     assert memory.DEFAULT_HOST_GIB == 64

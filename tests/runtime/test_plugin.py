@@ -12,7 +12,8 @@ def test_check_plugin_other_version_is_refused(monkeypatch):
     monkeypatch.setattr(xla_flags, "installed_plugin", lambda: ("jax-cuda12-plugin", "0.10.9"))
     jaxlib = importlib.metadata.version("jaxlib")
     with pytest.raises(
-        UserError, match=f'has version 0.10.9 but jaxlib has version {jaxlib}: .*"jax-cuda12-pjrt=={jaxlib}"'
+        UserError,
+        match=f'has version 0.10.9 but jaxlib has version {jaxlib}: .*"jax-cuda12-pjrt=={jaxlib}"',
     ):
         check_plugin()
     assert xla_version() == (0, 10, 9)
@@ -23,7 +24,9 @@ def test_check_plugin_accepts_what_the_error_installs(monkeypatch):
     with pytest.raises(UserError) as error:
         check_plugin()
     installed = dict(re.findall(r'"([\w-]+)==([\d.]+)"', str(error.value)))
-    monkeypatch.setattr(xla_flags, "installed_plugin", lambda: ("jax-cuda12-plugin", installed["jax-cuda12-plugin"]))
+    monkeypatch.setattr(
+        xla_flags, "installed_plugin", lambda: ("jax-cuda12-plugin", installed["jax-cuda12-plugin"])
+    )
     check_plugin()
 
 

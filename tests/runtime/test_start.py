@@ -25,12 +25,17 @@ ROOT = Path(__file__).parents[2]
 def environment_for(config: RuntimeConfig, **environment: str) -> dict[str, str]:
     is_resolved = config.num_processes > 1
     start._set_environment(
-        dataclasses.replace(config, process_id=0) if is_resolved else launcher.resolve(config, None), environment
+        dataclasses.replace(config, process_id=0)
+        if is_resolved
+        else launcher.resolve(config, None),
+        environment,
     )
     return environment
 
 
-def run_python(*codes: str, variables: Sequence[Mapping[str, str]] = ({},)) -> list[subprocess.CompletedProcess]:
+def run_python(
+    *codes: str, variables: Sequence[Mapping[str, str]] = ({},)
+) -> list[subprocess.CompletedProcess]:
     """Runs programs at the same time, without the environment variables of the tests.
 
     Args:
@@ -39,7 +44,9 @@ def run_python(*codes: str, variables: Sequence[Mapping[str, str]] = ({},)) -> l
     return run_commands(*([sys.executable, "-c", code] for code in codes), variables=variables)
 
 
-def run_commands(*commands: list[str], variables: Sequence[Mapping[str, str]]) -> list[subprocess.CompletedProcess]:
+def run_commands(
+    *commands: list[str], variables: Sequence[Mapping[str, str]]
+) -> list[subprocess.CompletedProcess]:
     test_variables = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in test_variables}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -52,11 +59,17 @@ def run_commands(*commands: list[str], variables: Sequence[Mapping[str, str]]) -
     finally:
         for process in running:
             process.kill()
-    return [subprocess.CompletedProcess(p.args, p.returncode, *output) for p, output in zip(running, outputs)]
+    return [
+        subprocess.CompletedProcess(p.args, p.returncode, *output)
+        for p, output in zip(running, outputs)
+    ]
 
 
 def test_start_with_number_out_of_range_raises():
-    with pytest.raises(UserError, match="invalid value -1 for config.runtime.simulated_devices: expected at least 0"):
+    with pytest.raises(
+        UserError,
+        match="invalid value -1 for config.runtime.simulated_devices: expected at least 0",
+    ):
         jaxlc.start(simulated_devices=-1)
 
 
@@ -81,10 +94,14 @@ def test_training_with_a_watchdog_starts_without_the_heartbeat_of_jax(monkeypatc
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr(
-        jax.distributed, "initialize", lambda *_, **options: seconds.append(options["heartbeat_timeout_seconds"])
+        jax.distributed,
+        "initialize",
+        lambda *_, **options: seconds.append(options["heartbeat_timeout_seconds"]),
     )
     config = defaults()
-    config.runtime.update(num_processes=2, coordinator_address="localhost:1", process_id=0, heartbeat_seconds=10)
+    config.runtime.update(
+        num_processes=2, coordinator_address="localhost:1", process_id=0, heartbeat_seconds=10
+    )
     for config.runtime.watchdog_factor in (10.0, 0.0):
         start.start_training(load(config).runtime, 0)
     assert seconds == [start._NO_HEARTBEAT_SECONDS, 10]
@@ -97,9 +114,12 @@ def test_environment_second_call_changes_nothing():
 
 def test_environment_contradicting_xla_flags_are_refused():
     with pytest.raises(
-        UserError, match="count=8, but config.runtime.simulated_devices=4 over 1 processes requires .*=4;"
+        UserError,
+        match="count=8, but config.runtime.simulated_devices=4 over 1 processes requires .*=4;",
     ):
-        environment_for(RuntimeConfig(simulated_devices=4), XLA_FLAGS="--xla_force_host_platform_device_count=8")
+        environment_for(
+            RuntimeConfig(simulated_devices=4), XLA_FLAGS="--xla_force_host_platform_device_count=8"
+        )
 
 
 @pytest.mark.parametrize(("has_driver", "platforms"), [(False, "cpu"), (True, None)])
@@ -110,12 +130,19 @@ def test_environment_without_driver_selects_cpu(has_driver, platforms, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("has_driver", "simulated_devices", "is_prepared"), [(True, 0, True), (True, 8, False), (False, 0, False)]
+    ("has_driver", "simulated_devices", "is_prepared"),
+    [(True, 0, True), (True, 8, False), (False, 0, False)],
 )
-def test_environment_transport_is_prepared_for_gpus_only(has_driver, simulated_devices, is_prepared, monkeypatch):
+def test_environment_transport_is_prepared_for_gpus_only(
+    has_driver, simulated_devices, is_prepared, monkeypatch
+):
     monkeypatch.setattr(start.stderr, "has_nvidia_driver", lambda: has_driver)
-    monkeypatch.setattr(start.xla_flags, "prepare", lambda config, environment: environment.update(PREPARED="yes"))
-    config = RuntimeConfig(simulated_devices=simulated_devices, num_processes=8, transport="nvshmem")
+    monkeypatch.setattr(
+        start.xla_flags, "prepare", lambda config, environment: environment.update(PREPARED="yes")
+    )
+    config = RuntimeConfig(
+        simulated_devices=simulated_devices, num_processes=8, transport="nvshmem"
+    )
     assert ("PREPARED" in environment_for(config)) == is_prepared
 
 
@@ -131,10 +158,13 @@ def test_start_again_with_other_settings_is_refused():
     start.start(RuntimeConfig(simulated_devices=8))
     start.start(RuntimeConfig())
     with pytest.raises(
-        UserError, match="already started with 8 cpu devices, but .*simulated_devices=4 requires 4 cpu devices"
+        UserError,
+        match="already started with 8 cpu devices, but .*simulated_devices=4 requires 4 cpu devices",
     ):
         start.start(RuntimeConfig(simulated_devices=4))
-    with pytest.raises(UserError, match="already started with 1 process, but config.runtime.num_processes is 2"):
+    with pytest.raises(
+        UserError, match="already started with 1 process, but config.runtime.num_processes is 2"
+    ):
         start.start(RuntimeConfig(num_processes=2, process_id=0))
 
 
@@ -160,8 +190,8 @@ with without_driver_notes():
 
 
 def test_start_twice_prints_one_line():
-    """Unified memory has no effect on CPU, which is printed once. Without a driver, the notes of the CUDA plugin
-    are removed from stderr; other errors are not."""
+    """Unified memory has no effect on CPU, which is printed once. Without a driver, the notes of
+    the CUDA plugin are removed from stderr; other errors are not."""
     (process,) = run_python(_START_TWICE)
     assert process.stdout == "unified memory: no effect on CPU\ncpu 3 False\n", process.stderr
     assert (process.returncode, process.stderr) == (0, "an error\n")
@@ -180,10 +210,18 @@ with stderr.without_lines(["a note"]):
 
 
 def test_process_that_ends_at_its_start_prints_why():
-    """XLA ends the process at flags that it cannot parse, and threads such as the watchdog's end it at any time."""
+    """XLA ends the process at flags that it cannot parse, and threads such as the watchdog's end it
+    at any time.
+    """
     start_jax = "from jaxlc.runtime.start import start; from jaxlc.config import RuntimeConfig; start(RuntimeConfig())"
-    variables = [dict(XLA_FLAGS="--xla_nonsense=1"), dict(XLA_FLAGS="--xla_dump_hlo_as_text=maybe"), {}]
-    unknown, invalid, removing = run_python(start_jax, start_jax, _END_WHILE_REMOVING, variables=variables)
+    variables = [
+        dict(XLA_FLAGS="--xla_nonsense=1"),
+        dict(XLA_FLAGS="--xla_dump_hlo_as_text=maybe"),
+        {},
+    ]
+    unknown, invalid, removing = run_python(
+        start_jax, start_jax, _END_WHILE_REMOVING, variables=variables
+    )
     assert unknown.returncode and "Unknown flag in XLA_FLAGS: --xla_nonsense=1" in unknown.stderr
     assert invalid.returncode and "value maybe for flag xla_dump_hlo_as_text" in invalid.stderr
     assert (removing.returncode, removing.stderr) == (3, "last words of C++\nerror of Python\n")
@@ -194,23 +232,32 @@ def test_environment_word_that_is_no_xla_flag_is_refused(flags):
     with pytest.raises(UserError, match=rf"XLA_FLAGS contains {flags.split()[-1]}"):
         environment_for(RuntimeConfig(simulated_devices=2), XLA_FLAGS=flags)
     quoted = "'--xla_dump_hlo_pass_re=a b' --xla_dump_to=c"
-    assert quoted in environment_for(RuntimeConfig(simulated_devices=2), XLA_FLAGS=quoted)["XLA_FLAGS"]
+    assert (
+        quoted in environment_for(RuntimeConfig(simulated_devices=2), XLA_FLAGS=quoted)["XLA_FLAGS"]
+    )
 
 
 def test_environment_on_gpus_reports_what_is_set(monkeypatch, capsys):
-    """Each process gets its part of the GPUs; process 0 prints the pools and the variables that change a run."""
+    """Each process gets its part of the GPUs; process 0 prints the pools and the variables that
+    change a run.
+    """
     monkeypatch.setattr(start.stderr, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(start.launcher, "num_gpus_on_machine", lambda: 8)
     environment = dict(NCCL_DEBUG="INFO", XLA_FLAGS="--a=1", HOME="/")
     config = RuntimeConfig(num_processes=4, process_id=0, transport="nccl")
     place = launcher.Launch("Slurm", 4, 0, "node0:9753", local_id=0, num_local=4)
     start._set_environment(config, environment, launch=place)
-    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1" and environment["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    assert (
+        environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+        and environment["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    )
     assert capsys.readouterr().out.splitlines() == [
         "GPU memory pool: 0.9 of each GPU's memory (config.runtime.memory_fraction)",
         "environment: CUDA_VISIBLE_DEVICES=0,1 NCCL_DEBUG=INFO XLA_FLAGS=--a=1",
     ]
-    start._set_environment(dataclasses.replace(config, process_id=1), environment, launch=place._replace(local_id=1))
+    start._set_environment(
+        dataclasses.replace(config, process_id=1), environment, launch=place._replace(local_id=1)
+    )
     assert capsys.readouterr().out == ""
 
 
@@ -233,7 +280,9 @@ print(jax.process_index(), jax.default_backend(), jax.local_device_count(), floa
 
 
 def test_start_two_slurm_processes_share_devices():
-    """JAX must not select a GPU by SLURM_LOCALID. One process imports JAX before jaxlc, as in a notebook."""
+    """JAX must not select a GPU by SLURM_LOCALID. One process imports JAX before jaxlc, as in a
+    notebook.
+    """
     job_id = slurm.free_job_id()
     variables = [slurm.task_variables(i, num_tasks=2, job_id=job_id) for i in range(2)]
     codes = [_ONE_OF_TWO.format(first_line=line, last_line="") for line in ("", "import jax")]
@@ -256,15 +305,21 @@ time.sleep(600)
 
 
 def test_slurm_script_restarts_after_a_killed_process(tmp_path):
-    """launch/slurm/train.sbatch with an srun that starts two processes. One is killed: the other one ends with a line
-    that names it, and the script requeues the job."""
-    code = _ONE_OF_TWO.format(first_line="import os, pathlib, signal, time", last_line=_KILL_PROCESS_1)
+    """launch/slurm/train.sbatch with an srun that starts two processes. One is killed: the other
+    one ends with a line that names it, and the script requeues the job."""
+    code = _ONE_OF_TWO.format(
+        first_line="import os, pathlib, signal, time", last_line=_KILL_PROCESS_1
+    )
     command = ["bash", "launch/slurm/train.sbatch", sys.executable, "-c", code]
     (done,) = run_commands(
-        command, variables=[slurm.job_variables(num_tasks=2) | dict(MARKER=str(tmp_path / "marker"))]
+        command,
+        variables=[slurm.job_variables(num_tasks=2) | dict(MARKER=str(tmp_path / "marker"))],
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     host = socket.gethostname()
-    assert errors == [f"error: process 1 of 2 on {host} ended unexpectedly; start all processes again"], done.stderr
-    assert done.returncode == 128 + signal.SIGKILL  # the largest status of a task; that of the other one is 75
+    assert errors == [
+        f"error: process 1 of 2 on {host} ended unexpectedly; start all processes again"
+    ], done.stderr
+    # the largest status of a task; that of the other one is 75
+    assert done.returncode == 128 + signal.SIGKILL
     assert "restarting job" in done.stdout and "scontrol requeue" in done.stdout

@@ -39,11 +39,23 @@ ENVIRONMENT = TransportEnvironment(
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("nvshmem", dict(xla_version=(0, 10, 2)), ["JAX 0.10.2 has no NVSHMEM", "pip install -e '.[nvshmem]'"]),
+        (
+            "nvshmem",
+            dict(xla_version=(0, 10, 2)),
+            ["JAX 0.10.2 has no NVSHMEM", "pip install -e '.[nvshmem]'"],
+        ),
         ("nvshmem", dict(xla_version=(0, 12, 0, 1)), ["JAX 0.12.0.1 has no NVSHMEM"]),
         ("nvshmem", dict(devices_per_process=4), ["one process per GPU", "a process has 4 GPUs"]),
-        ("nvshmem", dict(has_nvshmem=False), ["libnvshmem_host.so.3", "pip install nvidia-nvshmem-cu12"]),
-        ("nvshmem", dict(is_nvshmem_started=False), ["restart Python", "jaxlc.runtime.start.start(config.runtime)"]),
+        (
+            "nvshmem",
+            dict(has_nvshmem=False),
+            ["libnvshmem_host.so.3", "pip install nvidia-nvshmem-cu12"],
+        ),
+        (
+            "nvshmem",
+            dict(is_nvshmem_started=False),
+            ["restart Python", "jaxlc.runtime.start.start(config.runtime)"],
+        ),
         ("symmetric", dict(nccl_version=(2, 28, 9)), ["NCCL 2.29", "2.28.9", "nvidia-nccl-cu12"]),
         ("symmetric", dict(nccl_version=None), ["libnccl.so.2 is not installed"]),
         ("peer", dict(), ["one process", "8"]),
@@ -51,7 +63,9 @@ ENVIRONMENT = TransportEnvironment(
 )
 def test_choose_unsupported_transport_is_refused_with_reason(name, change, words):
     environment = ENVIRONMENT._replace(**change)
-    error = followed(lambda settings: choose_for(settings.get("runtime.transport", name), environment))
+    error = followed(
+        lambda settings: choose_for(settings.get("runtime.transport", name), environment)
+    )
     for word in [f"config.runtime.transport={name!r} is unsupported: ", *words]:
         assert word in error
 
@@ -62,7 +76,10 @@ def test_choose_named_transport_is_selected(name):
 
 
 def test_choose_peer_in_one_process_is_selected():
-    assert choose_for("peer", ENVIRONMENT._replace(num_processes=1, devices_per_process=8)).name == "peer"
+    assert (
+        choose_for("peer", ENVIRONMENT._replace(num_processes=1, devices_per_process=8)).name
+        == "peer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,10 +119,14 @@ def prepared(config: RuntimeConfig, **environment: str) -> dict[str, str]:
 
 
 def test_prepare_nvshmem_sets_its_variables(library):
-    environment = prepared(RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31))
+    environment = prepared(
+        RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31)
+    )
     assert environment["XLA_FLAGS"] == "--xla_gpu_experimental_enable_nvshmem=true"
     assert environment["NVSHMEM_SYMMETRIC_SIZE"] == "2147483648"
-    assert environment["NVSHMEM_BOOTSTRAP_UID_PLUGIN"] == str(library.with_name("nvshmem_bootstrap_uid.so.3"))
+    assert environment["NVSHMEM_BOOTSTRAP_UID_PLUGIN"] == str(
+        library.with_name("nvshmem_bootstrap_uid.so.3")
+    )
     assert prepared(RuntimeConfig(num_processes=8))["XLA_FLAGS"] == environment["XLA_FLAGS"]  # auto
 
 
@@ -116,7 +137,8 @@ def test_prepare_users_variables_take_precedence(library):
         NVSHMEM_BOOTSTRAP_UID_PLUGIN="mine.so",
     )
     environment = prepared(
-        RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31), **users_variables
+        RuntimeConfig(transport="nvshmem", num_processes=8, nvshmem_heap_bytes=2**31),
+        **users_variables,
     )
     assert {name: environment[name] for name in users_variables} == users_variables
 
@@ -127,7 +149,8 @@ def test_prepare_users_variables_take_precedence(library):
         (RuntimeConfig(transport="nccl", num_processes=8), "0", (0, 10, 1)),
         (RuntimeConfig(), "0", (0, 10, 1)),
         (RuntimeConfig(transport="nvshmem", num_processes=8), "0,1", (0, 10, 1)),  # XLA would abort
-        (RuntimeConfig(transport="nvshmem", num_processes=8), "0", (0, 12, 0, 1)),  # XLA would abort: an unknown flag
+        # XLA would abort: an unknown flag
+        (RuntimeConfig(transport="nvshmem", num_processes=8), "0", (0, 12, 0, 1)),
     ],
 )
 def test_prepare_without_nvshmem_sets_nothing(config, visible, version, library, monkeypatch):
@@ -140,7 +163,9 @@ def test_choose_on_cpu_refuses_gpu_transport():
     assert choose(RuntimeConfig(), devices) is None
     assert choose(RuntimeConfig(transport="nvshmem", simulated_devices=8), devices) is None
     error = followed(
-        lambda settings: choose(RuntimeConfig(transport=settings.get("runtime.transport", "nvshmem")), devices)
+        lambda settings: choose(
+            RuntimeConfig(transport=settings.get("runtime.transport", "nvshmem")), devices
+        )
     )
     assert "'nvshmem' is unsupported: it needs GPUs and the platform is cpu" in error
 
@@ -148,15 +173,24 @@ def test_choose_on_cpu_refuses_gpu_transport():
 @functools.cache
 def compiled_transports(name: str, devices_per_process: int) -> set[tuple[str, str]]:
     """(backend, mode) of the sends of a small ring, compiled for four H100s with a named transport."""
-    mesh = make_mesh(topology("h100:1x4", devices_per_process=devices_per_process), MeshConfig(context=4))
+    mesh = make_mesh(
+        topology("h100:1x4", devices_per_process=devices_per_process), MeshConfig(context=4)
+    )
     attend = attention.make(AttentionConfig(kernel="blockwise"), mesh)
-    x_BTNH, ids_BT = jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    x_BTNH, ids_BT = (
+        jax.ShapeDtypeStruct((1, 1024, 2, 32), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1, 1024), jnp.int32),
+    )
     options = compile_options("gpu", preset="overlap", transport=name, environment={}) | WITHOUT_GPU
 
     def attend_packed(q_BTNH, k_BTKH, v_BTKH, positions_BT, segments_BT):
         return attend(q_BTNH, k_BTKH, v_BTKH, attend.prepare(positions_BT, segments_BT))
 
-    compiled = jax.jit(attend_packed).lower(x_BTNH, x_BTNH, x_BTNH, ids_BT, ids_BT).compile(compiler_options=options)
+    compiled = (
+        jax.jit(attend_packed)
+        .lower(x_BTNH, x_BTNH, x_BTNH, ids_BT, ids_BT)
+        .compile(compiler_options=options)
+    )
     sends = [c for c in analyze(compiled.as_text()).collectives if c.kind == "collective-permute"]
     return {(send.backend, send.mode) for send in sends}
 

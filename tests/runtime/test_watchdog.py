@@ -57,10 +57,14 @@ def run_steps(dog: Watchdog, clock, first: int, seconds: list[float]) -> None:
 
 
 def test_deadline_of_steps_follows_their_time_on_the_devices(make, clock):
-    """Fetches follow each other at once where a dispatch has waited for the devices: their distance is no step."""
+    """Fetches follow each other at once where a dispatch has waited for the devices: their distance
+    is no step.
+    """
     dog = make()
     with dog.steps(0):
-        for step, seconds_between_fetches in enumerate([1800.0, 0.02, 3600.0, 0.02, 3600.0, 0.02, 3600.0, 0.02], 1):
+        for step, seconds_between_fetches in enumerate(
+            [1800.0, 0.02, 3600.0, 0.02, 3600.0, 0.02, 3600.0, 0.02], 1
+        ):
             dog.dispatched(step)
             with dog.fetching(step) as measured:
                 clock.seconds += seconds_between_fetches
@@ -103,7 +107,9 @@ def test_steps_have_a_deadline_after_five_durations(make, clock):
 
 
 def test_quick_phases_have_the_floor_or_the_time_of_steps(make, clock):
-    """Data of the next step may take as long as a step, although waiting for it took no time before."""
+    """Data of the next step may take as long as a step, although waiting for it took no time
+    before.
+    """
     dog = make()
 
     def wait_for_data() -> float:
@@ -138,7 +144,10 @@ def test_waiting_for_devices_is_timed_without_the_phase_around_it(clock):
         clock.seconds += 1.0
         with watchdog.fetching(3):
             clock.seconds += 2.0
-    added = {name: watchdog.phase_seconds()[name] - before.get(name, 0.0) for name in ("evaluation", DEVICES)}
+    added = {
+        name: watchdog.phase_seconds()[name] - before.get(name, 0.0)
+        for name in ("evaluation", DEVICES)
+    }
     assert added == {"evaluation": 1.0, DEVICES: 2.0}
 
 
@@ -179,7 +188,9 @@ def run_hang(workdir: Path, call: str, *, setup: str = "") -> subprocess.Complet
 
 
 @pytest.mark.parametrize(
-    ("call", "status"), [("time.sleep(600)", 75), ("ctypes.PyDLL(None).sleep(600)", -14)], ids=["sleeps", "holds_lock"]
+    ("call", "status"),
+    [("time.sleep(600)", 75), ("ctypes.PyDLL(None).sleep(600)", -14)],
+    ids=["sleeps", "holds_lock"],
 )
 def test_process_that_hangs_ends_with_stacks(tmp_path, call, status):
     """With a thread that holds the interpreter lock, no Python code runs."""
@@ -229,7 +240,9 @@ watchdog._ALARM_SECONDS, peers._LAST_SECONDS = 3.0, 6.0
     ids=["hangs", "another_process_reports_a_hang", "holds_lock_at_its_end"],
 )
 def test_process_0_outlives_the_others_but_not_its_limit(tmp_path, settings, call, status, problem):
-    """It waits for processes that do not end, for longer than the timer of the phase in which it hangs."""
+    """It waits for processes that do not end, for longer than the timer of the phase in which it
+    hangs.
+    """
     done = run_hang(tmp_path, call, setup=_PROCESS_0.format(settings=settings))
     assert done.returncode == status, done.stderr
     assert done.stderr.splitlines()[-1].startswith(problem), done.stderr
@@ -257,7 +270,9 @@ def test_timer_of_the_end_spares_a_program_that_uses_its_signal(monkeypatch):
 
 
 def row(process_id: int, phase: str, step: int, age: float = 0.0) -> Row:
-    return Row(process_id, f"host{process_id}", phase, step, 60.0, "user.py:3 read", time.time() - age)
+    return Row(
+        process_id, f"host{process_id}", phase, step, 60.0, "user.py:3 read", time.time() - age
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,7 +286,9 @@ def row(process_id: int, phase: str, step: int, age: float = 0.0) -> Row:
     ids=["silent", "earlier_step", "not_at_its_devices", "unknown"],
 )
 def test_suspects_are_those_for_whom_the_others_wait(rows, expected):
-    assert [one.process_id for one in suspects([row(i, *cells) for i, cells in enumerate(rows)])] == expected
+    assert [
+        one.process_id for one in suspects([row(i, *cells) for i, cells in enumerate(rows)])
+    ] == expected
 
 
 class Store(dict):

@@ -1,4 +1,6 @@
-"""Replacements for compilation in the sweep's processes. Imports no jax, since every process imports this module."""
+"""Replacements for compilation in the sweep's processes. Imports no jax, since every process
+imports this module.
+"""
 
 import os
 import signal
@@ -10,7 +12,9 @@ from jaxlc.core.errors import UserError
 
 
 def figures(config: Config) -> dict:
-    """Speed grows with the tensor axis; context=1 does not fit. A call appends to its mesh's file in cache_dir."""
+    """Speed grows with the tensor axis; context=1 does not fit. A call appends to its mesh's file
+    in cache_dir.
+    """
     mesh, length = config.mesh, config.data.seq_len
     with (Path(config.data.cache_dir) / f"calls-{mesh.context}x{mesh.tensor}").open("a") as file:
         file.write("x")

@@ -1,4 +1,6 @@
-"""Advice for steps that do not fit: which changes are compiled, in which order, and how they are printed."""
+"""Advice for steps that do not fit: which changes are compiled, in which order, and how they are
+printed.
+"""
 
 import dataclasses
 
@@ -28,7 +30,9 @@ def config_8b(**memory) -> Config:
 def compiled(monkeypatch) -> list[Config]:
     """Configs that are "compiled": the working set of a layer is 1.5 times the estimated one."""
     configs = []
-    none = dict.fromkeys(("device_arguments_bytes", "workspace_bytes", "nvshmem_heap_bytes", "nccl_bytes"), 0)
+    none = dict.fromkeys(
+        ("device_arguments_bytes", "workspace_bytes", "nvshmem_heap_bytes", "nccl_bytes"), 0
+    )
 
     def plan_step(config, gpus, starting, **options):
         starting()
@@ -38,7 +42,9 @@ def compiled(monkeypatch) -> list[Config]:
         temporaries = int(estimate.exact_bytes + 1.5 * estimate.working_bytes)
         seconds = 1.1 * estimate.step_seconds
         predicted = dataclasses.replace(
-            PREDICTED, step_seconds=seconds, tokens_per_second_per_device=config.tokens_per_step / seconds / 8
+            PREDICTED,
+            step_seconds=seconds,
+            tokens_per_second_per_device=config.tokens_per_step / seconds / 8,
         )
         sizes = dict(device_capacity_bytes=gpus.device.memory_bytes, symmetric_used_bytes=0, **none)
         memory = dataclasses.replace(MEMORY, device_temp_bytes=temporaries, **sizes)
@@ -52,10 +58,17 @@ def compiled(monkeypatch) -> list[Config]:
 @pytest.mark.gpu_compiler
 def test_advice_compiles_the_fastest_changes_that_should_fit(compiled):
     descriptions = []
-    result = plan.plan(config_8b(remat="matmuls"), "h100:1x8", advise=True, starting=descriptions.append)
-    assert descriptions == ["the training step for h100:1x8", *(f"with {change.overrides}" for change in result.advice)]
+    result = plan.plan(
+        config_8b(remat="matmuls"), "h100:1x8", advise=True, starting=descriptions.append
+    )
+    assert descriptions == [
+        "the training step for h100:1x8",
+        *(f"with {change.overrides}" for change in result.advice),
+    ]
     assert [change.fits for change in result.advice] == [True, True] and len(compiled) == 3
-    assert {(config.mesh, config.attention) for config in compiled} == {(compiled[0].mesh, compiled[0].attention)}
+    assert {(config.mesh, config.attention) for config in compiled} == {
+        (compiled[0].mesh, compiled[0].attention)
+    }
     first = result.advice[0]
     assert "--config.memory.remat=attention" in first.overrides and "recomputes" in first.cost
     assert first.device_peak_bytes < result.memory.device_peak_bytes
@@ -64,7 +77,9 @@ def test_advice_compiles_the_fastest_changes_that_should_fit(compiled):
 
 @pytest.mark.gpu_compiler
 def test_advice_that_cannot_fit_is_short(compiled):
-    config = dataclasses.replace(config_8b(), data=dataclasses.replace(config_8b().data, seq_len=2**27))
+    config = dataclasses.replace(
+        config_8b(), data=dataclasses.replace(config_8b().data, seq_len=2**27)
+    )
     result = plan.plan(config, "h100:1x8", advise=True)
     assert result.advice == () and len(compiled) == 1
 
@@ -90,7 +105,11 @@ def test_changes_are_valid_and_have_a_cost(memory):
     config = long_config(**memory)
     overrides = []
     for settings in space.changes(config):
-        assert space.cost(config, settings) or settings.get("memory.tile_tokens") == 0 or "device" in settings.values()
+        assert (
+            space.cost(config, settings)
+            or settings.get("memory.tile_tokens") == 0
+            or "device" in settings.values()
+        )
         assert all(space.value_of(config, path) != value for path, value in settings.items())
         overrides.append(space.overrides(settings))
         assert "(" not in overrides[-1]

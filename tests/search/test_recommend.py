@@ -43,11 +43,16 @@ from tests.advice import followed
 
 GIB = 2**30
 NO_FLAGS = dict(model=None, seq_len=None)
-# Rows of `jaxlc recommend --config=64k:ring --topology=h100:1x8`, and of the config itself; JAX 0.10.1.
-STORED = [json.loads(line) for line in (Path(__file__).parents[1] / "goldens/search_64k.jsonl").open()]
+# Rows of `jaxlc recommend --config=64k:ring --topology=h100:1x8`, and of the config itself; JAX
+# 0.10.1.
+STORED = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "goldens/search_64k.jsonl").open()
+]
 
 
-def entry(mesh: str = "a", seconds: float = 100.0, left: float = 10, departures: int = 0, **flags) -> Entry:
+def entry(
+    mesh: str = "a", seconds: float = 100.0, left: float = 10, departures: int = 0, **flags
+) -> Entry:
     return Entry(mesh, flags.pop("microbatches", 1), seconds, left * GIB, departures, **flags)
 
 
@@ -55,20 +60,39 @@ def entry(mesh: str = "a", seconds: float = 100.0, left: float = 10, departures:
     ("entries", "first"),
     [
         ([entry(seconds=100), entry(seconds=103, left=50)], 0),  # one mesh: more than 2% decide
-        ([entry(seconds=100, departures=2), entry(seconds=101, departures=1)], 1),  # less do not: the simpler one
-        ([entry(seconds=100, left=5), entry(seconds=101, left=9)], 1),  # or the one with more memory left
-        ([entry("a", 100, left=5), entry("b", 104, left=9)], 1),  # two meshes: less than 5% do not decide
-        ([entry("a", 100, left=5), entry("a", 104, left=9, microbatches=2)], 1),  # or other microbatches
+        # less do not: the simpler one
+        ([entry(seconds=100, departures=2), entry(seconds=101, departures=1)], 1),
+        # or the one with more memory left
+        ([entry(seconds=100, left=5), entry(seconds=101, left=9)], 1),
+        # two meshes: less than 5% do not decide
+        ([entry("a", 100, left=5), entry("b", 104, left=9)], 1),
+        # or other microbatches
+        ([entry("a", 100, left=5), entry("a", 104, left=9, microbatches=2)], 1),
         ([entry("a", 100, left=5), entry("b", 106, left=9)], 0),
-        ([entry("a", 100, departures=2), entry("b", 104, departures=1)], 1),  # equal memory: the simpler one
+        # equal memory: the simpler one
+        ([entry("a", 100, departures=2), entry("b", 104, departures=1)], 1),
         # A mesh is represented by its choice, not by a slow configuration with much memory.
         ([entry("a", 100, left=5), entry("b", 101, left=4), entry("b", 104, left=70)], 0),
         ([entry("a", 100, has_warnings=True), entry("b", 200)], 1),
         ([entry("a", 100, fits=False), entry("b", 200, has_warnings=True)], 1),
-        ([entry("a", 100, left=50, host_kinds=1), entry("b", 104)], 1),  # copies to the host have to pay
+        # copies to the host have to pay
+        ([entry("a", 100, left=50, host_kinds=1), entry("b", 104)], 1),
         ([entry("a", 100, left=50, host_kinds=1), entry("b", 106)], 0),
-        ([entry("a", 100, left=50, host_kinds=2), entry("b", 104, host_kinds=1), entry("c", 106)], 1),
-        ([entry("a", 100, has_warnings=True, left=50, host_kinds=1), entry("b", 104, has_warnings=True)], 1),
+        (
+            [
+                entry("a", 100, left=50, host_kinds=2),
+                entry("b", 104, host_kinds=1),
+                entry("c", 106),
+            ],
+            1,
+        ),
+        (
+            [
+                entry("a", 100, has_warnings=True, left=50, host_kinds=1),
+                entry("b", 104, has_warnings=True),
+            ],
+            1,
+        ),
     ],
 )
 def test_places_first_follows_the_rules(entries, first):
@@ -78,12 +102,19 @@ def test_places_first_follows_the_rules(entries, first):
 
 
 def test_stored_search_of_64k_prefers_ulysses_with_saved_mlp():
-    """The fastest steps copy the optimizer to the host or exceed JAX's memory pool; the config's ring takes longer."""
+    """The fastest steps copy the optimizer to the host or exceed JAX's memory pool; the config's
+    ring takes longer.
+    """
     rows = ranking.ranked(STORED)
     first, ring = rows[0], next(row for row in rows if row["overrides"] == "")
-    assert (first["strategy"], first["context"], first["save"]) == ("ulysses", 8, ["mlp_gate", "mlp_up"])
+    assert (first["strategy"], first["context"], first["save"]) == (
+        "ulysses",
+        8,
+        ["mlp_gate", "mlp_up"],
+    )
     assert first["step_seconds"] == pytest.approx(104, rel=0.005)
-    assert (rows[1]["strategy"], rows[1]["fsdp"], rows[1]["departures"]) == ("ring", 4, 0)  # leaves 0.3 GiB less
+    # leaves 0.3 GiB less
+    assert (rows[1]["strategy"], rows[1]["fsdp"], rows[1]["departures"]) == ("ring", 4, 0)
     assert ring["step_seconds"] == pytest.approx(118, rel=0.005)
     faster = [row for row in rows if row["step_seconds"] < first["step_seconds"]]
     assert {row["context"] for row in faster} >= {4, 8} and any(row["pools"] for row in faster)
@@ -104,7 +135,11 @@ def test_search_of_64k_compiles_ulysses_with_saved_mlp_among_the_first():
     with pytest.raises(KeyboardInterrupt):
         recommend(config, topology("h100:1x8"), compile_candidates, **options)
     names = [space.name_of(candidate.config) for candidate in compiled]
-    (index,) = (index for index, name in enumerate(names) if name.startswith("context=8 ulysses, 64 microbatches"))
+    (index,) = (
+        index
+        for index, name in enumerate(names)
+        if name.startswith("context=8 ulysses, 64 microbatches")
+    )
     assert index < 5
     assert {"mlp_gate", "mlp_up"} <= set(compiled[index].settings["memory.save"])
     assert space.overrides(compiled[index].settings) in [row["overrides"] for row in STORED]
@@ -126,9 +161,21 @@ def test_batch_that_no_mesh_divides_names_one_that_works():
 @pytest.mark.full
 @pytest.mark.gpu_compiler
 def test_command_64k_writes_ring_with_saved_products(tmp_path, monkeypatch):
-    """Compiles about ten full-size steps. Of several meshes within 5%, this one leaves the most memory."""
+    """Compiles about ten full-size steps. Of several meshes within 5%, this one leaves the most
+    memory.
+    """
     monkeypatch.chdir(tmp_path)
-    assert main(["recommend", "--config=64k:ring", "--config.runtime.transport=auto", "--search_minutes=60"]) == 0
+    assert (
+        main(
+            [
+                "recommend",
+                "--config=64k:ring",
+                "--config.runtime.transport=auto",
+                "--search_minutes=60",
+            ]
+        )
+        == 0
+    )
     config = load(read_config("recommended.py"))
     assert (config.attention.strategy, config.mesh.context, config.mesh.tensor) == ("ring", 4, 2)
     assert config.memory.save == ("query", "key", "value", "mlp_gate", "mlp_up")
@@ -187,7 +234,9 @@ class StubCompiler:
             step_seconds=seconds,
             step_seconds_low=seconds / 2,
             step_seconds_high=2 * seconds,
-            tokens_per_second_per_device=candidate.config.tokens_per_step / seconds / candidate.gpus.num_gpus,
+            tokens_per_second_per_device=candidate.config.tokens_per_step
+            / seconds
+            / candidate.gpus.num_gpus,
             device_peak_bytes=gib * GIB,
             device_usable_bytes=75 * GIB,
             departures=len(space.departures(config)),
@@ -200,8 +249,13 @@ class StubCompiler:
         )
 
 
-def searched(results, *pool: list[Candidate], limit_seconds: float = 1e9) -> tuple[Search, StubCompiler]:
-    compiler, search = StubCompiler(results), Search("fastest", [x for group in pool for x in group])
+def searched(
+    results, *pool: list[Candidate], limit_seconds: float = 1e9
+) -> tuple[Search, StubCompiler]:
+    compiler, search = (
+        StubCompiler(results),
+        Search("fastest", [x for group in pool for x in group]),
+    )
     search.run(compiler, lambda rows: bool(search.best) and limit_seconds == 0)
     return search, compiler
 
@@ -209,20 +263,28 @@ def searched(results, *pool: list[Candidate], limit_seconds: float = 1e9) -> tup
 def test_search_ends_when_no_other_can_change_the_choice():
     pool = [candidate(10, **steps(1))], [candidate(11, **tensor(2)), candidate(12, **tensor(3))]
     search, compiler = searched({1: (20.0, 10), 2: (22.0, 10)}, *pool)
-    assert compiler.compiled == [1, 2]  # one of each mesh; the third is 9% slower than the second of its mesh
+    # one of each mesh; the third is 9% slower than the second of its mesh
+    assert compiler.compiled == [1, 2]
     assert [row["step_seconds"] for _, row in search.best] == [20.0, 22.0] and search.num_left == 0
 
 
 def test_search_compiles_what_a_corrected_estimate_makes_the_choice():
     """The estimate of the first mesh is too fast by a factor of 2, of the other one by 1.5."""
-    pool = [candidate(10, 10, **steps(1))], [candidate(14, 10, **tensor(2)), candidate(14.1, 6, **tensor(3))]
+    pool = (
+        [candidate(10, 10, **steps(1))],
+        [candidate(14, 10, **tensor(2)), candidate(14.1, 6, **tensor(3))],
+    )
     search, compiler = searched({1: (20.0, 40), 2: (20.8, 30), 3: (20.9, 20)}, *pool)
     assert compiler.compiled == [1, 2, 3]
     assert [row["step_seconds"] for _, row in search.best] == [20.9, 20.0]
 
 
 def test_search_step_does_not_fit_corrects_the_memory():
-    tight, similar, less = candidate(10, 50, **steps(1)), candidate(10.1, 51, **steps(2)), candidate(12, 30, **steps(3))
+    tight, similar, less = (
+        candidate(10, 50, **steps(1)),
+        candidate(10.1, 51, **steps(2)),
+        candidate(12, 30, **steps(3)),
+    )
     search, compiler = searched({1: (10.0, 100), 3: (12.0, 60)}, [tight, similar, less])
     assert compiler.compiled == [1, 3]  # by the first, 51 GiB are 102
     assert [row["step_seconds"] for _, row in search.best] == [12.0]
@@ -231,7 +293,9 @@ def test_search_step_does_not_fit_corrects_the_memory():
 def test_search_time_of_tiles_does_not_correct_other_estimates():
     """Tiles take 1.5 times as long as estimated. With 15 s, the other one would not be compiled."""
     in_tiles = candidate(10, 4, **{"memory.tile_tokens": 256}, **steps(1))
-    search, compiler = searched({1: (15.0, 10), 2: (10.5, 20)}, [in_tiles, candidate(10.4, 8, **steps(2))])
+    search, compiler = searched(
+        {1: (15.0, 10), 2: (10.5, 20)}, [in_tiles, candidate(10.4, 8, **steps(2))]
+    )
     assert compiler.compiled == [1, 2]
     assert [row["step_seconds"] for _, row in search.best] == [10.5]
 
@@ -253,12 +317,16 @@ def test_candidate_whose_host_pools_exceed_the_node_has_a_warning():
 
 def test_candidate_counts_kinds_of_arrays_in_host_memory():
     on_host = {"memory.optimizer": "host", "memory.remat": "full", "memory.offload": ("residual",)}
-    assert [candidate(1.0, **settings).entry(1.0, 1.0).host_kinds for settings in ({}, on_host)] == [0, 2]
+    assert [
+        candidate(1.0, **settings).entry(1.0, 1.0).host_kinds for settings in ({}, on_host)
+    ] == [0, 2]
 
 
 @pytest.mark.gpu_compiler
 def test_estimate_counts_host_pools_of_a_node():
-    config = with_settings(load(model("llama3.1-8b")), {"memory.optimizer": "host", "mesh.context": 8})
+    config = with_settings(
+        load(model("llama3.1-8b")), {"memory.optimizer": "host", "mesh.context": 8}
+    )
     rates = Rates(topology("h100:1x8"), Roofline())
     estimate = Layout(config, rates, {"full": "cudnn"}).estimate(config.memory)
     pools_bytes = 8 * (host_pool_bytes(config.runtime, pinned_bytes(config).pooled) + STAGING_BYTES)
@@ -278,15 +346,24 @@ def test_time_limit_waits_for_a_first_fit_with_one_line(monkeypatch):
     monkeypatch.setattr(recommendation.time, "monotonic", lambda: next(now))
     is_over = recommendation._time_limit(search, 60.0, lines.append)
     too_large, fitting = dict(status="done", fits=False), dict(status="done", fits=True)
-    assert not is_over([fitting]) and not is_over([]) and not is_over([dict(status="refused"), too_large])
+    assert (
+        not is_over([fitting])
+        and not is_over([])
+        and not is_over([dict(status="refused"), too_large])
+    )
     assert is_over([too_large, fitting]) and len(lines) == 1 and "1:00" in lines[0]
 
 
 def test_page_names_what_the_estimate_cannot_order():
-    search, _ = searched({1: (20.0, 20), 2: (20.4, 10)}, [candidate(10, **steps(1))], [candidate(11, **tensor(2))])
+    search, _ = searched(
+        {1: (20.0, 20), 2: (20.4, 10)}, [candidate(10, **steps(1))], [candidate(11, **tensor(2))]
+    )
     result = Recommendation(base=small(), gpus=topology("h100:1x2"), search=search)
     text = page(result, 2.0)
-    assert "The estimate cannot order 1 and 2: they differ by less than the 80% interval of a ratio, 39% (docs" in text
+    assert (
+        "The estimate cannot order 1 and 2: they differ by less than the 80% interval of a ratio, 39% (docs"
+        in text
+    )
     assert (
         text.index("1: tensor=2, 2 microbatches")
         < text.index("leaves 65 GiB")
@@ -320,7 +397,15 @@ def test_topologies_of_cheapest_are_parts():
     assert names == ["h100:4x8", "h100:2x8", "h100:1x8", "h100:1x4", "h100:1x2", "h100:1x1"]
     assert [str(gpus) for gpus in topologies("fastest", topology("h100:4x8"))] == ["h100:4x8"]
     names = [str(gpus) for gpus in topologies("fewest_gpus", topology("h100:3x6"))]
-    assert names == ["h100:3x6", "h100:2x6", "h100:1x6", "h100:1x4", "h100:1x3", "h100:1x2", "h100:1x1"]
+    assert names == [
+        "h100:3x6",
+        "h100:2x6",
+        "h100:1x6",
+        "h100:1x4",
+        "h100:1x3",
+        "h100:1x2",
+        "h100:1x1",
+    ]
 
 
 @pytest.mark.gpu_compiler
@@ -328,8 +413,13 @@ def test_candidates_divide_batch_and_keep_settings():
     config = with_settings(small(), {"lora.rank": 8, "data.seq_len": 2048})
     pool = list(candidates(config, Rates(topology("h100:1x4"), Roofline()), 2048))
     for found in {(x.config.mesh, x.config.attention): x for x in pool}.values():
-        checked = with_settings(config, found.settings)  # raises UserError if they contradict each other
-        assert checked.lora.rank == 8 and checked.data.seq_len == 2048 and checked.tokens_per_step == 4 * 2048
+        # raises UserError if they contradict each other
+        checked = with_settings(config, found.settings)
+        assert (
+            checked.lora.rank == 8
+            and checked.data.seq_len == 2048
+            and checked.tokens_per_step == 4 * 2048
+        )
         assert checked.mesh.num_devices == 4
     meshes = {tuple(vars(found.config.mesh).values()) for found in pool}
     assert {(1, 4, 1, 1), (1, 1, 4, 1), (1, 1, 1, 4), (1, 2, 2, 1), (4, 1, 1, 1)} <= meshes
@@ -338,13 +428,19 @@ def test_candidates_divide_batch_and_keep_settings():
 
 
 def test_space_follows_the_layer_kinds():
-    """Ulysses degrees split the heads of every kind, and sliding layers run in tiles and in remat groups."""
+    """Ulysses degrees split the heads of every kind, and sliding layers run in tiles and in remat
+    groups.
+    """
     model = dict(layer_kinds="sliding,wide", window=512, num_layers=5, num_heads=8, num_kv_heads=8)
     model |= dict(kinds=dict(wide=dict(attention="full")))
     config = load(ConfigDict(dict(model=model, data=dict(seq_len=2**18))))
-    wide = with_settings(config, {"model.kinds.wide.num_heads": 12, "model.kinds.wide.num_kv_heads": 6})
+    wide = with_settings(
+        config, {"model.kinds.wide.num_heads": 12, "model.kinds.wide.num_kv_heads": 6}
+    )
     mesh = dict(vars(config.mesh), context=8)
-    assert space.ulysses_degrees(config, mesh) == [4, 2] and space.ulysses_degrees(wide, mesh) == [2]
+    assert space.ulysses_degrees(config, mesh) == [4, 2] and space.ulysses_degrees(wide, mesh) == [
+        2
+    ]
     settings = list(space.memory_settings(wide))
     assert {x["memory.tile_tokens"] for x in settings} == {0, 8192, 16_384, 32_768}
     assert {x["memory.layers_per_remat_group"] for x in settings} == {1, 2}
@@ -362,28 +458,37 @@ def test_estimate_counts_the_gate_of_the_query_projection():
 
 @pytest.mark.gpu_compiler
 def test_estimate_state_and_saved_activations_are_a_lower_bound():
-    """What the compiled steps need beyond them is less than twice the working set and NCCL's buffers."""
+    """What the compiled steps need beyond them is less than twice the working set and NCCL's
+    buffers.
+    """
     rates = Rates(topology("h100:1x8"), Roofline())
     config = with_settings(load(read_config("64k:ring")), {"runtime.transport": "auto"})
     for row in STORED:
         settings = {f"mesh.{axis}": row[axis] for axis in vars(config.mesh)}
         settings |= {f"attention.{name}": row[name] for name in ("strategy", "ulysses_degree")}
         settings |= {"train.gradient_accumulation_steps": row["gradient_accumulation_steps"]}
-        settings |= {f"memory.{name}": row[name] for name in ("remat", "optimizer", "parameters", "tile_tokens")}
+        settings |= {
+            f"memory.{name}": row[name]
+            for name in ("remat", "optimizer", "parameters", "tile_tokens")
+        }
         settings |= {f"memory.{name}": tuple(row[name]) for name in ("save", "offload")}
         changed = space.unchecked(config, settings)
         estimate = Layout(changed, rates, rates.kernels(changed)).estimate(changed.memory)
         assert estimate.exact_bytes < row["device_peak_bytes"], row["overrides"]
         if row["remat"] == "none":  # what is between the named tensors is not estimated
             continue
-        assert row["device_peak_bytes"] < estimate.exact_bytes + 2 * estimate.working_bytes + 6 * GIB
+        assert (
+            row["device_peak_bytes"] < estimate.exact_bytes + 2 * estimate.working_bytes + 6 * GIB
+        )
         assert estimate.step_seconds == pytest.approx(row["step_seconds"], rel=0.2)
 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("name", ["h100:1x6", "h100:1x7"])
 def test_recommend_longest_of_odd_number_of_gpus(name):
-    """More GPUs than 4 fit longer sequences than 4 of them, also where a power of two is not divisible by them."""
+    """More GPUs than 4 fit longer sequences than 4 of them, also where a power of two is not
+    divisible by them.
+    """
     longest = {}
     for gpus in ("h100:1x4", name):
         longest[gpus], _ = recommend_longest(topology(gpus))
@@ -391,7 +496,9 @@ def test_recommend_longest_of_odd_number_of_gpus(name):
 
 
 def recommend_longest(gpus):
-    """The recommended length if every step takes as much memory as estimated, and the compiled candidates."""
+    """The recommended length if every step takes as much memory as estimated, and the compiled
+    candidates.
+    """
     config = with_settings(load(model("llama3.2-1b")), {"attention.document_mask": False})
     compiled = []
 
@@ -400,25 +507,35 @@ def recommend_longest(gpus):
         row = StubCompiler(collections.defaultdict(lambda: (1.0, 10)))
         return [row([candidate])[0] for candidate in candidates]
 
-    result = recommend(config, gpus, compile_candidates, goal="longest", roofline=Roofline(), limit_seconds=0)
+    result = recommend(
+        config, gpus, compile_candidates, goal="longest", roofline=Roofline(), limit_seconds=0
+    )
     return result.search.best[0][1]["seq_len"], compiled
 
 
 def test_recommend_longest_compiles_the_longest_sequence():
     seq_len, compiled = recommend_longest(topology("h100:1x1"))
     assert seq_len == compiled[0].config.data.seq_len > 2**20 and seq_len in lengths(1)
-    assert compiled[0].config.train.global_batch_size == 1  # a step of 4,194,304 tokens, rounded up to one sequence
+    # a step of 4,194,304 tokens, rounded up to one sequence
+    assert compiled[0].config.train.global_batch_size == 1
 
 
 @pytest.mark.gpu_compiler
 def test_recommend_nothing_fits_names_fewest_gpus():
-    config = with_settings(load(model("llama3.1-70b")), {"data.seq_len": 2**20, "train.global_batch_size": 1})
+    config = with_settings(
+        load(model("llama3.1-70b")), {"data.seq_len": 2**20, "train.global_batch_size": 1}
+    )
     too_large = StubCompiler(collections.defaultdict(lambda: (1.0, 200)))
-    result = recommend(config, topology("h100:1x1"), too_large, roofline=Roofline(), limit_seconds=1)
+    result = recommend(
+        config, topology("h100:1x1"), too_large, roofline=Roofline(), limit_seconds=1
+    )
     text = page(result, None)
     assert "nothing fits" in text and "16 GPUs would do: --topology=h100:2x8" in text
     reason = "needs at least 526 GiB of each GPU (75 usable), or 2,103 GiB of host memory per node (1,843 usable, with"
-    assert result.longest is None and f"no sequence length fits h100:1x1: the training state {reason}" in text
+    assert (
+        result.longest is None
+        and f"no sequence length fits h100:1x1: the training state {reason}" in text
+    )
     short = with_settings(config, {"data.seq_len": 2**15})
     refused = StubCompiler(collections.defaultdict(lambda: "too large"))
     result = recommend(short, topology("h100:1x1"), refused, roofline=Roofline(), limit_seconds=1)
@@ -432,7 +549,9 @@ def test_recommend_nothing_fits_names_fewest_gpus():
 def test_recommend_no_mesh_names_batch_that_works():
     config = load(base_config(None, dict(model="llama3.2-1b", seq_len="128K")))
     gpus = topology("h100:1x6")
-    with pytest.raises(UserError, match="global_batch_size=30 or 36, or --config.data.seq_len=130560 or 132096"):
+    with pytest.raises(
+        UserError, match="global_batch_size=30 or 36, or --config.data.seq_len=130560 or 132096"
+    ):
         recommend(config, gpus, StubCompiler({}), roofline=Roofline(), limit_seconds=1)
     for changed in ({"train.global_batch_size": 36}, {"data.seq_len": 132_096}):
         config = with_settings(config, changed)
@@ -456,11 +575,24 @@ def test_length_invalid_is_error(text):
 
 def test_base_config_model_and_length():
     config = load(base_config(None, dict(model="llama3.1-8b", seq_len="512K")))
-    assert config.model.num_layers == 32 and config.data.seq_len == 524_288 and config.tokens_per_step == 4_194_304
-    changed = load(base_config(read_config("1m_1gpu:lora"), dict(model="llama3.2-1b", seq_len="64K")))
-    assert changed.lora.rank == 32 and changed.model.num_layers == 16 and changed.data.seq_len == 65_536
+    assert (
+        config.model.num_layers == 32
+        and config.data.seq_len == 524_288
+        and config.tokens_per_step == 4_194_304
+    )
+    changed = load(
+        base_config(read_config("1m_1gpu:lora"), dict(model="llama3.2-1b", seq_len="64K"))
+    )
+    assert (
+        changed.lora.rank == 32
+        and changed.model.num_layers == 16
+        and changed.data.seq_len == 65_536
+    )
     assert base_config(None, NO_FLAGS) is None
-    assert load(base_config(None, dict(model="llama3.1-8b", seq_len="1000"))).train.global_batch_size == 4096
+    assert (
+        load(base_config(None, dict(model="llama3.1-8b", seq_len="1000"))).train.global_batch_size
+        == 4096
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,17 +649,26 @@ def stages_of(source: str, model: str = ""):
 
 
 @pytest.mark.parametrize(
-    ("source", "model"), [("", "llama3.1-8b"), ("sft_128k", ""), ("extend_512k", ""), ("1m_1gpu:lora", "llama3.2-1b")]
+    ("source", "model"),
+    [("", "llama3.1-8b"), ("sft_128k", ""), ("extend_512k", ""), ("1m_1gpu:lora", "llama3.2-1b")],
 )
 def test_config_file_loads_as_recommended(source, model, tmp_path):
     base = stages_of(source, model)
-    settings = {"memory.remat": "full", "memory.offload": ("residual",), "runtime.memory_fraction": 0.88}
-    configs = [with_settings(stage.config, settings | {"attention.strategy": "ring"}) for stage in base]
+    settings = {
+        "memory.remat": "full",
+        "memory.offload": ("residual",),
+        "runtime.memory_fraction": 0.88,
+    }
+    configs = [
+        with_settings(stage.config, settings | {"attention.strategy": "ring"}) for stage in base
+    ]
     path = tmp_path / "recommended.py"
     path.write_text(config_source(source, model, "Recommended.", base, configs))
     written = load_stages(read_config(str(path)))
     assert [stage.config for stage in written] == configs
-    assert [(stage.name, stage.num_steps) for stage in written] == [(stage.name, stage.num_steps) for stage in base]
+    assert [(stage.name, stage.num_steps) for stage in written] == [
+        (stage.name, stage.num_steps) for stage in base
+    ]
     assert MARK in path.read_text() and len(path.read_text().splitlines()) < 40
 
 
@@ -535,13 +676,23 @@ def test_config_file_has_the_layer_kinds_of_flags(tmp_path):
     kinds = {"model.layer_kinds": ("full", "wide"), "model.kinds.wide.head_dim": 64}
     config = with_settings(load(defaults()), kinds)
     path = tmp_path / "recommended.py"
-    path.write_text(config_source("quickstart", "", "Recommended.", stages_of("quickstart"), [config]))
+    path.write_text(
+        config_source("quickstart", "", "Recommended.", stages_of("quickstart"), [config])
+    )
     assert load(read_config(str(path))) == config
 
 
 def test_config_file_of_hugging_face_directory_loads(tmp_path):
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
-    values = dict(model_type="llama", num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=1e4, **shape)
+    shape = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=320,
+    )
+    values = dict(
+        model_type="llama", num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=1e4, **shape
+    )
     (tmp_path / "config.json").write_text(json.dumps(values))
     given = base_config(None, dict(model=str(tmp_path), seq_len="4K"))
     assert load(given).model.model_dim == 64
@@ -549,7 +700,9 @@ def test_config_file_of_hugging_face_directory_loads(tmp_path):
     set_model(base, str(tmp_path))
     recommended = with_settings(load(given), {"memory.remat": "full"})
     path = tmp_path / "recommended.py"
-    path.write_text(config_source("", str(tmp_path), "Recommended.", load_stages(base), [recommended]))
+    path.write_text(
+        config_source("", str(tmp_path), "Recommended.", load_stages(base), [recommended])
+    )
     assert load(read_config(str(path))) == recommended
 
 

@@ -1,4 +1,6 @@
-"""The mesh sweep: its grid of points, one process per point, resuming, interrupting, and the ranking."""
+"""The mesh sweep: its grid of points, one process per point, resuming, interrupting, and the
+ranking.
+"""
 
 import csv
 import json
@@ -57,7 +59,9 @@ ABOUT = dict(figures="estimated", topology="h100:1x4", model="tiny")
 
 def run(tmp_path, work, *, num_workers: int = 3, log=lambda line: None) -> list[dict]:
     points = three_points(tmp_path)
-    return ranking.ranked(runner.run(points, work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log))
+    return ranking.ranked(
+        runner.run(points, work, about=ABOUT, out=tmp_path, num_workers=num_workers, log=log)
+    )
 
 
 def mesh_of(row: dict) -> tuple[int, int]:
@@ -84,10 +88,14 @@ def test_points_all_meshes_keep_microbatch_per_replica(tmp_path):
     for point in all_points:
         config = point.checked()
         train, mesh = config.train, config.mesh
-        assert train.global_batch_size // train.gradient_accumulation_steps // (mesh.data * mesh.fsdp) == 1
+        assert (
+            train.global_batch_size // train.gradient_accumulation_steps // (mesh.data * mesh.fsdp)
+            == 1
+        )
     overrides = all_points[-1].overrides
     assert (
-        "--config.mesh.context=4 --config.mesh.tensor=1" in overrides and "gradient_accumulation_steps=4" in overrides
+        "--config.mesh.context=4 --config.mesh.tensor=1" in overrides
+        and "gradient_accumulation_steps=4" in overrides
     )
 
 
@@ -98,10 +106,12 @@ def test_points_axis_not_listed_keeps_its_size(tmp_path):
         (1, 4, 2), (2, 2, 2), (4, 1, 2)
     }  # fmt: skip
     with pytest.raises(
-        UserError, match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2"
+        UserError,
+        match="no mesh of 9 devices: --axes=context cannot complete data=1 x fsdp=1 x tensor=2",
     ):
         grid(config, 9, axes="context")
-    assert grid(config, 9, axes="context,data,tensor")  # the advice of the error, and of the next one
+    # the advice of the error, and of the next one
+    assert grid(config, 9, axes="context,data,tensor")
     with pytest.raises(UserError, match="no points: hybrid needs a context axis that splits"):
         grid(small(tmp_path), 2, axes="context", strategies="hybrid")
     assert grid(small(tmp_path), 2, axes="context", strategies="hybrid,ring")
@@ -112,8 +122,16 @@ def test_points_duplicates_counted_and_rejected_with_reason(tmp_path, capsys):
     config = small(tmp_path)
     all_points = grid(config, 8, axes="context,tensor", strategies="ring,hybrid")
     by_name = {(p.columns()["context"], p.columns()["strategy"]): p for p in all_points}
-    # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which has no divisor.
-    assert set(by_name) == {(1, "ring"), (2, "ring"), (4, "ring"), (4, "hybrid"), (8, "ring"), (8, "hybrid")}
+    # The duplicates: hybrid at context 1, where ring communicates nothing either, and at 2, which
+    # has no divisor.
+    assert set(by_name) == {
+        (1, "ring"),
+        (2, "ring"),
+        (4, "ring"),
+        (4, "hybrid"),
+        (8, "ring"),
+        (8, "hybrid"),
+    }
     assert capsys.readouterr().err == "6 points; 2 duplicate configurations skipped\n"
     with pytest.raises(UserError, match=r"num_heads=4 is not divisible by config\.mesh\.tensor=8"):
         by_name[1, "ring"].checked()
@@ -166,14 +184,21 @@ def test_grid_invalid_value_raises_user_error(tmp_path, flags, message):
 
 
 def test_run_interrupted_resumes_without_repeating_points(tmp_path):
-    with pytest.raises(KeyboardInterrupt, match=r"^interrupted: 1 of 3 points are in .*points.jsonl; the same command"):
+    with pytest.raises(
+        KeyboardInterrupt,
+        match=r"^interrupted: 1 of 3 points are in .*points.jsonl; the same command",
+    ):
         run(tmp_path, fakes.figures, log=interrupt, num_workers=1)
     first = (tmp_path / results.ROWS).read_text()
     assert len(first.splitlines()) == 1
     (tmp_path / results.ROWS).write_text(first + '{"key": "half a li')
     rows = run(tmp_path, fakes.figures, num_workers=1)
     assert (tmp_path / results.ROWS).read_text().startswith(first)
-    assert len(written(tmp_path)) == 3 and {mesh_of(row) for row in rows} == {(1, 4), (2, 2), (4, 1)}
+    assert len(written(tmp_path)) == 3 and {mesh_of(row) for row in rows} == {
+        (1, 4),
+        (2, 2),
+        (4, 1),
+    }
     run(tmp_path, fakes.figures)
     assert len(written(tmp_path)) == 3
     done_first = written(tmp_path)[0]
@@ -198,7 +223,8 @@ def test_run_other_config_adds_rows(tmp_path):
 ])  # fmt: skip
 def test_run_failing_point_is_a_row_and_others_finish(tmp_path, work, status, reason):
     rows = run(tmp_path, work)
-    assert [mesh_of(row) for row in rows] == [(4, 1), (1, 4), (2, 2)]  # (1, 4) is fast and does not fit
+    # (1, 4) is fast and does not fit
+    assert [mesh_of(row) for row in rows] == [(4, 1), (1, 4), (2, 2)]
     assert (rows[-1]["status"], rows[-1]["reason"].replace("\n", "")) == (status, reason)
     assert len(written(tmp_path)) == 3
     assert f"\n{status}: context=2 x tensor=2 ring: {reason}\n" in str(Ranking(tuple(rows)))
@@ -209,9 +235,14 @@ def test_run_ends_points_at_the_limit_and_prints_progress(tmp_path, monkeypatch)
     points, lines, pid = three_points(tmp_path), [], tmp_path / "pid"
     options = dict(about=ABOUT, out=tmp_path, num_workers=3, log=lines.append)
     ended = runner.run(
-        points, fakes.hangs_at_context_2, **options, is_over=lambda rows: len(rows) == 2 and pid.exists()
+        points,
+        fakes.hangs_at_context_2,
+        **options,
+        is_over=lambda rows: len(rows) == 2 and pid.exists(),
     )
-    assert [row["status"] for row in ended] == ["done", "stopped", "done"] and len(written(tmp_path)) == 2
+    assert [row["status"] for row in ended] == ["done", "stopped", "done"] and len(
+        written(tmp_path)
+    ) == 2
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     assert "running 3 points: 0:00 so far" in lines
@@ -237,8 +268,9 @@ def get_config(variant):
     config.train.update(global_batch_size=4, gradient_accumulation_steps=4)
     return config
 """
-# Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
-# A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that.
+# Runs the command twice in one process, with fake work: the first run is interrupted, the second
+# one killed. A shell starts background jobs, such as a CI job, with SIGINT ignored, and their
+# children inherit that.
 _COMMAND_TWICE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -273,11 +305,20 @@ def test_command_ctrl_c_and_kill_leave_no_worker(tmp_path):
     stdout, stderr = leader.communicate(timeout=TIMEOUT_SECONDS)
     for pid in pids:
         stat = Path("/proc") / pid / "stat"
-        wait_until(lambda stat=stat: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+        wait_until(
+            lambda stat=stat: (
+                not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+            )
+        )
     assert "status 130" in stdout and "Traceback" not in stderr
     interrupted = [line for line in stderr.splitlines() if line.startswith("interrupted")]
-    assert interrupted == [f"interrupted: 1 of 3 points are in {tmp_path / results.ROWS}; the same command resumes"]
-    assert stderr.splitlines()[0] == "starting JAX" and f"1 of 3 points are already in {tmp_path}" in stderr
+    assert interrupted == [
+        f"interrupted: 1 of 3 points are in {tmp_path / results.ROWS}; the same command resumes"
+    ]
+    assert (
+        stderr.splitlines()[0] == "starting JAX"
+        and f"1 of 3 points are already in {tmp_path}" in stderr
+    )
 
 
 def _wait_for_worker(tmp_path) -> str:
@@ -304,25 +345,42 @@ def test_load_ranks_stored_points_and_shows_them(tmp_path):
         and "unsupported: kernel cudnn" in shown
     )
     speed, memory = loaded.figure().axes
-    assert [bar.get_width() for bar in speed.patches[:2]] == [row["tokens_per_second_per_device"] for row in rows[:2]]
+    assert [bar.get_width() for bar in speed.patches[:2]] == [
+        row["tokens_per_second_per_device"] for row in rows[:2]
+    ]
     with pytest.raises(UserError, match="no points in"):
         results.load(tmp_path / "missing.jsonl")
 
 
 def test_ranked_measurements_by_speed_and_failures_last():
     def row(name, status="done", fits=True, rate=1.0):
-        return dict(name=name, status=status, fits=fits, tokens_per_second_per_device=rate, figures="measured")
+        return dict(
+            name=name,
+            status=status,
+            fits=fits,
+            tokens_per_second_per_device=rate,
+            figures="measured",
+        )
 
     fitting = [row("slow", rate=1.0), row("fast", rate=1.01)]
     rows = [row("broken", status="failed"), row("large", fits=False, rate=9.0), *fitting]
-    assert [ranked["name"] for ranked in ranking.ranked(rows)] == ["fast", "slow", "large", "broken"]
+    assert [ranked["name"] for ranked in ranking.ranked(rows)] == [
+        "fast",
+        "slow",
+        "large",
+        "broken",
+    ]
 
 
 def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
     def row(rate, context, fits=True, seq_len=4096):
         sizes = dict(data=1, fsdp=1, context=context, tensor=1, seq_len=seq_len)
         return sizes | dict(
-            status="done", topology="h100:1x8", fits=fits, tokens_per_second_per_device=rate, device_peak_bytes=1
+            status="done",
+            topology="h100:1x8",
+            fits=fits,
+            tokens_per_second_per_device=rate,
+            device_peak_bytes=1,
         )
 
     def note(*rows):
@@ -330,8 +388,16 @@ def test_note_names_up_to_three_meshes_that_the_estimate_cannot_order():
 
     first, same_mesh = row(100.0, 1), row(99.0, 1)
     close = [row(90.0, context) for context in (2, 4, 8)]
-    far = [row(79.0, 16), row(99.0, 16, fits=False), row(99.0, 16, seq_len=8192), dict(status="failed")]
-    assert "cannot order 1 and 2: they differ by less than the 80% interval of a ratio, 25%" in note(first, close[0])
+    far = [
+        row(79.0, 16),
+        row(99.0, 16, fits=False),
+        row(99.0, 16, seq_len=8192),
+        dict(status="failed"),
+    ]
+    assert (
+        "cannot order 1 and 2: they differ by less than the 80% interval of a ratio, 25%"
+        in note(first, close[0])
+    )
     assert "cannot order 1, 3, 4 and 2 more: they" in note(first, same_mesh, *close, *far)
     assert note(first, *far) == note(row(1.0, 1, fits=False)) == ""
 
@@ -342,7 +408,12 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
     monkeypatch.setattr(runner, "estimate_point", fakes.figures_for)
     figures = record_figures(monkeypatch)
-    flags = ["--axes=context,tensor", "--transports=nccl,nvshmem", "--seq_len=2048,4096", "--workers=4"]
+    flags = [
+        "--axes=context,tensor",
+        "--transports=nccl,nvshmem",
+        "--seq_len=2048,4096",
+        "--workers=4",
+    ]
     config = tmp_path / "config.py"
     config.write_text(_CONFIG.format(cache_dir=str(tmp_path)))
     command = ["sweep", f"--config={config}", "--topology=h100:1x4", f"--out={tmp_path}", *flags]
@@ -352,7 +423,10 @@ def test_estimate_writes_table_csv_and_plots(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith("12 points\nstarting the GPU compiler for h100:1x4\n")
     assert "tiny, estimated for h100:1x4" in printed.out and "does not fit" in printed.out
-    assert "times are estimates" in printed.out and "The estimate cannot order 1 and 1 more: " in printed.out
+    assert (
+        "times are estimates" in printed.out
+        and "The estimate cannot order 1 and 1 more: " in printed.out
+    )
     best = "first: --config.mesh.data=1 --config.mesh.fsdp=1 --config.mesh.context=2 --config.mesh.tensor=2"
     assert best in printed.out
     with (tmp_path / results.RANKING).open() as file:
@@ -379,7 +453,9 @@ def _check_mesh_plot(figure) -> None:
 def _check_transport_plot(figure) -> None:
     """A line per transport for the best mesh; a line per mesh for the speedup."""
     speed, gain = figure.axes
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in speed.lines}
+    lines = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in speed.lines
+    }
     assert lines == {"nccl": ([2048, 4096], [202, 204]), "nvshmem": ([2048, 4096], [203, 205])}
     speedups = [[100 / rate, 100 / (rate + 2)] for rate in (202, 102, 402)]
     np.testing.assert_allclose([line.get_ydata() for line in gain.lines], speedups)
@@ -397,9 +473,17 @@ def test_command_run_measures_simulated_devices(tmp_path):
         "    config.data.seq_len = 64\n"
         "    return config\n"
     )
-    command = [sys.executable, "scripts/sweep_meshes.py", f"--config={config}", f"--out={tmp_path}", "--run"]
+    command = [
+        sys.executable,
+        "scripts/sweep_meshes.py",
+        f"--config={config}",
+        f"--out={tmp_path}",
+        "--run",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command, "--axes=context"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--axes=context"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "tiny, measured on 8 x cpu" in done.stdout and "stimate" not in done.stdout
     (row,) = written(tmp_path)
@@ -424,7 +508,9 @@ def test_command_help_lists_own_flags_before_settings(capsys):
     assert main(["sweep", "--help"]) == 0
     text = capsys.readouterr().out
     settings = text.index("Settings")
-    assert all(text.index(f"\n  --{flag} ") < settings for flag in ("topology", "axes", "seq_len", "run"))
+    assert all(
+        text.index(f"\n  --{flag} ") < settings for flag in ("topology", "axes", "seq_len", "run")
+    )
 
 
 @pytest.mark.gpu_compiler

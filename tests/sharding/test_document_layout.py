@@ -1,4 +1,6 @@
-"""Per-document sharding: an exact partition, work as counted on a dense mask, and the balance of every sequence."""
+"""Per-document sharding: an exact partition, work as counted on a dense mask, and the balance of
+every sequence.
+"""
 
 import itertools
 
@@ -22,7 +24,9 @@ from jaxlc.sharding.document_layout import (
 
 def dense_ring_work(lengths, num_tokens: int, context: int, order: np.ndarray) -> np.ndarray:
     """[ring steps, ranks], counted on the dense mask of the natural order."""
-    segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, num_tokens - sum(lengths)))
+    segments_T = np.pad(
+        np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, num_tokens - sum(lengths))
+    )
     mask_TS = np.tril(segments_T[:, None] == segments_T) & (segments_T[:, None] != 0)
     blocks = mask_TS[np.ix_(order, order)].reshape(context, num_tokens // context, context, -1)
     return by_ring_step(blocks.sum(axis=(1, 3)))
@@ -46,7 +50,9 @@ def test_document_layout_partitions_and_counts_exactly(context):
         lengths = random_lengths(rng, num_tokens)
         layout = document_layout(lengths, num_tokens, context, block_tokens=4)
         np.testing.assert_array_equal(np.sort(layout.order), np.arange(num_tokens))
-        np.testing.assert_array_equal(layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order))
+        np.testing.assert_array_equal(
+            layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order)
+        )
         assert layout.ring_work.sum() == (lengths * (lengths + 1) // 2).sum()
 
 
@@ -58,7 +64,9 @@ def test_document_tokens_are_contiguous_on_each_rank(context):
         lengths = random_lengths(rng, num_tokens)
         layout = document_layout(lengths, num_tokens, context, block_tokens=4)
         document_T = np.pad(
-            np.repeat(np.arange(len(lengths)), lengths), (0, num_tokens - sum(lengths)), constant_values=-1
+            np.repeat(np.arange(len(lengths)), lengths),
+            (0, num_tokens - sum(lengths)),
+            constant_values=-1,
         )
         ranks_of = [set() for _ in lengths]
         for rank, order in enumerate(layout.order.reshape(context, -1)):
@@ -80,19 +88,26 @@ def test_chains_have_documents_in_sequence(context):
     for _ in range(60):
         num_tokens, num_chains = 2 * context * int(rng.integers(2, 60)), int(rng.integers(2, 6))
         lengths = random_lengths(rng, num_tokens)
-        segments_T = np.pad(np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, num_tokens - sum(lengths)))
+        segments_T = np.pad(
+            np.repeat(np.arange(1, len(lengths) + 1), lengths), (0, num_tokens - sum(lengths))
+        )
         min_tokens = min(int(rng.integers(1, 16)), num_tokens // context)
         order = chained_order(segments_T, context, num_chains=num_chains, min_tokens=min_tokens)
         parts = []
         for chain in range(num_chains):
             places = [(rank, 2 * chain) for rank in range(context)]
-            for rank, fragment in [*places, *((rank, 2 * chain + 1) for rank in reversed(range(context)))]:
+            for rank, fragment in [
+                *places,
+                *((rank, 2 * chain + 1) for rank in reversed(range(context))),
+            ]:
                 (at,) = np.nonzero(order.fragments_T.reshape(context, -1)[rank] == fragment)
                 assert not len(at) or at[-1] - at[0] + 1 == len(at)
                 parts.append(order.order_T.reshape(context, -1)[rank][at])
         tokens = np.concatenate(parts)
         np.testing.assert_array_equal(np.sort(tokens), np.arange(num_tokens))
-        continues = (segments_T > 0) & (segments_T == np.roll(segments_T, 1)) & (np.arange(num_tokens) > 0)
+        continues = (
+            (segments_T > 0) & (segments_T == np.roll(segments_T, 1)) & (np.arange(num_tokens) > 0)
+        )
         np.testing.assert_array_equal((np.diff(tokens, prepend=-2) == 1)[continues[tokens]], True)
         for part in parts:  # between others of its document
             is_between = len(part) and continues[part[0]] and len(set(segments_T[part])) == 1
@@ -113,7 +128,9 @@ def test_chains_have_no_short_pieces_between_others():
 
 
 def mix(rng: np.random.Generator, num_tokens: int, longest: int) -> np.ndarray:
-    """60% of the tokens in documents of at least 1/8 of the sequence, the rest in shorter ones; log-uniform."""
+    """60% of the tokens in documents of at least 1/8 of the sequence, the rest in shorter ones;
+    log-uniform.
+    """
     lengths = []
     for share, low, high in ((0.6, num_tokens // 8, longest), (1.0, 256, num_tokens // 8)):
         while (budget := int(share * num_tokens) - sum(lengths)) > 0:
@@ -129,7 +146,8 @@ def test_every_sequence_of_mix_is_balanced():
         costs.append(layout.ring_cost)
         again = document_layout(lengths, num_tokens, 8)
         np.testing.assert_array_equal(layout.order, again.order)
-    assert np.mean(costs) <= MAX_RING_COST and max(costs) <= 1.15  # where more documents cannot be cut
+    # where more documents cannot be cut
+    assert np.mean(costs) <= MAX_RING_COST and max(costs) <= 1.15
 
 
 def test_every_sequence_of_standard_library_is_balanced():
@@ -143,18 +161,28 @@ def test_every_sequence_of_standard_library_is_balanced():
 def test_two_ranks_share_few_documents(context):
     """Also of many documents, and of documents that are longer than a rank's tokens."""
     rng, num_tokens = np.random.default_rng(context), context * 64
-    packings = [np.full(context * 64 // length, length) for length in (1, 9, 65, 70, num_tokens // 3, num_tokens // 4)]
-    packings += [num_tokens // 4 + np.array(extra) for extra in ((1, 0, 0, -1), (3, 1, -2, -2), (2, 2, 2, -9))]
+    packings = [
+        np.full(context * 64 // length, length)
+        for length in (1, 9, 65, 70, num_tokens // 3, num_tokens // 4)
+    ]
+    packings += [
+        num_tokens // 4 + np.array(extra)
+        for extra in ((1, 0, 0, -1), (3, 1, -2, -2), (2, 2, 2, -9))
+    ]
     for lengths in packings + [random_lengths(rng, num_tokens) for _ in range(30)]:
         layout = document_layout(lengths, num_tokens, context, block_tokens=4)
         tokens = np.zeros((len(lengths), context), int)
         np.add.at(tokens, (layout.pieces[:, 0], layout.pieces[:, 3]), layout.pieces[:, 2])
         np.testing.assert_array_equal(tokens.sum(axis=1), lengths)
-        np.testing.assert_array_equal(layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order))
+        np.testing.assert_array_equal(
+            layout.ring_work, dense_ring_work(lengths, num_tokens, context, layout.order)
+        )
         for pair in itertools.combinations(range(context), 2):
             is_shared = (tokens[:, pair] > 0).all(axis=1)
             assert is_shared.sum() <= MAX_SHARED_DOCUMENTS
-            assert (4 * tokens[is_shared][:, pair].max(axis=1, initial=0) > 64).sum() <= MAX_LONG_SHARED_DOCUMENTS
+            assert (
+                4 * tokens[is_shared][:, pair].max(axis=1, initial=0) > 64
+            ).sum() <= MAX_LONG_SHARED_DOCUMENTS
 
 
 def test_zigzag_ring_work_equals_dense_mask():
@@ -167,13 +195,19 @@ def test_zigzag_ring_work_equals_dense_mask():
 
 
 def test_document_order_of_padding_between_documents():
-    """Padding is placed last; the documents have the order of the same sequence without padding between them."""
+    """Padding is placed last; the documents have the order of the same sequence without padding
+    between them.
+    """
     segments_T = np.array([0, 0, 5, 5, 5, 5, 0, 2, 2, 2, 0, 9, 0, 0, 0, 0])
     order_T = document_order(segments_T, 4)
     np.testing.assert_array_equal(np.sort(order_T), np.arange(16))
     compact = np.array([2, 3, 4, 5, 7, 8, 9, 11, 0, 1, 6, 10, 12, 13, 14, 15])
-    np.testing.assert_array_equal(order_T, compact[document_layout(np.array([4, 3, 1]), 16, 4).order])
-    np.testing.assert_array_equal(order_T, document_order(np.where(segments_T == 9, 1, segments_T), 4))
+    np.testing.assert_array_equal(
+        order_T, compact[document_layout(np.array([4, 3, 1]), 16, 4).order]
+    )
+    np.testing.assert_array_equal(
+        order_T, document_order(np.where(segments_T == 9, 1, segments_T), 4)
+    )
     np.testing.assert_array_equal(np.sort(document_order(np.zeros(16, int), 4)), np.arange(16))
 
 
@@ -186,7 +220,9 @@ def test_one_document_has_equal_pieces():
 
 def test_short_documents_need_no_ring_step():
     layout = document_layout(np.full(32, 8), 256, 4)
-    assert layout.active_ring_steps == (0,) and layout.num_shared_tokens == 0 and layout.ring_cost == 1
+    assert (
+        layout.active_ring_steps == (0,) and layout.num_shared_tokens == 0 and layout.ring_cost == 1
+    )
     layout = document_layout(np.full(61, 13), 800, 4, block_tokens=16)
     assert layout.active_ring_steps == (0, 1) and layout.num_shared_tokens < 26
 
@@ -198,5 +234,7 @@ def test_all_padding_has_a_layout():
 
 
 def test_indivisible_length_is_refused():
-    with pytest.raises(UserError, match="10 tokens does not split over 4 ranks; use a multiple of 4"):
+    with pytest.raises(
+        UserError, match="10 tokens does not split over 4 ranks; use a multiple of 4"
+    ):
         document_layout(np.array([10]), 10, 4)

@@ -19,7 +19,8 @@ def test_zigzag_order_one_rank_is_natural():
 def test_zigzag_order_has_inverse_and_equal_work(context):
     order = zigzag_order(48, context)
     np.testing.assert_array_equal(order[natural_order(order)], np.arange(48))
-    visible_keys = (order + 1).reshape(context, -1).sum(axis=1)  # causal: token t attends to t + 1 keys
+    # causal: token t attends to t + 1 keys
+    visible_keys = (order + 1).reshape(context, -1).sum(axis=1)
     assert len(set(visible_keys)) == 1
 
 

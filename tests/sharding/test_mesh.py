@@ -29,10 +29,14 @@ def test_make_mesh_uses_given_devices():
 
 
 def test_make_mesh_of_another_size_gives_advice_that_works():
-    with pytest.raises(UserError, match=r"context=4 .* the number of devices is 8; .* such as context=8, or") as error:
+    with pytest.raises(
+        UserError, match=r"context=4 .* the number of devices is 8; .* such as context=8, or"
+    ) as error:
         jaxlc.make_mesh(context=4)
     devices = re.search(r"pass devices=(jax.devices\(\)\[:4\])$", str(error.value))[1]
     assert jaxlc.make_mesh(context=4, devices=eval(devices)).shape["context"] == 4
     assert jaxlc.make_mesh(context=8).shape["context"] == 8
-    with pytest.raises(UserError, match=r"is 8; .*, or on CPU call jaxlc.start\(simulated_devices=16\) before any"):
+    with pytest.raises(
+        UserError, match=r"is 8; .*, or on CPU call jaxlc.start\(simulated_devices=16\) before any"
+    ):
         make_mesh(MeshConfig(context=16))

@@ -20,7 +20,11 @@ def _mesh(**axes):
 
 
 def test_specs_for_storage_and_compute():
-    mesh, dims, shape = _mesh(fsdp=2, context=2, tensor=2), ("layers", "model", "heads", "head_dim"), (3, 8, 4, 6)
+    mesh, dims, shape = (
+        _mesh(fsdp=2, context=2, tensor=2),
+        ("layers", "model", "heads", "head_dim"),
+        (3, 8, 4, 6),
+    )
     assert storage_spec(dims, shape, mesh) == P(None, ("fsdp", "context"), "tensor", None)
     assert compute_spec(dims, shape, mesh) == P(None, None, "tensor", None)
 
@@ -42,7 +46,9 @@ def test_storage_spec_uses_largest_dividing_subset(size, entry):
 def test_compute_spec_indivisible_kv_heads_are_replicated():
     mesh = _mesh(tensor=4)
     assert compute_spec(("model", "kv_heads", "head_dim"), (8, 2, 4), mesh) == P(None, None, None)
-    assert compute_spec(("model", "kv_heads", "head_dim"), (8, 4, 4), mesh) == P(None, "tensor", None)
+    assert compute_spec(("model", "kv_heads", "head_dim"), (8, 4, 4), mesh) == P(
+        None, "tensor", None
+    )
 
 
 def test_storage_spec_one_device_shards_nothing():
@@ -84,8 +90,12 @@ def test_sharder_shards_activations(method, shape, spec):
 
 def test_sharder_weight_is_cast_before_gather():
     mesh, dims = _mesh(context=2, tensor=2), ("model", "ffn")
-    stored = jax.device_put(np.ones((8, 6), np.float32), jax.NamedSharding(mesh, storage_spec(dims, (8, 6), mesh)))
-    value, pull_back = jax.vjp(jax.jit(lambda w: Sharder(mesh).weight(w, dims, jnp.bfloat16)), stored)
+    stored = jax.device_put(
+        np.ones((8, 6), np.float32), jax.NamedSharding(mesh, storage_spec(dims, (8, 6), mesh))
+    )
+    value, pull_back = jax.vjp(
+        jax.jit(lambda w: Sharder(mesh).weight(w, dims, jnp.bfloat16)), stored
+    )
     assert value.dtype == jnp.bfloat16
     assert value.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, "tensor")), 2)
     (gradient,) = pull_back(jnp.ones((8, 6), jnp.bfloat16))
@@ -101,11 +111,18 @@ def test_sharder_weight_is_cast_before_gather():
     [
         (dict(fsdp=2, context=4), 4, ("context_inner", "fsdp_outer"), "context_inner"),
         (dict(context=8), 2, ("context_inner", "context_outer"), "context_inner"),
-        (dict(fsdp=4, context=2), 4, ("fsdp_inner", "context_inner", "fsdp_outer"), ("fsdp_inner", "context_inner")),
+        (
+            dict(fsdp=4, context=2),
+            4,
+            ("fsdp_inner", "context_inner", "fsdp_outer"),
+            ("fsdp_inner", "context_inner"),
+        ),
     ],
 )
 def test_storage_over_nodes_splits_the_shards_of_the_copy(axes, node_devices, stored, copied):
-    """So the gather across nodes joins consecutive shards, and that within a node joins the results."""
+    """So the gather across nodes joins consecutive shards, and that within a node joins the
+    results.
+    """
     nodes = nodes_of(_mesh(**axes), node_devices)
     dims, shape = ("model", "ffn"), (16, 8)
     assert storage_spec(dims, shape, nodes.mesh) == P(stored, None)

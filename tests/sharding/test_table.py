@@ -22,7 +22,9 @@ def _table(**axes):
 
 
 def test_table_tiny_model_equals_golden():
-    """tensor=4 does not divide the 2 key/value heads, which is marked. To regenerate the file, write `table` to it."""
+    """tensor=4 does not divide the 2 key/value heads, which is marked. To regenerate the file,
+    write `table` to it.
+    """
     table, _, _ = _table(context=2, tensor=4)
     assert str(table) == GOLDEN.read_text()
 
@@ -55,7 +57,8 @@ def test_table_partly_sharded_dimension_is_marked():
 def test_table_html_has_every_cell():
     table, _, _ = _table(context=2, tensor=4)
     text = unescape(table._repr_html_())
-    assert len(text.splitlines()) == len(table.rows) + 3  # the heading, the totals, and the end of the element
+    # the heading, the totals, and the end of the element
+    assert len(text.splitlines()) == len(table.rows) + 3
     for row in table.rows:
         for cell in row.cells:
             assert cell in text

@@ -15,12 +15,17 @@ from jaxlc.simulate.roofline import Roofline
 def product_tflops(gpu: str, dtype: str, rows: int, columns: int, depth: int) -> float:
     """With the gap between kernels, and at least the time of the memory traffic."""
     device, model, product = hardware.find(gpu), Roofline(), Product(dtype, rows, columns, depth)
-    num_bytes = (1 if dtype.startswith("f8") else 2) * (rows * depth + depth * columns) + 2 * rows * columns
-    seconds = model.matmul_seconds(device, dtype, product.flops, (product,)) + model.kernel_gap_seconds
+    num_bytes = (1 if dtype.startswith("f8") else 2) * (
+        rows * depth + depth * columns
+    ) + 2 * rows * columns
+    seconds = (
+        model.matmul_seconds(device, dtype, product.flops, (product,)) + model.kernel_gap_seconds
+    )
     return product.flops / max(seconds, model.memory_seconds(device, num_bytes)) / 1e12
 
 
-# Azure/AI-benchmarking-guide, ND H100 v5 (FP8), ND A100 v4 (FP16); stas00/ml-engineering, MAMF (B200, unnamed shapes).
+# Azure/AI-benchmarking-guide, ND H100 v5 (FP8), ND A100 v4 (FP16); stas00/ml-engineering, MAMF
+# (B200, unnamed shapes).
 @pytest.mark.parametrize("gpu, dtype, shape, measured", [
     ("h100", "f8e4m3fn", (1024, 1024, 1024), 274.1),
     ("h100", "f8e4m3fn", (2048, 2048, 2048), 1011.3),
@@ -47,7 +52,8 @@ def test_partial_wave_of_tiles_costs_a_whole_wave():
     assert roofline.wave_efficiency(1, 1, 1, 132) == pytest.approx(1 / (132 * 128 * 64))
 
 
-# NVIDIA/cudnn-frontend, attention_training/results/llama3.1, 2026-09-28; FlashAttention-3 for other head dims.
+# NVIDIA/cudnn-frontend, attention_training/results/llama3.1, 2026-09-28; FlashAttention-3 for other
+# head dims.
 @pytest.mark.parametrize("gpu, is_backward, is_masked, num_keys, head_dim, measured", [
     ("h200", False, False, 2048, 128, 660),
     ("h200", False, True, 2048, 128, 534),
@@ -80,19 +86,31 @@ def test_all_reduce_bandwidth_is_near_nccl_tests(gpu, mebibytes, measured_gb_per
     On an A100, sizes from 8 to 134 MB achieve up to a third less than estimated.
     """
     sent = 2 * 7 / 8 * mebibytes * 2**20
-    seconds = Roofline().nvlink_seconds(hardware.find(gpu), sent, roofline.num_steps("all-reduce", 8))
-    assert sent / seconds / 1e9 == pytest.approx(measured_gb_per_second, rel=0.45 if mebibytes < 10 else 0.25)
+    seconds = Roofline().nvlink_seconds(
+        hardware.find(gpu), sent, roofline.num_steps("all-reduce", 8)
+    )
+    assert sent / seconds / 1e9 == pytest.approx(
+        measured_gb_per_second, rel=0.45 if mebibytes < 10 else 0.25
+    )
 
 
 def test_latency_grows_with_ranks_for_ring_collectives():
-    assert [roofline.num_steps(kind, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")] == [14, 7, 7]
+    assert [
+        roofline.num_steps(kind, 8) for kind in ("all-reduce", "all-gather", "reduce-scatter")
+    ] == [14, 7, 7]
     assert [roofline.num_steps(kind, 64) for kind in ("collective-permute", "all-to-all")] == [1, 1]
 
 
 def test_constants_file_replaces_every_curve():
     """A measured file with all keys: no published figure remains in any estimate."""
-    numbers = {field.name: 0.5 for field in dataclasses.fields(Roofline) if field.name != "attention_share"}
-    numbers |= {"attention_half_keys_masked": 1000, "nccl_multiprocessors": 66, "kernel_gap_seconds": 0.25}
+    numbers = {
+        field.name: 0.5 for field in dataclasses.fields(Roofline) if field.name != "attention_share"
+    }
+    numbers |= {
+        "attention_half_keys_masked": 1000,
+        "nccl_multiprocessors": 66,
+        "kernel_gap_seconds": 0.25,
+    }
     shares = {name: [0.5, 0.25] for name in roofline.KERNELS}
     model = roofline.read(json.dumps({**numbers, "attention_share": shares}))
     device = dataclasses.replace(
@@ -104,11 +122,19 @@ def test_constants_file_replaces_every_curve():
     assert model.attention_seconds(device, "cudnn", **attention) == pytest.approx(2 * 2)
     assert model.matmul_seconds(device, "bf16", 1) == model.memory_seconds(device, 1) == 1
     assert model.matmul_seconds(device, "f8e5m2", 1) == 0.5
-    product = Product("bf16", 132 * 256, 64, 1)  # half of the best tile's columns are padding, or it fills a wave
+    # half of the best tile's columns are padding, or it fills a wave
+    product = Product("bf16", 132 * 256, 64, 1)
     padded = 1 + 0.5 * (1 / roofline.wave_efficiency(132 * 256, 64, 1, 132) - 1)
-    assert model.matmul_seconds(device, "bf16", product.flops, (product,)) == product.flops * padded + 0.5
+    assert (
+        model.matmul_seconds(device, "bf16", product.flops, (product,))
+        == product.flops * padded + 0.5
+    )
     grouped = product._replace(is_grouped=True)
     assert model.matmul_seconds(device, "bf16", grouped.flops, (grouped,)) == grouped.flops + 0.5
-    assert model.nvlink_seconds(device, 1, 3) == model.network_seconds(device, 1, 3) == 0.5 + 2 * 0.5 + 1
+    assert (
+        model.nvlink_seconds(device, 1, 3)
+        == model.network_seconds(device, 1, 3)
+        == 0.5 + 2 * 0.5 + 1
+    )
     assert model.host_seconds(device, 1) == 1.5
     assert model.compute_share_during_nccl(device) == 0.5

@@ -2,7 +2,14 @@
 
 import pytest
 
-from jaxlc.simulate.interval import PUBLISHED, Interval, estimate_text, range_text, seconds_text, two_digits
+from jaxlc.simulate.interval import (
+    PUBLISHED,
+    Interval,
+    estimate_text,
+    range_text,
+    seconds_text,
+    two_digits,
+)
 
 
 @pytest.mark.parametrize("value, text", [
@@ -21,5 +28,6 @@ def test_seconds_text_selects_the_unit(seconds, text):
 
 def test_estimate_text_is_scaled_median_with_interval():
     assert estimate_text(36.4) == "about 39 s (22 to 69)"
-    assert estimate_text(0.5, Interval(1.0, 4.0)) == "about 1.0 s (0.50 to 2.0)"  # one unit, that of the median
+    # one unit, that of the median
+    assert estimate_text(0.5, Interval(1.0, 4.0)) == "about 1.0 s (0.50 to 2.0)"
     assert range_text(1200, "", PUBLISHED.inverse) == "about 1,100 (630 to 2,000)"

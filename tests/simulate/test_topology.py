@@ -68,14 +68,24 @@ def test_make_mesh_without_gpu_compiler_raises(monkeypatch):
 def test_every_known_gpu_is_a_compile_target(device):
     mesh = make_mesh(topology(f"{device.name}:2x2"), MeshConfig(data=2, context=2))
     assert mesh.devices.flat[0].device_kind == device.device_kind
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("context")))
-    compiled = jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile(compiler_options=dict(WITHOUT_GPU))
-    assert "is_scheduled=true" in compiled.as_text() and compiled.memory_analysis().argument_size_in_bytes == 64 * 64
+    x = jax.ShapeDtypeStruct(
+        (64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("context"))
+    )
+    compiled = (
+        jax.jit(lambda x: (x @ x.T).sum()).lower(x).compile(compiler_options=dict(WITHOUT_GPU))
+    )
+    assert (
+        "is_scheduled=true" in compiled.as_text()
+        and compiled.memory_analysis().argument_size_in_bytes == 64 * 64
+    )
 
 
 @pytest.mark.parametrize("compute, uses_triton", [("bf16", True), ("fp8", False)])
 def test_options_without_gpu_avoid_triton_for_8_bits(compute, uses_triton):
-    assert topology_module.options_without_gpu(compute).get("xla_gpu_enable_triton_gemm", True) == uses_triton
+    assert (
+        topology_module.options_without_gpu(compute).get("xla_gpu_enable_triton_gemm", True)
+        == uses_triton
+    )
 
 
 @pytest.mark.gpu_compiler
@@ -83,4 +93,5 @@ def test_devices_are_ordered_by_process_and_domain():
     gpus = topology("h100:2x4", devices_per_process=2)
     assert [device.process_index for device in gpus.devices] == [0, 0, 1, 1, 2, 2, 3, 3]
     mesh = make_mesh(gpus, MeshConfig(context=2, tensor=4))
-    assert [device.id for device in mesh.devices.flat] == list(range(8))  # tensor peers share a domain
+    # tensor peers share a domain
+    assert [device.id for device in mesh.devices.flat] == list(range(8))

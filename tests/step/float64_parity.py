@@ -1,9 +1,10 @@
-"""Prints the largest relative errors of shared prefixes against separate rows, with the training step in float64.
+"""Prints the largest relative errors of shared prefixes against separate rows, with the training
+step in float64.
 
     python -m tests.step.float64_parity [--all]
 
-It runs in a process of its own: before the package is imported, float32 is replaced by float64. So the errors that
-are left are those of the algorithm, not of rounding.
+It runs in a process of its own: before the package is imported, float32 is replaced by float64. So
+the errors that are left are those of the algorithm, not of rounding.
 """
 
 import sys
@@ -36,11 +37,21 @@ MORE = [  # with --all
 def main() -> None:
     for loss, kinds, mesh, attention in [*CASES, *(MORE if sys.argv[1:] == ["--all"] else [])]:
         params, gradients, expected = policy_loss.separate_rows(loss, kinds)
-        config = policy_loss.config_with(loss, **policy_loss.KINDS[kinds], mesh=mesh, attention=attention)
+        config = policy_loss.config_with(
+            loss, **policy_loss.KINDS[kinds], mesh=mesh, attention=attention
+        )
         _, got, got_loss = policy_loss.results(config, loss, params)
         assert all(x.dtype == np.float64 for x in (got_loss, *jax.tree.leaves(got)))
-        errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
-        print(loss, kinds, max_relative_error(got_loss, expected), max(jax.tree.leaves(errors)), flush=True)
+        errors = jax.tree.map(
+            lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients
+        )
+        print(
+            loss,
+            kinds,
+            max_relative_error(got_loss, expected),
+            max(jax.tree.leaves(errors)),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -56,8 +56,12 @@ def small_config(**sections: dict) -> Config:
 
 
 def small_step(config: Config, **custom) -> TrainStep:
-    """The step on the first devices, as many as its mesh has; `custom`: a custom model, loss and optimizer."""
-    return build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]), **custom)
+    """The step on the first devices, as many as its mesh has; `custom`: a custom model, loss and
+    optimizer.
+    """
+    return build_step(
+        config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]), **custom
+    )
 
 
 _DOCUMENTS = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))
@@ -66,7 +70,8 @@ _DOCUMENTS = ((TOKENS,), (40, 3, 1, 29, 23), (10, -86), (-96,))
 def natural_rows(
     vocab_size: int = 61, seed: int = 0, documents: Sequence[tuple[int, ...]] = _DOCUMENTS
 ) -> list[dict[str, np.ndarray]]:
-    """Sequences of one document, of packed documents, of a few tokens and padding, and of padding only.
+    """Sequences of one document, of packed documents, of a few tokens and padding, and of padding
+    only.
 
     So ranks and microbatches have different numbers of target tokens, and some have none.
 
@@ -75,11 +80,16 @@ def natural_rows(
     """
     rows = []
     for row, lengths in enumerate(documents):
-        tokens = np.random.default_rng([seed, row]).integers(0, vocab_size, sum(map(abs, lengths)), dtype=np.int32)
+        tokens = np.random.default_rng([seed, row]).integers(
+            0, vocab_size, sum(map(abs, lengths)), dtype=np.int32
+        )
         positions = np.concatenate([np.arange(abs(n)) for n in lengths])
-        segments = np.concatenate([np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)])
+        segments = np.concatenate(
+            [np.full(abs(n), i + 1 if n > 0 else 0) for i, n in enumerate(lengths)]
+        )
         weights = (segments > 0).astype(np.float32)
-        weights[np.cumsum([abs(n) for n in lengths if n]) - 1] = 0  # a document's last token has no target
+        # a document's last token has no target
+        weights[np.cumsum([abs(n) for n in lengths if n]) - 1] = 0
         targets = np.append(tokens[1:], np.int32(0))
         rows.append(
             dict(
@@ -94,14 +104,20 @@ def natural_rows(
 
 
 def make_batch(step: TrainStep, rows: list[dict[str, np.ndarray]]) -> Batch:
-    """`rows` as the batch of the step: [accumulation, rows, tokens] in the order of the step, on its devices."""
+    """`rows` as the batch of the step: [accumulation, rows, tokens] in the order of the step, on
+    its devices.
+    """
     arranged = [step.sequence_order.arranged(row) for row in rows]
 
     def stacked(name, like):
         array = np.stack([row[name][order] for row, order in arranged]).reshape(like.shape)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
 
-    arrays = {name: stacked(name, like) for name, like in step.abstract_batch._asdict().items() if like is not None}
+    arrays = {
+        name: stacked(name, like)
+        for name, like in step.abstract_batch._asdict().items()
+        if like is not None
+    }
     return Batch(**arrays)
 
 
@@ -134,7 +150,13 @@ def with_mesh(config: Config, **axes) -> Config:
     return dataclasses.replace(config, mesh=MeshConfig(**axes))
 
 
-def documents_evaluation(edges: np.ndarray, losses: np.ndarray, weight: np.ndarray | None = None) -> Evaluation:
-    """An evaluation of documents with these mean losses, float [documents, bins], and one token per bin by default."""
+def documents_evaluation(
+    edges: np.ndarray, losses: np.ndarray, weight: np.ndarray | None = None
+) -> Evaluation:
+    """An evaluation of documents with these mean losses, float [documents, bins], and one token per
+    bin by default.
+    """
     weight = np.ones_like(losses) if weight is None else weight
-    return Evaluation(documents=DocumentSums(edges=edges, weight=weight, loss=weight * losses), num_sequences=4)
+    return Evaluation(
+        documents=DocumentSums(edges=edges, weight=weight, loss=weight * losses), num_sequences=4
+    )

@@ -11,10 +11,17 @@ from tests.step.synthetic import TOKENS, make_batch, natural_rows, small_config,
 
 def test_attention_pairs_count_documents_and_windows():
     """Two sequences, one with padding; a third of the layers has a window."""
-    model = dataclasses.replace(PRESETS["tiny"], num_layers=6, layer_kinds=("sliding", "full", "nope"), window=3)
+    model = dataclasses.replace(
+        PRESETS["tiny"], num_layers=6, layer_kinds=("sliding", "full", "nope"), window=3
+    )
     documents, num_tokens = ([5, 1, 4], [7]), 10
-    positions = [np.pad(np.concatenate([np.arange(n) for n in x]), (0, num_tokens - sum(x))) for x in documents]
-    segment_ids = [np.pad(np.repeat(np.arange(len(x)) + 1, x), (0, num_tokens - sum(x))) for x in documents]
+    positions = [
+        np.pad(np.concatenate([np.arange(n) for n in x]), (0, num_tokens - sum(x)))
+        for x in documents
+    ]
+    segment_ids = [
+        np.pad(np.repeat(np.arange(len(x)) + 1, x), (0, num_tokens - sum(x))) for x in documents
+    ]
     batch = Batch(None, None, None, np.array(positions)[:, None], np.array(segment_ids)[:, None])
     expected = sum(document_pairs(model, lengths) for lengths in documents)
     assert attention_pairs(batch, model) == expected
@@ -26,7 +33,9 @@ def test_attention_pairs_of_a_long_sequence_are_accurate():
     model, num_tokens = PRESETS["tiny"], 2**20
     positions = np.arange(num_tokens, dtype=np.int32)[None, None]
     batch = Batch(None, None, None, positions, np.ones_like(positions))
-    np.testing.assert_allclose(attention_pairs(batch, model), document_pairs(model, [num_tokens]), rtol=1e-5)
+    np.testing.assert_allclose(
+        attention_pairs(batch, model), document_pairs(model, [num_tokens]), rtol=1e-5
+    )
 
 
 def test_step_with_an_index_out_of_range_has_no_loss_and_changes_nothing():

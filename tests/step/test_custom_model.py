@@ -13,7 +13,15 @@ import jaxlc
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.step.batch import Batch
-from tests.step.synthetic import ROWS, TOKENS, make_batch, natural_rows, put_params, small_config, small_step
+from tests.step.synthetic import (
+    ROWS,
+    TOKENS,
+    make_batch,
+    natural_rows,
+    put_params,
+    small_config,
+    small_step,
+)
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
 
 VOCAB_SIZE, WIDTH = 61, 16
@@ -30,7 +38,9 @@ class _Net(nnx.Module):
 
     def __call__(self, tokens_BT, segment_ids_BT, mesh):
         x_BTD = self.embed(tokens_BT)
-        q, k, v = (x.reshape(*x.shape[:2], 4, WIDTH // 4) for x in jnp.split(self.qkv(x_BTD), 3, axis=-1))
+        q, k, v = (
+            x.reshape(*x.shape[:2], 4, WIDTH // 4) for x in jnp.split(self.qkv(x_BTD), 3, axis=-1)
+        )
         out_BTNH = jaxlc.attend(q, k, v, mesh=mesh, segment_ids=segment_ids_BT)
         return self.norm(x_BTD + out_BTNH.reshape(x_BTD.shape))
 
@@ -68,7 +78,9 @@ def _loss_and_gradients(step, params):
 
 
 def _reference(params, loss):
-    """Weighted sum of the losses of the custom model on one device, and its gradients, without the training step."""
+    """Weighted sum of the losses of the custom model on one device, and its gradients, without the
+    training step.
+    """
     rows = {name: np.stack([row[name] for row in natural_rows()]) for name in natural_rows()[0]}
     batch, mesh = Batch(**rows), jaxlc.make_mesh(devices=jax.devices()[:1])
 
@@ -89,10 +101,18 @@ def _reference(params, loss):
         (MESHES[1], False, None),
         (MESHES[2], False, label_smoothing),
     ],
-    ids=["alone-logits", "alone-head-smoothed", "split-logits-smoothed", "split-head", "replicated-head-smoothed"],
+    ids=[
+        "alone-logits",
+        "alone-head-smoothed",
+        "split-logits-smoothed",
+        "split-head",
+        "replicated-head-smoothed",
+    ],
 )
 def test_custom_model_has_loss_and_gradients_of_plain_jax(axes, returns_logits, loss):
-    step = small_step(small_config(mesh=axes), model=_Model(returns_logits=returns_logits), loss=loss)
+    step = small_step(
+        small_config(mesh=axes), model=_Model(returns_logits=returns_logits), loss=loss
+    )
     params = _Model(returns_logits=True).init(jax.random.key(1))
     value, gradients = _loss_and_gradients(step, params)
     expected_value, expected = _reference(params, loss or cross_entropy)
@@ -115,12 +135,16 @@ def test_custom_loss_on_decoder_equals_built_in_cross_entropy():
 
 
 def test_custom_optimizer_equal_to_config_gives_same_step():
-    config = small_config(mesh=dict(context=2), optimizer=dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0))
+    config = small_config(
+        mesh=dict(context=2), optimizer=dict(schedule="constant", warmup_steps=0, max_grad_norm=0.0)
+    )
     settings = config.optimizer
     built_in = small_step(config)
 
     def is_matrix(_params):
-        return jax.tree.map(lambda names: "norm" not in names, built_in.dims, is_leaf=lambda x: isinstance(x, tuple))
+        return jax.tree.map(
+            lambda names: "norm" not in names, built_in.dims, is_leaf=lambda x: isinstance(x, tuple)
+        )
 
     adamw = optax.inject_hyperparams(optax.adamw, static_args=("mask",))(
         settings.learning_rate,
@@ -131,10 +155,20 @@ def test_custom_optimizer_equal_to_config_gives_same_step():
         mask=is_matrix,
     )
     custom = small_step(config, optimizer=adamw)
-    results = [step.jitted(step.init(), make_batch(step, natural_rows())) for step in (built_in, custom)]
+    results = [
+        step.jitted(step.init(), make_batch(step, natural_rows())) for step in (built_in, custom)
+    ]
     (state, metrics), (custom_state, custom_metrics) = results
-    assert float(custom_metrics.learning_rate) == pytest.approx(settings.learning_rate) == float(metrics.learning_rate)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), custom_state.params, state.params)
+    assert (
+        float(custom_metrics.learning_rate)
+        == pytest.approx(settings.learning_rate)
+        == float(metrics.learning_rate)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
+        custom_state.params,
+        state.params,
+    )
 
 
 def test_custom_optimizer_without_learning_rate_reports_nan():
@@ -143,7 +177,9 @@ def test_custom_optimizer_without_learning_rate_reports_nan():
 
 
 def test_custom_params_are_sharded_over_fsdp_and_context():
-    step = small_step(small_config(mesh=dict(fsdp=2, context=2)), model=_Model(returns_logits=False))
+    step = small_step(
+        small_config(mesh=dict(fsdp=2, context=2)), model=_Model(returns_logits=False)
+    )
     sharding = step.abstract_state.params["qkv"]["kernel"].sharding
     assert sharding.shard_shape((WIDTH, 3 * WIDTH)) == (WIDTH, 3 * WIDTH // 4)
     assert step.abstract_state.opt_state[1][0].mu["qkv"]["kernel"].sharding == sharding
@@ -152,9 +188,21 @@ def test_custom_params_are_sharded_over_fsdp_and_context():
 @pytest.mark.parametrize(
     ("custom", "settings", "message"),
     [
-        (dict(model=_Model(returns_logits=True)), dict(memory=dict(optimizer="host")), "memory.optimizer='host'"),
-        (dict(optimizer=optax.sgd(1.0)), dict(memory=dict(parameters="host")), "memory.parameters='host'"),
-        (dict(model=_Model(returns_logits=True)), dict(precision=dict(compute="fp8")), "precision.compute='fp8'"),
+        (
+            dict(model=_Model(returns_logits=True)),
+            dict(memory=dict(optimizer="host")),
+            "memory.optimizer='host'",
+        ),
+        (
+            dict(optimizer=optax.sgd(1.0)),
+            dict(memory=dict(parameters="host")),
+            "memory.parameters='host'",
+        ),
+        (
+            dict(model=_Model(returns_logits=True)),
+            dict(precision=dict(compute="fp8")),
+            "precision.compute='fp8'",
+        ),
         (dict(loss=cross_entropy), dict(train=dict(z_loss=1e-4)), "train.z_loss=0.0001"),
     ],
 )
@@ -165,26 +213,36 @@ def test_build_step_unsupported_combination_names_setting(custom, settings, mess
 
 @pytest.mark.parametrize("argument", ["model", "optimizer"])
 def test_custom_argument_without_methods_raises(argument):
-    with pytest.raises(UserError, match=f"invalid {argument} 0.1: expected an object with methods init and "):
+    with pytest.raises(
+        UserError, match=f"invalid {argument} 0.1: expected an object with methods init and "
+    ):
         small_step(small_config(), **{argument: 0.1})
 
 
 @pytest.mark.parametrize("returns_logits", [True, False], ids=["logits", "hidden"])
 def test_custom_loss_with_wrong_output_shape_raises(returns_logits):
     step = small_step(
-        small_config(), model=_Model(returns_logits=returns_logits), loss=lambda *x: cross_entropy(*x).mean()
+        small_config(),
+        model=_Model(returns_logits=returns_logits),
+        loss=lambda *x: cross_entropy(*x).mean(),
     )
-    with pytest.raises(UserError, match=r"the loss returned shape \(\): expected one loss per token, \("):
+    with pytest.raises(
+        UserError, match=r"the loss returned shape \(\): expected one loss per token, \("
+    ):
         step.lower()
 
 
 def test_custom_optimizer_with_masked_state_is_sharded():
-    """As with `optax.multi_transform` and `optax.contrib.muon`: a part has placeholders for the other parameters."""
+    """As with `optax.multi_transform` and `optax.contrib.muon`: a part has placeholders for the
+    other parameters.
+    """
 
     def labels(params):
         return jax.tree.map(lambda x: "matrix" if x.ndim == 2 else "other", params)
 
-    optimizer = optax.multi_transform({"matrix": optax.adam(1e-3), "other": optax.sgd(1e-2, momentum=0.9)}, labels)
+    optimizer = optax.multi_transform(
+        {"matrix": optax.adam(1e-3), "other": optax.sgd(1e-2, momentum=0.9)}, labels
+    )
     config = small_config(mesh=dict(fsdp=2))
     step = small_step(config, model=_Model(returns_logits=True), optimizer=optimizer)
     mu = step.abstract_state.opt_state.inner_states["matrix"].inner_state[0].mu
@@ -201,7 +259,8 @@ def test_custom_model_with_wrong_output_shape_raises():
 
     step = small_step(small_config(), model=Wrong(returns_logits=True))
     with pytest.raises(
-        UserError, match=rf"returned \({ROWS}, {TOKENS}, 60\): expected logits \({ROWS}, {TOKENS}, 61\)"
+        UserError,
+        match=rf"returned \({ROWS}, {TOKENS}, 60\): expected logits \({ROWS}, {TOKENS}, 61\)",
     ):
         step.lower()
 

@@ -1,4 +1,6 @@
-"""Layers of experts in the training step: meshes, tiles, rematerialization, and the losses of experts."""
+"""Layers of experts in the training step: meshes, tiles, rematerialization, and the losses of
+experts.
+"""
 
 import functools
 from collections import Counter
@@ -15,14 +17,31 @@ from jaxlc.models.contract import CHOICE
 from jaxlc.step import step as kernel_checks
 from jaxlc.step.loss import with_balanced_biases
 from jaxlc.train.reports.step_reports import _balance
-from tests.step.synthetic import make_batch, natural_rows, put_params, small_config, small_step, without_padding
+from tests.step.synthetic import (
+    make_batch,
+    natural_rows,
+    put_params,
+    small_config,
+    small_step,
+    without_padding,
+)
 from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, FP8_GRADIENT, max_relative_error
 
 EXPERTS = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, renormalize_router=True)
-DENSE_BETWEEN = dict(layer_kinds=("full", "dense"), kinds=dict(dense=dict(feed_forward="dense")), num_layers=3)
-GPT_OSS = dict(router="topk_softmax", renormalize_router=False, expert_bias=True, activation="clamped_swiglu")
+DENSE_BETWEEN = dict(
+    layer_kinds=("full", "dense"), kinds=dict(dense=dict(feed_forward="dense")), num_layers=3
+)
+GPT_OSS = dict(
+    router="topk_softmax", renormalize_router=False, expert_bias=True, activation="clamped_swiglu"
+)
 SHARED = dict(shared_ffn_dim=16, shared_expert_gate=True)
-SIGMOID = dict(router="sigmoid", router_choice_bias=True, router_groups=4, router_groups_per_token=2, router_scale=1.5)
+SIGMOID = dict(
+    router="sigmoid",
+    router_choice_bias=True,
+    router_groups=4,
+    router_groups_per_token=2,
+    router_scale=1.5,
+)
 BIASED = DENSE_BETWEEN | SIGMOID | SHARED
 LOSSES = dict(balance_loss=0.5, router_z_loss=0.1)
 FP8 = dict(compute="fp8", fp8_matmuls=("query", "expert_gate", "expert_up", "expert_down"))
@@ -32,7 +51,9 @@ MOSAIC, BF16 = dict(expert_kernel="mosaic"), dict(compute="bf16")
 
 def _step(axes=(), memory=(), model=(), **train):
     return small_step(
-        small_config(model=EXPERTS | dict(model), mesh=dict(axes), memory=dict(memory), train=LOSSES | train)
+        small_config(
+            model=EXPERTS | dict(model), mesh=dict(axes), memory=dict(memory), train=LOSSES | train
+        )
     )
 
 
@@ -49,14 +70,19 @@ def _params(model=()):
     params = jax.device_get(_step(model=model).init().params)
     rng = np.random.default_rng(0)
     return jax.tree.map_with_path(
-        lambda path, x: rng.standard_normal(x.shape).astype(x.dtype) if "bias" in path[-1].key else x, params
+        lambda path, x: (
+            rng.standard_normal(x.shape).astype(x.dtype) if "bias" in path[-1].key else x
+        ),
+        params,
     )
 
 
 def _results(step, model=(), rows=None):
     """(cross entropy, gradients, None, `ExpertSums`)"""
     batch = make_batch(step, rows or natural_rows())
-    return jax.device_get(jax.jit(step.objective.loss_and_grads)(put_params(step, _params(model)), batch))
+    return jax.device_get(
+        jax.jit(step.objective.loss_and_grads)(put_params(step, _params(model)), batch)
+    )
 
 
 @functools.cache
@@ -72,13 +98,20 @@ CASES = [
     (dict(context=4, tensor=2), dict(remat="matmuls"), GPT_OSS),
     (dict(context=4, tensor=2), dict(remat="attention", tile_tokens=24), SHARED),
     (dict(context=2, tensor=2), dict(remat="full"), BIASED),
-    (dict(fsdp=4), dict(remat="full", tile_tokens=48, layers_per_remat_group=2, optimizer="host"), {}),
+    (
+        dict(fsdp=4),
+        dict(remat="full", tile_tokens=48, layers_per_remat_group=2, optimizer="host"),
+        {},
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("axes", "memory", "model"),
-    [pytest.param(*case, marks=[] if index in (0, 2) else pytest.mark.full) for index, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=[] if index in (0, 2) else pytest.mark.full)
+        for index, case in enumerate(CASES)
+    ],
     ids=str,
 )
 def test_layers_of_experts_equal_one_device(axes, memory, model):
@@ -86,7 +119,9 @@ def test_layers_of_experts_equal_one_device(axes, memory, model):
     model = _Dict(model)
     expected, got = _on_one_device(model), _results(_step(axes, memory, model), model)
     assert abs(got[0] - expected[0]) <= FLOAT32_PARITY * expected[0]
-    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got[1], expected[1])
+    errors = jax.tree.map(
+        lambda a, b: max_relative_error(without_padding(a, b), b), got[1], expected[1]
+    )
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
     np.testing.assert_allclose(got[3].balance_loss, expected[3].balance_loss, rtol=1e-6)
     np.testing.assert_allclose(got[3].router_z_loss, expected[3].router_z_loss, rtol=1e-6)
@@ -100,20 +135,32 @@ FIRST_DENSE = dict(kinds=dict(dense=dict(feed_forward="dense")), num_layers=5, *
     ("axes", "memory"),
     [
         (dict(context=2, tensor=2), dict(remat="full")),
-        pytest.param(dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), marks=pytest.mark.full),
-        pytest.param(dict(fsdp=2, context=2), dict(remat="full", layers_per_remat_group=2), marks=pytest.mark.full),
+        pytest.param(
+            dict(context=2, tensor=2), dict(remat="full", tile_tokens=24), marks=pytest.mark.full
+        ),
+        pytest.param(
+            dict(fsdp=2, context=2),
+            dict(remat="full", layers_per_remat_group=2),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )
 def test_first_dense_layers_equal_one_group_of_all_layers(axes, memory):
-    """Three dense layers before a loop over two of experts, against one iteration of all five on one device."""
+    """Three dense layers before a loop over two of experts, against one iteration of all five on
+    one device.
+    """
     group = _Dict(FIRST_DENSE | dict(layer_kinds=(*["dense"] * 3, "full", "full")))
     first = FIRST_DENSE | dict(first_layer_kinds=["dense"] * 3)
 
     def stacked(tree):
         """The tree of `group` as that of `first`."""
         stacks = tree["layers"]
-        return {**tree, "first_layers": {"dense": stacks["dense"]}, "layers": {"full": stacks["full"]}}
+        return {
+            **tree,
+            "first_layers": {"dense": stacks["dense"]},
+            "layers": {"full": stacks["full"]},
+        }
 
     expected, step = _on_one_device(group), _step(axes, memory, first)
     got = jax.device_get(
@@ -122,7 +169,9 @@ def test_first_dense_layers_equal_one_group_of_all_layers(axes, memory):
         )
     )
     assert abs(got[0] - expected[0]) <= FLOAT32_PARITY * expected[0]
-    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got[1], stacked(expected[1]))
+    errors = jax.tree.map(
+        lambda a, b: max_relative_error(without_padding(a, b), b), got[1], stacked(expected[1])
+    )
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
     np.testing.assert_array_equal(got[3].counts_LE, expected[3].counts_LE)
 
@@ -130,7 +179,11 @@ def test_first_dense_layers_equal_one_group_of_all_layers(axes, memory):
 def test_gradients_of_experts_in_fp8_are_close_to_float32():
     step = small_step(
         small_config(
-            model=EXPERTS, mesh=dict(context=2, tensor=2), precision=FP8, memory=dict(remat="full"), train=LOSSES
+            model=EXPERTS,
+            mesh=dict(context=2, tensor=2),
+            precision=FP8,
+            memory=dict(remat="full"),
+            train=LOSSES,
         )
     )
     got, expected = _results(step, _Dict())[1], _on_one_device(_Dict())[1]
@@ -149,12 +202,16 @@ def test_counts_include_text_and_exclude_padding():
 
 @pytest.mark.parametrize("over", ["layers", "layer"])
 def test_balance_loss_of_microbatches_is_the_mean_of_theirs(over):
-    """And the gradients: those of each microbatch alone, times its part of the tokens or of the microbatches."""
+    """And the gradients: those of each microbatch alone, times its part of the tokens or of the
+    microbatches.
+    """
     rows = natural_rows()
     whole = _results(_step(gradient_accumulation_steps=2, balance_loss_over=over), rows=rows)
     results = _results_of_halves(balance_loss_over=over)
     np.testing.assert_allclose(
-        whole[3].balance_loss, sum(result[3].balance_loss for result in results), rtol=FLOAT32_PARITY
+        whole[3].balance_loss,
+        sum(result[3].balance_loss for result in results),
+        rtol=FLOAT32_PARITY,
     )
     without = _results_of_halves(balance_loss=0, router_z_loss=0)
     weights = [sum(row["loss_weights"].sum() for row in part) for part in (rows[:2], rows[2:])]
@@ -180,21 +237,28 @@ def _results_of_halves(**train):
     [
         dict(remat="attention", tile_tokens=24),
         dict(remat="full", layers_per_remat_group=2),
-        pytest.param(dict(remat="full", tile_tokens=24, layers_per_remat_group=2), marks=pytest.mark.full),
+        pytest.param(
+            dict(remat="full", tile_tokens=24, layers_per_remat_group=2), marks=pytest.mark.full
+        ),
     ],
     ids=str,
 )
 def test_recomputation_does_not_choose_experts_again(memory):
-    """Each layer calls top_k once. Without the saved choice, a rounded logit could choose others in the backward."""
+    """Each layer calls top_k once. Without the saved choice, a rounded logit could choose others in
+    the backward.
+    """
     step = _step(memory=memory)
     text = jax.jit(step.objective.loss_and_grads).lower(
         step.abstract_state.params, step.abstract_batch
     ).compile().as_text()  # fmt: skip
-    num_loops = 1 if not memory.get("layers_per_remat_group") else 2  # layers of a group are written out
+    # layers of a group are written out
+    num_loops = 1 if not memory.get("layers_per_remat_group") else 2
     assert CHOICE and text.count('custom_call_target="TopK"') == num_loops
 
 
-@pytest.mark.parametrize("axes", [pytest.param({}, marks=pytest.mark.full), dict(context=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [pytest.param({}, marks=pytest.mark.full), dict(context=2, tensor=2)], ids=str
+)
 def test_step_changes_biases_of_the_choice_by_its_loads(axes):
     """By the rate, up or down; over both microbatches, and not by the optimizer."""
     model = _Dict(BIASED)
@@ -219,17 +283,31 @@ def test_biases_of_frozen_layers_and_of_skipped_steps_do_not_change():
     last = {"full": {"mlp": {"choice_bias": jax.numpy.zeros((1, 8))}}}
     trained = {"layers": {"full": {"mlp": {}}}, "last_layers": last}
     for is_finite, expected in ((True, [-0.25, -0.25, *[0.25] * 6]), (False, [0] * 8)):
-        after = with_balanced_biases(trained, loads_LE, jax.numpy.array(is_finite), config.model, config.train)
+        after = with_balanced_biases(
+            trained, loads_LE, jax.numpy.array(is_finite), config.model, config.train
+        )
         assert after["layers"] == {"full": {"mlp": {}}}
-        np.testing.assert_array_equal(after["last_layers"]["full"]["mlp"]["choice_bias"], [expected])
+        np.testing.assert_array_equal(
+            after["last_layers"]["full"]["mlp"]["choice_bias"], [expected]
+        )
 
 
 def test_metrics_of_a_step_have_the_balance_of_each_layer():
     step = _step()
     metrics = jax.device_get(step.jitted(step.init(), make_batch(step, natural_rows()))[1])
     row = _balance(metrics.experts)
-    assert row.keys() >= {"balance_loss", "router_z_loss", "expert_load_1", "expert_entropy_0", "unused_experts_1"}
-    assert row["expert_load_0"] >= 1 and 0 < row["expert_entropy_0"] <= 1 and row["unused_experts_0"] == 0
+    assert row.keys() >= {
+        "balance_loss",
+        "router_z_loss",
+        "expert_load_1",
+        "expert_entropy_0",
+        "unused_experts_1",
+    }
+    assert (
+        row["expert_load_0"] >= 1
+        and 0 < row["expert_entropy_0"] <= 1
+        and row["unused_experts_0"] == 0
+    )
     assert 1.5 < row["balance_loss"] < 8  # 2 experts per token if loads are equal
 
 
@@ -241,29 +319,55 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
             dict(precision=dict(compute="fp8")),
             "fp8_matmuls names 'mlp_gate', .*attention_projected",
         ),
-        (dict(precision=FP8 | dict(fp8_scaling="delayed")), "FP8 products of experts with .*fp8_scaling='delayed'"),
-        (dict(precision=FP8 | dict(bf16_layers=(0,))), "FP8 products of experts with .*bf16_layers"),
+        (
+            dict(precision=FP8 | dict(fp8_scaling="delayed")),
+            "FP8 products of experts with .*fp8_scaling='delayed'",
+        ),
+        (
+            dict(precision=FP8 | dict(bf16_layers=(0,))),
+            "FP8 products of experts with .*bf16_layers",
+        ),
         (dict(lora=dict(rank=4)), "the model has none; .*attention_projected"),
         (dict(memory=dict(save=("mlp_gate",))), "names 'mlp_gate', which no layer has"),
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect, since the model has no layers of experts"),
-        (dict(mesh=dict(tensor=4), model=dict(expert_ffn_dim=10)), "experts.ffn_dim=10 is not divisible"),
-        (dict(mesh=dict(tensor=4), model=dict(shared_ffn_dim=10)), "shared_ffn_dim=10 is not divisible"),
+        (
+            dict(mesh=dict(tensor=4), model=dict(expert_ffn_dim=10)),
+            "experts.ffn_dim=10 is not divisible",
+        ),
+        (
+            dict(mesh=dict(tensor=4), model=dict(shared_ffn_dim=10)),
+            "shared_ffn_dim=10 is not divisible",
+        ),
         (dict(model=dict(shared_expert_gate=True)), "no effect without a shared expert"),
         (dict(model=dict(router_choice_bias=True)), "experts.choice_bias=True has no effect"),
         (dict(model=SIGMOID | dict(router_groups=3)), "experts.groups=3 does not divide"),
-        (dict(model=SIGMOID | dict(experts_per_token=5)), "fewer than config.model.experts.experts_per_token=5"),
+        (
+            dict(model=SIGMOID | dict(experts_per_token=5)),
+            "fewer than config.model.experts.experts_per_token=5",
+        ),
         (dict(train=dict(balance_bias_rate=0.1)), "no effect without biases"),
         (
             dict(runtime=MOSAIC, model=NO_EXPERTS),
             "expert_kernel='mosaic' has no effect, since the model has no",
         ),
-        (dict(runtime=MOSAIC), "expert_kernel='mosaic' with config.precision.compute='fp32'; use compute=bf16"),
+        (
+            dict(runtime=MOSAIC),
+            "expert_kernel='mosaic' with config.precision.compute='fp32'; use compute=bf16",
+        ),
         (dict(runtime=MOSAIC, precision=FP8), "'mosaic' with FP8 products of experts"),
-        (dict(runtime=MOSAIC, precision=dict(compute="bf16", reduce="fp32")), "precision.reduce='fp32'"),
+        (
+            dict(runtime=MOSAIC, precision=dict(compute="bf16", reduce="fp32")),
+            "precision.reduce='fp32'",
+        ),
         (dict(runtime=MOSAIC, precision=BF16), "model_dim=32 .supported: multiples of 64.; use"),
         (
-            dict(runtime=MOSAIC, precision=BF16, mesh=dict(tensor=2), model=dict(model_dim=64, expert_ffn_dim=64)),
+            dict(
+                runtime=MOSAIC,
+                precision=BF16,
+                mesh=dict(tensor=2),
+                model=dict(model_dim=64, expert_ffn_dim=64),
+            ),
             "experts.ffn_dim=64 .supported: multiples of 64 x config.mesh.tensor=2",
         ),
     ],
@@ -276,7 +380,10 @@ def test_unsupported_settings_of_experts_raise(sections, problem):
 
 
 def test_step_with_mosaic_on_cpu_raises():
-    with pytest.raises(UserError, match="expert_kernel='mosaic' needs GPUs of compute capability 9.0, and cpu is no"):
+    with pytest.raises(
+        UserError,
+        match="expert_kernel='mosaic' needs GPUs of compute capability 9.0, and cpu is no",
+    ):
         small_step(_mosaic_config())
 
 
@@ -308,12 +415,17 @@ def test_run_with_mosaic_compares_its_kernels_with_the_sizes_of_a_rank(monkeypat
     monkeypatch.setattr(kernel_checks, "check_mosaic_product", lambda device, **sizes: sizes)
     for tensor in (1, 2):
         step = SimpleNamespace(config=_mosaic_config(tensor=tensor), model=None, kernels={})
-        assert kernel_checks.check_kernels(step) == [dict(num_experts=8, model_dim=64, ffn_dim=256 // tensor)]
+        assert kernel_checks.check_kernels(step) == [
+            dict(num_experts=8, model_dim=64, ffn_dim=256 // tensor)
+        ]
     step.config = small_config(model=EXPERTS)
     assert kernel_checks.check_kernels(step) == []
 
 
 def _mosaic_config(**mesh):
     return small_config(
-        model=EXPERTS | dict(model_dim=64, expert_ffn_dim=256), mesh=mesh, runtime=MOSAIC, precision=BF16
+        model=EXPERTS | dict(model_dim=64, expert_ffn_dim=256),
+        mesh=mesh,
+        runtime=MOSAIC,
+        precision=BF16,
     )

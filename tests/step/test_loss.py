@@ -1,4 +1,6 @@
-"""The chunked loss against a reference: values, gradients, padding, weights, meshes, tiles; and its array sizes."""
+"""The chunked loss against a reference: values, gradients, padding, weights, meshes, tiles; and its
+array sizes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,13 @@ def _plain(x_BTD, scale_D, head_DV, targets_BT, weights_BT, z_loss):
 def _spec(chunk_tokens, z_loss=0.0, vocab_size=V, **axes):
     config = MeshConfig(**axes)
     mesh = make_mesh(config, jax.devices()[: config.num_devices])
-    return LossSpec(mesh=mesh, vocab_size=vocab_size, chunk_tokens=chunk_tokens, z_loss=z_loss, norm_epsilon=EPSILON)
+    return LossSpec(
+        mesh=mesh,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        norm_epsilon=EPSILON,
+    )
 
 
 def _assert_parity(spec, shape):
@@ -53,7 +61,9 @@ def _assert_parity(spec, shape):
         sums = loss_sums(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec)
         return 3.0 * sums.objective, sums
 
-    (_, sums), got = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(x_BTD, scale_D, head_DV)
+    (_, sums), got = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(
+        x_BTD, scale_D, head_DV
+    )
     np.testing.assert_allclose(sums.objective, objective, rtol=1e-6)
     np.testing.assert_allclose(sums.cross_entropy, cross_entropy, rtol=1e-6)
     assert got[0].shape == x_BTD.shape
@@ -84,7 +94,9 @@ def test_loss_sums_on_tiles_equals_reference(axes, shape):
 def test_loss_sums_without_gradient_has_equal_value():
     spec, inputs = _spec(7), _inputs()
     value = loss_sums(*inputs, spec)
-    grad_value = jax.value_and_grad(lambda x: loss_sums(x, *inputs[1:], spec).objective)(inputs[0])[0]
+    grad_value = jax.value_and_grad(lambda x: loss_sums(x, *inputs[1:], spec).objective)(inputs[0])[
+        0
+    ]
     np.testing.assert_allclose(value.objective, grad_value, rtol=1e-6)
 
 
@@ -93,6 +105,8 @@ def test_loss_sums_never_materializes_all_logits():
     spec = _spec(8, vocab_size=4096)
     x, scale, head = jnp.zeros((1, 512, 4)), jnp.ones(4), jnp.zeros((4, 4096))
     targets, weights = jnp.zeros((1, 512), jnp.int32), jnp.ones((1, 512))
-    gradients = jax.grad(lambda *inputs: loss_sums(*inputs, targets, weights, spec).objective, (0, 1, 2))
+    gradients = jax.grad(
+        lambda *inputs: loss_sums(*inputs, targets, weights, spec).objective, (0, 1, 2)
+    )
     lowered = jax.jit(gradients).lower(x, scale, head)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 512 * 4096 * 4 / 4

@@ -15,8 +15,10 @@ def mesh(device_kind: str, **axes) -> SimpleNamespace:
     ("memory", "axes", "chosen"),
     [
         (dict(loss_chunk_tokens=512), {}, 512),
-        (dict(loss_chunk_tokens=0), dict(fsdp=64), 4096),  # 4096 x 128256 logits take 2.0 GiB, 4% of 51 GiB
-        (dict(loss_chunk_tokens=0), dict(fsdp=2), 1024),  # state and gradients take 16 x 8e9 / 2 bytes, 60 GiB
+        # 4096 x 128256 logits take 2.0 GiB, 4% of 51 GiB
+        (dict(loss_chunk_tokens=0), dict(fsdp=64), 4096),
+        # state and gradients take 16 x 8e9 / 2 bytes, 60 GiB
+        (dict(loss_chunk_tokens=0), dict(fsdp=2), 1024),
         (dict(loss_chunk_tokens=0), dict(fsdp=3), 2048),
         (dict(loss_chunk_tokens=0, optimizer="host"), dict(fsdp=2), 4096),
         (dict(loss_chunk_tokens=0), dict(fsdp=2, tensor=4), 4096),

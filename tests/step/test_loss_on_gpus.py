@@ -1,5 +1,5 @@
-"""Loss and embedding compiled for H100s: what they gather, and that all temporaries are smaller than x, so that there
-is no other array of full sequence length."""
+"""Loss and embedding compiled for H100s: what they gather, and that all temporaries are smaller
+than x, so that there is no other array of full sequence length."""
 
 from collections import Counter
 
@@ -22,7 +22,9 @@ X_BYTES = TOKENS * D * 2
 
 
 def _arguments(mesh: Mesh):
-    """x in bfloat16, ids, weights, and two float32 matrices with storage shardings: head_DV, embedding_VD."""
+    """x in bfloat16, ids, weights, and two float32 matrices with storage shardings: head_DV,
+    embedding_VD.
+    """
     shape, tokens = (TILES, 1, mesh.size * TOKENS // TILES), (None, None, (CONTEXT, TENSOR))
 
     def put(shape, dtype, spec):
@@ -37,7 +39,9 @@ def _arguments(mesh: Mesh):
 
 
 def _compile(function, *arguments, out_shardings, donate=()):
-    lowered = jax.jit(function, out_shardings=out_shardings, donate_argnums=donate).lower(*arguments)
+    lowered = jax.jit(function, out_shardings=out_shardings, donate_argnums=donate).lower(
+        *arguments
+    )
     return lowered.compile(compiler_options=dict(WITHOUT_GPU))
 
 
@@ -49,7 +53,9 @@ def test_loss_for_h100_has_small_temporaries(axes):
     x, ids, weights, head, _ = _arguments(mesh)
 
     def objective(x, head, scale, ids, weights):
-        return loss_sums(x, scale, shard.head(head, ("model", "vocab"), x.dtype), ids, weights, spec).objective
+        return loss_sums(
+            x, scale, shard.head(head, ("model", "vocab"), x.dtype), ids, weights, spec
+        ).objective
 
     compiled = _compile(
         jax.grad(objective, (0, 1)), x, head, jnp.ones(D), ids, weights,
@@ -57,13 +63,19 @@ def test_loss_for_h100_has_small_temporaries(axes):
     )  # fmt: skip
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= X_BYTES  # dx overwrites x
-    in_chunks = 4 * CHUNK * V * 4  # logits, their gradient, rounded and transposed copies for the matmul
-    assert memory.temp_size_in_bytes <= D * V * (2 + 4) + in_chunks < X_BYTES  # head, and its float32 gradient
+    # logits, their gradient, rounded and transposed copies for the matmul
+    in_chunks = 4 * CHUNK * V * 4
+    # head, and its float32 gradient
+    assert memory.temp_size_in_bytes <= D * V * (2 + 4) + in_chunks < X_BYTES
     collectives = analyze(compiled.as_text()).collectives
     sums = Counter(collective.kind for collective in collectives if collective.sent_bytes > D * V)
-    assert sums == (Counter({"reduce-scatter": 1}) if CONTEXT in axes else Counter())  # the head's gradient
-    gathers = Counter(collective.times for collective in collectives if collective.kind == "all-gather")
-    assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})  # of the head; of the chunks
+    # the head's gradient
+    assert sums == (Counter({"reduce-scatter": 1}) if CONTEXT in axes else Counter())
+    gathers = Counter(
+        collective.times for collective in collectives if collective.kind == "all-gather"
+    )
+    # of the head; of the chunks
+    assert gathers == ({1: 1} if CONTEXT in axes else {TOKENS // (CHUNK // 2): 1})
 
 
 @pytest.mark.parametrize("axes", [dict(context=2), dict(tensor=2)], ids=str)

@@ -32,7 +32,9 @@ def test_state_bytes_are_those_of_the_state(lora_rank):
 
 
 def test_pool_of_1m_on_one_gpu_fits_a_machine_with_620_gib():
-    """State of 90 GiB in regions up to 128 GiB, then one buffer of 282 GiB, in a pool that grows up to its limit."""
+    """State of 90 GiB in regions up to 128 GiB, then one buffer of 282 GiB, in a pool that grows up
+    to its limit.
+    """
     config = load(read_config("1m_1gpu"))
     pinned = pinned_bytes(config)
     limit = host_pool_bytes(config.runtime, pinned.pooled) // GIB
@@ -64,7 +66,8 @@ def test_pinned_bytes_match_compiled_programs():
         loaded = load(config)
         estimated_bytes = sum(pinned_bytes(loaded))
         assert estimated_bytes > 0.999 * compiled_bytes
-        if loaded.memory.optimizer == loaded.memory.parameters == "host":  # else copies for checkpoints may be larger
+        # else copies for checkpoints may be larger
+        if loaded.memory.optimizer == loaded.memory.parameters == "host":
             assert estimated_bytes < 1.03 * compiled_bytes
         checked += 1
     assert checked > 30

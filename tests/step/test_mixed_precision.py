@@ -47,7 +47,9 @@ def _gradients(mesh, model="", **sections):
     """Gradients of the same parameters in another precision; also checks the loss."""
     params, _, loss = _in_float32(model)
     step = small_step(small_config(mesh=mesh, model=MODELS[model], **sections))
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(
+        put_params(step, params), make_batch(step, natural_rows())
+    )
     np.testing.assert_allclose(got_loss, loss, rtol=1e-2)
     return jax.tree.map(without_padding, got, params)
 
@@ -57,7 +59,9 @@ def _norm_error(a, b) -> float:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "model"), [({}, ""), (dict(context=8), ""), (MESH, ""), (dict(context=2), "recurrent")], ids=str
+    ("mesh", "model"),
+    [({}, ""), (dict(context=8), ""), (MESH, ""), (dict(context=2), "recurrent")],
+    ids=str,
 )
 def test_float16_gradients_are_close_to_float32(mesh, model):
     train = dict(gradient_accumulation_steps=1 if not mesh else 2)
@@ -69,14 +73,18 @@ def test_float16_gradients_are_close_to_float32(mesh, model):
 
 
 def test_reduce_in_fp32_does_not_round_gradients_of_layers():
-    """By default they are rounded to bfloat16 before the sum over ranks, and the sum is a bfloat16 number too."""
+    """By default they are rounded to bfloat16 before the sum over ranks, and the sum is a bfloat16
+    number too.
+    """
     rounded, exact = (
-        _gradients(MESH, precision=dict(compute="bf16", reduce=reduce))["layers"] for reduce in ("compute", "fp32")
+        _gradients(MESH, precision=dict(compute="bf16", reduce=reduce))["layers"]
+        for reduce in ("compute", "fp32")
     )
     for a, b in zip(_matrices(rounded), _matrices(exact), strict=True):
         assert _unrounded_fraction(a) == 0 and _unrounded_fraction(b) > 0.9
     errors = [
-        max(jax.tree.leaves(jax.tree.map(_norm_error, got, _in_float32()[1]["layers"]))) for got in (exact, rounded)
+        max(jax.tree.leaves(jax.tree.map(_norm_error, got, _in_float32()[1]["layers"])))
+        for got in (exact, rounded)
     ]
     assert errors[0] <= 1.01 * errors[1] <= BFLOAT16_GRADIENT
 
@@ -100,7 +108,9 @@ def test_bfloat16_ring_without_document_mask_runs_on_cpu():
         train=dict(global_batch_size=4),
     )
     step = small_step(config)
-    _, loss = jax.jit(gradients_and_loss(step))(step.init().params, make_batch(step, natural_rows(4)))
+    _, loss = jax.jit(gradients_and_loss(step))(
+        step.init().params, make_batch(step, natural_rows(4))
+    )
     assert np.isfinite(loss)
 
 
@@ -134,7 +144,9 @@ def test_bf16_layers_are_equal_in_scan_and_tiles():
 def test_fp8_matmuls_selects_products_in_fp8():
     """Three products of each matrix: forward, gradient of x, gradient of w."""
     names = ("query", "mlp_down")
-    step = small_step(small_config(precision=dict(compute="fp8", fp8_matmuls=names), memory=dict(remat="none")))
+    step = small_step(
+        small_config(precision=dict(compute="fp8", fp8_matmuls=names), memory=dict(remat="none"))
+    )
     params, batch = step.abstract_state.params, step.abstract_batch
     text = jax.jit(gradients_and_loss(step)).lower(params, batch).as_text()
     products = re.findall(r"dot_general.* : \(tensor<\w*x(f8E\w+)>, tensor<\w*x(f8E\w+)>\)", text)
@@ -147,7 +159,9 @@ def _trained(num_steps: int, mesh=(), gradient_accumulation_steps: int = 1, **pr
     """(step, states after each step, metrics), always on the same batch."""
     train = dict(gradient_accumulation_steps=gradient_accumulation_steps)
     optimizer = dict(learning_rate=1e-2, warmup_steps=0, schedule="constant")
-    step = small_step(small_config(precision=precision, mesh=dict(mesh), train=train, optimizer=optimizer))
+    step = small_step(
+        small_config(precision=precision, mesh=dict(mesh), train=train, optimizer=optimizer)
+    )
     run, batch = step.compile(), make_batch(step, natural_rows())
     state, states, metrics = step.init(), [], []
     for _ in range(num_steps):
@@ -168,11 +182,13 @@ def test_overflow_skips_update_and_halves_loss_scale():
     assert num_overflows >= 1 and all(finite[num_overflows : num_overflows + 3])
     for overflow in range(num_overflows):
         before, after = states[overflow], states[overflow + 1]
-        jax.tree.map(np.testing.assert_array_equal, after[1:3], before[1:3])  # parameters and moments
+        # parameters and moments
+        jax.tree.map(np.testing.assert_array_equal, after[1:3], before[1:3])
         assert after.scaling.loss_scale.scale == before.scaling.loss_scale.scale / 2
         assert metrics[overflow].loss_scale == before.scaling.loss_scale.scale
         assert metrics[overflow].skipped_steps == overflow + 1
-        np.testing.assert_allclose(metrics[overflow].loss, metrics[0].loss)  # independent of the scale
+        # independent of the scale
+        np.testing.assert_allclose(metrics[overflow].loss, metrics[0].loss)
     good = num_overflows + 3
     assert (
         states[good].scaling.loss_scale.scale == 2 * metrics[num_overflows].loss_scale
@@ -182,7 +198,9 @@ def test_overflow_skips_update_and_halves_loss_scale():
 
 
 def test_loss_scale_stays_between_bounds():
-    _, _, states, _ = _trained(3, compute="fp16", loss_scale=4.0, loss_scale_max=8.0, loss_scale_growth_interval=1)
+    _, _, states, _ = _trained(
+        3, compute="fp16", loss_scale=4.0, loss_scale_max=8.0, loss_scale_growth_interval=1
+    )
     assert [float(state.scaling.loss_scale.scale) for state in states] == [4, 8, 8, 8]
     config = PrecisionConfig(compute="fp16", loss_scale_min=2.0)
     assert is_retried(4.0, config) and not is_retried(2.0, config) and not is_retried(None, config)
@@ -191,7 +209,8 @@ def test_loss_scale_stays_between_bounds():
 def test_loss_scale_does_not_change_gradients():
     """Rounding to float16 is independent of the exponent, except for subnormal values."""
     (*_, small), (*_, large) = (
-        _trained(1, compute="fp16", loss_scale=scale, loss_scale_growth_interval=1)[3] for scale in (2.0**12, 2.0**16)
+        _trained(1, compute="fp16", loss_scale=scale, loss_scale_growth_interval=1)[3]
+        for scale in (2.0**12, 2.0**16)
     )
     np.testing.assert_allclose(small.grad_norm, large.grad_norm, rtol=1e-3)
 
@@ -208,9 +227,17 @@ def test_amax_histories_cover_all_ranks_and_microbatches():
         _trained(6, mesh=(("context", 2),), **DELAYED),
         _trained(2, mesh=tuple(MESH.items()), gradient_accumulation_steps=2, **DELAYED),
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=FP8_GRADIENT), many[1].scaling, one[1].scaling)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=FP8_GRADIENT),
+        many[1].scaling,
+        one[1].scaling,
+    )
     for before, after in ((one[1], one[2]), (one[2], one[3])):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[..., 1:], b[..., :-1]), after.scaling, before.scaling)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(a[..., 1:], b[..., :-1]),
+            after.scaling,
+            before.scaling,
+        )
 
 
 @pytest.mark.parametrize("precision", [OVERFLOWS, DELAYED], ids=["fp16", "fp8"])
@@ -220,7 +247,9 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_state)
     model = to_dict(step.config)["model"]
     checkpoints = Checkpoints(tmp_path, keep=1, warn=print)
-    checkpoints.save(saved, jax.device_put(states[saved], shardings), dict(step=saved, config=dict(model=model)))
+    checkpoints.save(
+        saved, jax.device_put(states[saved], shardings), dict(step=saved, config=dict(model=model))
+    )
     checkpoints.wait()
     state, _ = checkpoints.restore_latest(lambda _: RestoreTarget(step.abstract_state, model))
     checkpoints.close()

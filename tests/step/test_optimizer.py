@@ -21,7 +21,9 @@ def _rates(steps=20, **changes):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_warmup_is_linear_and_starts_above_zero(schedule):
-    np.testing.assert_allclose(_rates(schedule=schedule, decay_steps=5)[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        _rates(schedule=schedule, decay_steps=5)[:4], [0.25, 0.5, 0.75, 1.0], rtol=1e-6
+    )
 
 
 def test_cosine_decays_from_peak_to_final_rate():
@@ -47,11 +49,19 @@ def test_schedule_without_warmup_starts_at_peak():
 
 def test_weight_decay_skips_norm_scales():
     params = {"weight": jnp.ones((2, 3)), "norm": jnp.ones(3), "bias": jnp.ones((2, 3, 4))}
-    dims = {"weight": ("model", "ffn"), "norm": ("layers", "norm"), "bias": ("layers", "heads", "bias")}
+    dims = {
+        "weight": ("model", "ffn"),
+        "norm": ("layers", "norm"),
+        "bias": ("layers", "heads", "bias"),
+    }
     optimizer = make_optimizer(CONFIG, learning_rate_schedule(CONFIG, 20), dims)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params, grad_norm=0.0)
-    assert (updates["weight"] < 0).all() and (updates["norm"] == 0).all() and (updates["bias"] == 0).all()
+    assert (
+        (updates["weight"] < 0).all()
+        and (updates["norm"] == 0).all()
+        and (updates["bias"] == 0).all()
+    )
 
 
 @pytest.mark.parametrize("max_grad_norm, same", [(1.0, True), (0.0, False)])
@@ -64,7 +74,9 @@ def test_clipping_uses_global_norm(max_grad_norm, same):
     small = {"a": jnp.array([30.0, 0, 0]), "b": jnp.array([0.0, 40, 0, 0])}
     large = jax.tree.map(lambda g: 10 * g, small)
     states = [
-        optimizer.update(gradients, optimizer.init(params), params, grad_norm=optax.tree.norm(gradients))[1]
+        optimizer.update(
+            gradients, optimizer.init(params), params, grad_norm=optax.tree.norm(gradients)
+        )[1]
         for gradients in (small, large)
     ]
     moments = [[leaf for leaf in jax.tree.leaves(state) if jnp.ndim(leaf)] for state in states]

@@ -40,7 +40,9 @@ MESHES = [
 @functools.cache
 def _on_one_device(**overrides):
     """(parameters, gradients, cross entropy) of one device; overrides are config sections as text."""
-    config = small_config(**{section: ast.literal_eval(values) for section, values in overrides.items()})
+    config = small_config(
+        **{section: ast.literal_eval(values) for section, values in overrides.items()}
+    )
     step = small_step(config)
     params = jax.tree.map_with_path(_different_sinks, step.init().params)
     gradients, loss = jax.jit(gradients_and_loss(step))(params, make_batch(step, natural_rows()))
@@ -49,7 +51,11 @@ def _on_one_device(**overrides):
 
 def _different_sinks(path, x):
     """Initial sinks are 0. With other values, sinks of the wrong heads are detected."""
-    return np.linspace(-2, 3, x.size, dtype=np.float32).reshape(x.shape) if path[-1].key == "sinks" else x
+    return (
+        np.linspace(-2, 3, x.size, dtype=np.float32).reshape(x.shape)
+        if path[-1].key == "sinks"
+        else x
+    )
 
 
 def _assert_close(got, gradients, tolerance=FLOAT32_PARITY):
@@ -62,8 +68,9 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), order=rang
     """Compares steps with equal parameters.
 
     Args:
-      order: of the sequences in the batch of the step, which is natural on one device.
-      split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
+      order: of the sequences in the batch of the step, which is natural on one device. split,
+      memory: settings of the attention strategy and of memory, which the step on one device does
+      not have.
     """
     frozen = {section: repr(values) for section, values in overrides.items()}
     params, gradients, loss = _on_one_device(**frozen)
@@ -75,7 +82,9 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), order=rang
     )
     step = small_step(load(config))
     rows = [natural_rows()[i] for i in order]
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, rows))
+    got, got_loss = jax.jit(gradients_and_loss(step))(
+        put_params(step, params), make_batch(step, rows)
+    )
     np.testing.assert_allclose(got_loss, loss, rtol=tolerance)
     _assert_close(got, gradients, tolerance)
 
@@ -95,7 +104,9 @@ def test_loss_and_gradients_on_mesh_equal_one_device(axes):
     ids=["data, another order", "fsdp", "context"],
 )
 def test_accumulation_of_unequal_microbatches_equals_one_device(axes, order, num_microbatches):
-    """The sums of unequal numbers of targets, 95, 91, 9 and 0, are added and divided once, in any order."""
+    """The sums of unequal numbers of targets, 95, 91, 9 and 0, are added and divided once, in any
+    order.
+    """
     _assert_same(axes, order=order, train=dict(gradient_accumulation_steps=num_microbatches))
 
 
@@ -111,18 +122,29 @@ def test_more_tensor_ranks_than_kv_heads_equals_one_device():
     _assert_same(dict(tensor=4))
 
 
-# Every strategy with all kinds of layers, for packed documents and for one document per sequence. The other settings
-# cover pairs of a strategy with whole groups of layers and with last layers, and pairs of remat settings with both.
+# Every strategy with all kinds of layers, for packed documents and for one document per sequence.
+# The other settings cover pairs of a strategy with whole groups of layers and with last layers, and
+# pairs of remat settings with both.
 _ONE_DOCUMENT = dict(attention=dict(document_mask=False), model=dict(num_layers=3))
 _PACKED = dict(model=dict(num_layers=4))
 KINDS = [
     ("ring", dict(context=4, tensor=2), _PACKED, dict(remat="attention")),
     ("ring", dict(context=4, fsdp=2), _ONE_DOCUMENT, dict(remat="full", layers_per_remat_group=3)),
     ("all_gather", dict(context=4, fsdp=2), _PACKED, dict(remat="none")),
-    ("all_gather", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="full", offload=("residual",))),
+    (
+        "all_gather",
+        dict(context=2, tensor=2),
+        _ONE_DOCUMENT,
+        dict(remat="full", offload=("residual",)),
+    ),
     ("ulysses", dict(context=4, fsdp=2), _PACKED, dict(remat="full", layers_per_remat_group=3)),
     ("ulysses", dict(context=2, tensor=2), _ONE_DOCUMENT, dict(remat="matmuls")),
-    ("hybrid", dict(context=4, fsdp=2), _PACKED, dict(remat="full", offload=("attention_out", "attention_lse"))),
+    (
+        "hybrid",
+        dict(context=4, fsdp=2),
+        _PACKED,
+        dict(remat="full", offload=("attention_out", "attention_lse")),
+    ),
     ("hybrid", dict(context=4, tensor=2), _ONE_DOCUMENT, dict(remat="none")),
     (
         "ring",
@@ -139,12 +161,24 @@ KINDS = [
 ]
 # Layers of different shapes: whole groups of layers, last layers, and tiles.
 MIXED_CASES = [
-    ("ring", dict(context=2, tensor=2), dict(num_layers=7), dict(remat="full", offload=("residual",))),
-    ("hybrid", dict(context=4, fsdp=2), dict(num_layers=6), dict(remat="attention", layers_per_remat_group=3)),
+    (
+        "ring",
+        dict(context=2, tensor=2),
+        dict(num_layers=7),
+        dict(remat="full", offload=("residual",)),
+    ),
+    (
+        "hybrid",
+        dict(context=4, fsdp=2),
+        dict(num_layers=6),
+        dict(remat="attention", layers_per_remat_group=3),
+    ),
     (
         "ring",
         dict(context=2, tensor=4),
-        dict(num_layers=4, layer_kinds=("sliding", "wide"), attention_sinks=True, attention_gate=True),
+        dict(
+            num_layers=4, layer_kinds=("sliding", "wide"), attention_sinks=True, attention_gate=True
+        ),
         dict(remat="full", tile_tokens=24),
     ),
 ]
@@ -153,11 +187,19 @@ MIXED_CASES = [
 # Every strategy, two of them with packed documents.
 @pytest.mark.parametrize(
     "strategy, axes, settings, memory",
-    [pytest.param(*case, marks=[] if index in (1, 2, 5, 6) else pytest.mark.full) for index, case in enumerate(KINDS)],
+    [
+        pytest.param(*case, marks=[] if index in (1, 2, 5, 6) else pytest.mark.full)
+        for index, case in enumerate(KINDS)
+    ],
     ids=str,
 )
 def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
-    kinds = dict(layer_kinds=("sliding", "full", "nope"), window=20, rope_scaling="linear", rope_scaling_factor=8.0)
+    kinds = dict(
+        layer_kinds=("sliding", "full", "nope"),
+        window=20,
+        rope_scaling="linear",
+        rope_scaling_factor=8.0,
+    )
     kinds |= dict(attention_sinks=True)
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     settings = settings | dict(model=settings["model"] | kinds)
@@ -166,13 +208,22 @@ def test_layer_kinds_equal_one_device(strategy, axes, settings, memory):
 
 @pytest.mark.full
 def test_sliding_layer_in_tiles_equals_one_device():
-    memory = dict(remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse"))
-    _assert_same(dict(context=2), memory=memory, model=dict(num_layers=1, layer_kinds=("sliding",), window=20))
+    memory = dict(
+        remat="full", tile_tokens=24, offload=("residual", "attention_out", "attention_lse")
+    )
+    _assert_same(
+        dict(context=2),
+        memory=memory,
+        model=dict(num_layers=1, layer_kinds=("sliding",), window=20),
+    )
 
 
 @pytest.mark.parametrize(
     ("strategy", "axes", "model", "memory"),
-    [pytest.param(*case, marks=[] if index == 2 else pytest.mark.full) for index, case in enumerate(MIXED_CASES)],
+    [
+        pytest.param(*case, marks=[] if index == 2 else pytest.mark.full)
+        for index, case in enumerate(MIXED_CASES)
+    ],
     ids=str,
 )
 def test_layers_of_different_shapes_equal_one_device(strategy, axes, model, memory):
@@ -182,9 +233,20 @@ def test_layers_of_different_shapes_equal_one_device(strategy, axes, model, memo
 
 _RECURRENT = dict(layer_kinds=("gated_delta_net",), num_layers=1)
 HYBRIDS = [
-    ("ring", dict(context=4, tensor=2), dict(num_layers=2), dict(remat="attention")),  # in the order of documents
-    ("ring", dict(context=8), dict(num_layers=2), dict(remat="full", offload=("residual", "delta_states"))),
-    ("ulysses", dict(context=2, fsdp=2), dict(num_layers=3), dict(remat="full", layers_per_remat_group=2)),
+    # in the order of documents
+    ("ring", dict(context=4, tensor=2), dict(num_layers=2), dict(remat="attention")),
+    (
+        "ring",
+        dict(context=8),
+        dict(num_layers=2),
+        dict(remat="full", offload=("residual", "delta_states")),
+    ),
+    (
+        "ulysses",
+        dict(context=2, fsdp=2),
+        dict(num_layers=3),
+        dict(remat="full", layers_per_remat_group=2),
+    ),
     ("all_gather", dict(context=2, tensor=2), dict(num_layers=2), dict(remat="matmuls")),
     ("hybrid", dict(context=4, data=2), dict(num_layers=2), dict(remat="none")),
     ("ring", dict(context=2, tensor=2), _RECURRENT, dict(remat="attention", tile_tokens=24)),
@@ -205,7 +267,10 @@ HYBRIDS = [
 
 @pytest.mark.parametrize(
     ("strategy", "axes", "model", "memory"),
-    [pytest.param(*case, marks=[] if index in (0, 5) else pytest.mark.full) for index, case in enumerate(HYBRIDS)],
+    [
+        pytest.param(*case, marks=[] if index in (0, 5) else pytest.mark.full)
+        for index, case in enumerate(HYBRIDS)
+    ],
     ids=str,
 )
 def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):
@@ -245,26 +310,38 @@ def test_model_variants_equal_one_device(model):
         pytest.param(dict(remat="full"), marks=pytest.mark.full),
         dict(remat="full", save=("mlp_gate", "query")),
         pytest.param(
-            dict(remat="full", offload=("residual", "attention_out", "attention_lse")), marks=pytest.mark.full
+            dict(remat="full", offload=("residual", "attention_out", "attention_lse")),
+            marks=pytest.mark.full,
         ),
         dict(remat="attention", layers_per_remat_group=2),
-        dict(remat="full", layers_per_remat_group=2, offload=("residual",), save=("attention_out", "attention_lse")),
+        dict(
+            remat="full",
+            layers_per_remat_group=2,
+            offload=("residual",),
+            save=("attention_out", "attention_lse"),
+        ),
     ],
     ids=str,
 )  # KINDS has remat "none" and "matmuls"; the other tests use "attention"
 def test_remat_settings_equal_one_device(memory):
     params, gradients, _ = _on_one_device()
     step = small_step(small_config(memory=memory, mesh=dict(context=2, tensor=2)))
-    got, _ = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    got, _ = jax.jit(gradients_and_loss(step))(
+        put_params(step, params), make_batch(step, natural_rows())
+    )
     _assert_close(got, gradients)
 
 
-@pytest.mark.parametrize("context", [1, *(pytest.param(x, marks=pytest.mark.full) for x in (2, 4)), 8])
+@pytest.mark.parametrize(
+    "context", [1, *(pytest.param(x, marks=pytest.mark.full) for x in (2, 4)), 8]
+)
 def test_bfloat16_error_does_not_grow_with_the_ring(context):
     """bfloat16 on a ring against float32 on one device: the same bound for every ring size."""
     params, gradients, loss = _on_one_device()
     step = small_step(small_config(precision=dict(compute="bf16"), mesh=dict(context=context)))
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(
+        put_params(step, params), make_batch(step, natural_rows())
+    )
     np.testing.assert_allclose(got_loss, loss, rtol=BFLOAT16_GRADIENT)
     _assert_close(got, gradients, BFLOAT16_GRADIENT)
 
@@ -276,20 +353,25 @@ def test_gradients_equal_finite_differences():
     gradients, _ = jax.jit(gradients_and_loss(step))(params, batch)
     keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
     keys = jax.tree.unflatten(jax.tree.structure(params), list(keys))
-    direction = jax.tree.map(lambda p, key: jax.random.normal(key, p.shape) * np.abs(p).mean(), params, keys)
+    direction = jax.tree.map(
+        lambda p, key: jax.random.normal(key, p.shape) * np.abs(p).mean(), params, keys
+    )
     loss = jax.jit(lambda params: step.objective.loss_and_grads(params, batch)[0])
 
     def at(distance):
         return float(loss(jax.tree.map(lambda p, d: p + distance * d, params, direction)))
 
-    slope = sum(float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction)))
+    slope = sum(
+        float((g * d).sum()) for g, d in zip(jax.tree.leaves(gradients), jax.tree.leaves(direction))
+    )
     assert abs((at(1e-2) - at(-1e-2)) / 2e-2 - slope) <= 2e-2 * abs(slope)
 
 
 _WHOLE_TENSORS = ("residual", "attention_out", "attention_lse")
 
 
-_COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory, fastest compile first
+# every pair of a mesh, a strategy and two settings of memory, fastest compile first
+_COMBINATIONS = [
     (dict(context=2, tensor=2, fsdp=2), dict(), dict(remat="attention", tile_tokens=16, parameters="host")),
     (dict(context=4, fsdp=2), dict(strategy="hybrid", ulysses_degree=2),
      dict(remat="full", tile_tokens=8, offload=_WHOLE_TENSORS, parameters="host", loss_chunk_tokens=7)),
@@ -313,17 +395,24 @@ _COMBINATIONS = [  # every pair of a mesh, a strategy and two settings of memory
     "axes, attention, memory",
     [
         *_COMBINATIONS[1:4],
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (_COMBINATIONS[0], *_COMBINATIONS[4:-1])),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (_COMBINATIONS[0], *_COMBINATIONS[4:-1])
+        ),
         pytest.param(*_COMBINATIONS[-1], marks=pytest.mark.heavy),
     ],
     ids=str,
 )
 def test_memory_settings_equal_one_device(axes, attention, memory):
-    """Gradients against one device with the state on the device; `test_host_state.py` tests the update."""
+    """Gradients against one device with the state on the device; `test_host_state.py` tests the
+    update.
+    """
     mask = {key: value for key, value in attention.items() if key == "document_mask"}
     model = dict(attention_sinks=True, attention_gate=True)
     params, gradients, loss = _on_one_device(attention=str(mask), model=str(model))
     step = small_step(small_config(mesh=axes, model=model, attention=attention, memory=memory))
-    got, got_loss = jax.jit(gradients_and_loss(step))(put_params(step, params), make_batch(step, natural_rows()))
+    got, got_loss = jax.jit(gradients_and_loss(step))(
+        put_params(step, params), make_batch(step, natural_rows())
+    )
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     _assert_close(got, gradients)

@@ -1,4 +1,5 @@
-"""Losses of post-training through the whole step: shared prefixes against separate rows, and formulas of the papers.
+"""Losses of post-training through the whole step: shared prefixes against separate rows, and
+formulas of the papers.
 
 tests/hf/test_trl_losses.py compares the losses with those of TRL.
 """
@@ -58,7 +59,10 @@ def traces(loss: str) -> list[list[Trace]]:
                     in_loss=in_loss,
                     prompt=prompt.tobytes(),
                     advantage=(CHOSEN, REJECTED)[number] if loss == "dpo" else float(rng.normal()),
-                    log_probs={name: (in_loss * -rng.uniform(3, 5, len(tokens))).astype(np.float32) for name in names},
+                    log_probs={
+                        name: (in_loss * -rng.uniform(3, 5, len(tokens))).astype(np.float32)
+                        for name in names
+                    },
                 )
             )
         groups.append(group)
@@ -82,7 +86,11 @@ WITHOUT_TILES = {"tiles": "", "sliding tiles": "sliding"}
 
 def config_with(loss: str, *, shares=True, **sections):
     """One sequence of 192 tokens, in which all trees fit, also as separate rows."""
-    policy = dict(old_log_probs="record", kl=0.1, clip_low=0.1, clip_high=0.4) if loss not in ("", "dpo") else {}
+    policy = (
+        dict(old_log_probs="record", kl=0.1, clip_low=0.1, clip_high=0.4)
+        if loss not in ("", "dpo")
+        else {}
+    )
     sections["attention"] = sections.get("attention", {}) | dict(shared_prefixes=shares)
     sizes = dict(data=dict(seq_len=192), train=dict(global_batch_size=1, eval_sequences=1))
     return small_config(posttrain=dict(loss=loss) | policy, **sizes, **sections)
@@ -90,7 +98,9 @@ def config_with(loss: str, *, shares=True, **sections):
 
 def sequence(config, groups) -> dict[str, np.ndarray]:
     shares = config.attention.shared_prefixes
-    trees = [tree for group in groups for tree in trees_of(group, config.data.seq_len, shares=shares)]
+    trees = [
+        tree for group in groups for tree in trees_of(group, config.data.seq_len, shares=shares)
+    ]
     assert shares == any(tree.num_prefix_tokens for tree in trees)
     packed = PackedTraces(trees, config.data.seq_len, array_dtypes(config))
     assert packed.num_sequences == 1
@@ -101,12 +111,16 @@ def results(config, loss: str, params=None):
     """(parameters, gradients of the sum of the loss, the loss)."""
     step = small_step(config)
     params = step.init().params if params is None else put_params(step, params)
-    gradients, sums = jax.jit(gradients_and_loss(step))(params, make_batch(step, [sequence(config, traces(loss))]))
+    gradients, sums = jax.jit(gradients_and_loss(step))(
+        params, make_batch(step, [sequence(config, traces(loss))])
+    )
     return params, gradients, sums.loss if loss else sums
 
 
 def separate_rows(loss: str, kinds: str = ""):
-    """Results on one device, without tiles. For dpo, the answers of a pair continue a prefix that only they have."""
+    """Results on one device, without tiles. For dpo, the answers of a pair continue a prefix that
+    only they have.
+    """
     return _separate_rows(loss, WITHOUT_TILES.get(kinds, kinds))
 
 
@@ -117,7 +131,9 @@ def _separate_rows(loss: str, kinds: str):
 
 
 def magnitude(config, loss):
-    """The sum of the magnitudes of the terms of a loss, for ratios of 1: advantages of both signs cancel."""
+    """The sum of the magnitudes of the terms of a loss, for ratios of 1: advantages of both signs
+    cancel.
+    """
     weights = dict(grpo="answer_weights", dapo="loss_weights").get(config.posttrain.loss)
     if weights is None:
         return float(loss)
@@ -130,7 +146,8 @@ def magnitude(config, loss):
     [
         ("grpo", "", dict(context=8), {}),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
-        # The heavy float64_parity.py has recurrent layers, tensor ranks and sliding tiles, and another test here tiles.
+        # The heavy float64_parity.py has recurrent layers, tensor ranks and sliding tiles, and
+        # another test here tiles.
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -155,7 +172,9 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     params, gradients, expected = separate_rows(loss, kinds)
     config = config_with(loss, **KINDS[kinds], mesh=mesh, attention=attention)
     _, got, got_loss = results(config, loss, params)
-    np.testing.assert_allclose(got_loss, expected, rtol=0, atol=FLOAT32_LOSS * magnitude(config, expected))
+    np.testing.assert_allclose(
+        got_loss, expected, rtol=0, atol=FLOAT32_LOSS * magnitude(config, expected)
+    )
     got = jax.tree.map(without_padding, got, gradients)
     errors = jax.tree.map(max_relative_error, got, gradients)
     for path, error in jax.tree.leaves_with_path(errors):
@@ -175,26 +194,36 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
     np.testing.assert_allclose(loss, expected, rtol=FLOAT32_LOSS)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
-    # Inputs: an answer begins with the last token of its prompt, and its own last token is only a target.
+    # Inputs: an answer begins with the last token of its prompt, and its own last token is only a
+    # target.
     num_tokens = sum(prompt - 1 + sum(answers) for prompt, answers in GROUPS["policy"].items())
     np.testing.assert_array_equal(experts.counts_LE.sum(1), [2 * num_tokens] * 2)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("flags, num_cases", [([], 3), pytest.param(["--all"], 5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "flags, num_cases", [([], 3), pytest.param(["--all"], 5, marks=pytest.mark.full)]
+)
 def test_shared_prefixes_in_float64_equal_separate_rows(flags, num_cases):
     """To 1e-13, so the differences of float32 are those of sums in another order."""
     output = subprocess.run(
-        [sys.executable, "-m", "tests.step.float64_parity", *flags], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.step.float64_parity", *flags],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     errors = [float(word) for line in output.splitlines() for word in line.split()[-2:]]
     assert len(errors) == 2 * num_cases and max(errors) <= 1e-13, output
 
 
 def test_base_as_reference_equals_recorded_log_probs():
-    """At the start, the adapters of LoRA are 0: the base is the policy, so dpo has the loss log 2 per pair."""
+    """At the start, the adapters of LoRA are 0: the base is the policy, so dpo has the loss log 2
+    per pair.
+    """
     config = config_with("dpo", **KINDS["lora"])
-    config = dataclasses.replace(config, posttrain=dataclasses.replace(config.posttrain, reference="base"))
+    config = dataclasses.replace(
+        config, posttrain=dataclasses.replace(config.posttrain, reference="base")
+    )
     _, gradients, loss = results(config, "dpo")
     np.testing.assert_allclose(loss, len(GROUPS["dpo"]) * np.log(2), rtol=1e-6)
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
@@ -205,7 +234,13 @@ def test_base_as_reference_equals_recorded_log_probs():
     [
         dict(loss="dpo", beta=0.5, label_smoothing=0.1),
         dict(
-            loss="grpo", ratio="sequence", kl=0.1, old_log_probs="record", clip_low=0.9, clip_high=9.0, temperature=0.7
+            loss="grpo",
+            ratio="sequence",
+            kl=0.1,
+            old_log_probs="record",
+            clip_low=0.9,
+            clip_high=9.0,
+            temperature=0.7,
         ),
     ],
     ids=str,
@@ -215,21 +250,28 @@ def test_gradients_are_those_of_the_loss(settings):
     config = config_with(settings["loss"])
     config = dataclasses.replace(config, posttrain=PosttrainConfig(**settings))
     step = small_step(config)
-    params, batch = step.init().params, make_batch(step, [sequence(config, traces(settings["loss"]))])
+    params, batch = (
+        step.init().params,
+        make_batch(step, [sequence(config, traces(settings["loss"]))]),
+    )
     function = jax.jit(gradients_and_loss(step))
     gradients, _ = function(params, batch)
     squares = sum(float((x**2).sum()) for x in jax.tree.leaves(gradients))
     size = 0.005 / squares**0.5
 
     def loss_at(distance: float) -> float:
-        return float(function(jax.tree.map(lambda x, g: x + distance * g, params, gradients), batch)[1].loss)
+        return float(
+            function(jax.tree.map(lambda x, g: x + distance * g, params, gradients), batch)[1].loss
+        )
 
     np.testing.assert_allclose((loss_at(size) - loss_at(-size)) / (2 * size), squares, rtol=0.02)
 
 
 @functools.cache
 def ratios_of_one():
-    """(config, parameters, batch, a function of both) of dapo without a clip: all ratios are 1, and kl is 0."""
+    """(config, parameters, batch, a function of both) of dapo without a clip: all ratios are 1, and
+    kl is 0.
+    """
     config = config_with("dapo")
     config = dataclasses.replace(config, posttrain=PosttrainConfig(loss="dapo"))
     step = small_step(config)
@@ -250,7 +292,9 @@ def test_custom_loss_replaces_the_formula():
     errors = jax.tree.map(max_relative_error, gradients, expected)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY and sums.ratio is None and sums.loss != 0
     with pytest.raises(UserError, match="policy_loss has no effect without config.posttrain.loss"):
-        small_step(dataclasses.replace(config, posttrain=PosttrainConfig()), policy_loss=policy_loss)
+        small_step(
+            dataclasses.replace(config, posttrain=PosttrainConfig()), policy_loss=policy_loss
+        )
     with pytest.raises(UserError, match="expected the sum of the losses"):
         step = small_step(config, policy_loss=lambda log_probs_BT, batch: log_probs_BT)
         jax.eval_shape(gradients_and_loss(step), params, batch)

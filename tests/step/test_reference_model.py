@@ -1,4 +1,5 @@
-"""The program of the reference model of posttrain.reference='model', whose weights are in host memory.
+"""The program of the reference model of posttrain.reference='model', whose weights are in host
+memory.
 
 tests/train/test_posttrain.py trains with it.
 """
@@ -38,10 +39,15 @@ def test_reference_with_experts_has_the_log_probs_of_the_policy():
     posttrain = dataclasses.replace(config.posttrain, reference="model", reference_model="unused")
     step = small_step(dataclasses.replace(config, posttrain=posttrain))
     row = test_policy_loss.sequence(step.config, test_policy_loss.traces("grpo"))
-    batch = make_batch(step, [row | dict(reference_log_probs=row["loss_weights"])])._replace(reference_log_probs=None)
+    batch = make_batch(step, [row | dict(reference_log_probs=row["loss_weights"])])._replace(
+        reference_log_probs=None
+    )
     params, like = step.init().params, step.reference.abstract_state.params
     on_host = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, like)
-    expected, actual = step.jitted_log_probs(params, batch), step.reference.jitted_log_probs(on_host, batch)
+    expected, actual = (
+        step.jitted_log_probs(params, batch),
+        step.reference.jitted_log_probs(on_host, batch),
+    )
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
     assert np.ptp(expected) > 1
     where = {x.sharding.memory_kind for x in jax.tree.leaves(on_host)}
@@ -62,8 +68,14 @@ def test_reference_on_gpus_is_in_host_memory_and_fetched_by_layer(monkeypatch):
     plan = compile_plan.plan_step(config_with_reference(), topology("h100:1x4"), lambda: None)
     ((reference, compiled),) = kept
     params = reference.abstract_state.params
-    stacks = {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params["layers"]) if len(x.shape) > 2}
-    assert stacks and not any(array.dims in stacks for array in verify_compiled.device_arrays(compiled.program))
+    stacks = {
+        x.sharding.shard_shape(x.shape)
+        for x in jax.tree.leaves(params["layers"])
+        if len(x.shape) > 2
+    }
+    assert stacks and not any(
+        array.dims in stacks for array in verify_compiled.device_arrays(compiled.program)
+    )
     verify_compiled.check_host_copies(compiled.program)
     stats, params_bytes = compiled.compiled.memory_analysis(), bytes_per_device(params)
     assert stats.host_argument_size_in_bytes == params_bytes

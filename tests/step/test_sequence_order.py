@@ -26,7 +26,10 @@ def test_default_order_is_that_of_documents():
         (dict(attention=dict(document_mask=False)), "attention.document_mask=False"),
         (dict(attention=dict(document_sharding=False)), "attention.document_sharding=False"),
         (dict(attention=dict(strategy="ulysses")), "each rank attends over whole sequences"),
-        (dict(attention=dict(strategy="hybrid", ulysses_degree=4)), "each rank attends over whole sequences"),
+        (
+            dict(attention=dict(strategy="hybrid", ulysses_degree=4)),
+            "each rank attends over whole sequences",
+        ),
         (
             dict(model=dict(layer_kinds=("sliding", "full"), window=20)),
             "sliding windows of 20 tokens are too long for pieces of documents on 24 tokens",
@@ -59,7 +62,9 @@ def test_order_of_models_with_states_has_fragments():
     arrays, order_T = chosen.arranged(PACKED)
     np.testing.assert_array_equal(order_T, chosen.of(PACKED))
     assert (order_T != zigzag_order(TOKENS, 4)).any()
-    np.testing.assert_array_equal(arrays["fragment_ids"][order_T], chosen.chained(PACKED).fragments_T)
+    np.testing.assert_array_equal(
+        arrays["fragment_ids"][order_T], chosen.chained(PACKED).fragments_T
+    )
 
 
 def test_order_of_documents_with_room_for_windows():
@@ -92,4 +97,5 @@ def test_hybrid_groups_have_documents_and_ranks_zigzag_order():
 
 
 def test_settings_have_per_document_sharding_by_default():
-    assert AttentionConfig().document_sharding  # also for configs that are stored in old checkpoints
+    # also for configs that are stored in old checkpoints
+    assert AttentionConfig().document_sharding

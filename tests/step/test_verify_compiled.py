@@ -27,12 +27,16 @@ def step(transport: TransportSelection | None, mismatch_is: str = "error") -> Si
     config = defaults()
     config.model.num_layers = 3
     config.runtime.transport_mismatch = mismatch_is
-    return SimpleNamespace(config=load(config), transport=transport, abstract_state=(), memory_spaces=(), model=None)
+    return SimpleNamespace(
+        config=load(config), transport=transport, abstract_state=(), memory_spaces=(), model=None
+    )
 
 
 def small_ring(num_layers: int) -> ConfigDict:
     config = defaults()
-    config.model.update(num_layers=num_layers, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64)
+    config.model.update(
+        num_layers=num_layers, model_dim=64, num_heads=2, num_kv_heads=2, ffn_dim=64
+    )
     config.mesh.context = 4
     config.attention.kernel = "blockwise"
     config.data.seq_len = 512
@@ -40,7 +44,9 @@ def small_ring(num_layers: int) -> ConfigDict:
 
 
 def test_describe_counts_hops_and_transports():
-    """Of two hops in a loop of three iterations one uses NVSHMEM and is overlapped; see the snippet."""
+    """Of two hops in a loop of three iterations one uses NVSHMEM and is overlapped; see the
+    snippet.
+    """
     assert describe(analyze(RING).attention_collectives, strategy="ring", num_layers=3) == [
         "ring: 6 hops (2 x 3 layers), 3 NVSHMEM and 3 NCCL; unoverlapped: 3 of 6 forward"
     ]
@@ -51,11 +57,17 @@ def test_describe_counts_hops_and_transports():
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"), [("COLLECTIVES_SYMMETRIC_MEMORY", "one-sided NCCL"), ("COLLECTIVES_PEER_MEMORY", "peer copies")]
+    ("mode", "name"),
+    [
+        ("COLLECTIVES_SYMMETRIC_MEMORY", "one-sided NCCL"),
+        ("COLLECTIVES_PEER_MEMORY", "peer copies"),
+    ],
 )
 def test_describe_names_nccl_modes(mode, name):
     (line,) = describe(
-        analyze(ALL_NCCL.replace('"X"', f'"{mode}"')).attention_collectives, strategy="ring", num_layers=3
+        analyze(ALL_NCCL.replace('"X"', f'"{mode}"')).attention_collectives,
+        strategy="ring",
+        num_layers=3,
     )
     assert f"3 {name} and 3 NCCL" in line
 
@@ -63,7 +75,11 @@ def test_describe_names_nccl_modes(mode, name):
 def test_verify_with_other_transport_raises():
     with pytest.raises(UserError) as error:
         verify_compiled_step(step(NVSHMEM), compiled(RING))
-    for words in ["of 6 hops the compiled step sends 3 by NCCL", "transport is 'nvshmem'", "transport_mismatch=warn"]:
+    for words in [
+        "of 6 hops the compiled step sends 3 by NCCL",
+        "transport is 'nvshmem'",
+        "transport_mismatch=warn",
+    ]:
         assert words in str(error.value)
 
 
@@ -85,7 +101,9 @@ def test_verify_with_requested_transport_returns_one_line():
 
 
 def test_mismatch_of_strategy_without_hops():
-    text = ALL_NCCL.replace("collective-permute", "all-gather").replace("source_target_pairs", "replica_groups")
+    text = ALL_NCCL.replace("collective-permute", "all-gather").replace(
+        "source_target_pairs", "replica_groups"
+    )
     gathers = analyze(text).attention_collectives
     assert gathers
     assert "makes no hops" in mismatch(gathers, NVSHMEM, strategy="all_gather")
@@ -105,9 +123,13 @@ def test_evaluation_for_h100_uses_the_transport_of_the_step():
     mesh = make_mesh(topology("h100:1x4"), config.mesh)
     real = build_step(config, mesh)
     compiled = real.compile_evaluation(extra_options=dict(WITHOUT_GPU))
-    assert {hop.collective.transport for hop in analyze(compiled.as_text()).attention_collectives} == {"symmetric"}
+    assert {
+        hop.collective.transport for hop in analyze(compiled.as_text()).attention_collectives
+    } == {"symmetric"}
     verify_evaluation(real, compiled)
-    by_nccl = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, transport="nccl"))
+    by_nccl = dataclasses.replace(
+        config, runtime=dataclasses.replace(config.runtime, transport="nccl")
+    )
     with pytest.raises(UserError, match="hops the compiled step sends . by one-sided NCCL"):
         verify_evaluation(build_step(by_nccl, mesh), compiled)
 

@@ -40,9 +40,16 @@ class DecayedMeanKind(Mixer):
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
         sizes = layer.section(AttentionSettings)
         values = float(itemsize * sizes.num_heads * sizes.head_dim)
-        states = 4.0 * 2 * config.mesh.context * sizes.num_heads * sizes.head_dim / config.data.seq_len
+        states = (
+            4.0 * 2 * config.mesh.context * sizes.num_heads * sizes.head_dim / config.data.seq_len
+        )
         projected = float(itemsize * layer.model_dim)
-        return dict(mean_values=values, attention_out=values, delta_states=states, attention_projected=projected)
+        return dict(
+            mean_values=values,
+            attention_out=values,
+            delta_states=states,
+            attention_projected=projected,
+        )
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         yield from ()

@@ -1,6 +1,7 @@
 """A kind of layers whose tokens are decayed causal means: S = a S + (1 - a) v, and the output is S.
 
-The decay a of each head is trained. The kind runs in tiles, and passes its states along zigzag order.
+The decay a of each head is trained. The kind runs in tiles, and passes its states along zigzag
+order.
 """
 
 import functools
@@ -15,7 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.query_tiles import tiles_of
-from jaxlc.attention.state_passing import Affine, continued_states, entering_states, predecessors, tile_states, total
+from jaxlc.attention.state_passing import (
+    Affine,
+    continued_states,
+    entering_states,
+    predecessors,
+    tile_states,
+    total,
+)
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.block import residual_depth_scale, weight
@@ -42,14 +50,18 @@ class DecayedMean(Mixer, OnTiles, PassesStates):
         return (checkpoint_name(v_BTHV, "mean_values"), jax.nn.sigmoid(self.decay[...])), None
 
     def projected(self, out, kept, *, shard):
-        out_BTD = self.project("attention_projected", "BTHV,HVD->BTD", shard.heads(out), self.wo, shard=shard)
+        out_BTD = self.project(
+            "attention_projected", "BTHV,HVD->BTD", shard.heads(out), self.wo, shard=shard
+        )
         return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
     @classmethod
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
         ranks = _ranks(on.mesh)
         mean = _split(functools.partial(_mean, ranks=ranks), on.mesh, (HEADS, DECAY, TOKENS), HEADS)
-        return Sequences(functools.partial(_continues, mesh=on.mesh), lambda v, a, *, ranges: mean(v, a, ranges))
+        return Sequences(
+            functools.partial(_continues, mesh=on.mesh), lambda v, a, *, ranges: mean(v, a, ranges)
+        )
 
     @classmethod
     def on_tiles(cls, on: KindOnMesh) -> Tiles:
@@ -78,20 +90,26 @@ class TiledMean(NamedTuple):
 
     def maps(self, operands, before, ranges):
         def local(v, a, continues):
-            return jax.tree.map(lambda *x: jnp.stack(x), *(total(maps) for maps in _maps(v, a, continues, 2)))
+            return jax.tree.map(
+                lambda *x: jnp.stack(x), *(total(maps) for maps in _maps(v, a, continues, 2))
+            )
 
         return _split(local, self.mesh, (HEADS, DECAY, TOKENS), PIECES)(*operands, ranges)
 
     def states(self, maps):
         pieces = PartitionSpec(None, *PIECES)
-        return _split(functools.partial(tile_states, ranks=_ranks(self.mesh)), self.mesh, (pieces,), pieces)(maps)
+        return _split(
+            functools.partial(tile_states, ranks=_ranks(self.mesh)), self.mesh, (pieces,), pieces
+        )(maps)
 
     def outputs(self, operands, before, states, ranges):
         def local(v, a, continues, states):
             pieces = zip(_maps(v, a, continues, 2), states)
             return _outputs([_after(maps, S) for maps, S in pieces], v)
 
-        return _split(local, self.mesh, (HEADS, DECAY, TOKENS, PIECES), HEADS)(*operands, ranges, states)
+        return _split(local, self.mesh, (HEADS, DECAY, TOKENS, PIECES), HEADS)(
+            *operands, ranges, states
+        )
 
 
 class CachedMean(NamedTuple):
@@ -112,7 +130,9 @@ class CachedMean(NamedTuple):
             return _outputs([jax.vmap(Affine.__call__)(maps, states)], v), cache
 
         batch = PartitionSpec(BATCH_AXES)
-        call = _split(local, self.mesh, (HEADS, DECAY, STATE, PartitionSpec(), batch), (HEADS, STATE))
+        call = _split(
+            local, self.mesh, (HEADS, DECAY, STATE, PartitionSpec(), batch), (HEADS, STATE)
+        )
         return lambda v, a, *, cache, layer: call(v, a, cache, layer, new.num_new_B)
 
 
@@ -126,7 +146,9 @@ def _split(local, mesh, in_specs, out_specs):
 
 def _continues(tokens, *, mesh):
     """bool [B, T]: the document of a token is that of the token before it."""
-    segments_BT = jnp.ones_like(tokens.positions_BT) if tokens.segments_BT is None else tokens.segments_BT
+    segments_BT = (
+        jnp.ones_like(tokens.positions_BT) if tokens.segments_BT is None else tokens.segments_BT
+    )
     ranks = _ranks(mesh)
 
     def local(segments_bt):
@@ -160,5 +182,6 @@ def _mean(v_bthV, a_h, continues_bt, *, ranks: Ranks):
     maps = _maps(v_bthV, a_h, continues_bt, 2 if ranks.size > 1 else 1)
     states = entering_states(maps, ranks)
     return checkpoint_name(
-        _outputs([jax.vmap(Affine.__call__)(*pair) for pair in zip(maps, states)], v_bthV), "attention_out"
+        _outputs([jax.vmap(Affine.__call__)(*pair) for pair in zip(maps, states)], v_bthV),
+        "attention_out",
     )

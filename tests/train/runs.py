@@ -56,7 +56,8 @@ MetricsLog.write = _write_slowly
 
 
 def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes runs with equal settings in this process use one compiled step and one compiled evaluation.
+    """Makes runs with equal settings in this process use one compiled step and one compiled
+    evaluation.
 
     A run in another process compiles its own, and so do the runs of test_compiled_step_reuse.py.
     """
@@ -65,7 +66,9 @@ def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes runs in this process write no plots. test_final_report.py and test_run_api.py have those of a run."""
+    """Makes runs in this process write no plots. test_final_report.py and test_run_api.py have
+    those of a run.
+    """
     monkeypatch.setattr(final_report, "write_plots", lambda *_: [])
 
 
@@ -77,7 +80,14 @@ def _compiled_once(method):
         settings = to_dict(step.config)
         for name in ("checkpoint_every_steps", "eval_every_steps"):
             del settings["train"][name]
-        key = repr(settings), step.mesh, step.model, step.token_loss, step.policy_loss, step.custom_optimizer
+        key = (
+            repr(settings),
+            step.mesh,
+            step.model,
+            step.token_loss,
+            step.policy_loss,
+            step.custom_optimizer,
+        )
         if key not in programs:
             programs[key] = method(step)
         return programs[key]
@@ -91,15 +101,27 @@ def save_step_0(config, workdir: Path) -> Config:
     step = build_step(config, make_mesh(config.mesh, jax.devices()[: config.mesh.num_devices]))
     params = load_pretrained(step)[0] if config.model.init_from else None
     checkpoints = Checkpoints(workdir / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
-    checkpoints.save(1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(config)))
+    checkpoints.save(
+        1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(config))
+    )
     checkpoints.close()
     return config
 
 
 def write_untrained_run(directory: Path, seed: int = 0) -> Path:
-    """Writes a run of a small model on bytes, with the checkpoint 1 of its initial parameters; returns `directory`."""
+    """Writes a run of a small model on bytes, with the checkpoint 1 of its initial parameters;
+    returns `directory`.
+    """
     config = defaults()
-    config.model.update(vocab_size=257, num_layers=2, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32)
+    config.model.update(
+        vocab_size=257,
+        num_layers=2,
+        model_dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_dim=32,
+    )
     config.mesh.context = config.runtime.simulated_devices = 2
     config.data.seq_len, config.train.seed = 64, seed
     save_step_0(config, directory)
@@ -107,7 +129,9 @@ def write_untrained_run(directory: Path, seed: int = 0) -> Path:
 
 
 def write_config(directory: Path) -> Path:
-    """Writes a config file and its corpus, sixteen documents of a few hundred bytes, to `directory`."""
+    """Writes a config file and its corpus, sixteen documents of a few hundred bytes, to
+    `directory`.
+    """
     corpus = directory / "corpus"
     corpus.mkdir()
     for i in range(16):
@@ -119,7 +143,9 @@ def write_config(directory: Path) -> Path:
 
 
 def write_slow_config(config: Path) -> Path:
-    """Writes the same config to a file that makes a run in another process wait half a second after each row."""
+    """Writes the same config to a file that makes a run in another process wait half a second after
+    each row.
+    """
     path = config.with_name("slow.py")
     path.write_text(_SLOW_CONFIG + config.read_text())
     return path
@@ -134,7 +160,12 @@ def start(config: Path | str, workdir: Path, **overrides) -> subprocess.Popen:
     """Starts a run in another process; `mesh__context=2` is --config.mesh.context=2."""
     command = [sys.executable, "-m", "jaxlc.train", *_arguments(config, workdir, overrides)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment.of_user(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=ROOT,
+        env=environment.of_user(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -150,14 +181,20 @@ def finish(run: subprocess.Popen, status: int = 0) -> str:
 
 
 def train_elsewhere(config: Path | str, workdir: Path, status: int = 0, **overrides) -> str:
-    """Runs from start to end in another process, as for another number of devices, and returns the output."""
+    """Runs from start to end in another process, as for another number of devices, and returns the
+    output.
+    """
     return finish(start(config, workdir, **overrides), status)
 
 
 def train(config: Path | str, workdir: Path, status: int = 0, **overrides) -> str:
-    """Runs from start to end in this process, which takes a third of the time, and returns the output."""
+    """Runs from start to end in this process, which takes a third of the time, and returns the
+    output.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
-        exit_status = run_main(run_training, ["jaxlc train", *_arguments(config, workdir, overrides)], description="")
+        exit_status = run_main(
+            run_training, ["jaxlc train", *_arguments(config, workdir, overrides)], description=""
+        )
     assert exit_status == status, output.getvalue()
     return output.getvalue()
 
@@ -166,7 +203,9 @@ def start_pair(config: Path, workdir: Path, **overrides) -> list[subprocess.Pope
     """Starts a run of two processes with half of the devices each; the context axis spans both."""
     address = f"127.0.0.1:{helpers.free_port()}"
     processes = dict(runtime__num_processes=2, runtime__coordinator_address=address)
-    return [start(config, workdir, **processes, runtime__process_id=i, **overrides) for i in range(2)]
+    return [
+        start(config, workdir, **processes, runtime__process_id=i, **overrides) for i in range(2)
+    ]
 
 
 def damage(checkpoint: Path) -> None:
@@ -183,7 +222,10 @@ def wait_until(condition, run: subprocess.Popen) -> None:
 
 def rows(workdir: Path) -> list[dict]:
     """The rows of metrics.jsonl without their timings."""
-    return [{k: v for k, v in row.items() if not is_timing(k)} for row in read_rows(workdir / METRICS_FILE)]
+    return [
+        {k: v for k, v in row.items() if not is_timing(k)}
+        for row in read_rows(workdir / METRICS_FILE)
+    ]
 
 
 def step_of(workdir: Path) -> int:

@@ -1,4 +1,6 @@
-"""A second equal run, in the same process and after a restart, loads its compiled step from the cache."""
+"""A second equal run, in the same process and after a restart, loads its compiled step from the
+cache.
+"""
 
 import os
 import re
@@ -33,8 +35,12 @@ for workdir in workdirs:
 
 
 def compile_lines(directory: Path, *workdirs: str) -> list[str]:
-    """Runs the program in an environment without tests' JAX variables; returns its lines about compilation."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    """Runs the program in an environment without tests' JAX variables; returns its lines about
+    compilation.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))
+    }
     environment |= dict(
         XLA_FLAGS=FAST_COMPILATION,
         XDG_CACHE_HOME=str(directory / "user_cache"),
@@ -42,7 +48,12 @@ def compile_lines(directory: Path, *workdirs: str) -> list[str]:
     )
     command = [sys.executable, "-c", PROGRAM, str(directory / "config.py"), *workdirs]
     done = subprocess.run(
-        command, cwd=runs.ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        command,
+        cwd=runs.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "aot_loader" not in done.stderr
@@ -54,7 +65,10 @@ def test_equal_run_and_restart_load_the_step_from_the_cache(tmp_path):
     first, second = compile_lines(tmp_path, str(tmp_path / "a"), str(tmp_path / "b"))
     assert re.fullmatch(r"compiled the training step in [\d.]+ s", first)
     assert re.fullmatch(r"compiled the training step in [\d.]+ s \(from the cache\)", second)
-    assert [path.name.partition("-")[0] for path in (tmp_path / "user_cache/jaxlc/xla").glob("jit__step-*-cache")]
+    assert [
+        path.name.partition("-")[0]
+        for path in (tmp_path / "user_cache/jaxlc/xla").glob("jit__step-*-cache")
+    ]
     (restarted,) = compile_lines(tmp_path, str(tmp_path / "c"))
     assert restarted.endswith("(from the cache)")
     losses = [runs.rows(tmp_path / name)[0]["loss"] for name in "abc"]

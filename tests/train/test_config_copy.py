@@ -37,7 +37,10 @@ def test_manifest_keeps_the_identifier_of_the_run(tmp_path):
     before, config.train.steps = read_manifest(tmp_path), 300
     keep_config(tmp_path, load_stages(config))
     after = read_manifest(tmp_path)
-    assert after["run_id"] == before["run_id"] and after["packages"]["jax"] == before["packages"]["jax"]
+    assert (
+        after["run_id"] == before["run_id"]
+        and after["packages"]["jax"] == before["packages"]["jax"]
+    )
     assert len(after["commit"].rstrip("+")) in (0, 40) and after["num_processes"] == 1
 
 

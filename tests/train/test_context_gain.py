@@ -25,7 +25,9 @@ class _Sequences:
 
 
 class _Windows:
-    """One sequence for each `window` (sequence, begin, end): only those tokens, as a document; the rest is padding."""
+    """One sequence for each `window` (sequence, begin, end): only those tokens, as a document; the
+    rest is padding.
+    """
 
     def __init__(self, sequences: _Sequences, windows: list[tuple[int, int, int]]):
         self._sequences, self._windows, self.num_sequences = sequences, windows, len(windows)
@@ -43,7 +45,9 @@ class _Windows:
 
 def _fake_step(token_losses, num_tokens: int):
     """A step whose loss is a known function of the batch."""
-    config = small_config(data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256))
+    config = small_config(
+        data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256)
+    )
     step = small_step(config)
     return SimpleNamespace(
         model=None,
@@ -76,16 +80,21 @@ def test_pieces_restart_positions_and_number_segments():
 
 
 def test_context_gain_of_known_losses_is_exact():
-    """The loss falls with the position; limited context gives position p the loss of position 256 + p % 256."""
+    """The loss falls with the position; limited context gives position p the loss of position 256 +
+    p % 256.
+    """
     documents = (1400, 600, 300), (513,), (2304,)
     step = _fake_step(lambda batch: 5.0 - 0.001 * batch.positions, 2304)
     _, evaluation = _evaluate(step, _Sequences(2304, *documents))
     gain = evaluation.context_gain
-    targets = [np.arange(512, length - 1) for length in (1400, 600, 2304)]  # the document of 513 tokens has no target
+    # the document of 513 tokens has no target
+    targets = [np.arange(512, length - 1) for length in (1400, 600, 2304)]
     expected = [0.001 * (p - (256 + p % 256)) for p in targets]
     assert gain.documents.num_documents == 3
     np.testing.assert_array_equal(gain.documents.weight.sum(1), [len(p) for p in targets])
-    np.testing.assert_allclose(gain.documents.loss.sum(1), [values.sum() for values in expected], rtol=1e-4)
+    np.testing.assert_allclose(
+        gain.documents.loss.sum(1), [values.sum() for values in expected], rtol=1e-4
+    )
     np.testing.assert_allclose(gain.overall.mean, np.concatenate(expected).mean(), rtol=1e-4)
     columns = gain.by_position()
     assert columns["first_position"][0] == 512 and columns["last_position"][-1] == 2303
@@ -94,7 +103,9 @@ def test_context_gain_of_known_losses_is_exact():
         inside = (p >= first) & (p <= last)
         assert columns["tokens"][i] == inside.sum()
         np.testing.assert_allclose(columns["gain"][i], values[inside].mean(), rtol=1e-4)
-    assert str(gain).startswith(f"{np.concatenate(expected).mean():.3f} nats per token, 3 documents")
+    assert str(gain).startswith(
+        f"{np.concatenate(expected).mean():.3f} nats per token, 3 documents"
+    )
     assert repr(gain) in evaluation._repr_html_()
 
 
@@ -103,10 +114,13 @@ def test_context_gain_of_model_equals_loss_of_cut_documents(axes):
     """Against the same model on sequences that contain nothing but the limited context."""
     num_tokens, documents = 1024, [(1024,), (200, 700)]
     sequences = _Sequences(num_tokens, *documents)
-    config = dict(data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256))
+    config = dict(
+        data=dict(seq_len=num_tokens), attention=dict(query_block_tokens=256, key_block_tokens=256)
+    )
     alone = small_step(small_config(**config))
     params = jax.tree.map(lambda x: 5 * x, alone.init().params)  # attention far from uniform
-    windows = [(0, 256, 768), (0, 512, 1024), (1, 456, 900)]  # their last 256, 256 and 188 tokens are scored
+    # their last 256, 256 and 188 tokens are scored
+    windows = [(0, 256, 768), (0, 512, 1024), (1, 456, 900)]
     cut = Evaluator(alone, _Windows(sequences, windows), 3)(params)
     (start,) = np.flatnonzero(cut.edges == 256)
     limited = cut.documents.loss[:, start:].sum(1)
@@ -116,7 +130,9 @@ def test_context_gain_of_model_equals_loss_of_cut_documents(axes):
     params = put_params(step, params)
     progress = []
     evaluation = evaluator(params, lambda *done: progress.append(done))
-    evaluation = evaluator.with_context_gain(params, evaluation, lambda *done: progress.append(done))
+    evaluation = evaluator.with_context_gain(
+        params, evaluation, lambda *done: progress.append(done)
+    )
     assert {total for _, total in progress} == {2, 4} and progress[-1] == (4, 4)
     assert (2, 2) in progress and sorted(progress, key=lambda x: x[::-1]) == progress
     full = evaluation.documents.loss[[0, 2], np.flatnonzero(evaluation.edges == 512)[0] :].sum(1)
@@ -130,7 +146,12 @@ def test_context_gain_without_long_documents_or_masks_is_none():
         return 1.0 + 0.0 * batch.loss_weights
 
     for num_tokens, documents in ((512, (512,)), (1024, (512, 512)), (1024, (513, 300))):
-        assert _evaluate(_fake_step(constant, num_tokens), _Sequences(num_tokens, documents))[1].context_gain is None
+        assert (
+            _evaluate(_fake_step(constant, num_tokens), _Sequences(num_tokens, documents))[
+                1
+            ].context_gain
+            is None
+        )
     step = _fake_step(constant, 1024)
     sequences = _Sequences(1024, (1024,))
     assert _evaluate(step, sequences)[1].context_gain.overall.mean == 0

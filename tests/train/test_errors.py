@@ -1,4 +1,6 @@
-"""Invalid user input gives one line on stderr and exit status 2, before the run prints or compiles anything."""
+"""Invalid user input gives one line on stderr and exit status 2, before the run prints or compiles
+anything.
+"""
 
 import re
 
@@ -31,7 +33,10 @@ def config(tmp_path_factory):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["mesh.contxt=2"], "unknown setting config.mesh.contxt: did you mean config.mesh.context?"),
+        (
+            ["mesh.contxt=2"],
+            "unknown setting config.mesh.contxt: did you mean config.mesh.context?",
+        ),
         (["mesh.context=two"], "invalid value 'two' for config.mesh.context: expected an integer"),
         (["mesh.context=2"], "--config.mesh."),
         (
@@ -47,16 +52,34 @@ def config(tmp_path_factory):
             ["model.vocab_size=100"],
             "tokenizer bytes has 257 tokens and the model 100; set --config.model.vocab_size=257",
         ),
-        (["evals.tasks=needle", "evals.lengths=8"], "config.evals: invalid length 8 for the task needle, .*114 tokens"),
-        (["evals.tasks=loss", "evals.documents={short}"], "config.evals: no document of .*short.txt has 128 tokens"),
+        (
+            ["evals.tasks=needle", "evals.lengths=8"],
+            "config.evals: invalid length 8 for the task needle, .*114 tokens",
+        ),
+        (
+            ["evals.tasks=loss", "evals.documents={short}"],
+            "config.evals: no document of .*short.txt has 128 tokens",
+        ),
         (["evals.tasks=qa_1"], "task qa_1 needs .*--config.evals.squad="),
         (["=3"], "unknown setting config."),
-        (["data.sources=('a',3)"], "invalid value .* for config.data.sources: expected a list of strings"),
+        (
+            ["data.sources=('a',3)"],
+            "invalid value .* for config.data.sources: expected a list of strings",
+        ),
         (["train.steps=0"], "invalid value 0 for config.train.steps: expected at least 1"),
         (["model.preset=llama3-8c"], "llama3-8c.*did you mean llama3.1-8b?"),
-        (["attention.strategy=ulysses"], "context=4, and each tensor rank has 2 query and 1 key/value heads"),
-        (["attention.ulysses_degree=2"], "ulysses_degree=2 is for strategy 'hybrid', and .*strategy is 'ring'"),
-        (["attention.kernel=cudnn"], r"unsupported by attention kernel cudnn: platform cpu \(supported: gpu\)"),
+        (
+            ["attention.strategy=ulysses"],
+            "context=4, and each tensor rank has 2 query and 1 key/value heads",
+        ),
+        (
+            ["attention.ulysses_degree=2"],
+            "ulysses_degree=2 is for strategy 'hybrid', and .*strategy is 'ring'",
+        ),
+        (
+            ["attention.kernel=cudnn"],
+            r"unsupported by attention kernel cudnn: platform cpu \(supported: gpu\)",
+        ),
         (
             ["precision.compute=fp4"],
             "invalid value 'fp4' for config.precision.compute: expected one of 'auto', 'bf16', 'fp32'",
@@ -90,21 +113,36 @@ def test_train_with_unwritable_workdir_prints_one_line(config, tmp_path, capsys,
     path = tmp_path / obstacle
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
-    _assert_refused([f"--config={config}", f"--workdir={tmp_path / 'run'}"], "use a different --workdir", capsys)
+    _assert_refused(
+        [f"--config={config}", f"--workdir={tmp_path / 'run'}"], "use a different --workdir", capsys
+    )
     with pytest.raises(CompiledError):
-        run_main(train.train, ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'other'}"], description="")
+        run_main(
+            train.train,
+            ["jaxlc.train", f"--config={config}", f"--workdir={tmp_path / 'other'}"],
+            description="",
+        )
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are .*quickstart"),
+        (
+            [],
+            "no config is given: use --config=NAME or --config=FILE.py; the shipped configs are .*quickstart",
+        ),
         (
             ["--config=configs/quickstrat.py"],
             r"config 'configs/quickstrat.py' not found \(did you mean configs/quickstart.py?\)",
         ),
-        (["--config=configs/quickstart.py:mini"], "unknown variant 'mini': this config has no variants"),
-        (["--config=configs/quickstart.py", "--wrokdir=x"], "unknown flag --wrokdir: did you mean --workdir?"),
+        (
+            ["--config=configs/quickstart.py:mini"],
+            "unknown variant 'mini': this config has no variants",
+        ),
+        (
+            ["--config=configs/quickstart.py", "--wrokdir=x"],
+            "unknown flag --wrokdir: did you mean --workdir?",
+        ),
     ],
     ids=["none", "file", "variant", "flag"],
 )

@@ -44,19 +44,29 @@ def test_evaluator_returns_mean_loss_and_loss_by_position(axes):
     for b, (begin, end) in enumerate(zip(evaluation.edges[:-1], evaluation.edges[1:])):
         inside = weights * ((positions >= begin) & (positions < end))
         np.testing.assert_allclose(evaluation.sums.weight[b], inside.sum(), rtol=1e-6)
-        np.testing.assert_allclose(evaluation.sums.loss[b], (inside * losses).sum(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            evaluation.sums.loss[b], (inside * losses).sum(), rtol=1e-4, atol=1e-5
+        )
     # Six of seven documents have a target: a document of one token has none.
     documents = [(0, 1), (1, 1), (1, 2), (1, 4), (1, 5), (2, 1)]  # sequence, segment id
     assert evaluation.documents.num_documents == len(documents)
     for d, (s, segment) in enumerate(documents):
         inside = weights[s] * (segments[s] == segment)
         np.testing.assert_allclose(evaluation.documents.weight[d].sum(), inside.sum(), rtol=1e-6)
-        np.testing.assert_allclose(evaluation.documents.loss[d].sum(), (inside * losses[s]).sum(), rtol=1e-4)
+        np.testing.assert_allclose(
+            evaluation.documents.loss[d].sum(), (inside * losses[s]).sum(), rtol=1e-4
+        )
 
 
 def test_evaluation_repr_is_one_line_and_html_is_a_table():
     edges = position_edges(512)
     evaluation = documents_evaluation(edges, np.full((6, len(edges) - 1), 2.0))
-    assert repr(evaluation) == f"Evaluation(loss=2.000, 4 sequences, 6 documents, {6 * (len(edges) - 1)} tokens)"
+    assert (
+        repr(evaluation)
+        == f"Evaluation(loss=2.000, 4 sequences, 6 documents, {6 * (len(edges) - 1)} tokens)"
+    )
     page = evaluation._repr_html_()
-    assert len(page.splitlines()) == 2 + len(evaluation.by_position()["loss"]) and "first_position" in page
+    assert (
+        len(page.splitlines()) == 2 + len(evaluation.by_position()["loss"])
+        and "first_position" in page
+    )

@@ -8,7 +8,9 @@ from jaxlc.train.reports.final_report import LOADS_FILE, is_recorded, read_loads
 from jaxlc.train.reports.plots import experts_figure
 
 
-@pytest.mark.parametrize(("every", "end_step", "num_rows"), [(1, 8, 8), (1, 1000, 33), (10, 1005, 33), (100, 300, 3)])
+@pytest.mark.parametrize(
+    ("every", "end_step", "num_rows"), [(1, 8, 8), (1, 1000, 33), (10, 1005, 33), (100, 300, 3)]
+)
 def test_is_recorded_limits_the_rows_of_a_run(every, end_step, num_rows):
     logged = [step for step in range(1, end_step + 1) if step % every == 0 or step == end_step]
     recorded = [step for step in logged if is_recorded(step, every, end_step)]
@@ -31,4 +33,5 @@ def test_read_loads_of_another_file_raises(tmp_path):
 def test_experts_figure_shows_first_and_last_step():
     loads = {step: np.random.default_rng(step).random((3, 8)) for step in range(1, 20)}
     titles = [axes.get_title(loc="left") for axes in experts_figure(loads).axes]
-    assert titles[0] == "step 1" and titles[5] == "step 19" and len(titles) == 7  # with the color scale
+    # with the color scale
+    assert titles[0] == "step 1" and titles[5] == "step 19" and len(titles) == 7

@@ -1,5 +1,5 @@
-"""LoRA of experts: an adapter for each expert, and those of shared experts and dense layers next to layers of experts,
-against the model whose weights contain their products."""
+"""LoRA of experts: an adapter for each expert, and those of shared experts and dense layers next to
+layers of experts, against the model whose weights contain their products."""
 
 import functools
 import math
@@ -31,7 +31,8 @@ from tests.train.test_lora import flat, nested
 LORA = dict(rank=4, alpha=6.0, projections=("query", *EXPERT_PROJECTIONS))
 MLP_PROJECTIONS = ("mlp_gate", "mlp_up", "mlp_down")
 SCALE = 1.5
-E, D, F, R = 8, 32, 28, 4  # no activation has as many entries as the weights of an expert projection
+# no activation has as many entries as the weights of an expert projection
+E, D, F, R = 8, 32, 28, 4
 MODELS = {
     "qwen": EXPERTS | dict(expert_ffn_dim=F),
     "shared": EXPERTS | SHARED | DENSE_BETWEEN,
@@ -56,15 +57,18 @@ def _results(step, params):
 
 
 def _mlp_adapters(leaves):
-    """(name of the weight, name of its adapter) for the adapters of feed-forward blocks in every stack."""
+    """(name of the weight, name of its adapter) for the adapters of feed-forward blocks in every
+    stack.
+    """
     names = (name.removesuffix("/a") for name in leaves if "/mlp/" in name and name.endswith("/a"))
     return [(name.replace("/lora/mlp_", "/w_").replace("/lora", ""), name) for name in names]
 
 
 @functools.cache
 def _reference(model: str):
-    """(parameters, gradients of adapters, loss, text of the program), by the chain rule from the gradients of the
-    weights W + scale a b, of each expert too, of a model without adapters of feed-forward blocks."""
+    """(parameters, gradients of adapters, loss, text of the program), by the chain rule from the
+    gradients of the weights W + scale a b, of each expert too, of a model without adapters of
+    feed-forward blocks."""
     rng = np.random.default_rng(0)
     leaves = {
         name: (rng.normal(size=x.shape) / 5 + name.endswith("norm/scale")).astype(np.float32)
@@ -74,7 +78,12 @@ def _reference(model: str):
     dense = {name: x for name, x in leaves.items() if "/attention/" in name or "/lora/" not in name}
     for weight, adapter in pairs:
         dense[weight] = dense[weight] + SCALE * leaves[f"{adapter}/a"] @ leaves[f"{adapter}/b"]
-    trained = ("*/expert_gate", "*/expert_up", "*/expert_down", *(["*/mlp/*w_*"] if model == "shared" else []))
+    trained = (
+        "*/expert_gate",
+        "*/expert_up",
+        "*/expert_down",
+        *(["*/mlp/*w_*"] if model == "shared" else []),
+    )
     step = _step(model, LORA | dict(projections=("query",)), train=LOSSES | dict(trainable=trained))
     gradients, loss, text = _results(step, nested(dense))
     expected = {name: x for name, x in gradients.items() if is_adapter(name)}  # of the queries
@@ -97,23 +106,38 @@ def _assert_equal(results, model: str) -> None:
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         assert np.any(gradient), name
-        assert max_relative_error(without_padding(gradients[name], gradient), gradient) <= FLOAT32_PARITY, name
+        assert (
+            max_relative_error(without_padding(gradients[name], gradient), gradient)
+            <= FLOAT32_PARITY
+        ), name
 
 
 CASES = {
     "shared expert and dense layers": ("shared", dict(tensor=2), {}),
-    "shared expert in tiles": ("shared", dict(context=2, tensor=2), dict(tile_tokens=24, remat="full")),
+    "shared expert in tiles": (
+        "shared",
+        dict(context=2, tensor=2),
+        dict(tile_tokens=24, remat="full"),
+    ),
     "tiles": ("qwen", dict(context=2, tensor=2), dict(tile_tokens=24, remat="full")),
     "context and tensor": ("qwen", dict(context=2, tensor=2), {}),
     "all axes": ("shared", dict(fsdp=2, context=2, tensor=2), dict(layers_per_remat_group=2)),
     "copies of nodes": ("qwen", dict(fsdp=2, context=2, tensor=2), dict(node_copy_devices=4)),
     "biases": ("gpt_oss", dict(context=2, tensor=2), dict(remat="none")),
-    "biases in tiles": ("gpt_oss", dict(context=4, tensor=2), dict(tile_tokens=24, remat="attention")),
+    "biases in tiles": (
+        "gpt_oss",
+        dict(context=4, tensor=2),
+        dict(tile_tokens=24, remat="attention"),
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=() if x == "shared expert in tiles" else pytest.mark.full) for x in CASES]
+    "case",
+    [
+        pytest.param(x, marks=() if x == "shared expert in tiles" else pytest.mark.full)
+        for x in CASES
+    ],
 )
 def test_gradients_of_expert_adapters_equal_chain_rule_of_merged_weights(case: str):
     model, mesh, memory = CASES[case]
@@ -126,14 +150,20 @@ def test_expert_adapters_on_one_device_have_no_product_or_gradient_of_whole_weig
     _assert_equal(results, "qwen")
     blocks = num_blocks(ROWS * TOKENS * 2, E)
     products = _sizes_of_products(results[2])
-    assert {blocks * D * R, blocks * F * R} <= products and not {blocks * D * F, E * D * F} & products
-    assert blocks * D * F in _sizes_of_products(_reference("qwen")[3])  # so that the search can find it
+    assert {blocks * D * R, blocks * F * R} <= products and not {
+        blocks * D * F,
+        E * D * F,
+    } & products
+    # so that the search can find it
+    assert blocks * D * F in _sizes_of_products(_reference("qwen")[3])
 
 
 @pytest.mark.full
 def test_new_expert_adapters_do_not_change_the_loss():
     params = _step("qwen").init().params
-    base = {name: x for name, x in flat(params).items() if "/attention/" in name or "/lora/" not in name}
+    base = {
+        name: x for name, x in flat(params).items() if "/attention/" in name or "/lora/" not in name
+    }
     of_queries = _step("qwen", LORA | dict(projections=("query",)))
     assert _results(_step("qwen"), params)[1] == _results(of_queries, nested(base))[1]
 

@@ -26,7 +26,12 @@ def drill(tmp_path_factory):
         pytest.param("stop", 1, "error: process 1 of 2 on ", marks=pytest.mark.full),
         pytest.param("gil", 1, "error: process 1 of 2 on ", marks=pytest.mark.full),
         pytest.param("disk", 0, "error: process 0 of 2 on ", marks=pytest.mark.full),
-        pytest.param("network", 1, "error: the network does not reach process 1 of 2 on ", marks=pytest.mark.full),
+        pytest.param(
+            "network",
+            1,
+            "error: the network does not reach process 1 of 2 on ",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_run_with_a_fault_of_one_process_ends_and_resumes(drill, fault, victim, line):

@@ -5,7 +5,12 @@ import pytest
 
 from jaxlc.train.reports.metrics import History
 
-ROWS = [dict(step=0, eval_loss=9.0), dict(step=1, loss=4.0), dict(step=2, loss=None), dict(step=3, loss=2.0)]
+ROWS = [
+    dict(step=0, eval_loss=9.0),
+    dict(step=1, loss=4.0),
+    dict(step=2, loss=None),
+    dict(step=3, loss=2.0),
+]
 
 
 def test_column_has_the_finite_values_and_their_steps():
@@ -17,7 +22,9 @@ def test_column_has_the_finite_values_and_their_steps():
     assert [len(values) for values in history.column("unknown")] == [0, 0]
 
 
-@pytest.mark.parametrize(("values", "expected"), [([], None), ([3.0], 3.0), ([1.0, 5.0], 5.0), ([9.0, 1.0, 2.0], 2.0)])
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], None), ([3.0], 3.0), ([1.0, 5.0], 5.0), ([9.0, 1.0, 2.0], 2.0)]
+)
 def test_median_is_the_upper_middle_value(values, expected):
     rows = [dict(step=step, speed=value) for step, value in enumerate(values)]
     assert History([*rows, dict(step=9)]).median("speed") == expected

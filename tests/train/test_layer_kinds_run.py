@@ -1,4 +1,6 @@
-"""A model whose layers differ in size, by the commands: trained, resumed on another mesh, loaded, generated from."""
+"""A model whose layers differ in size, by the commands: trained, resumed on another mesh, loaded,
+generated from.
+"""
 
 import dataclasses
 import shutil
@@ -46,7 +48,10 @@ def test_run_resumed_on_another_mesh_has_equal_losses(config_path, workdir, tmp_
     shutil.rmtree(resumed / "checkpoints/4")
     output = runs.train(config_path, resumed, mesh__context=1, mesh__fsdp=4, mesh__tensor=2)
     assert "resuming from step 2 " in output
-    losses = [[row["loss"] for row in runs.rows(directory) if "loss" in row] for directory in (resumed, workdir)]
+    losses = [
+        [row["loss"] for row in runs.rows(directory) if "loss" in row]
+        for directory in (resumed, workdir)
+    ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
@@ -70,7 +75,10 @@ def test_export_and_run_are_models_to_start_from(config_path, tmp_path):
         config.model.init_from = str(source)
         config.model.kinds.wide.ffn_dim = 64
         advice = "--config.model.kinds.wide.ffn_dim=96"
-        with pytest.raises(UserError, match=f"=64 contradicts .*, which has 96: remove that setting, or use {advice}"):
+        with pytest.raises(
+            UserError,
+            match=f"=64 contradicts .*, which has 96: remove that setting, or use {advice}",
+        ):
             load(config)
         config.model.kinds.wide.ffn_dim = 96
         loaded = load(config)
@@ -79,6 +87,10 @@ def test_export_and_run_are_models_to_start_from(config_path, tmp_path):
         weights = flatten_dict(load_pretrained(step)[0], sep="/")
         for path, values in params.items():
             np.testing.assert_array_equal(weights[path], values, path)
-        without_kinds = dataclasses.replace(loaded, model=dataclasses.replace(loaded.model, kinds=()))
-        with pytest.raises(UserError, match="kinds.wide.num_kv_heads=0 contradicts .*, which has 4"):
+        without_kinds = dataclasses.replace(
+            loaded, model=dataclasses.replace(loaded.model, kinds=())
+        )
+        with pytest.raises(
+            UserError, match="kinds.wide.num_kv_heads=0 contradicts .*, which has 4"
+        ):
             load_pretrained(build_step(without_kinds, step.mesh))

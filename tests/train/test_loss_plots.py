@@ -13,7 +13,12 @@ from matplotlib.figure import Figure
 from jaxlc.core.plot_style import line_styles
 from jaxlc.evals.document_loss import DocumentSums, position_edges
 from jaxlc.train.evaluation import ContextGain, Evaluation
-from jaxlc.train.reports.plots import loss_by_position_figure, loss_figure, optimizer_figure, reward_figure
+from jaxlc.train.reports.plots import (
+    loss_by_position_figure,
+    loss_figure,
+    optimizer_figure,
+    reward_figure,
+)
 from tests.helpers import png_size
 from tests.step.synthetic import documents_evaluation
 
@@ -31,7 +36,8 @@ def training_rows() -> list[dict]:
 
 
 def evaluation(num_tokens: int, loss_at, num_documents: int = 40) -> Evaluation:
-    """Documents of num_tokens tokens whose loss is 0.1 above or below `loss_at(positions)`; bin 3 has no token.
+    """Documents of num_tokens tokens whose loss is 0.1 above or below `loss_at(positions)`; bin 3
+    has no token.
 
     Bin 4 has tokens of 4 documents only.
     """
@@ -73,7 +79,10 @@ def test_loss_figure_with_few_rows_is_drawn(tmp_path, rows):
 
 
 def test_optimizer_figure_draws_gradient_norm_and_learning_rate(tmp_path):
-    rows = [dict(step=step, loss=3.0, grad_norm=2.0 / step, learning_rate=1e-4 * step) for step in range(1, 6)]
+    rows = [
+        dict(step=step, loss=3.0, grad_norm=2.0 / step, learning_rate=1e-4 * step)
+        for step in range(1, 6)
+    ]
     rows[2]["grad_norm"] = None  # not finite
     figure = optimizer_figure(rows)
     assert save(figure, tmp_path / "optimizer.png")[0] > 800
@@ -86,9 +95,17 @@ def test_optimizer_figure_draws_gradient_norm_and_learning_rate(tmp_path):
 def test_reward_figure_shows_what_differs_within_the_range_of_the_rewards():
     """A reward of 0 or 1: its mean plus the standard deviation may be above 1."""
     means = np.linspace(0.1, 0.9, 9)
-    row = dict(ratio=1.0, **{"rollouts/reward_min": 0.0, "rollouts/reward_max": 1.0, "rollouts/policy_age": 0.0})
+    row = dict(
+        ratio=1.0,
+        **{"rollouts/reward_min": 0.0, "rollouts/reward_max": 1.0, "rollouts/policy_age": 0.0},
+    )
     rows = [
-        row | {"step": step, "rollouts/reward": mean, "rollouts/reward_deviation": np.sqrt(mean * (1 - mean))}
+        row
+        | {
+            "step": step,
+            "rollouts/reward": mean,
+            "rollouts/reward_deviation": np.sqrt(mean * (1 - mean)),
+        }
         for step, mean in enumerate(means)
     ]
     rows = [row | {"rollouts/answer_tokens": 2.9 + 0.1 * (row["step"] % 2)} for row in rows]
@@ -98,7 +115,9 @@ def test_reward_figure_shows_what_differs_within_the_range_of_the_rewards():
     assert band.get_datalim(rewards.transData).intervaly.tolist() == [0.0, 1.0]
     low, high = tokens.get_ylim()
     assert tokens.get_ylabel() == "tokens of an answer" and 2.8 < low < high < 3.1
-    assert "ratio 1" in rewards.get_title(loc="left") and "age in steps 0" in rewards.get_title(loc="left")
+    assert "ratio 1" in rewards.get_title(loc="left") and "age in steps 0" in rewards.get_title(
+        loc="left"
+    )
 
 
 def test_lines_of_a_figure_differ():
@@ -108,9 +127,13 @@ def test_lines_of_a_figure_differ():
 
 def test_figure_without_interval_has_no_legend_for_it():
     for num_documents, labels in ((40, 2), (3, 1)):
-        (axes, _) = loss_by_position_figure(evaluation(512, lambda positions: 2.0 + 0 * positions, num_documents)).axes
+        (axes, _) = loss_by_position_figure(
+            evaluation(512, lambda positions: 2.0 + 0 * positions, num_documents)
+        ).axes
         texts = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert len(texts) == labels and ("95% interval, bootstrap over documents" in texts) == (num_documents == 40)
+        assert len(texts) == labels and ("95% interval, bootstrap over documents" in texts) == (
+            num_documents == 40
+        )
 
 
 def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):
@@ -121,14 +144,17 @@ def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):
     curve, without_band = axes.lines
     x, y = curve.get_data()
     assert len(x) == len(position_edges(512)) - 2  # the empty bin is skipped
-    np.testing.assert_allclose(x[:3], [np.sqrt(0.15), 1.0, 2.0])  # 0 is drawn at sqrt(0.15) on the logarithmic axis
+    # 0 is drawn at sqrt(0.15) on the logarithmic axis
+    np.testing.assert_allclose(x[:3], [np.sqrt(0.15), 1.0, 2.0])
     np.testing.assert_allclose(y[:3], [3.0, 2.5, 2 + 1 / 3])
     assert list(without_band.get_xdata()) == [x[3]]  # 4 documents
     paths = axes.collections[0].get_paths()
     band = np.concatenate([path.vertices for path in paths])
     at_zero = band[np.isclose(band[:, 0], x[0]), 1]
     half_width = 1.96 * 0.1 / np.sqrt(40)  # the deviation of 40 documents is 0.1
-    np.testing.assert_allclose([at_zero.min(), at_zero.max()], [3 - half_width, 3 + half_width], atol=0.25 * half_width)
+    np.testing.assert_allclose(
+        [at_zero.min(), at_zero.max()], [3 - half_width, 3 + half_width], atol=0.25 * half_width
+    )
     assert not np.isclose(band[:, 0], x[3]).any()
     assert [bar.get_height() for bar in below.patches[:4]] == [40, 40, 40, 4]
     labels = [below.xaxis.get_major_formatter()(tick, 0) for tick in below.get_xticks()]
@@ -140,7 +166,9 @@ def test_loss_by_position_figure_draws_mean_of_each_bin(tmp_path):
 @pytest.mark.parametrize("num_documents", [1, 40])
 @pytest.mark.parametrize("num_tokens", [16, 4096])
 def test_loss_by_position_figure_keeps_flat_loss_in_view(tmp_path, num_tokens, num_documents):
-    figure = loss_by_position_figure(evaluation(num_tokens, lambda positions: 2.0 + 0 * positions, num_documents))
+    figure = loss_by_position_figure(
+        evaluation(num_tokens, lambda positions: 2.0 + 0 * positions, num_documents)
+    )
     low, high = figure.axes[0].get_ylim()
     assert low < (2.0 if num_documents > 1 else 1.9) < high
     assert save(figure, tmp_path / "position.png")[0] > 800
@@ -155,7 +183,9 @@ def test_loss_by_position_figure_without_finite_loss_is_drawn(tmp_path):
 
 @pytest.mark.parametrize("gain", [0.3, 0.0, -0.3])
 def test_loss_by_position_figure_draws_gain_with_zero_line(tmp_path, gain):
-    figure = loss_by_position_figure(with_gain(evaluation(4096, lambda positions: 2.0 + 0 * positions), gain))
+    figure = loss_by_position_figure(
+        with_gain(evaluation(4096, lambda positions: 2.0 + 0 * positions), gain)
+    )
     assert save(figure, tmp_path / "position.png")[0] > 1400
     axes, below = figure.axes[1], figure.axes[3]
     zero, curve = axes.lines

@@ -27,16 +27,21 @@ def train(workdir: Path, first_step: int, last_step: int = 10) -> None:
 
 
 def scalars(workdir: Path) -> dict[tuple[str, int], float]:
-    """(tag, step) -> value as TensorBoard shows them: a START session log hides earlier values from its step on."""
+    """(tag, step) -> value as TensorBoard shows them: a START session log hides earlier values from
+    its step on.
+    """
     shown = {}
     for path in sorted((workdir / "tensorboard").iterdir()):
         content = path.read_bytes()
         while content:
-            length = int.from_bytes(content[:8], "little")  # TFRecord: length, its crc, content, its crc
+            # TFRecord: length, its crc, content, its crc
+            length = int.from_bytes(content[:8], "little")
             event = Event.FromString(content[12 : 12 + length])
             content = content[16 + length :]
             if event.HasField("session_log"):
-                shown = {(tag, step): value for (tag, step), value in shown.items() if step < event.step}
+                shown = {
+                    (tag, step): value for (tag, step), value in shown.items() if step < event.step
+                }
             for value in event.summary.value:
                 assert (value.tag, event.step) not in shown
                 shown[value.tag, event.step] = value.simple_value
@@ -57,9 +62,12 @@ def test_metrics_log_writes_jsonl_and_tensorboard(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_step", "killed_after_step"), [(c, k) for c in (0, 3, 4, 8, 10) for k in (3, 4, 7, 10) if c <= k]
+    ("checkpoint_step", "killed_after_step"),
+    [(c, k) for c in (0, 3, 4, 8, 10) for k in (3, 4, 7, 10) if c <= k],
 )
-def test_metrics_log_after_resume_equals_uninterrupted(tmp_path, checkpoint_step, killed_after_step):
+def test_metrics_log_after_resume_equals_uninterrupted(
+    tmp_path, checkpoint_step, killed_after_step
+):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for workdir in (whole, resumed):
         workdir.mkdir()
@@ -93,7 +101,10 @@ def test_open_metrics_for_new_run_drops_all_rows(tmp_path):
 @pytest.mark.parametrize("happens", ["deleted", "replaced"])
 def test_write_after_the_file_is_deleted_keeps_all_rows(tmp_path, happens):
     warnings: list[str] = []
-    log, path = open_metrics(tmp_path, resume_step=None, is_primary=True, warn=warnings.append), tmp_path / METRICS_FILE
+    log, path = (
+        open_metrics(tmp_path, resume_step=None, is_primary=True, warn=warnings.append),
+        tmp_path / METRICS_FILE,
+    )
     log.write(step=1, loss=1.0)
     path.unlink()
     if happens == "replaced":
@@ -108,12 +119,16 @@ def test_write_after_the_file_is_deleted_keeps_all_rows(tmp_path, happens):
 def test_open_metrics_adds_rows_of_the_checkpoint_and_drops_repeated_evaluations(tmp_path):
     train(tmp_path, 1, 4)
     rows = [dict(step=step, loss=10.0 / step, learning_rate=None) for step in (4, 5)]
-    log = open_metrics(tmp_path, resume_step=5, is_primary=True, rows=rows, stage="b", repeated=["eval_loss"])
+    log = open_metrics(
+        tmp_path, resume_step=5, is_primary=True, rows=rows, stage="b", repeated=["eval_loss"]
+    )
     log.close()
     assert read_rows(tmp_path / METRICS_FILE)[4:] == [
         dict(step=4, eval_loss=2.75), dict(step=5, stage="b", loss=2.0, learning_rate=None)
     ]  # fmt: skip
-    open_metrics(tmp_path, resume_step=4, is_primary=True, rows=rows[:1], repeated=["eval_loss"]).close()
+    open_metrics(
+        tmp_path, resume_step=4, is_primary=True, rows=rows[:1], repeated=["eval_loss"]
+    ).close()
     assert [row["step"] for row in read_rows(tmp_path / METRICS_FILE)] == [1, 2, 3, 4]
 
 
@@ -129,7 +144,9 @@ def test_write_with_nan_or_inf_writes_null(tmp_path):
     log = open_metrics(tmp_path, resume_step=None, is_primary=True)
     log.write(step=1, loss=math.nan, grad_norm=math.inf)
     log.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null}\n'
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "loss": null, "grad_norm": null}\n'
 
 
 def test_write_on_other_processes_writes_nothing(tmp_path):
@@ -172,7 +189,9 @@ def test_metrics_log_killed_while_writing_is_readable(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert max(printed_steps) <= len(rows) <= max(printed_steps) + 1
-    assert max(printed_steps) <= max(step for _, step in scalars(tmp_path)) <= max(printed_steps) + 1
+    assert (
+        max(printed_steps) <= max(step for _, step in scalars(tmp_path)) <= max(printed_steps) + 1
+    )
 
     log = open_metrics(tmp_path, resume_step=40, is_primary=True)
     log.write(step=41, loss=1.0)

@@ -111,5 +111,10 @@ def test_progress_in_kernel_is_one_output_with_final_state():
 
 def test_progress_outside_a_kernel_does_not_import_ipython():
     code = CELL + "\nimport sys; assert 'IPython' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=helpers.TIMEOUT_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=helpers.TIMEOUT_SECONDS,
+    )
     assert done.returncode == 0, done.stderr

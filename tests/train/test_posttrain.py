@@ -41,10 +41,14 @@ PROMPTS = [f"{number} and {number + 1} are? " for number in range(6)]
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Traces with the log-probabilities of an untrained run, which were computed in two runs of the command."""
+    """Traces with the log-probabilities of an untrained run, which were computed in two runs of the
+    command.
+    """
     directory = tmp_path_factory.mktemp("traces")
     records = [
-        dict(prompt=prompt, completion=str(i), reward=i % 2, group=prompt) for prompt in PROMPTS for i in range(3)
+        dict(prompt=prompt, completion=str(i), reward=i % 2, group=prompt)
+        for prompt in PROMPTS
+        for i in range(3)
     ]
     source, out = directory / "traces.jsonl", directory / "scored.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -60,9 +64,15 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_others_are_not_changed(scored, tmp_path, capsys):
     traces, other = scored.parent / "traces.jsonl", tmp_path / "other.jsonl"
     other.write_text('{"prompt": "a"}\n{"prompt": "no end of line"}')
-    for out, words in ((traces, "OUT is the file of the traces"), (other, "according to other.header.json")):
+    for out, words in (
+        (traces, "OUT is the file of the traces"),
+        (other, "according to other.header.json"),
+    ):
         content = out.read_text()
-        assert logprobs.main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)]) == 2
+        assert (
+            logprobs.main(["jaxlc logprobs", str(scored.parent / "run"), str(traces), str(out)])
+            == 2
+        )
         assert words in capsys.readouterr().err and out.read_text() == content
 
 
@@ -71,7 +81,10 @@ def test_values_of_another_model_or_of_other_settings_are_not_resumed(scored, tm
     run, traces = tmp_path / "run", tmp_path / "traces.jsonl"
     shutil.copytree(scored.parent / "run", run)
     shutil.copy(scored.parent / "traces.jsonl", traces)
-    command, others = ["logprobs", str(run), str(traces), str(scored)], ["--field=old_log_probs", "--entropy"]
+    command, others = (
+        ["logprobs", str(run), str(traces), str(scored)],
+        ["--field=old_log_probs", "--entropy"],
+    )
     assert logprobs.main([*command, *others]) == 0
     assert "18 records, 18 of them in earlier runs" in capsys.readouterr().out
     content = scored.read_text()
@@ -87,7 +100,8 @@ def test_values_of_another_model_or_of_other_settings_are_not_resumed(scored, tm
     write_untrained_run(run, seed=1)
     shutil.copy(scored.parent / "traces.jsonl", traces)
     assert (
-        logprobs.main([*command, *others]) == 2 and "according to scored.header.json (model " in capsys.readouterr().err
+        logprobs.main([*command, *others]) == 2
+        and "according to scored.header.json (model " in capsys.readouterr().err
     )
     assert scored.read_text() == content
 
@@ -96,7 +110,9 @@ def test_log_probs_equal_those_of_the_model(scored):
     model = jaxlc.load(scored.parent / "run").model
     record = json.loads(scored.read_text().splitlines()[0])
     losses = model.token_losses(record["prompt"] + record["completion"])
-    np.testing.assert_allclose(record["old_log_probs"][:-1], -losses[-len(record["completion"]) :], rtol=1e-5)
+    np.testing.assert_allclose(
+        record["old_log_probs"][:-1], -losses[-len(record["completion"]) :], rtol=1e-5
+    )
     assert all(0 < entropy <= np.log(257) for entropy in record["entropies"])
 
 
@@ -112,7 +128,8 @@ def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
     train(config, tmp_path / "parts", train__steps=2, optimizer__schedule_steps=4, **settings)
     train(config, tmp_path / "parts", train__steps=4, **settings)
     whole, parts = (rows(tmp_path / name) for name in ("whole", "parts"))
-    assert whole == [row for row in parts if row["step"] != 2 or "loss" in row]  # without the evaluation at the stop
+    # without the evaluation at the stop
+    assert whole == [row for row in parts if row["step"] != 2 or "loss" in row]
     assert all({"ratio", "clipped"} <= set(row) for row in whole if "loss" in row)
     assert len({row["loss"] for row in whole if "loss" in row}) == 4
 
@@ -121,13 +138,27 @@ def test_resumed_run_on_traces_equals_an_undisturbed_one(scored, tmp_path):
 @pytest.mark.parametrize("loss", ["grpo", pytest.param("dpo", marks=pytest.mark.full)])
 def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
     """The reference has other weights than the policy, whose seed is another."""
-    untrained, source, recorded = scored.parent / "run", tmp_path / "traces.jsonl", tmp_path / "recorded.jsonl"
+    untrained, source, recorded = (
+        scored.parent / "run",
+        tmp_path / "traces.jsonl",
+        tmp_path / "recorded.jsonl",
+    )
     if loss == "dpo":
-        records = [dict(prompt=prompt, chosen=f"{i} yes", rejected="no") for i, prompt in enumerate(PROMPTS)]
+        records = [
+            dict(prompt=prompt, chosen=f"{i} yes", rejected="no")
+            for i, prompt in enumerate(PROMPTS)
+        ]
     else:
-        records = [json.loads(line) for line in (scored.parent / "traces.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (scored.parent / "traces.jsonl").read_text().splitlines()
+        ]
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert logprobs.main(["jaxlc logprobs", str(untrained), str(source), str(recorded), "--temperature=0.8"]) == 0
+    assert (
+        logprobs.main(
+            ["jaxlc logprobs", str(untrained), str(source), str(recorded), "--temperature=0.8"]
+        )
+        == 0
+    )
     settings = dict(
         data__sources="", attention__shared_prefixes=True, train__eval_sequences=1, train__eval_every_steps=0,
         train__steps=2, train__seed=5, posttrain__loss=loss, posttrain__temperature=0.8,
@@ -142,7 +173,11 @@ def test_reference_model_equals_recorded_log_probs(scored, tmp_path, loss):
     assert f"reference  {untrained}, 0.00 GiB per device" in output
     measured = "kl" if loss == "grpo" else "margin"
     expected, actual = (
-        [(row["loss"], row["grad_norm"], row[measured]) for row in rows(tmp_path / name) if "loss" in row]
+        [
+            (row["loss"], row["grad_norm"], row[measured])
+            for row in rows(tmp_path / name)
+            if "loss" in row
+        ]
         for name in ("record", "model")
     )
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
@@ -161,7 +196,9 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> dict:
     directory = tmp_path_factory.mktemp("rollouts")
     (directory / "reward.py").write_text(REWARD)
     prompts = [dict(prompt=prompt, bonus=0.5) for prompt in PROMPTS]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (directory / "prompts.jsonl").write_text(
+        "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+    )
     settings = dict(
         data__sources="", attention__shared_prefixes=True, posttrain__loss="dapo", rollouts__source="model",
         rollouts__prompts=directory / "prompts.jsonl", rollouts__reward=f"{directory / 'reward.py'}:reward",
@@ -184,21 +221,33 @@ def test_rollouts_of_the_policy_are_traces_with_rewards(rollouts):
     assert len(records) == 6 and len({record["group"] for record in records}) == 2
     assert all(record["reward"] == len(set(record["text"]["answer"])) + 0.5 for record in records)
     last = rows(rollouts["workdir"])[-1]
-    assert last["rollouts/reward"] > 0 and 0 < last["rollouts/answer_tokens"] <= 5 and last["rollouts/policy_age"] == 0
+    assert (
+        last["rollouts/reward"] > 0
+        and 0 < last["rollouts/answer_tokens"] <= 5
+        and last["rollouts/policy_age"] == 0
+    )
 
 
 def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monkeypatch):
-    """Also for prompts of text: tokens of the original model, and the end of a turn of data.chat_template."""
+    """Also for prompts of text: tokens of the original model, and the end of a turn of
+    data.chat_template.
+    """
     run = jaxlc.load(write_untrained_run(tmp_path / "run"))
     settings = {name.replace("__", "."): str(value) for name, value in rollouts["settings"].items()}
     settings = {name: value for name, value in settings.items() if name.startswith("rollouts.")}
-    config = with_settings(run.config, settings | {"data.chat_template": "chatml", "posttrain.loss": "dapo"})
+    config = with_settings(
+        run.config, settings | {"data.chat_template": "chatml", "posttrain.loss": "dapo"}
+    )
     prompts, _ = open_prompts(config, run.tokenizer)
     maker = PolicyRollouts(replace(run.train_step, config=config), run.tokenizer, prompts)
     (run.workdir / "pretrained").mkdir()
-    (run.workdir / "pretrained" / "config.json").write_text('{"text_config": {"eos_token_id": [7, 9]}}')
+    (run.workdir / "pretrained" / "config.json").write_text(
+        '{"text_config": {"eos_token_id": [7, 9]}}'
+    )
     asked = {}
-    monkeypatch.setattr(maker, "_generator", Mock(side_effect=lambda *_, **settings: asked.update(settings) or []))
+    monkeypatch.setattr(
+        maker, "_generator", Mock(side_effect=lambda *_, **settings: asked.update(settings) or [])
+    )
     with pytest.raises(ValueError, match="zip"):
         maker(run.params, 1, tmp_path / "1.jsonl", run.workdir)
     assert (asked["stop"], asked["stop_ids"]) == (["<|im_end|>"], [256, 7, 9])
@@ -206,20 +255,30 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
 
 def test_start_report_has_the_memory_of_rollouts(rollouts):
     longest = max(map(len, PROMPTS)) + 5
-    assert f"rollouts   6 sequences of up to {longest} tokens; beside the training state" in rollouts["output"]
+    assert (
+        f"rollouts   6 sequences of up to {longest} tokens; beside the training state"
+        in rollouts["output"]
+    )
 
 
 def test_sampler_and_trainer_agree(rollouts):
-    """Log-probabilities of the KV cache, at the sampling temperature, against those of the training forward."""
+    """Log-probabilities of the KV cache, at the sampling temperature, against those of the training
+    forward.
+    """
     losses = [row for row in rows(rollouts["workdir"]) if "loss" in row]
     assert len(losses) == 4
     for row in losses:
-        assert abs(row["sampler_minus_trainer"]) <= row["sampler_difference"] < 1e-4 and row["ratio"] == 1
+        assert (
+            abs(row["sampler_minus_trainer"]) <= row["sampler_difference"] < 1e-4
+            and row["ratio"] == 1
+        )
 
 
 def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
     """A resume with other files of steps that are trained is refused; files may have been removed."""
-    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings = {
+        name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")
+    }
     settings |= dict(rollouts__source="files", train__checkpoint_every_steps=2)
     directory = tmp_path / "rollouts"
     directory.mkdir()
@@ -257,7 +316,10 @@ def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path):
 @pytest.mark.parametrize(
     "reward, words",
     [
-        (lambda *_: time.sleep(10), "took longer than config.rollouts.reward_seconds=0.1, for the answer 'b'"),
+        (
+            lambda *_: time.sleep(10),
+            "took longer than config.rollouts.reward_seconds=0.1, for the answer 'b'",
+        ),
         (lambda *_: float("nan"), "returned nan for the answer 'b': expected a finite number"),
         (lambda *_: "no number", "failed for the answer 'b': could not convert string to float"),
     ],
@@ -269,7 +331,9 @@ def test_invalid_reward_raises(reward, words):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("source", ["model", "files"])
-def test_run_killed_before_rollouts_equals_the_undisturbed_run(rollouts, tmp_path, monkeypatch, source):
+def test_run_killed_before_rollouts_equals_the_undisturbed_run(
+    rollouts, tmp_path, monkeypatch, source
+):
     """benchmarks/2026-11-26-kill-drill-rollouts.txt has ten kills for each source."""
     settings, undisturbed = rollouts["settings"], rollouts["workdir"]
     if source == "files":
@@ -287,7 +351,9 @@ def test_run_killed_before_rollouts_equals_the_undisturbed_run(rollouts, tmp_pat
 
 @pytest.mark.heavy
 def test_signal_to_one_of_two_processes_that_wait_for_rollouts_stops_both(rollouts, tmp_path):
-    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings = {
+        name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")
+    }
     settings |= dict(rollouts__source="files", train__checkpoint_every_steps=0)
     directory = tmp_path / "rollouts"
     directory.mkdir()
@@ -314,11 +380,22 @@ def test_resumed_run_with_rollouts_equals_an_undisturbed_one(rollouts, tmp_path,
 
 
 def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rollouts, tmp_path):
-    """The command gets the directory of each export, again after a resume; a failure is one sentence."""
+    """The command gets the directory of each export, again after a resume; a failure is one
+    sentence.
+    """
     directory = rollouts["workdir"] / "rollouts"
-    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
-    settings |= dict(rollouts__source="files", rollouts__directory=directory, rollouts__export_every_steps=4)
-    train(rollouts["config"], tmp_path / "run", rollouts__export_command=f"cp -r -t {tmp_path}", **settings)
+    settings = {
+        name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")
+    }
+    settings |= dict(
+        rollouts__source="files", rollouts__directory=directory, rollouts__export_every_steps=4
+    )
+    train(
+        rollouts["config"],
+        tmp_path / "run",
+        rollouts__export_command=f"cp -r -t {tmp_path}",
+        **settings,
+    )
     assert rows(tmp_path / "run") == rows(rollouts["workdir"])
     assert (tmp_path / "4" / "model.safetensors").is_file()
     texts = (tmp_path / "run" / "decoded_rollouts" / "2.jsonl").read_text()
@@ -329,12 +406,17 @@ def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rol
     assert of_others == of_policy
     settings |= dict(rollouts__export_command="ls /no-such-directory", train__steps=5)
     message = train(rollouts["config"], tmp_path / "run", status=2, **settings)
-    assert "the export of rollouts failed: ls /no-such-directory" in message and "No such file" in message
+    assert (
+        "the export of rollouts failed: ls /no-such-directory" in message
+        and "No such file" in message
+    )
 
 
 @pytest.mark.full  # a heavy test has two processes
 def test_signal_while_training_waits_for_rollouts_saves_a_checkpoint(rollouts, tmp_path):
-    settings = {name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")}
+    settings = {
+        name: x for name, x in rollouts["settings"].items() if not name.startswith("rollouts__")
+    }
     settings |= dict(rollouts__source="files", train__checkpoint_every_steps=0)
     files, directory = files_of(rollouts["workdir"]), tmp_path / "rollouts"
     directory.mkdir()
@@ -359,7 +441,10 @@ def test_signal_while_training_waits_for_rollouts_saves_a_checkpoint(rollouts, t
 
 def test_loaded_run_with_rollouts_has_rewards_and_no_evaluation(rollouts):
     run = jaxlc.load(rollouts["workdir"])
-    assert run.reward_figure().axes[0].get_ylabel() == "reward" and run.paths["reward_figure"].is_file()
+    assert (
+        run.reward_figure().axes[0].get_ylabel() == "reward"
+        and run.paths["reward_figure"].is_file()
+    )
     with pytest.raises(UserError, match="the run made rollouts"):
         run.evaluate()
 
@@ -368,9 +453,21 @@ def test_loaded_run_with_traces_evaluates_them(tmp_path):
     """Without context gain, whose pieces cut documents apart from their prefixes."""
     record = dict(prompt="a" * 90, chosen="b" * 9, rejected="c" * 9)
     traces = tmp_path / "traces.jsonl"
-    traces.write_text("".join(json.dumps(record | dict(prompt=f"{i} {record['prompt']}")) + "\n" for i in range(20)))
+    traces.write_text(
+        "".join(
+            json.dumps(record | dict(prompt=f"{i} {record['prompt']}")) + "\n" for i in range(20)
+        )
+    )
     config = defaults()
-    config.model.update(vocab_size=257, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32)
+    config.model.update(
+        vocab_size=257,
+        num_layers=1,
+        model_dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_dim=32,
+    )
     config.data.update(sources=(), traces=str(traces), seq_len=1024, eval_fraction=0.3)
     config.attention.shared_prefixes = True
     save_step_0(config, tmp_path / "run")

@@ -68,7 +68,9 @@ def test_guard_after_sigterm_and_ctrl_c_stops():
     ],
     ids=["none", "two"],
 )
-def test_train_interrupted_outside_loop_names_latest_checkpoint(tmp_path, monkeypatch, capsys, steps, words):
+def test_train_interrupted_outside_loop_names_latest_checkpoint(
+    tmp_path, monkeypatch, capsys, steps, words
+):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 

@@ -12,9 +12,13 @@ from jaxlc.train.reports.progress import Progress, flops_text
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
 
 
-def make_progress(total_steps=130, *, is_primary=True, is_terminal=False, peak=None) -> tuple[Progress, io.StringIO]:
+def make_progress(
+    total_steps=130, *, is_primary=True, is_terminal=False, peak=None
+) -> tuple[Progress, io.StringIO]:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=is_terminal, width=160, highlight=False, soft_wrap=True)
+    console = Console(
+        file=out, force_terminal=is_terminal, width=160, highlight=False, soft_wrap=True
+    )
     progress = Progress(peak_flops_per_second=peak, is_primary=is_primary, console=console)
     progress.start_stage("", total_steps, flops_per_step=2e9)
     return progress, out
@@ -24,7 +28,9 @@ def test_update_without_terminal_prints_one_line(clock):
     progress, out = make_progress()
     with progress:
         progress.update(step=10, **ROW)
-    assert out.getvalue() == ("step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n")
+    assert out.getvalue() == (
+        "step 10/130  loss 2.5000  4,321 tokens/s  4 GFLOP/s (model, causal)  1:00 left\n"
+    )
 
 
 def test_update_with_known_peak_prints_utilization(clock):
@@ -52,7 +58,10 @@ def test_compilation_without_terminal_prints_lines_while_it_lasts(capsys, monkey
     with progress, progress.compiling("the step"):
         time.sleep(0.12)
     lines = out.getvalue().splitlines()
-    assert lines[:2] == ["compiling the step ...", "compiling the step: 0:00 so far"] and "compiled" in lines[-1]
+    assert (
+        lines[:2] == ["compiling the step ...", "compiling the step: 0:00 so far"]
+        and "compiled" in lines[-1]
+    )
     with flags.progress() as starting:
         for name in ("one", "two"):
             starting(name)
@@ -86,14 +95,20 @@ def test_progress_bar_without_terminal_prints_lines_of_long_work(monkeypatch):
     with progress, progress.spinner("compiling"), progress.progress_bar("evaluating") as update:
         update(1, 2)
         time.sleep(0.05)
-    assert out.getvalue().startswith("evaluating: 50%, 0:00 left\n") and "compiling" not in out.getvalue()
+    assert (
+        out.getvalue().startswith("evaluating: 50%, 0:00 left\n")
+        and "compiling" not in out.getvalue()
+    )
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_terminal):
     path = tmp_path / "log.txt"
     for number in (1, 2):
-        with pytest.raises(ZeroDivisionError), make_progress(is_terminal=is_terminal)[0] as progress:
+        with (
+            pytest.raises(ZeroDivisionError),
+            make_progress(is_terminal=is_terminal)[0] as progress,
+        ):
             progress.log("before\nthe file")
             progress.log_to(path)
             with progress.compiling("the step"):
@@ -104,7 +119,12 @@ def test_log_file_has_lines_of_every_start_and_the_error(clock, tmp_path, is_ter
     make_progress(is_primary=False)[0].log_to(path)
     text = path.read_text()
     assert text.count(" START ") == 2 and text.count("\nbefore\nthe file\n") == 2
-    assert text.count(" compiled the step in ") == text.count(" step 10/130 ") == text.count(" step 11/130 ") == 2
+    assert (
+        text.count(" compiled the step in ")
+        == text.count(" step 10/130 ")
+        == text.count(" step 11/130 ")
+        == 2
+    )
     assert "\x1b" not in text and text.endswith(" ZeroDivisionError: run 2\n")
 
 
@@ -114,7 +134,9 @@ def test_log_that_cannot_be_written_ends_with_one_warning(tmp_path):
     progress.log("one")
     progress.log("two")
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("warning: cannot write to ") and lines[0].endswith("; the log ends here")
+    assert lines[0].startswith("warning: cannot write to ") and lines[0].endswith(
+        "; the log ends here"
+    )
     assert lines[1:] == ["one", "two"]
 
 
@@ -136,7 +158,13 @@ def test_progress_in_terminal_shows_live_line():
             progress._bars.refresh()
     text = out.getvalue()
     assert "\x1b[" in text
-    for part in ("compiling the training step", "above the line", "step 10/130", "evaluating", "reading"):
+    for part in (
+        "compiling the training step",
+        "above the line",
+        "step 10/130",
+        "evaluating",
+        "reading",
+    ):
         assert part in text
     assert "compiling the training step ..." not in text  # the spinner shows it
 
@@ -163,12 +191,19 @@ def test_progress_on_other_processes_prints_nothing(is_terminal):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(5.43e9, "5.43 GFLOP/s"), (2e6, "0.002 GFLOP/s"), (6.71e14, "671 TFLOP/s"), (3.2e16, "32 PFLOP/s")],
+    [
+        (5.43e9, "5.43 GFLOP/s"),
+        (2e6, "0.002 GFLOP/s"),
+        (6.71e14, "671 TFLOP/s"),
+        (3.2e16, "32 PFLOP/s"),
+    ],
 )
 def testflops_text(value, text):
     assert flops_text(value) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3 * 3600 + 62, "3:01:02")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3 * 3600 + 62, "3:01:02")]
+)
 def test_duration_text(seconds, text):
     assert duration_text(seconds) == text

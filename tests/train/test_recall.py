@@ -1,4 +1,6 @@
-"""A task that needs attention across ranks: learned on a ring of four, not learned when the ring sends nothing."""
+"""A task that needs attention across ranks: learned on a ring of four, not learned when the ring
+sends nothing.
+"""
 
 import jax
 import numpy as np
@@ -24,7 +26,11 @@ def _rows(rng: np.random.Generator) -> dict[str, np.ndarray]:
     targets[..., -1], weights[..., -1] = facts, 1.0
     positions = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), tokens.shape)
     return dict(
-        tokens=tokens, targets=targets, loss_weights=weights, positions=positions, segment_ids=np.ones_like(tokens)
+        tokens=tokens,
+        targets=targets,
+        loss_weights=weights,
+        positions=positions,
+        segment_ids=np.ones_like(tokens),
     )
 
 
@@ -42,8 +48,14 @@ def _final_loss() -> float:
     losses = []
     for _ in range(STEPS):
         arrays = {name: array[..., order] for name, array in _rows(rng).items()}
-        shardings = {name: like.sharding for name, like in step.abstract_batch._asdict().items() if like is not None}
-        batch = Batch(**{name: jax.device_put(arrays[name], sharding) for name, sharding in shardings.items()})
+        shardings = {
+            name: like.sharding
+            for name, like in step.abstract_batch._asdict().items()
+            if like is not None
+        }
+        batch = Batch(
+            **{name: jax.device_put(arrays[name], sharding) for name, sharding in shardings.items()}
+        )
         state, metrics = compiled(state, batch)
         losses.append(float(metrics.loss))
     return float(np.mean(losses[-10:]))

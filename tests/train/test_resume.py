@@ -1,4 +1,6 @@
-"""Runs that are killed or stopped resume without loss, also on another mesh and from damaged checkpoints."""
+"""Runs that are killed or stopped resume without loss, also on another mesh and from damaged
+checkpoints.
+"""
 
 import re
 import shutil
@@ -72,7 +74,9 @@ def test_run_killed_while_saving_resumes_bitwise(config, uninterrupted, tmp_path
 
 @pytest.fixture
 def signal_after(monkeypatch):
-    """A function that raises signals in this process after the row of a step is written, while the next step runs."""
+    """A function that raises signals in this process after the row of a step is written, while the
+    next step runs.
+    """
     write = MetricsLog.write
 
     def set_signals(after_step: int, *numbers: signal.Signals) -> None:
@@ -86,18 +90,25 @@ def signal_after(monkeypatch):
     return set_signals
 
 
-def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(config, uninterrupted, tmp_path, signal_after, capfd):
+def test_run_stopped_by_ctrl_c_then_sigterm_resumes_bitwise(
+    config, uninterrupted, tmp_path, signal_after, capfd
+):
     def stop(number: signal.Signals, after_step: int) -> str:
         """Stops a run, which saves the step that follows the next one, and returns its output."""
         signal_after(after_step, number)
         output = runs.train(config, tmp_path, status=128 + number, train__checkpoint_every_steps=0)
         saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
         assert saved == runs.step_of(tmp_path) == after_step + 2
-        assert f"stopped after step {saved}, saved a checkpoint; run the same command again to resume" in output
+        assert (
+            f"stopped after step {saved}, saved a checkpoint; run the same command again to resume"
+            in output
+        )
         return output
 
     stop(signal.SIGINT, after_step=1)
-    message = "Ctrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving"
+    message = (
+        "Ctrl-C: saving a checkpoint after this step; press Ctrl-C again to stop now without saving"
+    )
     assert message in capfd.readouterr().err
     assert "resuming from step 3 " in stop(signal.SIGTERM, after_step=5)
     signal_after(0)
@@ -109,14 +120,18 @@ def test_second_ctrl_c_ends_the_run_at_once(config, tmp_path, signal_after):
     signal_after(10, signal.SIGINT, signal.SIGINT)
     output = runs.train(config, tmp_path, status=130)
     assert runs.step_of(tmp_path) == 10
-    assert re.search(r"interrupted; the latest checkpoint in .* is of step [48]; run the same command", output), output
+    assert re.search(
+        r"interrupted; the latest checkpoint in .* is of step [48]; run the same command", output
+    ), output
 
 
 def _assert_same_losses(got: list[dict], expected: list[dict], tolerance: float) -> None:
     assert [row["step"] for row in got] == [row["step"] for row in expected]
     for mine, theirs in zip(got, expected):
         np.testing.assert_allclose(
-            mine.get("loss", mine.get("eval_loss")), theirs.get("loss", theirs.get("eval_loss")), rtol=tolerance
+            mine.get("loss", mine.get("eval_loss")),
+            theirs.get("loss", theirs.get("eval_loss")),
+            rtol=tolerance,
         )
 
 
@@ -131,7 +146,9 @@ def _assert_same_losses(got: list[dict], expected: list[dict], tolerance: float)
     ids=["fsdp", "other_length", "zigzag"],
 )
 @pytest.mark.heavy
-def test_run_resumed_on_another_mesh_has_equal_losses(config, uninterrupted, halfway, tmp_path, mesh):
+def test_run_resumed_on_another_mesh_has_equal_losses(
+    config, uninterrupted, halfway, tmp_path, mesh
+):
     """The same next sequences and losses; a changed sequence length is reported."""
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     output = runs.train_elsewhere(config, workdir, **mesh)
@@ -186,31 +203,41 @@ def test_run_of_two_processes_stopped_by_signal_saves(config, tmp_path, signals)
     assert (tmp_path / "checkpoints" / str(runs.step_of(tmp_path))).exists()
 
 
-def test_run_with_damaged_checkpoint_resumes_from_older_one(config, uninterrupted, halfway, tmp_path):
+def test_run_with_damaged_checkpoint_resumes_from_older_one(
+    config, uninterrupted, halfway, tmp_path
+):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
-    *_, older, latest = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    *_, older, latest = sorted(
+        int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()
+    )
     newest = workdir / "checkpoints" / str(latest)
     runs.damage(newest)
     output = runs.train(config, workdir)
-    assert f"checkpoint {newest} cannot be read" in output and f"resuming from step {older} " in output, output
+    assert (
+        f"checkpoint {newest} cannot be read" in output and f"resuming from step {older} " in output
+    ), output
     assert runs.rows(workdir) == uninterrupted
 
 
 def test_run_already_trained_says_how_to_continue(config, halfway, tmp_path):
     workdir = shutil.copytree(halfway, tmp_path / "copy")
     output = runs.train(config, workdir, train__steps=8)
-    assert re.search(r"is already trained to step (8|12): continue with --config.train.steps=(16|24)", output), output
+    assert re.search(
+        r"is already trained to step (8|12): continue with --config.train.steps=(16|24)", output
+    ), output
 
 
-def test_run_with_checkpoint_of_other_model_raises_before_it_compiles_or_writes(config, halfway, monkeypatch):
+def test_run_with_checkpoint_of_other_model_raises_before_it_compiles_or_writes(
+    config, halfway, monkeypatch
+):
     monkeypatch.setattr("jaxlc.step.step.TrainStep.compile", lambda _: pytest.fail("compiled"))
     (halfway / "run.lock").unlink(missing_ok=True)  # of the killed run
     before = {path: path.stat().st_mtime_ns for path in halfway.rglob("*")}
     output = runs.train(config, halfway, status=2, model__ffn_dim=128)
     assert output.rstrip().endswith("; use a different --workdir")
-    assert re.search(r"^error: checkpoint .* has config.model.ffn_dim=64, and this config has 128", output, re.M), (
-        output
-    )
+    assert re.search(
+        r"^error: checkpoint .* has config.model.ffn_dim=64, and this config has 128", output, re.M
+    ), output
     assert {path: path.stat().st_mtime_ns for path in halfway.rglob("*")} == before
 
 

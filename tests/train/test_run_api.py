@@ -90,18 +90,31 @@ def test_result_has_history_as_columns_and_paths(result):
     assert steps.tolist() == [1, 2, 3, 4] and losses[-1] < losses[0]
     assert history.column("eval_loss")[0].tolist() == [0, 2, 4]
     assert all(path.exists() for path in result.paths.values())
-    assert {"metrics", "loss_figure", "optimizer_figure", "loss_by_position_figure"} <= result.paths.keys()
-    assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(history)
-    assert "held-out loss" in result._repr_html_() and "rows of metrics.jsonl" in history._repr_html_()
+    assert {
+        "metrics",
+        "loss_figure",
+        "optimizer_figure",
+        "loss_by_position_figure",
+    } <= result.paths.keys()
+    assert repr(result).startswith("Result(step 4 of 4, held-out loss ") and "\n" not in repr(
+        history
+    )
+    assert (
+        "held-out loss" in result._repr_html_() and "rows of metrics.jsonl" in history._repr_html_()
+    )
 
 
 def test_rate_of_a_step_counts_pairs_of_its_documents(config, result):
     config, history = load(config), result.history
     train, batch_size = open_corpus(config.data).train, config.train.global_batch_size
-    flops = (history["flops_per_second_documents"] * history["step_seconds"])[np.isfinite(history["loss"])]
+    flops = (history["flops_per_second_documents"] * history["step_seconds"])[
+        np.isfinite(history["loss"])
+    ]
     for step in range(STEPS):
         sequences = [train[step * batch_size + i]["segment_ids"] for i in range(batch_size)]
-        pairs = sum(document_pairs(config.model, np.bincount(segment_ids)[1:]) for segment_ids in sequences)
+        pairs = sum(
+            document_pairs(config.model, np.bincount(segment_ids)[1:]) for segment_ids in sequences
+        )
         assert flops[step] == pytest.approx(config.step_flops(pairs).total, rel=1e-6)
     assert min(flops) < config.flops_per_step
 
@@ -115,10 +128,15 @@ def test_traced_steps_are_compared_by_class(result, tmp_path, capsys):
     values = json.loads((tmp_path / "comparison.json").read_text())
     seconds = {row["name"]: row["measured_seconds"] for row in values["classes"]}
     assert all(seconds[name] > 0 for name in ("attention", "matrix products", "other kernels"))
-    assert sum(seconds.values()) == pytest.approx(values["step_seconds"]) and values["communication_seconds"] > 0
+    assert (
+        sum(seconds.values()) == pytest.approx(values["step_seconds"])
+        and values["communication_seconds"] > 0
+    )
     # A ring of 4: per layer three sends of K/V forward and backward, and four of dK/dV.
     assert sum(row["runs_per_step"] for row in values["ring_steps"]) >= 9
-    assert all(row["measured_seconds"] > 0 and row["estimated_seconds"] > 0 for row in values["ring_steps"])
+    assert all(
+        row["measured_seconds"] > 0 and row["estimated_seconds"] > 0 for row in values["ring_steps"]
+    )
     assert values["unknown_seconds"] < 0.05 * values["step_seconds"]
     assert 0 < values["estimated_pairs_share"] < 1  # sequences have several documents
     assert profile_main([*arguments[:2], "--topology=h100:1x4"]) == 2
@@ -146,7 +164,9 @@ def test_token_losses_equal_log_softmax_of_logits(result):
     """Text of 225 tokens, longer than data.seq_len = 128."""
     model, ids = result.model, result.tokenizer.encode(TEXT.encode())
     logits_TV, losses_t = model.logits(TEXT), model.token_losses(TEXT)
-    assert logits_TV.shape == (len(ids), 257) and losses_t.shape == (len(ids) - 1,) and len(ids) > 128
+    assert (
+        logits_TV.shape == (len(ids), 257) and losses_t.shape == (len(ids) - 1,) and len(ids) > 128
+    )
     expected_t = -np.asarray(jax.nn.log_softmax(logits_TV))[np.arange(len(ids) - 1), ids[1:]]
     np.testing.assert_allclose(losses_t, expected_t, rtol=FLOAT32_PARITY, atol=1e-5)
     assert model.loss(TEXT) == pytest.approx(expected_t.mean(), rel=1e-5)
@@ -156,7 +176,9 @@ def test_logits_are_causal_and_independent_of_padding_and_batch(result):
     model, ids = result.model, result.tokenizer.encode(TEXT.encode())[:150].reshape(3, 50)
     logits_BTV = model.logits(ids)
     for sequence, logits_TV in zip(ids, logits_BTV):
-        np.testing.assert_allclose(model.logits(sequence[:30]), logits_TV[:30], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            model.logits(sequence[:30]), logits_TV[:30], rtol=1e-4, atol=1e-5
+        )
     positions_Bn = np.array([[3, 49], [0, 7], [20, 20]])
     chosen_BnV = np.asarray(jax.nn.log_softmax(logits_BTV))[np.arange(3)[:, None], positions_Bn]
     candidates_Bn = np.stack([chosen_BnV[:, 0].argmax(-1), chosen_BnV[:, 1].argmin(-1)], axis=1)
@@ -164,7 +186,8 @@ def test_logits_are_causal_and_independent_of_padding_and_batch(result):
     expected_Bn = np.take_along_axis(chosen_BnV, candidates_Bn[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(log_probs_Bn, expected_Bn, rtol=1e-4, atol=1e-5)
     assert is_best_Bn.tolist() == [[True, False]] * 3
-    with pytest.raises(UserError, match="invalid positions: position 50, expected 0 to 49"):  # it is padding
+    # it is padding
+    with pytest.raises(UserError, match="invalid positions: position 50, expected 0 to 49"):
         model.log_probs(ids, positions_Bn + 1, candidates_Bn)
     with pytest.raises(UserError, match="invalid candidates: token -1, expected 0 to 256"):
         model.log_probs(ids, positions_Bn, np.full_like(candidates_Bn, -1))
@@ -174,8 +197,13 @@ def test_logits_are_causal_and_independent_of_padding_and_batch(result):
 
 
 def test_hidden_states_times_tied_head_are_the_logits(result):
-    hidden_TD, head_DV = result.model.hidden_states(TEXT), np.asarray(result.params["embedding"])[:257].T
-    np.testing.assert_allclose(np.asarray(hidden_TD) @ head_DV, result.model.logits(TEXT), rtol=1e-4, atol=1e-5)
+    hidden_TD, head_DV = (
+        result.model.hidden_states(TEXT),
+        np.asarray(result.params["embedding"])[:257].T,
+    )
+    np.testing.assert_allclose(
+        np.asarray(hidden_TD) @ head_DV, result.model.logits(TEXT), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +230,9 @@ def test_logits_of_too_many_tokens_name_the_alternatives(result):
 def test_load_on_any_mesh_gives_the_same_model(result, mesh):
     loaded = jaxlc.load(result.workdir, mesh=mesh)
     assert loaded.step == STEPS and loaded.mesh.size == (8 if mesh is None else 2)
-    np.testing.assert_allclose(loaded.model.token_losses(TEXT), result.model.token_losses(TEXT), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        loaded.model.token_losses(TEXT), result.model.token_losses(TEXT), rtol=1e-4, atol=1e-5
+    )
     np.testing.assert_array_equal(loaded.history["step"], result.history["step"])
     if mesh == dict(data=2):
         assert loaded.evaluate().loss == pytest.approx(result.evaluation.loss, rel=1e-5)
@@ -218,7 +248,10 @@ def test_load_of_earlier_step_has_its_parameters_and_history(result):
     ("arguments", "message"),
     [
         (dict(step=3), r"no checkpoint of step 3 in .*; existing steps: 2, 4"),
-        (dict(mesh=dict(contxt=2)), "unknown mesh axis 'contxt': expected data, fsdp, context, tensor"),
+        (
+            dict(mesh=dict(contxt=2)),
+            "unknown mesh axis 'contxt': expected data, fsdp, context, tensor",
+        ),
         (
             dict(mesh=dict(context=16)),
             r"the mesh has 16 devices, and the number of available devices is 8: use .* --mesh=context=1 .*"
@@ -243,7 +276,9 @@ def test_load_with_another_model_says_to_pass_that_of_the_run(result):
         def apply(self, params, batch, mesh):
             return params["table"][batch.tokens]
 
-    with pytest.raises(UserError, match="has other parameters than this model: pass model= as in the run"):
+    with pytest.raises(
+        UserError, match="has other parameters than this model: pass model= as in the run"
+    ):
         jaxlc.load(result.workdir, model=Bigram())
 
 
@@ -270,7 +305,9 @@ def _corpus_batches(config, first: int = 0):
 
 @pytest.fixture
 def dispatched_and_fetched(monkeypatch):
-    """The steps in the order in which they are dispatched ("add") and their metrics fetched ("fetch")."""
+    """The steps in the order in which they are dispatched ("add") and their metrics fetched
+    ("fetch").
+    """
     events = []
     for name in ("add", "fetch"):
         original = getattr(PendingMetrics, name)
@@ -283,8 +320,12 @@ def dispatched_and_fetched(monkeypatch):
     return events
 
 
-def test_metrics_are_fetched_after_the_next_step_is_dispatched(config, result, tmp_path, dispatched_and_fetched):
-    """But before an evaluation or a checkpoint; the rows are those of a run with callbacks, which get them earlier."""
+def test_metrics_are_fetched_after_the_next_step_is_dispatched(
+    config, result, tmp_path, dispatched_and_fetched
+):
+    """But before an evaluation or a checkpoint; the rows are those of a run with callbacks, which
+    get them earlier.
+    """
     late = config.copy_and_resolve_references()
     late.train.update(eval_every_steps=3, checkpoint_every_steps=0)
     rows = jaxlc.train.run(late, tmp_path / "w").history.column("loss")
@@ -299,7 +340,9 @@ def test_step_is_compiled_before_the_state_is_made(config, tmp_path, monkeypatch
         raise UserError("the compiler failed")
 
     monkeypatch.setattr(TrainStep, "compile", fails)
-    monkeypatch.setattr(TrainStep, "init", lambda *_: pytest.fail("the state is made before the step is compiled"))
+    monkeypatch.setattr(
+        TrainStep, "init", lambda *_: pytest.fail("the state is made before the step is compiled")
+    )
     with pytest.raises(UserError, match="the compiler failed"):
         jaxlc.train.run(config, tmp_path / "w")
 
@@ -316,7 +359,9 @@ def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_p
     assert first.evaluate().num_sequences == 2
     with pytest.raises(UserError, match="the run had its own batches, which are not stored"):
         jaxlc.load(tmp_path / "w").evaluate()
-    shifted = ({**batch, "positions": batch["positions"] + 1_000_003} for batch in _corpus_batches(config))
+    shifted = (
+        {**batch, "positions": batch["positions"] + 1_000_003} for batch in _corpus_batches(config)
+    )
     second = jaxlc.train.run(half, tmp_path / "w", batches=shifted)  # positions are relative
     with pytest.raises(UserError, match="no held-out sequences: pass eval_batches"):
         second.evaluate()
@@ -329,7 +374,9 @@ def test_custom_batches_of_same_sequences_give_same_losses(config, result, tmp_p
 
 @pytest.mark.parametrize("step, log_every_steps", [(3, 1), (2, 10)])
 def test_stop_training_logs_evaluates_and_saves(config, tmp_path, step, log_every_steps):
-    """The last step is logged also if the metrics that stopped the run were fetched for an evaluation."""
+    """The last step is logged also if the metrics that stopped the run were fetched for an
+    evaluation.
+    """
     config = config.copy_and_resolve_references()
     config.train.log_every_steps = log_every_steps
     recorder = _Recorder(stop_after=step)
@@ -357,7 +404,10 @@ class _WithoutMetrics(jaxlc.train.Callback):
             _HuggingFace(),
             r"_HuggingFace\.on_step_end is never called \(did you mean on_step\?\): .*on_start, .* and on_end",
         ),
-        (_WithoutMetrics(), r"_WithoutMetrics\.on_step cannot be called as on_step\(step, metrics\)"),
+        (
+            _WithoutMetrics(),
+            r"_WithoutMetrics\.on_step cannot be called as on_step\(step, metrics\)",
+        ),
     ],
 )
 def test_callback_that_would_not_be_called_is_refused(config, tmp_path, callback, words):
@@ -367,7 +417,10 @@ def test_callback_that_would_not_be_called_is_refused(config, tmp_path, callback
 
 def test_batches_are_checked_before_the_step_is_compiled(config, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainStep, "compile", lambda _step: pytest.fail("compiled"))
-    for batches, words in [([{"tokens": np.ones((1, 7), np.int32)}], "batch 0: tokens has shape"), ([], "is empty")]:
+    for batches, words in [
+        ([{"tokens": np.ones((1, 7), np.int32)}], "batch 0: tokens has shape"),
+        ([], "is empty"),
+    ]:
         with pytest.raises(UserError, match=words):
             jaxlc.train.run(config, tmp_path / "w", batches=iter(batches))
 
@@ -375,8 +428,14 @@ def test_batches_are_checked_before_the_step_is_compiled(config, tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(config="quickstart"), r"config='quickstart' of run\(\): expected ConfigDict \| Config"),
-        (dict(callbacks=jaxlc.train.Callback()), r"callbacks=.* of run\(\): expected Iterable\[Callback\]"),
+        (
+            dict(config="quickstart"),
+            r"config='quickstart' of run\(\): expected ConfigDict \| Config",
+        ),
+        (
+            dict(callbacks=jaxlc.train.Callback()),
+            r"callbacks=.* of run\(\): expected Iterable\[Callback\]",
+        ),
         (dict(eval_batches=[]), "eval_batches without batches: pass both"),
     ],
     ids=["config", "callbacks", "eval_batches"],

@@ -50,7 +50,11 @@ def undisturbed(config_path, tmp_path_factory) -> Path:
     """The workdir of a run of both stages."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     result = loop.run(read_config(str(config_path)), workdir)
-    assert (result.step, result.config.data.seq_len, result.config.model.rope_theta) == (7, 256, 8e6)
+    assert (result.step, result.config.data.seq_len, result.config.model.rope_theta) == (
+        7,
+        256,
+        8e6,
+    )
     return workdir
 
 
@@ -89,9 +93,11 @@ def test_checkpoint_at_the_end_of_a_stage_is_kept(undisturbed):
 
 
 def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
-    """Also when the run is started again, which changes nothing. A larger limit continues bitwise equal.
+    """Also when the run is started again, which changes nothing. A larger limit continues bitwise
+    equal.
 
-    Also if the checkpoint at the end of the stage is damaged: the run resumes in that stage, after compiling the next.
+    Also if the checkpoint at the end of the stage is damaged: the run resumes in that stage, after
+    compiling the next.
     """
     workdir = tmp_path / "run"
     for _ in range(2):
@@ -99,8 +105,13 @@ def test_gate_stops_before_the_next_stage(config_path, undisturbed, tmp_path):
             _run(config_path, workdir, limit=0.1)
         message = str(stopped.value)
         assert "limit is max_eval_loss=0.1: stage long was not started" in message
-        assert str(workdir / "checkpoints" / "4") in message and "--config.stages.short.max_eval_loss=" in message
-        assert runs.rows(workdir) == [row for row in runs.rows(undisturbed) if row["stage"] == "short"]
+        assert (
+            str(workdir / "checkpoints" / "4") in message
+            and "--config.stages.short.max_eval_loss=" in message
+        )
+        assert runs.rows(workdir) == [
+            row for row in runs.rows(undisturbed) if row["stage"] == "short"
+        ]
     runs.damage(workdir / "checkpoints" / "4")
     _run(config_path, workdir)
     assert kill_drill.differences(undisturbed, workdir, 7) == []
@@ -123,7 +134,9 @@ def test_run_killed_before_the_evaluation_at_the_end_of_a_stage_evaluates_it_fir
     assert committed_steps(tmp_path / "checkpoints") == [2, 4]
     _run(config_path, tmp_path)
     assert kill_drill.differences(undisturbed, tmp_path, 7) == []
-    assert read_evaluations(tmp_path / "checkpoints") == read_evaluations(undisturbed / "checkpoints")
+    assert read_evaluations(tmp_path / "checkpoints") == read_evaluations(
+        undisturbed / "checkpoints"
+    )
 
 
 @pytest.mark.full
@@ -133,7 +146,9 @@ def test_run_resumed_on_another_mesh_crosses_the_boundary(config_path, undisturb
     for step in ("6", "7"):
         shutil.rmtree(workdir / "checkpoints" / step)
     _run(config_path, workdir, fsdp=2, context=4, tensor=1)
-    losses, others = ([row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, workdir))
+    losses, others = (
+        [row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, workdir)
+    )
     assert losses != others and losses[:4] == others[:4]
     np.testing.assert_allclose(others, losses, rtol=1e-5)
 
@@ -148,12 +163,19 @@ def test_checkpoint_of_other_stages_raises(config_path, undisturbed, tmp_path):
 
 @pytest.mark.heavy
 def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_path):
-    """Kills after a step, inside a save, and at the boundary. A changed row and a changed array are detected."""
+    """Kills after a step, inside a save, and at the boundary. A changed row and a changed array are
+    detected.
+    """
     lines = []
     arguments = [f"--config={config_path}"]
-    equal = kill_drill.drill(arguments, tmp_path, num_kills=3, seed=3, log=lines.append, undisturbed=undisturbed)
+    equal = kill_drill.drill(
+        arguments, tmp_path, num_kills=3, seed=3, log=lines.append, undisturbed=undisturbed
+    )
     assert equal and len(lines) == 6, lines
-    places = {kill.place for kill in kill_drill.plan_kills(load_stages(read_config(str(config_path))), 3, 3)}
+    places = {
+        kill.place
+        for kill in kill_drill.plan_kills(load_stages(read_config(str(config_path))), 3, 3)
+    }
     assert places == {"step", "save", "border"}
     metrics = tmp_path / "killed" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -163,12 +185,16 @@ def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_pat
     shutil.rmtree(checkpoints / "7")
     shutil.copytree(checkpoints / "6", checkpoints / "7")
     metrics_problem, *array_problems = kill_drill.differences(undisturbed, tmp_path / "killed", 7)
-    assert "metrics differ" in metrics_problem and any("embedding" in problem for problem in array_problems)
+    assert "metrics differ" in metrics_problem and any(
+        "embedding" in problem for problem in array_problems
+    )
 
 
 @pytest.mark.full
 def test_two_processes_cross_the_boundary_with_equal_losses(config_path, undisturbed, tmp_path):
     for run in runs.start_pair(config_path, tmp_path):
         runs.finish(run)
-    losses, others = ([row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, tmp_path))
+    losses, others = (
+        [row["loss"] for row in runs.rows(run) if "loss" in row] for run in (undisturbed, tmp_path)
+    )
     np.testing.assert_allclose(others, losses, rtol=1e-5)

@@ -17,7 +17,9 @@ CORPUS = SimpleNamespace(
 )
 
 
-def resume(step: int, *, old_steps: int, corpus: str = "a1b2", traced: str = "", **optimizer) -> list[str]:
+def resume(
+    step: int, *, old_steps: int, corpus: str = "a1b2", traced: str = "", **optimizer
+) -> list[str]:
     config = small_config(train=dict(steps=20), optimizer=optimizer, profile=dict(steps=traced))
     stored = to_dict(config)
     stored["train"]["steps"] = old_steps
@@ -36,7 +38,9 @@ def test_step_lines_name_model_rope_optimizer_and_precision():
     """Each with the settings that decide it; a LoRA run trains a part of the parameters."""
     config = small_config(
         model=dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=24),
-        optimizer=dict(schedule="wsd", decay_steps=20, warmup_steps=5, learning_rate=1e-4, max_grad_norm=0.0),
+        optimizer=dict(
+            schedule="wsd", decay_steps=20, warmup_steps=5, learning_rate=1e-4, max_grad_norm=0.0
+        ),
         precision=dict(compute="bf16"),
         lora=dict(rank=2),
     )
@@ -54,7 +58,9 @@ def test_step_lines_name_model_rope_optimizer_and_precision():
     assert saves == "saves      at the end; keeps the latest 2 (train.keep_checkpoints)"
 
 
-@pytest.mark.parametrize(("warmup_steps", "last_rate"), [(99, None), (100, "0.0001"), (200, "5e-05")])
+@pytest.mark.parametrize(
+    ("warmup_steps", "last_rate"), [(99, None), (100, "0.0001"), (200, "5e-05")]
+)
 def test_step_lines_warn_of_a_schedule_that_ends_in_its_warmup(warmup_steps, last_rate):
     config = small_config(optimizer=dict(warmup_steps=warmup_steps, learning_rate=1e-4))
     line = next(line for line in step_lines(small_step(config)) if line.startswith("optimizer"))
@@ -80,7 +86,9 @@ def test_step_lines_name_cudnn_on_gpus_only(monkeypatch):
         assert line in step_lines(step)
 
 
-@pytest.mark.parametrize("steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")])
+@pytest.mark.parametrize(
+    "steps, epochs", [(5, "5 steps, 0.5 epochs"), (1, "1 step, 0.1 epochs"), (10_000, "1,000")]
+)
 def test_corpus_lines_count_documents_tokens_and_epochs(steps, epochs):
     data, epoch = corpus_lines(small_config(), CORPUS, steps)
     assert "1 document, 1,200 tokens; held out: 3 documents, 150 tokens" in data
@@ -89,7 +97,9 @@ def test_corpus_lines_count_documents_tokens_and_epochs(steps, epochs):
 
 def test_corpus_lines_name_the_epoch_of_a_mixture():
     train = SimpleNamespace(num_documents=3, num_tokens=1200, epoch_tokens=900, num_sequences=40)
-    data, epoch = corpus_lines(small_config(), SimpleNamespace(train=train, heldout=CORPUS.heldout), 5)
+    data, epoch = corpus_lines(
+        small_config(), SimpleNamespace(train=train, heldout=CORPUS.heldout), 5
+    )
     assert "3 documents, 1,200 tokens" in data
     assert epoch.startswith(
         "epoch      of the mixture, until a source would repeat: 40 sequences, 900 tokens, 10 steps;"
@@ -104,7 +114,9 @@ def test_resume_lines_with_equal_config_are_one_line():
 
 def test_resume_lines_with_more_steps_name_new_end_of_schedule():
     _, line = resume(8, old_steps=12)
-    assert line.startswith("train.steps changed from 12 to 20: the cosine learning-rate schedule now ends at step 20")
+    assert line.startswith(
+        "train.steps changed from 12 to 20: the cosine learning-rate schedule now ends at step 20"
+    )
     assert len(resume(8, old_steps=12, schedule="constant")) == 1
 
 
@@ -116,7 +128,9 @@ def test_resume_lines_with_other_corpus_say_so():
 @pytest.mark.parametrize(("traced", "is_done"), [("3:9", True), ("3:10", False), ("9:10", False)])
 def test_resume_lines_name_traced_steps_that_are_done(traced, is_done):
     lines = resume(8, old_steps=20, traced=traced)
-    assert (f"config.profile.steps={traced}: these steps are done, so this run traces none" in lines) == is_done
+    assert (
+        f"config.profile.steps={traced}: these steps are done, so this run traces none" in lines
+    ) == is_done
 
 
 def test_resume_lines_after_last_step_say_how_to_continue():

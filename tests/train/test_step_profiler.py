@@ -30,10 +30,16 @@ class _Runtime:
 
 @pytest.mark.parametrize(
     ("first_run_step", "last_run_step", "expected"),
-    [(1, 6, [1, 2, "start", 3, 4, "stop", 5, 6]), (4, 5, ["start", 4, "stop", 5]), (1, 3, [1, 2, "start", 3, "stop"])],
+    [
+        (1, 6, [1, 2, "start", 3, 4, "stop", 5, 6]),
+        (4, 5, ["start", 4, "stop", 5]),
+        (1, 3, [1, 2, "start", 3, "stop"]),
+    ],
     ids=["all traced steps", "resumed run", "run that ends early"],
 )
-def test_nsys_captures_only_the_traced_steps(monkeypatch, tmp_path, first_run_step, last_run_step, expected):
+def test_nsys_captures_only_the_traced_steps(
+    monkeypatch, tmp_path, first_run_step, last_run_step, expected
+):
     runtime = _Runtime()
     monkeypatch.setattr(step_profiler, "_cuda_runtime", lambda: runtime)
 
@@ -52,13 +58,16 @@ def test_nsys_captures_only_the_traced_steps(monkeypatch, tmp_path, first_run_st
 
 def test_nsys_without_cuda_runtime_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(step_profiler, "_CUDA_RUNTIMES", ("libcudart.so.none",))
-    profiled_step = StepProfiler(profile_config(steps="1:2", tool="nsys"), tmp_path, lambda *_: (0, 0), print)
+    profiled_step = StepProfiler(
+        profile_config(steps="1:2", tool="nsys"), tmp_path, lambda *_: (0, 0), print
+    )
     with pytest.raises(UserError, match="needs the CUDA runtime"):
         profiled_step.start(1, 0)
 
 
 @pytest.mark.parametrize(
-    ("message", "is_written"), [("RESOURCE_EXHAUSTED: Out of memory", True), ("INTERNAL: other", False)]
+    ("message", "is_written"),
+    [("RESOURCE_EXHAUSTED: Out of memory", True), ("INTERNAL: other", False)],
 )
 def test_step_out_of_memory_writes_memory_profile(tmp_path, message, is_written):
     def run_step(state, batch):

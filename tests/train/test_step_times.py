@@ -20,7 +20,13 @@ from tests import environment
 
 NUM_STEPS = 105
 PERIOD = 10  # of evaluations and saves
-EVALUATION_SECONDS, SAVE_SECONDS, TRACE_SECONDS, CALLBACK_SECONDS, HOST_SECONDS = 30.0, 5.0, 25.0, 0.4, 0.1
+EVALUATION_SECONDS, SAVE_SECONDS, TRACE_SECONDS, CALLBACK_SECONDS, HOST_SECONDS = (
+    30.0,
+    5.0,
+    25.0,
+    0.4,
+    0.1,
+)
 TRACED_STEPS = "33:36"
 WAITING_SECONDS = {13: 40.0, 64: 2.0}  # for the batch of a step
 
@@ -39,7 +45,8 @@ class Machine:
     def __init__(self, *, blocks: bool):
         """
         Args:
-          blocks: a dispatch returns after the step before has ended, as with donated buffers on a GPU.
+          blocks: a dispatch returns after the step before has ended, as with donated buffers on a
+            GPU.
         """
         self.now, self.seconds, self.ends, self.added, self._blocks = 100.0, {}, {}, {}, blocks
 
@@ -87,10 +94,15 @@ class Machine:
     def batches(self, *_):
         for step in range(1, NUM_STEPS + 1):
             self.now += WAITING_SECONDS.get(step, HOST_SECONDS)
-            yield dict.fromkeys(("tokens", "targets", "loss_weights", "positions", "segment_ids"), 0), step == NUM_STEPS
+            yield (
+                dict.fromkeys(("tokens", "targets", "loss_weights", "positions", "segment_ids"), 0),
+                step == NUM_STEPS,
+            )
 
 
-def rows_of(machine: Machine, tmp_path, *, log_every_steps: int, callbacks: list[Callback]) -> list[dict]:
+def rows_of(
+    machine: Machine, tmp_path, *, log_every_steps: int, callbacks: list[Callback]
+) -> list[dict]:
     """The rows of `NUM_STEPS` steps."""
     config = defaults()
     config.train.update(log_every_steps=log_every_steps)
@@ -111,7 +123,10 @@ def rows_of(machine: Machine, tmp_path, *, log_every_steps: int, callbacks: list
         metrics=SimpleNamespace(write=lambda **row: rows.append(row)),
         timings=SimpleNamespace(take=dict),
         progress=SimpleNamespace(
-            start_stage=lambda *_: None, update=lambda **_: None, log=print, first_step_ended=lambda _: None
+            start_stage=lambda *_: None,
+            update=lambda **_: None,
+            log=print,
+            first_step_ended=lambda _: None,
         ),
     )
     guard = SimpleNamespace(calling=lambda _: contextlib.nullcontext(), stop=lambda: None)
@@ -122,11 +137,15 @@ def rows_of(machine: Machine, tmp_path, *, log_every_steps: int, callbacks: list
 @pytest.mark.parametrize("has_callback", [False, True])
 @pytest.mark.parametrize("log_every_steps", [1, 7, 100])
 @pytest.mark.parametrize("blocks", [False, True])
-def test_step_seconds_equal_the_time_of_the_device(blocks, log_every_steps, has_callback, tmp_path, monkeypatch):
+def test_step_seconds_equal_the_time_of_the_device(
+    blocks, log_every_steps, has_callback, tmp_path, monkeypatch
+):
     machine = Machine(blocks=blocks)
     monkeypatch.setattr(pending_metrics, "now", lambda: machine.now)
     monkeypatch.setattr(pending_metrics, "end_of", machine.end_of)
-    monkeypatch.setattr(pending_metrics.PendingMetrics, "add", lambda *arguments: machine.add(*arguments))
+    monkeypatch.setattr(
+        pending_metrics.PendingMetrics, "add", lambda *arguments: machine.add(*arguments)
+    )
     for name in ("device_get", "block_until_ready"):
         monkeypatch.setattr(pending_metrics.jax, name, getattr(machine, name))
     monkeypatch.setattr(step_profiler, "_cuda_runtime", lambda: machine)
@@ -146,18 +165,24 @@ def test_step_seconds_equal_the_time_of_the_device(blocks, log_every_steps, has_
 
     callbacks = [Sleeping()] if has_callback else []
     rows = rows_of(machine, tmp_path, log_every_steps=log_every_steps, callbacks=callbacks)
-    assert [row["step"] for row in rows] == sorted({*range(log_every_steps, NUM_STEPS, log_every_steps), NUM_STEPS})
+    assert [row["step"] for row in rows] == sorted(
+        {*range(log_every_steps, NUM_STEPS, log_every_steps), NUM_STEPS}
+    )
     first = 1
     for row in rows:
         expected = np.mean([machine.seconds[step] for step in range(first, row["step"] + 1)])
         assert row["step_seconds"] == pytest.approx(expected, rel=0.02), row["step"]
         first = row["step"] + 1
-    assert measured == pytest.approx([machine.seconds[step] for step in range(1, NUM_STEPS + 1)])  # of the watchdog
+    # of the watchdog
+    assert measured == pytest.approx([machine.seconds[step] for step in range(1, NUM_STEPS + 1)])
 
 
 def test_tokens_of_a_finished_run_with_fewer_steps_are_those_of_the_run():
     config = load(defaults())
-    stages = [SimpleNamespace(first_step=first, end_step=end, config=config) for first, end in ((0, 2), (2, 3))]
+    stages = [
+        SimpleNamespace(first_step=first, end_step=end, config=config)
+        for first, end in ((0, 2), (2, 3))
+    ]
     tokens = [num_tokens_until(stages, step) / config.tokens_per_step for step in (1, 2, 3, 5)]
     assert tokens == [1, 2, 3, 5]
 

@@ -43,14 +43,26 @@ ocp.type_handlers.ArrayHandler.serialize = slow_serialize
 def row(process_id: int, product: float = 0.001, data: float = 0.0, seconds: float = 10.0) -> Times:
     causes = ("devices", "callback", "export", "checkpoint copy", "checkpoint write")
     devices = {"product": [0.001, product], "copy": [0.0005, 0.0005]}
-    return Times(process_id, f"node{process_id}", 40, seconds, devices, dict.fromkeys(causes, 0.0) | {"data": data})
+    return Times(
+        process_id,
+        f"node{process_id}",
+        40,
+        seconds,
+        devices,
+        dict.fromkeys(causes, 0.0) | {"data": data},
+    )
 
 
 def test_slow_ones_names_device_and_phase():
     rows = [row(0), row(1, product=0.002), row(2, data=3.0), row(3, data=0.1)]
     data, product = slow_ones(rows, 1.5, 2e-4)
     assert (data.times.process_id, data.cause, data.device) == (2, "data", None)
-    assert (product.times.process_id, product.cause, product.device, product.ratio) == (1, "product", 1, 2.0)
+    assert (product.times.process_id, product.cause, product.device, product.ratio) == (
+        1,
+        "product",
+        1,
+        2.0,
+    )
     assert stragglers._line(product) == (
         "step 40: device 1 of process 1 on node1 is slow: a fixed matrix product takes 2.00 ms, and 1.00 ms in the"
         " median of all devices"
@@ -71,14 +83,22 @@ def test_slow_ones_without_stragglers_is_empty(rows):
 
 
 def test_read_times_keeps_the_last_of_repeated_steps(tmp_path):
-    lines = [[row(0)._replace(step=step, seconds=seconds)._asdict()] for step, seconds in ((4, 1), (8, 2), (4, 3))]
-    (tmp_path / stragglers.TIMES_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        [row(0)._replace(step=step, seconds=seconds)._asdict()]
+        for step, seconds in ((4, 1), (8, 2), (4, 3))
+    ]
+    (tmp_path / stragglers.TIMES_FILE).write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     assert [(rows[0].step, rows[0].seconds) for rows in read_times(tmp_path)] == [(4, 3), (8, 2)]
 
 
 def test_read_times_of_many_rows_keeps_some_measurements(tmp_path, monkeypatch):
     monkeypatch.setattr(stragglers, "_MAX_ROWS", 20)
-    lines = [[row(process_id)._replace(step=step)._asdict() for process_id in range(10)] for step in range(6)]
+    lines = [
+        [row(process_id)._replace(step=step)._asdict() for process_id in range(10)]
+        for step in range(6)
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / stragglers.TIMES_FILE).write_text(text + "[{")  # the last line is torn
     assert [rows[0].step for rows in read_times(tmp_path)] == [0, 3]
@@ -89,7 +109,9 @@ def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     path = runs.write_config(tmp_path)
     slow: Path = path.with_name("slow.py")
     slow.write_text(_SLOW_PROCESSES + path.read_text())
-    settings = dict(runtime__straggler_every_steps=4, train__eval_every_steps=0, model__num_layers=1)
+    settings = dict(
+        runtime__straggler_every_steps=4, train__eval_every_steps=0, model__num_layers=1
+    )
     output, _ = [runs.finish(run) for run in runs.start_pair(slow, tmp_path / "run", **settings)]
     assert "step 4: process 1 on " in output and " is slow: data took " in output, output
     assert "process 0 on " in output and " is slow: checkpoint copy took " in output, output
@@ -100,5 +122,8 @@ def test_run_of_two_processes_names_the_slow_ones(tmp_path):
     assert all(row["checkpoint/seconds"] > 0 for row in rows if row["step"] in (5, 9))
     times = read_times(tmp_path / "run")
     assert [rows[0].step for rows in times][:2] == [4, 8] and len(times[0]) == 2
-    assert all(len(process.devices["product"]) == 4 and process.phases["devices"] > 0 for process in times[0])
+    assert all(
+        len(process.devices["product"]) == 4 and process.phases["devices"] > 0
+        for process in times[0]
+    )
     assert png_size(tmp_path / "run" / "process_times.png")[0] > 800

@@ -97,5 +97,7 @@ def test_run_without_the_package_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(errors, "is_installed", lambda package: package != "wandb")
     config = read_config(str(runs.write_config(tmp_path)))
     config.train.wandb_project = "long"
-    with pytest.raises(UserError, match=r"config.train.wandb_project needs the package wandb.*\[wandb\]"):
+    with pytest.raises(
+        UserError, match=r"config.train.wandb_project needs the package wandb.*\[wandb\]"
+    ):
         run(config, tmp_path / "run")

@@ -23,7 +23,9 @@ def test_open_workdir_twice_raises_and_after_a_failure_works(tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError), open_workdir(tmp_path, pytest.fail) as path:
             assert path == tmp_path
-            with pytest.raises(UserError, match=f"process {os.getpid()} on .* trains in {tmp_path}: wait"):
+            with pytest.raises(
+                UserError, match=f"process {os.getpid()} on .* trains in {tmp_path}: wait"
+            ):
                 open_workdir(tmp_path, lines.append).__enter__()
             raise KeyError
     assert len(lines) == 2 and "waiting up to 0 s for process" in lines[0]
@@ -42,7 +44,9 @@ def test_train_beside_another_run_is_refused(tmp_path):
 @pytest.mark.heavy
 def test_two_processes_beside_another_run_end(tmp_path):
     config = runs.write_config(tmp_path)
-    config.write_text(config.read_text() + "\nfrom jaxlc.train import workdir\nworkdir.LOCK_SECONDS = 1.0\n")
+    config.write_text(
+        config.read_text() + "\nfrom jaxlc.train import workdir\nworkdir.LOCK_SECONDS = 1.0\n"
+    )
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run" / LOCK_FILE, pytest.fail):
         primary, other = runs.start_pair(config, tmp_path / "run")
@@ -62,7 +66,9 @@ def test_full_disk_names_the_step_and_deletes_the_incomplete_checkpoint(tmp_path
     kept = "checkpoint of step 10 is complete" if steps else "there is no checkpoint yet"
     assert f"cannot write to {tmp_path} (No space left on device): " in str(error.value)
     assert kept in str(error.value) and "\n" not in str(error.value)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(map(str, steps))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == sorted(
+        map(str, steps)
+    )
 
 
 _TINY_DISK = """
@@ -87,8 +93,22 @@ except ValueError as error:
 
 def test_full_disk_prints_no_traceback_of_the_threads_that_save(tmp_path):
     """A real one, where the user may mount one."""
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", _TINY_DISK, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(runs.ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        sys.executable,
+        "-c",
+        _TINY_DISK,
+        str(tmp_path),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(runs.ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,29 +1,34 @@
-"""The gated delta rule over consecutive tokens, in chunks: matrix products instead of a loop over tokens.
+"""The gated delta rule over consecutive tokens, in chunks: matrix products instead of a loop over
+tokens.
 
-Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), sections 3.2 and 3.3. For each token, a
-head decays its state S [K, V] by exp(g), corrects it by the delta rule, and reads it:
+Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), sections 3.2 and 3.3.
+For each token, a head decays its state S [K, V] by exp(g), corrects it by the delta rule, and reads
+it:
 
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  out = S^T q
 
-Over a chunk of C tokens with the cumulative gates G_i = g_1 + ... + g_i, let A be the strictly lower triangular matrix
-beta_i (k_i . k_j) exp(G_i - G_j), and u = (I + A)^-1 (beta v), w = (I + A)^-1 (beta exp(G) k). Then
+Over a chunk of C tokens with the cumulative gates G_i = g_1 + ... + g_i, let A be the strictly
+lower triangular matrix beta_i (k_i . k_j) exp(G_i - G_j), and u = (I + A)^-1 (beta v), w = (I +
+A)^-1 (beta exp(G) k). Then
 
     new = u - w S
     out = (exp(G) q) S + scores new, with the scores (q k^T * exp(G_i - G_j) for j <= i)
     S' = exp(G_C) S + kept^T new, with kept = exp(G_C - G) k
 
-Both are linear in S. So all products of tokens are computed for many chunks at once, and the recurrence over chunks has
-one product:
+Both are linear in S. So all products of tokens are computed for many chunks at once, and the
+recurrence over chunks has one product:
 
     out = (exp(G) q - scores w) S + scores u
     S' = exp(G_C) S - (kept^T w) S + kept^T u
 
-Consecutive tokens map the state that enters them affinely: S' = M S + U. Documents are masks: a token reads only tokens
-and states of its own segment. Gates of -inf instead would make differences of G undefined.
+Consecutive tokens map the state that enters them affinely: S' = M S + U. Documents are masks: a
+token reads only tokens and states of its own segment. Gates of -inf instead would make differences
+of G undefined.
 
-Segments (branches) may continue another one, their prefix. Then a second state is passed on, the state after the last
-token that is in no branch: a prefix is followed by its branches, so where a branch starts this is the state after its
-prefix. Both are one state [2 K, V]: q, k and w have 2 K columns, and the decay is a matrix [2, 2] of scalars.
+Segments (branches) may continue another one, their prefix. Then a second state is passed on, the
+state after the last token that is in no branch: a prefix is followed by its branches, so where a
+branch starts this is the state after its prefix. Both are one state [2 K, V]: q, k and w have 2 K
+columns, and the decay is a matrix [2, 2] of scalars.
 """
 
 import functools
@@ -40,9 +45,9 @@ from jaxlc.attention.state_passing import Affine, identity, product
 def unit_lower_inverse(A: jax.Array) -> jax.Array:
     """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is a power of 2.
 
-    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0], [-Q' X P', Q']] with
-    the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal in exact arithmetic, but its factors
-    cancel: with 64 equal keys its error is 2e9 in float32.
+    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0],
+    [-Q' X P', Q']] with the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal
+    in exact arithmetic, but its factors cancel: with 64 equal keys its error is 2e9 in float32.
     """
     inverse, size = jnp.ones((*A.shape[:-1], 1, 1), A.dtype), 1
     while size < A.shape[-1]:
@@ -89,18 +94,23 @@ class Tokens(NamedTuple):
     beta_BLH: jax.Array
     segments_BL: jax.Array  # int32; outputs of segment 0, padding, are 0
     segment_before_B: jax.Array  # of the token before these; 0: none
-    prefixes_BL: jax.Array | None = None  # the segment that a token's segment continues; 0, or None: it continues none
+    # the segment that a token's segment continues; 0, or None: it continues none
+    prefixes_BL: jax.Array | None = None
 
 
 class _Chunks(NamedTuple):
-    """The recurrence over chunks: arrays [N, B, H, ...] of N chunks, whose masks and gates are applied.
+    """The recurrence over chunks: arrays [N, B, H, ...] of N chunks, whose masks and gates are
+    applied.
 
-    With prefixes, K counts the rows of both states. Factors of products have the dtype of the tokens.
+    With prefixes, K counts the rows of both states. Factors of products have the dtype of the
+    tokens.
     """
 
     q: jax.Array  # [..., C, K]; outputs are q S + out
     out: jax.Array  # [..., C, V], float32 or wider, as decay and added
-    decay: jax.Array  # [..., states, states], 0 if a document starts in the chunk; S' = decay S - correction S + added
+    # [..., states, states], 0 if a document starts in the chunk; S' = decay S - correction S +
+    # added
+    decay: jax.Array
     correction: jax.Array  # [..., K, K]
     added: jax.Array  # [..., K, V]
 
@@ -112,8 +122,9 @@ def affine_map(tokens: Tokens, scale: float) -> Affine:
 
 
 def map_and_reads(tokens: Tokens, scale: float) -> tuple[Affine, jax.Array]:
-    """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the state that enters the
-    first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of q."""
+    """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the
+    state that enters the first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of
+    q."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
     columns, entering = _states(_first_columns(chunks), chunks, dtype)
     return _affine(columns), _outputs(chunks, entering, dtype)
@@ -122,7 +133,9 @@ def map_and_reads(tokens: Tokens, scale: float) -> tuple[Affine, jax.Array]:
 def _first_columns(chunks: _Chunks) -> jax.Array:
     """(M | U) of no tokens, [B, H, K, K + V]: (I | 0)."""
     _, num_sequences, num_heads, key_dim, value_dim = chunks.added.shape
-    return jnp.concatenate(identity(num_sequences, num_heads, key_dim, value_dim, chunks.added.dtype), axis=-1)
+    return jnp.concatenate(
+        identity(num_sequences, num_heads, key_dim, value_dim, chunks.added.dtype), axis=-1
+    )
 
 
 def _affine(columns: jax.Array) -> Affine:
@@ -131,7 +144,9 @@ def _affine(columns: jax.Array) -> Affine:
 
 
 def _outputs(chunks: _Chunks, entering: jax.Array, dtype) -> jax.Array:
-    """[B, N, H, C, V] in `dtype`, of the states that enter the chunks; or K + V columns, of maps of states."""
+    """[B, N, H, C, V] in `dtype`, of the states that enter the chunks; or K + V columns, of maps of
+    states.
+    """
     out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
     return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
 
@@ -143,7 +158,8 @@ def _add_last(x: jax.Array, added: jax.Array) -> jax.Array:
 
 
 def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Array]:
-    """The state after all chunks; and those that enter the chunks, [N, *first.shape] in `dtype`, for products.
+    """The state after all chunks; and those that enter the chunks, [N, *first.shape] in `dtype`,
+    for products.
 
     Args:
       first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
@@ -162,11 +178,15 @@ def _recurrence_forward(first, decay, correction, added, dtype):
 
 
 def _recurrence_backward(dtype, residuals, gradients):
-    """The gradients of states by a recurrence of the same form, and of its factors for all chunks at once."""
+    """The gradients of states by a recurrence of the same form, and of its factors for all chunks
+    at once.
+    """
     decay, correction, added, entering = residuals
     dlast, dentering = gradients
     dfirst, dleaving = _scan_chunks(dlast, decay.mT, correction, dentering, dtype, backwards=True)
-    of_states = [x.reshape(*x.shape[:3], decay.shape[-1], -1, x.shape[-1]) for x in (dleaving, entering)]
+    of_states = [
+        x.reshape(*x.shape[:3], decay.shape[-1], -1, x.shape[-1]) for x in (dleaving, entering)
+    ]
     ddecay = product("nbhikm,nbhjkm->nbhij", *of_states)
     dcorrection = -product("nbhim,nbhjm->nbhij", dleaving, entering, dtype)
     dadded = dleaving[..., -added.shape[-1] :]
@@ -177,7 +197,9 @@ _recurrence.defvjp(_recurrence_forward, _recurrence_backward)
 
 
 def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
-    """See `_states`; from the last chunk to the first one, with corrections transposed, if `backwards`."""
+    """See `_states`; from the last chunk to the first one, with corrections transposed, if
+    `backwards`.
+    """
     subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
 
     def step(carry, chunk):
@@ -191,9 +213,14 @@ def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
 
 
 def read(reads: jax.Array, S_BHKV: jax.Array) -> jax.Array:
-    """The outputs [B, L, H, V] of tokens, from `map_and_reads`, with the state that enters the first one."""
+    """The outputs [B, L, H, V] of tokens, from `map_and_reads`, with the state that enters the
+    first one.
+    """
     key_dim = S_BHKV.shape[-2]
-    out = product("bnhck,bhkv->bnhcv", reads[..., :key_dim], S_BHKV, reads.dtype) + reads[..., key_dim:]
+    out = (
+        product("bnhck,bhkv->bnhcv", reads[..., :key_dim], S_BHKV, reads.dtype)
+        + reads[..., key_dim:]
+    )
     return _in_order(out.astype(reads.dtype))
 
 
@@ -204,8 +231,8 @@ def _in_order(out_BNHCV: jax.Array) -> jax.Array:
 
 
 def outputs(tokens: Tokens, S_BHKV: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
-    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the first one; and the
-    state that leaves the last one."""
+    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the
+    first one; and the state that leaves the last one."""
     chunks, dtype = _chunks(tokens, scale), tokens.q_BLGK.dtype
     S_BHKV, entering = _states(S_BHKV, chunks, dtype)
     return _in_order(_outputs(chunks, entering, dtype)), S_BHKV
@@ -230,7 +257,9 @@ def _chunks(tokens: Tokens, scale: float) -> _Chunks:
     wide = jnp.promote_types(jnp.float32, dtype)
 
     def cut(x):  # [B, L, ...] -> [N, B, C, ...]
-        return x.reshape(num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(
+            num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS, *x.shape[2:]
+        ).swapaxes(0, 1)
 
     def heads(x):  # [B, L, heads, ...] -> [N, B, heads, C, ...]
         return jnp.moveaxis(cut(x), 3, 2)
@@ -239,9 +268,14 @@ def _chunks(tokens: Tokens, scale: float) -> _Chunks:
         return jnp.repeat(x, num_heads // x.shape[2], axis=2)
 
     q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
-    beta, G = heads(tokens.beta_BLH.astype(wide)), jnp.cumsum(heads(tokens.g_BLH.astype(wide)), axis=-1)
+    beta, G = (
+        heads(tokens.beta_BLH.astype(wide)),
+        jnp.cumsum(heads(tokens.g_BLH.astype(wide)), axis=-1),
+    )
     segments = cut(tokens.segments_BL)[:, :, None]  # [N, B, 1, C]
-    before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[:, :, None, None]
+    before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[
+        :, :, None, None
+    ]
     q = jnp.where(segments[..., None] == 0, 0, q * scale)
     prefixes = None if tokens.prefixes_BL is None else cut(tokens.prefixes_BL)[:, :, None]
     paths = _paths(segments, before, prefixes)
@@ -257,7 +291,9 @@ def _chunks(tokens: Tokens, scale: float) -> _Chunks:
     since_start = [jnp.where(enters, jnp.exp(G), 0) for enters in paths.enters]
     factors = [[_at(since, last) for since in since_start] for last in paths.last]
     if prefixes is not None:
-        factors[1][1] = jnp.broadcast_to(1 - paths.last[1].sum(-1).astype(wide), factors[1][1].shape)
+        factors[1][1] = jnp.broadcast_to(
+            1 - paths.last[1].sum(-1).astype(wide), factors[1][1].shape
+        )
     until_end = [_at(decay.mT, None if last is None else last[..., None, :]) for last in paths.last]
 
     def columns(x, factors):  # of all states
@@ -282,8 +318,8 @@ class _Paths(NamedTuple):
 
     visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
     enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
-    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is, it passes the chunk.
-    # None: the last token.
+    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is,
+    # it passes the chunk. None: the last token.
     last: list[jax.Array | None]
 
 
@@ -294,13 +330,19 @@ def _paths(segments: jax.Array, before: jax.Array, prefixes: jax.Array | None) -
     continues = segments == before
     if prefixes is None:
         return _Paths(visible, [continues], [None])
-    of_prefix = lower & (prefixes[..., :, None] == segments[..., None, :]) & (prefixes != 0)[..., None]
-    # A prefix that starts in the chunk is visible; of one that ended or continues from before, the state is read, too.
+    of_prefix = (
+        lower & (prefixes[..., :, None] == segments[..., None, :]) & (prefixes != 0)[..., None]
+    )
+    # A prefix that starts in the chunk is visible; of one that ended or continues from before, the
+    # state is read, too.
     started = of_prefix.any(-1) & (prefixes != before)
     reads_prefix = (prefixes != 0) & ~continues & ~started
     in_no_branch = prefixes == 0
-    is_after = jnp.flip(jnp.cumsum(jnp.flip(in_no_branch, -1), -1), -1)  # tokens in no branch from here on
-    return _Paths(visible | of_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)])
+    # tokens in no branch from here on
+    is_after = jnp.flip(jnp.cumsum(jnp.flip(in_no_branch, -1), -1), -1)
+    return _Paths(
+        visible | of_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)]
+    )
 
 
 def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
@@ -309,9 +351,13 @@ def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
 
 
 def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
-    """The states S [B, H, states x K, V], each as a sum of all states with factors decay [B, H, states, states]."""
+    """The states S [B, H, states x K, V], each as a sum of all states with factors decay [B, H,
+    states, states].
+    """
     num_states = decay.shape[-1]
     if num_states == 1:
         return S * decay
     of_states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
-    return sum(decay[..., i, None, None] * of_states[:, :, i][:, :, None] for i in range(num_states)).reshape(S.shape)
+    return sum(
+        decay[..., i, None, None] * of_states[:, :, i][:, :, None] for i in range(num_states)
+    ).reshape(S.shape)

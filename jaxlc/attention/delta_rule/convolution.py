@@ -1,11 +1,14 @@
-"""A causal convolution of few taps along a sequence that is split over ranks; for code inside `shard_map`.
+"""A causal convolution of few taps along a sequence that is split over ranks; for code inside
+`shard_map`.
 
-What convolutions read of prefixes: the last tokens of a prefix are before the first tokens of each of its branches.
+What convolutions read of prefixes: the last tokens of a prefix are before the first tokens of each
+of its branches.
 
-A prefix is followed by its branches, so it ends at the last token before a branch that is in no branch. Each fragment
-is cut into chunks. Of the tokens before a chunk, it needs the last ones that end in this way: a scan over the chunks of
-a fragment finds them, and ranks exchange the last tokens of their fragments. Within a chunk, matrices of 0 and 1 select
-tokens, so that no gradient is a scatter.
+A prefix is followed by its branches, so it ends at the last token before a branch that is in no
+branch. Each fragment is cut into chunks. Of the tokens before a chunk, it needs the last ones that
+end in this way: a scan over the chunks of a fragment finds them, and ranks exchange the last tokens
+of their fragments. Within a chunk, matrices of 0 and 1 select tokens, so that no gradient is a
+scatter.
 """
 
 from typing import NamedTuple
@@ -38,23 +41,31 @@ class _Chunks(NamedTuple):
     x: jax.Array  # [..., P - 1 + C, W], with the tokens before the chunk
     segments: jax.Array  # int32 [..., P - 1 + C]
     prefixes: jax.Array  # int32 [..., C]
-    ends: jax.Array  # int32 [..., C]: the last token up to each one that is in no branch, an index; -1: none
+    # int32 [..., C]: the last token up to each one that is in no branch, an index; -1: none
+    ends: jax.Array
 
 
 def taps_of_prefixes(
-    x: list[jax.Array], segments: list[jax.Array], prefixes: list[jax.Array], weights_PW: jax.Array, ranks: Ranks
+    x: list[jax.Array],
+    segments: list[jax.Array],
+    prefixes: list[jax.Array],
+    weights_PW: jax.Array,
+    ranks: Ranks,
 ) -> list[jax.Array]:
-    """The sums over the tokens of prefixes that the taps of branches reach, [B, L, W] of each fragment, in float32 or
-    wider.
+    """The sums over the tokens of prefixes that the taps of branches reach, [B, L, W] of each
+    fragment, in float32 or wider.
 
     Args:
-      x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
-      prefixes: [B, L], of the fragments.
+      x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P
+      - 1 + L]. prefixes: [B, L], of the fragments.
     """
     num_before = len(weights_PW) - 1
     chunks = [_chunks(*parts, num_before) for parts in zip(x, segments, prefixes)]
     # After the scan: the last tail up to the end of each chunk, which a later chunk may not have.
-    tails = [lax.associative_scan(lambda a, b: b.or_else(a), _last_tails(part, num_before), axis=1) for part in chunks]
+    tails = [
+        lax.associative_scan(lambda a, b: b.or_else(a), _last_tails(part, num_before), axis=1)
+        for part in chunks
+    ]
     before = _tails_before([jax.tree.map(lambda t: t[:, -1], part) for part in tails], ranks)
     sums = []
     for part, of_chunks, of_fragment, own in zip(chunks, tails, before, prefixes):
@@ -66,14 +77,18 @@ def taps_of_prefixes(
     return sums
 
 
-def _chunks(x_BLW: jax.Array, segments_BL: jax.Array, prefixes_BL: jax.Array, num_before: int) -> _Chunks:
+def _chunks(
+    x_BLW: jax.Array, segments_BL: jax.Array, prefixes_BL: jax.Array, num_before: int
+) -> _Chunks:
     num_tokens, size = prefixes_BL.shape[1], max(_CHUNK_TOKENS, num_before)
     missing = -num_tokens % size
 
     def cut(x):  # with the tokens before each chunk
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
         own = x[:, num_before:].reshape(len(x), -1, size, *x.shape[2:])
-        before = jnp.concatenate([x[:, None, :num_before], own[:, :-1, size - num_before :]], axis=1)
+        before = jnp.concatenate(
+            [x[:, None, :num_before], own[:, :-1, size - num_before :]], axis=1
+        )
         return jnp.concatenate([before, own], axis=2)
 
     padded = jnp.pad(prefixes_BL, [(0, 0), (0, missing)], constant_values=-1)
@@ -92,24 +107,29 @@ def _last_tails(chunks: _Chunks, num_before: int) -> _Tail:
 
 
 def _tails_before(own: list[_Tail], ranks: Ranks) -> list[_Tail]:
-    """The tail before each fragment, from the last tail in each fragment. Its size does not depend on the length."""
+    """The tail before each fragment, from the last tail in each fragment. Its size does not depend
+    on the length.
+    """
     num_fragments = len(own) * ranks.size
     index = lax.axis_index(ranks.axis) if ranks.size > 1 else 0
-    places = [index, num_fragments - 1 - index][: len(own)]  # of this rank's fragments in the sequence
+    # of this rank's fragments in the sequence
+    places = [index, num_fragments - 1 - index][: len(own)]
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *own)
     if ranks.size > 1:
         stacked = jax.tree.map(lambda t: lax.all_gather(t, ranks.axis), stacked)
     else:
         stacked = jax.tree.map(lambda t: t[None], stacked)
     parts = [jax.tree.map(lambda t, i=i: t[:, i][:: 1 - 2 * i], stacked) for i in range(len(own))]
-    all_tails = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)  # in the order of the sequence
+    # in the order of the sequence
+    all_tails = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
     def before(place) -> _Tail:
         order = jnp.arange(num_fragments)[:, None]
         last_B = jnp.where(all_tails.exists & (order < place), order, -1).max(0)
         is_last_FB = order == last_B
         return jax.tree.map(
-            lambda t: jnp.where(_like(is_last_FB, t), t, jnp.zeros_like(t)).sum(0).astype(t.dtype), all_tails
+            lambda t: jnp.where(_like(is_last_FB, t), t, jnp.zeros_like(t)).sum(0).astype(t.dtype),
+            all_tails,
         )
 
     return list(map(before, places))
@@ -122,14 +142,17 @@ def _sums(chunks: _Chunks, tail: _Tail, weights_PW: jax.Array) -> jax.Array:
     row_segments = jnp.concatenate([tail.segments, chunks.segments], axis=2)[:, :, None]
     own = chunks.segments[..., num_before:]
     # The tokens of its own segment that each token reads, besides itself.
-    num_own = sum((chunks.segments[..., i : i + size] == own).astype(jnp.int32) for i in range(num_before))
+    num_own = sum(
+        (chunks.segments[..., i : i + size] == own).astype(jnp.int32) for i in range(num_before)
+    )
     end = jnp.where(chunks.ends < 0, num_before - 1, 2 * num_before + chunks.ends)
     is_branch = chunks.prefixes > 0
     total = jnp.zeros((*own.shape, chunks.x.shape[-1]), wide)
     for distance in range(num_before):  # from the end of the prefix
         is_row = (end - distance)[..., None] == jnp.arange(rows.shape[2])
         is_row &= (row_segments == chunks.prefixes[..., None]) & is_branch[..., None]
-        taps = [num_before - 1 - distance - number for number in range(num_before)]  # by the number of own tokens
+        # by the number of own tokens
+        taps = [num_before - 1 - distance - number for number in range(num_before)]
         weights_BNCW = sum(
             jnp.where((num_own == number)[..., None], weights_PW[tap].astype(wide), 0)
             for number, tap in enumerate(taps)
@@ -140,8 +163,12 @@ def _sums(chunks: _Chunks, tail: _Tail, weights_PW: jax.Array) -> jax.Array:
 
 
 def _selected(is_selected: jax.Array, x: jax.Array) -> jax.Array:
-    """Rows of x [..., J, W], where each row of bool [..., I, J] has at most one that is true; exact."""
-    return jnp.einsum("...ij,...jw->...iw", is_selected.astype(x.dtype), x, precision=lax.Precision.HIGHEST)
+    """Rows of x [..., J, W], where each row of bool [..., I, J] has at most one that is true;
+    exact.
+    """
+    return jnp.einsum(
+        "...ij,...jw->...iw", is_selected.astype(x.dtype), x, precision=lax.Precision.HIGHEST
+    )
 
 
 def _like(flags: jax.Array, x: jax.Array) -> jax.Array:
@@ -160,13 +187,15 @@ def convolution(
     num_fragments: int,
     past_bPW: jax.Array | None = None,
 ) -> jax.Array:
-    """The convolution of each channel, [b, t, W] in the dtype of x. See `jaxlc.attention.short_convolution`.
+    """The convolution of each channel, [b, t, W] in the dtype of x. See
+    `jaxlc.attention.short_convolution`.
 
     Each fragment receives the last P - 1 tokens before it, and their segments.
 
     Args:
-      prefixes_bt: of `delta_rule`: the first tokens of a segment also read the last ones of the segment it continues.
-      past_bPW: the P - 1 tokens before the sequence, without segments. None: there are none.
+      prefixes_bt: of `delta_rule`: the first tokens of a segment also read the last ones of the
+      segment it continues. past_bPW: the P - 1 tokens before the sequence, without segments. None:
+      there are none.
     """
     if segments_bt is None:
         segments_bt = jnp.ones(x_btW.shape[:2], jnp.int32)
@@ -181,18 +210,28 @@ def convolution(
         before[0] = jnp.where(is_first(ranks), past_bPW.astype(x_btW.dtype), before[0])
         segments_before = [jnp.ones_like(part) for part in segments_before]
     x, segments = (
-        [jnp.concatenate(pair, axis=1) for pair in zip(*pairs)] for pairs in ((before, x), (segments_before, segments))
+        [jnp.concatenate(pair, axis=1) for pair in zip(*pairs)]
+        for pairs in ((before, x), (segments_before, segments))
     )
     of_prefixes = [None] * num_fragments
     if prefixes_bt is not None:
-        of_prefixes = taps_of_prefixes(x, segments, jnp.split(prefixes_bt, num_fragments, axis=1), weights_PW, ranks)
-    return jnp.concatenate([convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, of_prefixes)], 1)
+        of_prefixes = taps_of_prefixes(
+            x, segments, jnp.split(prefixes_bt, num_fragments, axis=1), weights_PW, ranks
+        )
+    return jnp.concatenate(
+        [convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, of_prefixes)], 1
+    )
 
 
 def convolved(
-    x_BLW: jax.Array, segments_BL: jax.Array, weights_PW: jax.Array, added_BLW: jax.Array | None = None
+    x_BLW: jax.Array,
+    segments_BL: jax.Array,
+    weights_PW: jax.Array,
+    added_BLW: jax.Array | None = None,
 ) -> jax.Array:
-    """Of tokens after the first P - 1, the sum of `added_BLW` and the tokens of their segment that the taps reach."""
+    """Of tokens after the first P - 1, the sum of `added_BLW` and the tokens of their segment that
+    the taps reach.
+    """
     num_taps = len(weights_PW)
     num_tokens = x_BLW.shape[1] - (num_taps - 1)
     own = segments_BL[:, num_taps - 1 :]

@@ -1,12 +1,14 @@
-"""The groups of tokens of a rank in the order of per-document sharding; for code inside `shard_map`.
+"""The groups of tokens of a rank in the order of per-document sharding; for code inside
+`shard_map`.
 
 A rank has two fragments of each of several chains, of any lengths (`sharding/document_balance.py`,
-`Assignment.fragments`); fragments of all ranks in the order of a chain are consecutive tokens. The recurrence needs
-groups of equal numbers of tokens, none of which has tokens of two fragments. So the tokens are gathered into groups,
-and the last group of a fragment ends with empty places. The numbers of groups and of places are static.
+`Assignment.fragments`); fragments of all ranks in the order of a chain are consecutive tokens. The
+recurrence needs groups of equal numbers of tokens, none of which has tokens of two fragments. So
+the tokens are gathered into groups, and the last group of a fragment ends with empty places. The
+numbers of groups and of places are static.
 
-Chains are independent of each other. So the exchange between ranks is as in zigzag order, which is one chain, with
-one more dimension.
+Chains are independent of each other. So the exchange between ranks is as in zigzag order, which is
+one chain, with one more dimension.
 """
 
 from typing import NamedTuple
@@ -26,14 +28,17 @@ class GroupTable(NamedTuple):
 
     place_of_token_bt: jax.Array
     token_of_place_bGg: jax.Array  # -1: none
-    segments_bGL: jax.Array  # of P tokens before the group and of its places, L = P + g; of empty places: the last one
+    # of P tokens before the group and of its places, L = P + g; of empty places: the last one
+    segments_bGL: jax.Array
     fragment_bG: jax.Array  # of each group; F: none. Those of a fragment are consecutive
     last_tokens_bFP: jax.Array  # the last P tokens of each fragment; -1: the fragment has fewer
     place_in_last_bt: jax.Array  # of each token, among the last ones of all fragments; -1: none
 
 
 def group_tokens(rank_tokens: int, num_fragments: int, most: int) -> int:
-    """Tokens of a group: a power of 2 of at most `most`, with which empty places are few in proportion."""
+    """Tokens of a group: a power of 2 of at most `most`, with which empty places are few in
+    proportion.
+    """
     size = most
     while size > chunk_rule.CHUNK_TOKENS and 8 * num_fragments * size > rank_tokens:
         size //= 2
@@ -42,13 +47,20 @@ def group_tokens(rank_tokens: int, num_fragments: int, most: int) -> int:
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
 def group_table(
-    fragments_bt: jax.Array, segments_bt: jax.Array, *, ranks: Ranks, num_chains: int, num_before: int, most_tokens: int
+    fragments_bt: jax.Array,
+    segments_bt: jax.Array,
+    *,
+    ranks: Ranks,
+    num_chains: int,
+    num_before: int,
+    most_tokens: int,
 ) -> GroupTable:
     """The table of a rank's tokens.
 
     Args:
-      fragments_bt: 2 x chain, and 1 more in the second fragment of a chain; the tokens of a fragment are contiguous.
-      num_before: tokens before each group that the convolutions read, at least 1. A fragment that is neither the first
+      fragments_bt: 2 x chain, and 1 more in the second fragment of a chain; the tokens of a
+      fragment are contiguous. num_before: tokens before each group that the convolutions read, at
+      least 1. A fragment that is neither the first
         nor the last with tokens of a document has at least as many.
       most_tokens: of a group.
     """
@@ -79,11 +91,15 @@ def group_table(
 
     own_bGg = _taken(segments_bt, jnp.clip(token_bGg, 0, jnp.maximum(last_bG, 0)[..., None]))
     own_bGg = jnp.where((last_bG >= 0)[..., None], own_bGg, 0)
-    ends_bFP = jnp.where(last_tokens_bFP >= 0, _taken(segments_bt, jnp.maximum(last_tokens_bFP, 0)), 0)
+    ends_bFP = jnp.where(
+        last_tokens_bFP >= 0, _taken(segments_bt, jnp.maximum(last_tokens_bFP, 0)), 0
+    )
     is_first_bG = (groups_G == _taken(first_group_bF, known_bG)) & (fragment_bG < num_fragments)
     before_bFP = before_fragments(ends_bFP, ranks)
     before_bGP = _take(before_bFP, known_bG[..., None])
-    before_bGP = jnp.where(is_first_bG[..., None], before_bGP, _ends_of_previous(own_bGg, num_before))
+    before_bGP = jnp.where(
+        is_first_bG[..., None], before_bGP, _ends_of_previous(own_bGg, num_before)
+    )
     return GroupTable(
         place_of_token_bt=place_bt,
         token_of_place_bGg=jnp.where(exists_bGg, token_bGg, -1),
@@ -110,7 +126,9 @@ def in_order(x_bGg: jax.Array, table: GroupTable) -> jax.Array:
 def halos(arrays_btW: list[jax.Array], table: GroupTable, ranks: Ranks) -> jax.Array:
     """The P tokens before each fragment, [b, F, P, sum of W]; 0 where there are none."""
     last_bn = table.last_tokens_bFP.reshape(len(table.last_tokens_bFP), -1)
-    ends_bnW = jnp.concatenate([picked(x, last_bn, table.place_in_last_bt) for x in arrays_btW], axis=-1)
+    ends_bnW = jnp.concatenate(
+        [picked(x, last_bn, table.place_in_last_bt) for x in arrays_btW], axis=-1
+    )
     return before_fragments(ends_bnW.reshape(*table.last_tokens_bFP.shape, -1), ranks)
 
 

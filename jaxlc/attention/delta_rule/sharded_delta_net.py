@@ -1,7 +1,7 @@
 """Gated DeltaNet over a sequence that is split on a mesh: convolutions, norms and the delta rule.
 
-Tokens are in zigzag order, or in the order of per-document sharding, in which ranks have fragments of several chains
-(document_fragments.py).
+Tokens are in zigzag order, or in the order of per-document sharding, in which ranks have fragments
+of several chains (document_fragments.py).
 """
 
 import functools
@@ -38,8 +38,10 @@ FILTERS = PartitionSpec(None, TENSOR)
 class Documents(NamedTuple):
     """The documents of sequences, int32 [B, T]."""
 
-    segments: jax.Array | None  # each starts with state 0, and 0 is padding. None: each sequence is one segment
-    # The segment that a token's segment continues, 0: none; see `delta_rule`. None: no segment continues another one.
+    # each starts with state 0, and 0 is padding. None: each sequence is one segment
+    segments: jax.Array | None
+    # The segment that a token's segment continues, 0: none; see `delta_rule`. None: no segment
+    # continues another one.
     prefixes: jax.Array | None
 
 
@@ -60,7 +62,8 @@ class ShardedDeltaNet(NamedTuple):
         """The `ranges` of a call.
 
         Args:
-          fragments_BT: int32, the fragment of each token; see `document_fragments.group_table`. None: zigzag order.
+          fragments_BT: int32, the fragment of each token; see `document_fragments.group_table`.
+            None: zigzag order.
         """
         if fragments_BT is None:
             return Documents(segments_BT, prefixes_BT)
@@ -107,17 +110,34 @@ class ShardedDeltaNet(NamedTuple):
 
     def _split(self, local, in_specs, out_specs):
         # check_vma: as in `linear_attention._split`.
-        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 def _mixed(
-    q, k, v, g_btH, beta_btH, filter_q, filter_k, filter_v, documents: Documents, *, ranks: Ranks, num_fragments: int
+    q,
+    k,
+    v,
+    g_btH,
+    beta_btH,
+    filter_q,
+    filter_k,
+    filter_v,
+    documents: Documents,
+    *,
+    ranks: Ranks,
+    num_fragments: int,
 ):
     how = dict(ranks=ranks, num_fragments=num_fragments)
 
-    @jax.checkpoint  # the float32 arrays of the convolution and of silu would take more memory than its operands
+    # the float32 arrays of the convolution and of silu would take more memory than its operands
+    @jax.checkpoint
     def filtered_operands(q, k, v, filter_q, filter_k, filter_v):
-        q, k, v = (filtered(x, taps, *documents, **how) for x, taps in zip((q, k, v), (filter_q, filter_k, filter_v)))
+        q, k, v = (
+            filtered(x, taps, *documents, **how)
+            for x, taps in zip((q, k, v), (filter_q, filter_k, filter_v))
+        )
         return unit_length(q), unit_length(k), v
 
     q, k, v = filtered_operands(q, k, v, filter_q, filter_k, filter_v)
@@ -141,7 +161,10 @@ def _mixed_by_document(
 
     q, k, v = filtered_operands(arrays, before, filters)
     num_places, num_fragments = table.token_of_place_bGg.shape[-1], table.last_tokens_bFP.shape[1]
-    segments_bGg, segment_before_bG = table.segments_bGL[..., -num_places:], table.segments_bGL[..., -num_places - 1]
+    segments_bGg, segment_before_bG = (
+        table.segments_bGL[..., -num_places:],
+        table.segments_bGL[..., -num_places - 1],
+    )
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         g, beta = (in_groups(x, table) for x in (g_btH, beta_btH))
         tokens = Tokens(q, k, v, g, beta, segments_bGg, segment_before_bG)
@@ -152,7 +175,9 @@ def _mixed_by_document(
 
 
 @jax.named_scope(scopes.CONVOLUTION)
-def _filtered_groups(x_bthW: jax.Array, before_bFPw: jax.Array, filter_PhW: jax.Array, table: GroupTable) -> jax.Array:
+def _filtered_groups(
+    x_bthW: jax.Array, before_bFPw: jax.Array, filter_PhW: jax.Array, table: GroupTable
+) -> jax.Array:
     """As `filtered`, [b, G, g, h, W]."""
     num_taps, heads = len(filter_PhW), x_bthW.shape[2:]
     x_bGgw = in_groups(x_bthW.reshape(*x_bthW.shape[:2], -1), table)
@@ -167,11 +192,19 @@ def _filtered_groups(x_bthW: jax.Array, before_bFPw: jax.Array, filter_PhW: jax.
 
 
 def filtered(
-    x_bthW: jax.Array, filter_PhW: jax.Array, segments_bt: jax.Array | None, prefixes_bt: jax.Array | None = None, **how
+    x_bthW: jax.Array,
+    filter_PhW: jax.Array,
+    segments_bt: jax.Array | None,
+    prefixes_bt: jax.Array | None = None,
+    **how,
 ) -> jax.Array:
-    """silu of the convolution of each channel of each head; `how`: further arguments of `convolution`."""
+    """silu of the convolution of each channel of each head; `how`: further arguments of
+    `convolution`.
+    """
     flat = x_bthW.reshape(*x_bthW.shape[:2], -1)
-    out = convolution(flat, filter_PhW.reshape(len(filter_PhW), -1), segments_bt, prefixes_bt, **how)
+    out = convolution(
+        flat, filter_PhW.reshape(len(filter_PhW), -1), segments_bt, prefixes_bt, **how
+    )
     return silu(out).reshape(x_bthW.shape)
 
 
@@ -183,7 +216,9 @@ def silu(x: jax.Array) -> jax.Array:
 def unit_length(x: jax.Array) -> jax.Array:
     """x / |x| over the last dimension, computed in float32 or wider, in the dtype of x."""
     wide = _wide(x)
-    return (wide * jax.lax.rsqrt(jnp.sum(wide**2, axis=-1, keepdims=True) + _NORM_EPSILON)).astype(x.dtype)
+    return (wide * jax.lax.rsqrt(jnp.sum(wide**2, axis=-1, keepdims=True) + _NORM_EPSILON)).astype(
+        x.dtype
+    )
 
 
 def _wide(x: jax.Array) -> jax.Array:

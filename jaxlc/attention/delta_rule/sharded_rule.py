@@ -1,10 +1,11 @@
-"""The gated delta rule over a rank's tokens, inside `shard_map`; and the public functions of linear attention, which
-check their arguments and split arrays over the mesh.
+"""The gated delta rule over a rank's tokens, inside `shard_map`; and the public functions of linear
+attention, which check their arguments and split arrays over the mesh.
 
-The fragments of a rank are cut into groups of chunks. Several groups are computed at once: the affine map of each
-group, and its outputs as functions of the state that enters it. Then follow a scan over the maps of a fragment, one
-exchange between ranks, and one product for the outputs. So there are as many sequential steps as chunks in a
-group, and as groups, not as many as chunks. Groups are recomputed in the backward pass.
+The fragments of a rank are cut into groups of chunks. Several groups are computed at once: the
+affine map of each group, and its outputs as functions of the state that enters it. Then follow a
+scan over the maps of a fragment, one exchange between ranks, and one product for the outputs. So
+there are as many sequential steps as chunks in a group, and as groups, not as many as chunks.
+Groups are recomputed in the backward pass.
 """
 
 import functools
@@ -20,7 +21,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.delta_rule import chunk_rule
 from jaxlc.attention.delta_rule.chunk_rule import Tokens, map_and_reads, outputs, read
 from jaxlc.attention.delta_rule.convolution import convolution
-from jaxlc.attention.state_passing import continued_states, entering_states, predecessors, states_of_groups
+from jaxlc.attention.state_passing import (
+    continued_states,
+    entering_states,
+    predecessors,
+    states_of_groups,
+)
 from jaxlc.attention.strategies.sharded_attention import TokenOrder
 from jaxlc.attention.strategies.strategy import (
     AttentionAxes,
@@ -56,18 +62,26 @@ def delta_rule(
     """The outputs [b, t, H, V] in the dtype of q. See `jaxlc.attention.gated_delta_rule`.
 
     Args:
-      prefixes_bt: the segment that a token's segment continues, 0: none. A segment is followed by those that continue
-        it. None: no segment continues another one.
-      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
+      prefixes_bt: the segment that a token's segment continues, 0: none. A segment is followed by
+        those that continue it. None: no segment continues another one.
+      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag
+        order.
     """
     arrays = (q_btGK, k_btGK, v_btHV, g_btH, beta_btH, segments_bt, prefixes_bt)
     groups = _groups_of_rank(arrays, ranks, num_fragments)
     if len(groups.segments_BL) * ranks.size == 1:
         states = _first_state(q_btGK, v_btHV, 1 if prefixes_bt is None else 2)[None]
-        out = _in_groups(jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states))
+        out = _in_groups(
+            jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states)
+        )
     else:
-        maps, reads = _in_groups(jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups)
-        of_fragments = [jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps) for i in range(num_fragments)]
+        maps, reads = _in_groups(
+            jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups
+        )
+        of_fragments = [
+            jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps)
+            for i in range(num_fragments)
+        ]
         states = jnp.concatenate(entering_states(of_fragments, ranks))
         out = _in_groups(lambda pair: read(*pair), (reads, states))
     return _in_order(out, q_btGK.shape[1], num_fragments)
@@ -101,9 +115,11 @@ def continued_delta_rule(
     ranks: Ranks,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The outputs [b, t, H, V], and the state after the last token, of one segment that starts with `initial_bHKV`.
+    """The outputs [b, t, H, V], and the state after the last token, of one segment that starts with
+    `initial_bHKV`.
 
-    The ranks have consecutive tokens. Those with g and beta 0 do not change the state. Not differentiable.
+    The ranks have consecutive tokens. Those with g and beta 0 do not change the state. Not
+    differentiable.
     """
     groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None, None), ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
@@ -120,8 +136,9 @@ def _first_state(q_btGK: jax.Array, v_btHV: jax.Array, num_states: int) -> jax.A
 
 
 def groups_at_once(num_groups: int, num_sequences: int, group_tokens: int) -> int:
-    """Groups of each batch of `delta_rule_in_groups`. The batches are few, and equal if that divides the number of
-    groups: XLA compiles a smaller last batch for minutes, with all that computes its operands."""
+    """Groups of each batch of `delta_rule_in_groups`. The batches are few, and equal if that
+    divides the number of groups: XLA compiles a smaller last batch for minutes, with all that
+    computes its operands."""
     most = max(1, _GROUPS_AT_ONCE * GROUP_TOKENS // (num_sequences * group_tokens))
     return math.ceil(num_groups / math.ceil(num_groups / most))
 
@@ -133,18 +150,25 @@ def _in_groups(function: Callable, groups: Any, at_once: int = 0) -> Any:
 
 
 def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
-    """The groups of all fragments of a rank, arrays [fragments x groups, B, tokens, ...], from arrays [b, t, ...]."""
+    """The groups of all fragments of a rank, arrays [fragments x groups, B, tokens, ...], from
+    arrays [b, t, ...].
+    """
     *arrays, segments_bt, prefixes_bt = arrays
     num_sequences, num_tokens = arrays[0].shape[:2]
     if segments_bt is None:
         segments_bt = jnp.ones((num_sequences, num_tokens), jnp.int32)
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
-    group_tokens = math.ceil(fragment_tokens / (num_groups * chunk_rule.CHUNK_TOKENS)) * chunk_rule.CHUNK_TOKENS
+    group_tokens = (
+        math.ceil(fragment_tokens / (num_groups * chunk_rule.CHUNK_TOKENS))
+        * chunk_rule.CHUNK_TOKENS
+    )
     tokens = Tokens(*arrays, segments_bt, None, prefixes_bt)
     parts = jax.tree.map(lambda x: jnp.split(x, num_fragments, axis=1), tokens)
     fragments = [
-        jax.tree.map(lambda parts, i=i: parts[i], parts, is_leaf=lambda parts: isinstance(parts, list))
+        jax.tree.map(
+            lambda parts, i=i: parts[i], parts, is_leaf=lambda parts: isinstance(parts, list)
+        )
         for i in range(num_fragments)
     ]
     before = predecessors([fragment.segments_BL[:, -1] for fragment in fragments], ranks)
@@ -153,15 +177,21 @@ def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
 
 
 def _in_order(out: jax.Array, num_tokens: int, num_fragments: int) -> jax.Array:
-    """[fragments x groups, B, group tokens, ...] -> [b, t, ...], without the tokens that were appended."""
+    """[fragments x groups, B, group tokens, ...] -> [b, t, ...], without the tokens that were
+    appended.
+    """
     out = out.reshape(num_fragments, -1, *out.shape[1:])
     out = jnp.moveaxis(out, 2, 0)
     out = out.reshape(len(out), num_fragments, -1, *out.shape[4:])
     return out[:, :, : num_tokens // num_fragments].reshape(len(out), num_tokens, *out.shape[3:])
 
 
-def groups_of(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int) -> Tokens:
-    """Arrays [num_groups, B, group_tokens, ...]. Tokens are appended that do not change the state: 0 in all arrays."""
+def groups_of(
+    tokens: Tokens, segment_before_B: jax.Array, num_groups: int, group_tokens: int
+) -> Tokens:
+    """Arrays [num_groups, B, group_tokens, ...]. Tokens are appended that do not change the state:
+    0 in all arrays.
+    """
 
     missing = num_groups * group_tokens - tokens.segments_BL.shape[1]
 
@@ -172,7 +202,12 @@ def groups_of(tokens: Tokens, segment_before_B: jax.Array, num_groups: int, grou
     *arrays, segments_BL, _, prefixes_BL = tokens
     segments = cut(segments_BL, mode="edge")
     before = jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]])
-    return Tokens(*map(cut, arrays), segments, before, None if prefixes_BL is None else cut(prefixes_BL, mode="edge"))
+    return Tokens(
+        *map(cut, arrays),
+        segments,
+        before,
+        None if prefixes_BL is None else cut(prefixes_BL, mode="edge"),
+    )
 
 
 def gated_delta_rule(
@@ -190,24 +225,26 @@ def gated_delta_rule(
     head_axis: str | None = None,
     token_order: TokenOrder = "natural",
 ) -> jax.Array:
-    """The gated delta rule over a sequence split on a mesh axis. Works under `jit`, `grad` and `jax.checkpoint`.
+    """The gated delta rule over a sequence split on a mesh axis. Works under `jit`, `grad` and
+    `jax.checkpoint`.
 
-    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024). A token of a head changes the state
-    S [K, V], which is 0 at the start of a document, and reads it:
+    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024). A token of a head
+    changes the state S [K, V], which is 0 at the start of a document, and reads it:
 
         S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  out = scale * S^T q
 
-    Ranks exchange maps of states, whose size does not depend on the sequence length. Groups of tokens are recomputed in
-    the backward pass. States and gates are float32 or wider; products with them have the dtype of q.
+    Ranks exchange maps of states, whose size does not depend on the sequence length. Groups of
+    tokens are recomputed in the backward pass. States and gates are float32 or wider; products with
+    them have the dtype of q.
 
     Inside a `shard_map` over `context_axis`, arrays are local shards.
 
     Args:
-      q_BTGK, k_BTGK: queries and keys, any float dtype; usually of length 1. Head h of H has key head h // (H / G).
-      v_BTHV: values. H must be a multiple of G.
-      g_BTH: the logarithm of the decay of the state, at most 0.
-      beta_BTH: the step size of the correction, usually from 0 to 1.
-      segment_ids: [B, T] int32. Each segment, which is contiguous, starts with state 0; segment 0 is padding, whose
+      q_BTGK, k_BTGK: queries and keys, any float dtype; usually of length 1. Head h of H has key
+      head h // (H / G). v_BTHV: values. H must be a multiple of G. g_BTH: the logarithm of the
+      decay of the state, at most 0. beta_BTH: the step size of the correction, usually from 0 to 1.
+      segment_ids: [B, T] int32. Each segment, which is contiguous, starts with state 0; segment 0
+      is padding, whose
         outputs are 0. None: one segment.
       scale: multiplies q. None: 1/sqrt(K).
       mesh, context_axis, batch_axes, head_axis, token_order: see `attend`.
@@ -244,8 +281,8 @@ def short_convolution(
 ) -> jax.Array:
     """A causal convolution of each channel along a sequence split on a mesh axis.
 
-    Output t is the sum over i of weights[i] x[t - P + 1 + i]. Taps that reach into another segment count 0. Ranks
-    exchange P - 1 tokens and their segments.
+    Output t is the sum over i of weights[i] x[t - P + 1 + i]. Taps that reach into another segment
+    count 0. Ranks exchange P - 1 tokens and their segments.
 
     Args:
       x_BTW: any float dtype.
@@ -256,11 +293,17 @@ def short_convolution(
     Returns:
       [B, T, W] in the dtype of x.
     Raises:
-      UserError: a shape does not split over the mesh, or a rank has fewer tokens than the convolution reaches.
+      UserError: a shape does not split over the mesh, or a rank has fewer tokens than the
+        convolution reaches.
     """
     if x_BTW.ndim != 3 or weights_PW.ndim != 2 or x_BTW.shape[2] != weights_PW.shape[1]:
-        raise UserError(f"invalid shapes x {x_BTW.shape} and weights {weights_PW.shape}: expected [B, T, W] and [P, W]")
-    arrays, settings = (x_BTW, segment_ids, weights_PW), dict(num_fragments=_num_fragments(token_order))
+        raise UserError(
+            f"invalid shapes x {x_BTW.shape} and weights {weights_PW.shape}: expected [B, T, W] and [P, W]"
+        )
+    arrays, settings = (
+        (x_BTW, segment_ids, weights_PW),
+        dict(num_fragments=_num_fragments(token_order)),
+    )
     if is_manual(context_axis, x_BTW):
         return _convolution(*arrays, ranks=_local_ranks(context_axis), **settings)
     axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
@@ -289,14 +332,19 @@ def _split(
     axes: AttentionAxes,
     num_with_heads: int,
 ) -> jax.Array:
-    """Calls `local` on shards: the first arrays are [B, T, heads, ...], then come [B, T] or None, and [P, heads]."""
+    """Calls `local` on shards: the first arrays are [B, T, heads, ...], then come [B, T] or None,
+    and [P, heads].
+    """
     specs = [PartitionSpec(axes.batch, axes.context, axes.head)] * num_with_heads
     specs += [None if arrays[num_with_heads] is None else PartitionSpec(axes.batch, axes.context)]
     specs += [PartitionSpec(None, axes.head)] * (len(arrays) - len(specs))
     ranks = Ranks(axes.context, mesh.shape[axes.context])
-    # check_vma: every operand but the weights varies over every axis that splits it, so the tracking is not needed.
+    # check_vma: every operand but the weights varies over every axis that splits it, so the
+    # tracking is not needed.
     local = functools.partial(local, ranks=ranks, **dict(settings))
-    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(*arrays)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False
+    )(*arrays)
 
 
 def _local_ranks(context_axis: str) -> Ranks:
@@ -305,11 +353,15 @@ def _local_ranks(context_axis: str) -> Ranks:
 
 def _num_fragments(token_order: TokenOrder) -> int:
     if token_order not in get_args(TokenOrder):
-        raise UserError(f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}")
+        raise UserError(
+            f"invalid token_order={token_order!r}: expected one of {', '.join(get_args(TokenOrder))}"
+        )
     return 2 if token_order == "zigzag" else 1
 
 
-def _check_segments(segment_ids: jax.Array | None, mesh: Mesh, axes: AttentionAxes, token_order: TokenOrder) -> None:
+def _check_segments(
+    segment_ids: jax.Array | None, mesh: Mesh, axes: AttentionAxes, token_order: TokenOrder
+) -> None:
     if segment_ids is not None:
         check_contiguous(segment_ids, mesh.shape[axes.context] if token_order == "zigzag" else 1)
 
@@ -317,11 +369,17 @@ def _check_segments(segment_ids: jax.Array | None, mesh: Mesh, axes: AttentionAx
 def _check_delta_shapes(q, k, v, g, beta, segment_ids) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, g {g.shape} and beta {beta.shape}"
     if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or not v.shape[:3] == g.shape == beta.shape:
-        raise UserError(f"invalid shapes {shapes}: expected q and k [B, T, G, K], v [B, T, H, V], g and beta [B, T, H]")
+        raise UserError(
+            f"invalid shapes {shapes}: expected q and k [B, T, G, K], v [B, T, H, V], g and beta [B, T, H]"
+        )
     if q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
         raise UserError(f"invalid shapes {shapes}: expected equal B and T, and H a multiple of G")
     if segment_ids is not None and segment_ids.shape != q.shape[:2]:
-        raise UserError(f"invalid shape {segment_ids.shape} for segment_ids: expected [B, T] = {q.shape[:2]}")
+        raise UserError(
+            f"invalid shape {segment_ids.shape} for segment_ids: expected [B, T] = {q.shape[:2]}"
+        )
     if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (q, k, v, g, beta)):
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v, g, beta))
-        raise UserError(f"invalid dtypes {dtypes} of q, k, v, g, beta: expected floats, such as bfloat16")
+        raise UserError(
+            f"invalid dtypes {dtypes} of q, k, v, g, beta: expected floats, such as bfloat16"
+        )

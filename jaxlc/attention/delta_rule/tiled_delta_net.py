@@ -1,4 +1,5 @@
-"""Gated DeltaNet for layers that scan over tiles of tokens: maps of states by tile, one exchange, outputs by tile.
+"""Gated DeltaNet for layers that scan over tiles of tokens: maps of states by tile, one exchange,
+outputs by tile.
 
     tiled = TiledDeltaNet(mesh, tiles=n, num_taps=P)
     segments = tiled.prepare(segments_BT)                       once per training step, of all tiles
@@ -7,10 +8,11 @@
     states = tiled.states(maps)                                 of all tiles: the exchange between ranks
     out_BtHV = tiled.outputs(operands, before, states, segments)   for each tile
 
-Arrays are global, for use under `jit`, and JAX differentiates all of these functions. A rank's tile has two pieces, one
-of each of its fragments (`attention/query_tiles.py`). The pieces of the second fragment are in reverse order, so
-the states of all pieces follow from stored maps, [tiles, 2 x ranks, B, H, K, K + V]: of a tile with 32 heads of
-dimension 128, a rank stores 8 MiB of float32 maps.
+Arrays are global, for use under `jit`, and JAX differentiates all of these functions. A rank's tile
+has two pieces, one of each of its fragments (`attention/query_tiles.py`). The pieces of the second
+fragment are in reverse order, so the states of all pieces follow from stored maps, [tiles, 2 x
+ranks, B, H, K, K + V]: of a tile with 32 heads of dimension 128, a rank stores 8 MiB of float32
+maps.
 """
 
 import functools
@@ -36,7 +38,8 @@ from jaxlc.sharding.mesh import Ranks
 
 _TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
 _TILES = PartitionSpec(None, BATCH_AXES, CONTEXT)
-_PIECES = PartitionSpec(CONTEXT, BATCH_AXES, TENSOR)  # [2 x ranks, B, H, ...]: of both pieces of each rank
+# [2 x ranks, B, H, ...]: of both pieces of each rank
+_PIECES = PartitionSpec(CONTEXT, BATCH_AXES, TENSOR)
 _TOKENS_AT_ONCE = 8192  # as many as `sharded_rule` computes at once
 
 
@@ -61,8 +64,8 @@ class TiledDeltaNet(NamedTuple):
         return TileSegments(segments_nBt, self._split(before, (_TILES,), _TILES)(segments_nBt))
 
     def tokens_before(self, x_nBtD: jax.Array) -> jax.Array:
-        """The tokens before the two pieces of each rank's tile, [B, ranks x n x 2 x tokens, D]; zeros before the
-        sequence.
+        """The tokens before the two pieces of each rank's tile, [B, ranks x n x 2 x tokens, D];
+        zeros before the sequence.
 
         Args:
           x_nBtD: the residual stream, whose tokens are split over context and tensor.
@@ -71,10 +74,14 @@ class TiledDeltaNet(NamedTuple):
 
         def local(x_nbtD):
             ends = _ends_of_pieces(x_nbtD, num_tokens, num_tensor_ranks)
-            before_bntD = _before_pieces(ends, ranks=self._ranks, num_tokens=num_tokens).swapaxes(0, 1)
+            before_bntD = _before_pieces(ends, ranks=self._ranks, num_tokens=num_tokens).swapaxes(
+                0, 1
+            )
             return before_bntD.reshape(len(before_bntD), -1, before_bntD.shape[-1])
 
-        return self._split(local, (PartitionSpec(None, BATCH_AXES, (CONTEXT, TENSOR)),), _TOKENS)(x_nBtD)
+        return self._split(local, (PartitionSpec(None, BATCH_AXES, (CONTEXT, TENSOR)),), _TOKENS)(
+            x_nBtD
+        )
 
     def before_tiles(self, x_BtHV: jax.Array) -> jax.Array:
         """Projections of `tokens_before`, [n, B, ranks x 2 x tokens, H, V]."""
@@ -88,7 +95,8 @@ class TiledDeltaNet(NamedTuple):
         """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...].
 
         Args:
-          operands: from tokens of the residual stream to the operands of `ShardedDeltaNet.__call__`.
+          operands: from tokens of the residual stream to the operands of
+            `ShardedDeltaNet.__call__`.
         """
         return tuple(map(self.before_tiles, operands(self.tokens_before(x_nBtD))[:3]))
 
@@ -105,15 +113,27 @@ class TiledDeltaNet(NamedTuple):
         return split(k, v, g, beta, filter_k, filter_v, *before[1:], segments)
 
     def states(self, maps: Affine) -> jax.Array:
-        """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles, [n, ...]."""
+        """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles,
+        [n, ...].
+        """
 
         pieces = PartitionSpec(None, *_PIECES)
         local = functools.partial(tile_states, ranks=self._ranks)
         return self._split(local, (Affine(pieces, pieces),), pieces)(maps)
 
-    def outputs(self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments) -> jax.Array:
-        """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as of `maps`."""
-        in_specs = (*[HEADS] * 5, *[FILTERS] * 3, *[HEADS] * 3, _PIECES, TileSegments(_TOKENS, _TOKENS))
+    def outputs(
+        self, operands: tuple, before: tuple, states: jax.Array, segments: TileSegments
+    ) -> jax.Array:
+        """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as of
+        `maps`.
+        """
+        in_specs = (
+            *[HEADS] * 5,
+            *[FILTERS] * 3,
+            *[HEADS] * 3,
+            _PIECES,
+            TileSegments(_TOKENS, _TOKENS),
+        )
         return self._split(_outputs, in_specs, HEADS)(*operands, *before, states, segments)
 
     @property
@@ -126,12 +146,17 @@ class TiledDeltaNet(NamedTuple):
 
     def _split(self, local, in_specs, out_specs):
         # check_vma: as in `linear_attention._split`.
-        return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
-def _maps(k, v, g_btH, beta_btH, filter_k, filter_v, k_before, v_before, segments: TileSegments) -> Affine:
+def _maps(
+    k, v, g_btH, beta_btH, filter_k, filter_v, k_before, v_before, segments: TileSegments
+) -> Affine:
     k, v = _filtered((k, v), (filter_k, filter_v), (k_before, v_before), segments)
-    groups = _groups((k, k, v, *map(_pieces, (g_btH, beta_btH))), segments)  # the map does not depend on q
+    # the map does not depend on q
+    groups = _groups((k, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
     of_group = jax.checkpoint(functools.partial(affine_map, scale=1.0))
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         maps = total(lax.map(of_group, groups))
@@ -139,7 +164,19 @@ def _maps(k, v, g_btH, beta_btH, filter_k, filter_v, k_before, v_before, segment
 
 
 def _outputs(
-    q, k, v, g_btH, beta_btH, filter_q, filter_k, filter_v, q_before, k_before, v_before, states, segments: TileSegments
+    q,
+    k,
+    v,
+    g_btH,
+    beta_btH,
+    filter_q,
+    filter_k,
+    filter_v,
+    q_before,
+    k_before,
+    v_before,
+    states,
+    segments: TileSegments,
 ) -> jax.Array:
     filters, before = (filter_q, filter_k, filter_v), (q_before, k_before, v_before)
     q, k, v = _filtered((q, k, v), filters, before, segments)
@@ -153,11 +190,15 @@ def _outputs(
 
 
 def _groups(arrays: tuple, segments: TileSegments) -> Tokens:
-    """The groups of tokens that are computed at once, [groups, 2 x b, ...], of arrays [2 x b, tokens, ...]."""
+    """The groups of tokens that are computed at once, [groups, 2 x b, ...], of arrays [2 x b,
+    tokens, ...].
+    """
     tokens = Tokens(*arrays, _pieces(segments.of_tokens_Bt), None)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
-    group_tokens = math.ceil(num_tokens / (num_groups * chunk_rule.CHUNK_TOKENS)) * chunk_rule.CHUNK_TOKENS
+    group_tokens = (
+        math.ceil(num_tokens / (num_groups * chunk_rule.CHUNK_TOKENS)) * chunk_rule.CHUNK_TOKENS
+    )
     return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups, group_tokens)
 
 
@@ -168,15 +209,21 @@ def _pieces(x_bt: jax.Array) -> jax.Array:
 
 @jax.checkpoint  # see `sharded_delta_net`
 def _filtered(arrays: tuple, filters: tuple, before: tuple, segments: TileSegments) -> tuple:
-    """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]; all but the last, v, of unit length."""
-    segments_BL = jnp.concatenate([_pieces(segments.before_Bt), _pieces(segments.of_tokens_Bt)], axis=1)
+    """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]; all but the last, v,
+    of unit length.
+    """
+    segments_BL = jnp.concatenate(
+        [_pieces(segments.before_Bt), _pieces(segments.of_tokens_Bt)], axis=1
+    )
 
     def filtered(x_bthW, filter_PhW, before_bthW):
         unused = segments.before_Bt.shape[1] // 2 - (len(filter_PhW) - 1)
         x_BLhW = jnp.concatenate([_pieces(before_bthW), _pieces(x_bthW)], axis=1)[:, unused:]
         flat_BLW = x_BLhW.reshape(*x_BLhW.shape[:2], -1)
         with jax.named_scope(scopes.CONVOLUTION):
-            out_BLW = convolved(flat_BLW, segments_BL[:, unused:], filter_PhW.reshape(len(filter_PhW), -1))
+            out_BLW = convolved(
+                flat_BLW, segments_BL[:, unused:], filter_PhW.reshape(len(filter_PhW), -1)
+            )
         return silu(out_BLW).reshape(*out_BLW.shape[:2], *x_bthW.shape[2:])
 
     *q_k, v = map(filtered, arrays, filters, before)
@@ -184,7 +231,9 @@ def _filtered(arrays: tuple, filters: tuple, before: tuple, segments: TileSegmen
 
 
 def _ends_of_pieces(x_nbtD: jax.Array, num_tokens: int, num_tensor_ranks: int) -> jax.Array:
-    """The last tokens of both pieces of a rank's tiles, [n, b, 2 x tokens, D], of tokens that are split over tensor."""
+    """The last tokens of both pieces of a rank's tiles, [n, b, 2 x tokens, D], of tokens that are
+    split over tensor.
+    """
     rank_tokens = x_nbtD.shape[2]
     piece_tokens = rank_tokens * num_tensor_ranks // 2
     ends = [piece * piece_tokens - num_tokens + i for piece in (1, 2) for i in range(num_tokens)]
@@ -197,9 +246,13 @@ def _ends_of_pieces(x_nbtD: jax.Array, num_tokens: int, num_tensor_ranks: int) -
 
 
 def _before_pieces(x_nbt: jax.Array, *, ranks: Ranks, num_tokens: int) -> jax.Array:
-    """The tokens before both pieces of a rank's tiles, [n, b, 2 x num_tokens, ...], from arrays with their ends."""
+    """The tokens before both pieces of a rank's tiles, [n, b, 2 x num_tokens, ...], from arrays
+    with their ends.
+    """
     first, second = (piece[:, :, -num_tokens:] for piece in jnp.split(x_nbt, 2, axis=2))
     fragments = first, second[::-1]
     before_fragments = predecessors([fragment[-1] for fragment in fragments], ranks)
-    first, second = (jnp.concatenate([x[None], pieces[:-1]]) for x, pieces in zip(before_fragments, fragments))
+    first, second = (
+        jnp.concatenate([x[None], pieces[:-1]]) for x, pieces in zip(before_fragments, fragments)
+    )
     return jnp.concatenate([first, second[::-1]], axis=2)

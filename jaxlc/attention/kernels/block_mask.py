@@ -1,18 +1,21 @@
-"""Block masks: for each block, the blocks of the other side that are not fully masked, so that a kernel skips the rest.
+"""Block masks: for each block, the blocks of the other side that are not fully masked, so that a
+kernel skips the rest.
 
-A program of a kernel owns one block (of queries in the forward pass and for dQ, of keys for dK and dV) and loops over
-blocks of the other side. XLA computes a short list of block ranges for it before the kernel starts:
+A program of a kernel owns one block (of queries in the forward pass and for dQ, of keys for dK and
+dV) and loops over blocks of the other side. XLA computes a short list of block ranges for it before
+the kernel starts:
 
     range = (start, full, end)    blocks [start, full) are partially masked, blocks [full, end) are fully visible
 
-A causal mask has two ranges: the blocks that are entirely in the past, and those on the diagonal. A block of keys has
-more where the queries that attend to it are not contiguous. The rest after MAX_BLOCK_RANGES - 1 ranges becomes one
-range that is treated as partially masked, which is correct but slower. So the list has O(T + S) entries, and the loops
-of a kernel have simple bounds, which the compiler can pipeline.
+A causal mask has two ranges: the blocks that are entirely in the past, and those on the diagonal. A
+block of keys has more where the queries that attend to it are not contiguous. The rest after
+MAX_BLOCK_RANGES - 1 ranges becomes one range that is treated as partially masked, which is correct
+but slower. So the list has O(T + S) entries, and the loops of a kernel have simple bounds, which
+the compiler can pipeline.
 
-`TuningParams` has the tuning parameters of the Pallas kernels: block sizes, warps, pipeline stages. The values were
-chosen for an H100 from the register and shared memory use that its compiler reports (docs/log.md). They were timed on
-one (benchmarks/2026-11-26-h100.md); other values were not.
+`TuningParams` has the tuning parameters of the Pallas kernels: block sizes, warps, pipeline stages.
+The values were chosen for an H100 from the register and shared memory use that its compiler reports
+(docs/log.md). They were timed on one (benchmarks/2026-11-26-h100.md); other values were not.
 """
 
 from dataclasses import dataclass
@@ -34,9 +37,15 @@ class TuningParams:
 
 
 _HALF_PRECISION = {
-    "flash_forward": TuningParams(query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2),
-    "flash_dq": TuningParams(query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2),
-    "flash_dkv": TuningParams(query_block_tokens=64, kv_block_tokens=128, num_warps=8, num_stages=2),
+    "flash_forward": TuningParams(
+        query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2
+    ),
+    "flash_dq": TuningParams(
+        query_block_tokens=128, kv_block_tokens=128, num_warps=8, num_stages=2
+    ),
+    "flash_dkv": TuningParams(
+        query_block_tokens=64, kv_block_tokens=128, num_warps=8, num_stages=2
+    ),
 }
 # Operands of twice the size, multiplied without tensor cores.
 _FLOAT32 = TuningParams(query_block_tokens=32, kv_block_tokens=32, num_warps=4, num_stages=1)
@@ -51,17 +60,21 @@ def tuning_params(kernel: str, dtype: str) -> TuningParams:
     return _FLOAT32 if dtype == "float32" else _HALF_PRECISION[kernel]
 
 
-# (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a fully masked row.
-# None: the implicit mask of a BlockMask. Inside a kernel, references to the ranges of one row.
+# (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a
+# fully masked row. None: the implicit mask of a BlockMask. Inside a kernel, references to the
+# ranges of one row.
 Ranges = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMask:
-    """The implicit mask, which applies where there are no ranges, and the block sizes of both sides."""
+    """The implicit mask, which applies where there are no ranges, and the block sizes of both
+    sides.
+    """
 
     causal: bool
-    window: int | None  # a query attends to itself and the window - 1 positions before it; only with causal
+    # a query attends to itself and the window - 1 positions before it; only with causal
+    window: int | None
     num_queries: int
     num_keys: int
     query_block: int  # tokens
@@ -73,8 +86,8 @@ class BlockMask:
         return self.num_keys - self.num_queries
 
     def implicit_range(self, query):
-        """(start, end) of the implicit mask for the queries of these indices. A start of None is 0, an end of None is
-        num_keys."""
+        """(start, end) of the implicit mask for the queries of these indices. A start of None is 0,
+        an end of None is num_keys."""
         if not self.causal:
             return None, None
         end = query + self.first_query + 1
@@ -92,12 +105,16 @@ def kv_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
 
 
 def rectangle_block_ranges(start_BI: jax.Array, end_BI: jax.Array, kv_block: int) -> jax.Array:
-    """`kv_block_ranges` where all queries of block I attend to the keys start <= s < end: int32 [B, I, 2, 3]."""
+    """`kv_block_ranges` where all queries of block I attend to the keys start <= s < end: int32 [B,
+    I, 2, 3].
+    """
     start = start_BI // kv_block
     end = jnp.maximum(start, -(-end_BI // kv_block))
     full = jnp.minimum(-(-start_BI // kv_block), end)
     full_end = jnp.maximum(full, end_BI // kv_block)
-    return jnp.stack([jnp.stack(x, axis=-1) for x in ((start, full, full_end), (full_end, end, end))], axis=-2)
+    return jnp.stack(
+        [jnp.stack(x, axis=-1) for x in ((start, full, full_end), (full_end, end, end))], axis=-2
+    )
 
 
 def query_block_ranges(ranges: Ranges | None, mask: BlockMask) -> jax.Array:
@@ -119,7 +136,8 @@ class _Side(NamedTuple):
 
 
 def _implicit_ranges(own: _Side, other: _Side, back: int | None, ahead: int | None) -> jax.Array:
-    """Two exact ranges, where a token at position p needs the positions o with p - back < o < p + ahead.
+    """Two exact ranges, where a token at position p needs the positions o with p - back < o < p +
+    ahead.
 
     None is no limit.
     """
@@ -135,7 +153,10 @@ def _implicit_ranges(own: _Side, other: _Side, back: int | None, ahead: int | No
     start, end = blocks_before(first - back, 0), blocks_before(last + ahead + 1, other.block - 1)
     full = jnp.clip(blocks_before(last - back, other.block - 1), start, end)
     full_end = jnp.clip(blocks_before(first + ahead + 1, 0), full, end)
-    two_ranges = ((start, full, full_end), (full_end, jnp.maximum(full_end, end), jnp.maximum(full_end, end)))
+    two_ranges = (
+        (start, full, full_end),
+        (full_end, jnp.maximum(full_end, end), jnp.maximum(full_end, end)),
+    )
     return jnp.stack([jnp.stack(bounds, axis=-1) for bounds in two_ranges], axis=-2)[None]
 
 
@@ -152,12 +173,15 @@ def _visibility(ranges: Ranges, mask: BlockMask) -> tuple[jax.Array, jax.Array]:
     last_key = jnp.minimum(first_key + mask.kv_block, mask.num_keys) - 1
     min_start = blocks(jnp.where(is_empty_BT, mask.num_keys, start_BT)).min(-1)
     some = (min_start <= last_key) & (first_key < blocks(end_BT).max(-1))
-    every = (blocks(start_BT).max(-1) <= first_key) & (last_key < blocks(end_BT).min(-1))  # end 0 of an empty row
+    # end 0 of an empty row
+    every = (blocks(start_BT).max(-1) <= first_key) & (last_key < blocks(end_BT).min(-1))
     return some, every
 
 
 def _block_ranges(some: jax.Array, every: jax.Array, num_whole_blocks: int) -> jax.Array:
-    """Block ranges from visibility: [B, own blocks, other blocks] bool -> int32 [B, own blocks, ranges, 3]."""
+    """Block ranges from visibility: [B, own blocks, other blocks] bool -> int32 [B, own blocks,
+    ranges, 3].
+    """
     num_blocks = some.shape[-1]
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     full = some & every & (block < num_whole_blocks)  # an incomplete block is always masked

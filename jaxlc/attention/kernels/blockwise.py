@@ -1,17 +1,18 @@
 """The portable kernel: attention block by block in plain XLA, O(T + S) memory, on any device.
 
-The softmax runs online over KV blocks (Milakov and Gimelshein 2018; FlashAttention, algorithm 1). The backward
-recomputes the attention weights of each block from the lse (FlashAttention-2, algorithm 2). Where the key ranges of a
-block of queries show that a pair of blocks is fully masked, it is skipped. So causal attention costs half of full
-attention, and short packed documents cost little.
+The softmax runs online over KV blocks (Milakov and Gimelshein 2018; FlashAttention, algorithm 1).
+The backward recomputes the attention weights of each block from the lse (FlashAttention-2,
+algorithm 2). Where the key ranges of a block of queries show that a pair of blocks is fully masked,
+it is skipped. So causal attention costs half of full attention, and short packed documents cost
+little.
 
-A loop runs over key/value heads, so that the data of one pair of blocks stays in a core's cache. Scores, out and dq are
-stored transposed, BSR and BHR. On CPU, a matrix product with transposed scores as its first operand takes three times
-as long, and the backward would have one. XLA also computes the maximum over the rows of a block five times as fast as
-the maximum of each row.
+A loop runs over key/value heads, so that the data of one pair of blocks stays in a core's cache.
+Scores, out and dq are stored transposed, BSR and BHR. On CPU, a matrix product with transposed
+scores as its first operand takes three times as long, and the backward would have one. XLA also
+computes the maximum over the rows of a block five times as fast as the maximum of each row.
 
-Shape letters, besides core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block: the G query
-heads of one key/value head, one after the other.
+Shape letters, besides core/axes.py: I query blocks, J KV blocks, R = G x T rows of a query block:
+the G query heads of one key/value head, one after the other.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults, implicit_ranges
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    KeyRanges,
+    QueryResults,
+    implicit_ranges,
+)
 from jaxlc.core.errors import Unsupported
 
 
@@ -40,7 +47,9 @@ class Keys(NamedTuple):
 
 
 class BlockRanges(NamedTuple):
-    """The key ranges of all rows R, and their bounds in each query block; inside a scan, of one block."""
+    """The key ranges of all rows R, and their bounds in each query block; inside a scan, of one
+    block.
+    """
 
     start_IB1R: jax.Array | None  # None: 0
     end_IB1R: jax.Array
@@ -56,11 +65,14 @@ class QueryStats(NamedTuple):
     delta_IB1R: jax.Array  # sum_H(dout out) - dlse
 
 
-def block_operands(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec) -> tuple[Queries, Keys]:
-    """For all key/value heads: q, k and v have a leading K; ranges do not, since all heads share them.
+def block_operands(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec
+) -> tuple[Queries, Keys]:
+    """For all key/value heads: q, k and v have a leading K; ranges do not, since all heads share
+    them.
 
-    T and S are padded to multiples of the block sizes. No range contains the padding, and the ranges of the padding are
-    empty.
+    T and S are padded to multiples of the block sizes. No range contains the padding, and the
+    ranges of the padding are empty.
     """
     (_, num_queries, num_heads, _), (_, num_keys, num_kv_heads, _) = q_BTNH.shape, k_BSKH.shape
     q_block_tokens = _block_tokens(spec.query_block_tokens, num_queries, spec)
@@ -73,7 +85,9 @@ def block_operands(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: Atten
         end_BT = jnp.full((1, num_queries), num_keys, jnp.int32)
     if end_BT is None:
         return Queries(q, None), Keys(k, v, first_J)
-    return Queries(q, _block_ranges(start_BT, end_BT, q_block_tokens, num_heads // num_kv_heads)), Keys(k, v, first_J)
+    return Queries(
+        q, _block_ranges(start_BT, end_BT, q_block_tokens, num_heads // num_kv_heads)
+    ), Keys(k, v, first_J)
 
 
 def query_stats(num_kv_heads: int, results: QueryResults, spec: AttentionSpec) -> QueryStats:
@@ -83,31 +97,46 @@ def query_stats(num_kv_heads: int, results: QueryResults, spec: AttentionSpec) -
     delta_BTN = (out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)).sum(axis=-1)
     delta_BTN -= dlse_BNT.swapaxes(1, 2)
     lse_BTN = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT).swapaxes(1, 2)
-    lse, delta = (_split_heads(x[..., None], num_kv_heads, block_tokens) for x in (lse_BTN, delta_BTN))
-    return QueryStats(_split_heads(dout_BTNH, num_kv_heads, block_tokens), lse.swapaxes(3, 4), delta.swapaxes(3, 4))
+    lse, delta = (
+        _split_heads(x[..., None], num_kv_heads, block_tokens) for x in (lse_BTN, delta_BTN)
+    )
+    return QueryStats(
+        _split_heads(dout_BTNH, num_kv_heads, block_tokens),
+        lse.swapaxes(3, 4),
+        delta.swapaxes(3, 4),
+    )
 
 
 def _implicit_ranges(q_BTNH: jax.Array, num_keys: int, spec: AttentionSpec):
     """(start_1T, end_1T) of a call without ranges; see `contract.implicit_ranges`."""
     bounds = implicit_ranges(spec, q_BTNH.shape[1], num_keys)
-    # Tied to the queries, see `attend_shard`: XLA and autodiff would hoist constants out of the loop over layers, and
-    # with them the dense masks of all blocks.
+    # Tied to the queries, see `attend_shard`: XLA and autodiff would hoist constants out of the
+    # loop over layers, and with them the dense masks of all blocks.
     _, bounds = lax.optimization_barrier((q_BTNH, bounds))
     return (None if x is None else x[None] for x in bounds)
 
 
-def _block_ranges(start_BT: jax.Array | None, end_BT: jax.Array, block_tokens: int, groups: int) -> BlockRanges:
+def _block_ranges(
+    start_BT: jax.Array | None, end_BT: jax.Array, block_tokens: int, groups: int
+) -> BlockRanges:
     """The ranges of the rows of all query blocks. A row R is a query of one of the `groups` heads."""
     end_IBT = _split_blocks(end_BT, block_tokens)
-    start_IBT = jnp.zeros_like(end_IBT) if start_BT is None else _split_blocks(start_BT, block_tokens)
+    start_IBT = (
+        jnp.zeros_like(end_IBT) if start_BT is None else _split_blocks(start_BT, block_tokens)
+    )
     min_start_I = jnp.where(start_IBT < end_IBT, start_IBT, jnp.iinfo(jnp.int32).max).min((1, 2))
-    # One entry per row R. Repeating a mask over T for the G heads makes XLA on CPU three times as slow.
+    # One entry per row R. Repeating a mask over T for the G heads makes XLA on CPU three times as
+    # slow.
     start_IB1R, end_IB1R = (jnp.tile(x, groups)[:, :, None] for x in (start_IBT, end_IBT))
-    return BlockRanges(None if start_BT is None else start_IB1R, end_IB1R, min_start_I, end_IBT.max((1, 2)))
+    return BlockRanges(
+        None if start_BT is None else start_IB1R, end_IB1R, min_start_I, end_IBT.max((1, 2))
+    )
 
 
 def _block_tokens(limit: int, num_tokens: int, spec: AttentionSpec) -> int:
-    """The block size: at most `limit`, and at least two blocks under a causal mask, so that some can be skipped."""
+    """The block size: at most `limit`, and at least two blocks under a causal mask, so that some
+    can be skipped.
+    """
     return min(limit, -(-num_tokens // 2) if spec.causal else num_tokens)
 
 
@@ -131,7 +160,8 @@ def join_blocks(x: jax.Array, like_BTNH: jax.Array) -> jax.Array:
     """[K, I, B, H, R] -> [B, T, N, H], without the padding of T."""
     batch, num_tokens, num_heads, _ = like_BTNH.shape
     num_kv_heads, num_blocks, _, width, _ = x.shape
-    x = x.reshape(num_kv_heads, num_blocks, batch, width, num_heads // num_kv_heads, -1)  # [K, I, B, H, G, T]
+    # [K, I, B, H, G, T]
+    x = x.reshape(num_kv_heads, num_blocks, batch, width, num_heads // num_kv_heads, -1)
     return x.transpose(2, 1, 5, 0, 4, 3).reshape(batch, -1, num_heads, width)[:, :num_tokens]
 
 
@@ -140,28 +170,39 @@ def unsupported(problem: AttentionProblem) -> None:
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`.
 
     Raises:
-      Unsupported: a scale that is not positive. The running maximum is of unscaled scores, and for such a scale the
-        largest score does not have the largest weight.
+      Unsupported: a scale that is not positive. The running maximum is of unscaled scores, and for
+        such a scale the largest score does not have the largest weight.
     """
     if spec.scale_for(q_BTNH.shape[-1]) <= 0:
-        raise Unsupported(f"unsupported by attention kernel blockwise: scale {spec.scale} (supported: above 0)")
+        raise Unsupported(
+            f"unsupported by attention kernel blockwise: scale {spec.scale} (supported: above 0)"
+        )
     if ranges is not None and len(q_BTNH) > 1:
-        return _map_sequences(lambda *operands: forward(*operands, spec), q_BTNH, k_BSKH, v_BSKH, ranges)
+        return _map_sequences(
+            lambda *operands: forward(*operands, spec), q_BTNH, k_BSKH, v_BSKH, ranges
+        )
     queries, keys = block_operands(q_BTNH, k_BSKH, v_BSKH, ranges, spec)
 
     def one_head(operands):
         return _forward_of_head(*_of_head(queries, keys, *operands), spec)
 
-    out, lse = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH))  # [K, I, B, H, R], [K, I, B, 1, R]
+    # [K, I, B, H, R], [K, I, B, 1, R]
+    out, lse = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH))
     return join_blocks(out, q_BTNH), join_blocks(lse, q_BTNH)[..., 0].swapaxes(1, 2)
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
+):
     """See `contract.Kernel.backward`."""
     if ranges is not None and len(q_BTNH) > 1:
 
@@ -177,11 +218,17 @@ def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSp
         return _backward_of_head(*_of_head(queries, keys, *qkv), stats, spec)
 
     dq, dk, dv = lax.map(one_head, (queries.q_IBRH, keys.k_JBSH, keys.v_JBSH, stats))
-    return join_blocks(dq, q_BTNH), join_blocks(dk.swapaxes(3, 4), k_BSKH), join_blocks(dv.swapaxes(3, 4), v_BSKH)
+    return (
+        join_blocks(dq, q_BTNH),
+        join_blocks(dk.swapaxes(3, 4), k_BSKH),
+        join_blocks(dv.swapaxes(3, 4), v_BSKH),
+    )
 
 
 def _map_sequences(function, *operands):
-    """`function` of each sequence alone, as a batch of one: packed sequences can skip different blocks."""
+    """`function` of each sequence alone, as a batch of one: packed sequences can skip different
+    blocks.
+    """
 
     def one_sequence(operands):
         results = function(*jax.tree.map(lambda x: x[None], operands))
@@ -193,13 +240,18 @@ def _map_sequences(function, *operands):
 def _of_head(queries: Queries, keys: Keys, q_IBRH, k_JBSH, v_JBSH) -> tuple[Queries, Keys]:
     """The operands of one head.
 
-    The barrier ties the ranges, which are the same for every head, to the head's operands. Otherwise, differentiating
-    `jax.checkpoint` would hoist them out of the loop, and with them the dense masks of all blocks.
+    The barrier ties the ranges, which are the same for every head, to the head's operands.
+    Otherwise, differentiating `jax.checkpoint` would hoist them out of the loop, and with them the
+    dense masks of all blocks.
     """
-    return lax.optimization_barrier((queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH)))
+    return lax.optimization_barrier(
+        (queries._replace(q_IBRH=q_IBRH), keys._replace(k_JBSH=k_JBSH, v_JBSH=v_JBSH))
+    )
 
 
-def _forward_of_head(queries: Queries, keys: Keys, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+def _forward_of_head(
+    queries: Queries, keys: Keys, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
     """(out_IBHR, lse_IB1R)"""
     (_, batch, rows, head_dim), value_dim = queries.q_IBRH.shape, keys.v_JBSH.shape[-1]
 
@@ -232,7 +284,9 @@ def _backward_of_head(queries: Queries, keys: Keys, stats: QueryStats, spec: Att
             q_block, stats_block, dq_BHR = blocks
 
             def add(gradients):
-                return tuple(map(jnp.add, gradients, _block_gradients(q_block, kv_block, stats_block, spec)))
+                return tuple(
+                    map(jnp.add, gradients, _block_gradients(q_block, kv_block, stats_block, spec))
+                )
 
             dq_BHR, *dkv = _skip_if_fully_masked(q_block, kv_block, add, (dq_BHR, *dkv))
             return tuple(dkv), dq_BHR
@@ -247,7 +301,8 @@ def _backward_of_head(queries: Queries, keys: Keys, stats: QueryStats, spec: Att
 
 
 def _online_softmax(carry, queries: Queries, keys: Keys, spec: AttentionSpec):
-    """Adds one KV block to the running (max, sum of exponentials, unnormalized out) of a query block.
+    """Adds one KV block to the running (max, sum of exponentials, unnormalized out) of a query
+    block.
 
     The maximum is of unscaled scores.
     """
@@ -270,7 +325,8 @@ def _block_gradients(queries: Queries, keys: Keys, stats: QueryStats, spec: Atte
     scale, dtype = spec.scale_for(keys.k_JBSH.shape[-1]), keys.v_JBSH.dtype
     scores_BSR = scale * _matmul("BSH,BRH->BSR", keys.k_JBSH, queries.q_IBRH)
     p_BSR = _mask(jnp.exp(scores_BSR - stats.lse_IB1R), queries, keys, 0.0)
-    p_BSR = lax.optimization_barrier(p_BSR)  # otherwise XLA on CPU computes the exponentials once per use: twice
+    # otherwise XLA on CPU computes the exponentials once per use: twice
+    p_BSR = lax.optimization_barrier(p_BSR)
     dp_BSR = _matmul("BSH,BRH->BSR", keys.v_JBSH, stats.dout_IBRH)
     ds_BSR = (scale * p_BSR * (dp_BSR - stats.delta_IB1R)).astype(dtype)
     dq_BHR = _matmul("BHS,BSR->BHR", keys.k_JBSH.swapaxes(1, 2), ds_BSR)
@@ -285,9 +341,13 @@ def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
     if a.dtype == jnp.float32:
         return product(a, b)
-    # On CPU, XLA passes 16-bit products to a library that does not support all of these, and has no fallback.
+    # On CPU, XLA passes 16-bit products to a library that does not support all of these, and has no
+    # fallback.
     return lax.platform_dependent(
-        a, b, cpu=lambda *operands: product(*(x.astype(jnp.float32) for x in operands)), default=product
+        a,
+        b,
+        cpu=lambda *operands: product(*(x.astype(jnp.float32) for x in operands)),
+        default=product,
     )
 
 
@@ -304,7 +364,9 @@ def _mask(x_BSR: jax.Array, queries: Queries, keys: Keys, masked: float) -> jax.
 
 
 def _skip_if_fully_masked(queries: Queries, keys: Keys, compute, carry):
-    """`compute(carry)`, or carry if the bounds of the key ranges show that the blocks are fully masked."""
+    """`compute(carry)`, or carry if the bounds of the key ranges show that the blocks are fully
+    masked.
+    """
     ranges, num_keys = queries.ranges_IB1R, keys.k_JBSH.shape[1]
     if ranges is None:
         return compute(carry)

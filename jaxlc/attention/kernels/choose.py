@@ -1,10 +1,12 @@
-"""Kernel selection: by name, or the fastest kernel that supports the problem; and kernels for shared prefixes.
+"""Kernel selection: by name, or the fastest kernel that supports the problem; and kernels for
+shared prefixes.
 
-`SharedPrefixKernel` computes attention of documents that share a prefix by two calls of another kernel, so that the
-prefix is computed and stored once. A tree is a prefix and the documents that continue it (branches): the first call
-computes prefix and branches as documents of a packed sequence. The second computes the product of the branches' queries
-and the prefix's keys, in which nothing is masked. The results merge exactly (merge.py). The backward of both calls
-takes out and lse over all keys.
+`SharedPrefixKernel` computes attention of documents that share a prefix by two calls of another
+kernel, so that the prefix is computed and stored once. A tree is a prefix and the documents that
+continue it (branches): the first call computes prefix and branches as documents of a packed
+sequence. The second computes the product of the branches' queries and the prefix's keys, in which
+nothing is masked. The results merge exactly (merge.py). The backward of both calls takes out and
+lse over all keys.
 """
 
 import dataclasses
@@ -43,7 +45,9 @@ class SharedPrefixKernel:
     def prepare(self, ranges: TreeRanges, num_keys: int, spec: AttentionSpec) -> TreeRanges:
         """As `contract.prepared` of the kernel, for both calls."""
         specs = spec, _of_prefix(spec)
-        return TreeRanges(*(prepared(self.kernel, part, num_keys, spec) for part, spec in zip(ranges, specs)))
+        return TreeRanges(
+            *(prepared(self.kernel, part, num_keys, spec) for part, spec in zip(ranges, specs))
+        )
 
     def forward(self, *operands):
         """(out_BTNH, lse_BNT), both float32."""
@@ -53,9 +57,13 @@ class SharedPrefixKernel:
         """(dq_BTNH, dk_BSKH, dv_BSKH), float32."""
         return self.backward_calls(*operands).values()
 
-    def forward_calls(self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec) -> CallResults:
+    def forward_calls(
+        self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec
+    ) -> CallResults:
         calls = self._calls("forward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec)
-        return calls._replace(joined=lambda results: merge(*itertools.chain(*calls.joined(results))))
+        return calls._replace(
+            joined=lambda results: merge(*itertools.chain(*calls.joined(results)))
+        )
 
     def backward_calls(
         self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec, results: QueryResults
@@ -63,21 +71,29 @@ class SharedPrefixKernel:
         calls = self._calls("backward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec, results)
         return calls._replace(joined=lambda results: tuple(map(jnp.add, *calls.joined(results))))
 
-    def _calls(self, direction: str, qkv: tuple, ranges: TreeRanges, spec: AttentionSpec, *others) -> CallResults:
+    def _calls(
+        self, direction: str, qkv: tuple, ranges: TreeRanges, spec: AttentionSpec, *others
+    ) -> CallResults:
         """Both calls; joined, they are the results of each in float32."""
         own = calls_of(self.kernel, direction, *qkv, ranges.own, spec, *others)
         with jax.named_scope(scopes.SHARED_PREFIX):
-            prefix = calls_of(self.kernel, direction, *qkv, ranges.prefix, _of_prefix(spec), *others)
+            prefix = calls_of(
+                self.kernel, direction, *qkv, ranges.prefix, _of_prefix(spec), *others
+            )
 
         def joined(results):
             pairs = zip((own, prefix), results, strict=True)
-            return tuple(tuple(x.astype(jnp.float32) for x in calls.joined(part)) for calls, part in pairs)
+            return tuple(
+                tuple(x.astype(jnp.float32) for x in calls.joined(part)) for calls, part in pairs
+            )
 
         return CallResults((own.results, prefix.results), joined)
 
 
 def _of_prefix(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the second call: all queries of a tree have the same keys, unless there is a window."""
+    """The spec of the second call: all queries of a tree have the same keys, unless there is a
+    window.
+    """
     return dataclasses.replace(spec, causal=False, window=None, few_documents=False)
 
 
@@ -88,8 +104,9 @@ KERNELS: dict[str, Kernel] = {
     "reference": reference,
     "mosaic": mosaic,
 }
-# The kernels that "auto" tries, fastest first. The last one supports every problem. On a CPU, pallas runs in an
-# interpreter, for tests only. mosaic is not among them until a GPU has verified it.
+# The kernels that "auto" tries, fastest first. The last one supports every problem. On a CPU,
+# pallas runs in an interpreter, for tests only. mosaic is not among them until a GPU has verified
+# it.
 _AUTO_ORDER = {"gpu": ("cudnn", "pallas", "blockwise")}
 _AUTO_ORDER_OTHER = ("blockwise",)
 
@@ -111,13 +128,15 @@ def choose_kernel(name: str, problem: AttentionProblem) -> KernelSelection:
     A kernel selected by name never falls back to another one.
 
     Raises:
-      UserError: unknown kernel name.
-      Unsupported: the named kernel does not support the problem; the message has the value and the limit.
+      UserError: unknown kernel name. Unsupported: the named kernel does not support the problem;
+      the message has the value and the limit.
     """
     if name == "auto":
         return _fastest(problem)
     if name not in KERNELS:
-        raise UserError(f"unknown attention kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")
+        raise UserError(
+            f"unknown attention kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}"
+        )
     limit = KERNELS[name].unsupported(problem)
     if limit is not None:
         raise Unsupported(f"unsupported by attention kernel {name}: {limit}; use kernel auto")

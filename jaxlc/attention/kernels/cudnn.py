@@ -1,14 +1,15 @@
 """cuDNN's fused attention: the fastest kernel on NVIDIA GPUs.
 
-Without key ranges, cuDNN's masks are aligned at the first query and the first key ("top left": cuDNN frontend,
-graph_properties.h, `set_causal_mask`), so a causal call needs as many keys as queries. Then no query is fully masked,
-and no lse is -inf. With key ranges of packed documents, `cudnn_packed` passes the place and length of each document.
+Without key ranges, cuDNN's masks are aligned at the first query and the first key ("top left":
+cuDNN frontend, graph_properties.h, `set_causal_mask`), so a causal call needs as many keys as
+queries. Then no query is fully masked, and no lse is -inf. With key ranges of packed documents,
+`cudnn_packed` passes the place and length of each document.
 
-Rounding: cuDNN returns out, dq, dk and dv in the dtype of q. So in a ring each partial result is rounded once, and all
-sums over ring steps are float32. The weights of a merge sum to 1, so the error of the merged out is that of one
-rounding, for any number of ring steps. The error of dq, dk and dv is at most 2^-9 (bfloat16) of the sum of the
-magnitudes of the contributions; twice that if the lse has a gradient. dq is summed in no fixed order, so its last bits
-differ between runs.
+Rounding: cuDNN returns out, dq, dk and dv in the dtype of q. So in a ring each partial result is
+rounded once, and all sums over ring steps are float32. The weights of a merge sum to 1, so the
+error of the merged out is that of one rounding, for any number of ring steps. The error of dq, dk
+and dv is at most 2^-9 (bfloat16) of the sum of the magnitudes of the contributions; twice that if
+the lse has a gradient. dq is summed in no fixed order, so its last bits differ between runs.
 """
 
 import functools
@@ -25,26 +26,45 @@ from jaxlc._jax_internals import (
     cudnn_attention_forward,
     cudnn_version,
 )
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, CallResults, KeyRanges, QueryResults
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    CallResults,
+    KeyRanges,
+    QueryResults,
+)
 from jaxlc.attention.kernels import cudnn_packed
-from jaxlc.attention.kernels.cudnn_packed import MAX_ELEMENTS, DocumentTable, calls_for, document_table
+from jaxlc.attention.kernels.cudnn_packed import (
+    MAX_ELEMENTS,
+    DocumentTable,
+    calls_for,
+    document_table,
+)
 from jaxlc.core.errors import Unsupported, UserError
 
 _DTYPES = ("bfloat16", "float16")
-# For the backward, by major compute capability (cuDNN frontend 1.8 and later, scaled_dot_product_flash_attention.h).
+# For the backward, by major compute capability (cuDNN frontend 1.8 and later,
+# scaled_dot_product_flash_attention.h).
 _MAX_HEAD_DIM, _OTHER_MAX_HEAD_DIM = {9: 256}, 128
 _HEAD_DIM_MULTIPLE = 8
-_VERSIONS_WITH_WRONG_BACKWARD = ((9, 10, 0), (9, 10, 1))  # refused by cuDNN frontend for "known bugs"
-# The first cuDNN whose packed calls are correct, by major compute capability, and the defect of those before.
+# refused by cuDNN frontend for "known bugs"
+_VERSIONS_WITH_WRONG_BACKWARD = ((9, 10, 0), (9, 10, 1))
+# The first cuDNN whose packed calls are correct, by major compute capability, and the defect of
+# those before.
 _FIRST_VERSION_FOR_PACKED = {
-    9: ((9, 18, 0), "gaps between documents may give NaN or wrong gradients: TransformerEngine#2186"),
+    9: (
+        (9, 18, 0),
+        "gaps between documents may give NaN or wrong gradients: TransformerEngine#2186",
+    ),
     12: ((9, 18, 1), "gradients may be wrong: TransformerEngine#3333"),
 }
 _FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL = (9, 18, 0)
 
 
 def unsupported(problem: AttentionProblem) -> str | None:
-    """See `contract.Kernel.unsupported`. The limits are of cuDNN 9.8, the oldest that JAX 0.10 accepts."""
+    """See `contract.Kernel.unsupported`. The limits are of cuDNN 9.8, the oldest that JAX 0.10
+    accepts.
+    """
     if problem.platform != "gpu":
         return f"platform {problem.platform} (supported: gpu)"
     if (changed := changed_cudnn_attention()) is not None:
@@ -56,7 +76,8 @@ def unsupported(problem: AttentionProblem) -> str | None:
         return "cuDNN is not installed (supported: 9.8 and later)"
     if problem.cudnn_version in _VERSIONS_WITH_WRONG_BACKWARD:
         return (
-            f"cuDNN {version_text(problem.cudnn_version)}, whose backward has known bugs (supported: 9.10.2 and later)"
+            f"cuDNN {version_text(problem.cudnn_version)}, whose backward has known bugs"
+            " (supported: 9.10.2 and later)"
         )
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
@@ -92,7 +113,9 @@ def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
 
 
 def assumption(problem: AttentionProblem) -> str | None:
-    """What `unsupported` assumes of the cuDNN of an absent GPU, for calls that older versions compute wrongly."""
+    """What `unsupported` assumes of the cuDNN of an absent GPU, for calls that older versions
+    compute wrongly.
+    """
     if problem.cudnn_version is not None or not problem.document_ranges:
         return None
     major = int((problem.compute_capability or "0").partition(".")[0])
@@ -101,7 +124,9 @@ def assumption(problem: AttentionProblem) -> str | None:
 
 
 def version_for(device: jax.Device) -> tuple[int, ...] | None:
-    """The cuDNN that programs for `device` call; () if none is found, None if the device is absent or not a GPU."""
+    """The cuDNN that programs for `device` call; () if none is found, None if the device is absent
+    or not a GPU.
+    """
     return cudnn_version() if device.platform == "gpu" and device in jax.devices() else None
 
 
@@ -125,42 +150,57 @@ def check_deterministic(device: jax.Device) -> None:
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`.
 
     Args:
-      ranges: of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
-        first is the index of its document's first query; otherwise all queries of a document have the same range.
+      ranges: of packed documents. With a causal spec, a query at index t of k has the range [first,
+        t + 1), where first is the index of its document's first query; otherwise all queries of a
+        document have the same range.
     Raises:
-      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
+      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31
+        elements of q or k.
     """
     return forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec).values()
 
 
-def forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec) -> CallResults:
+def forward_calls(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec
+) -> CallResults:
     """As `forward`; see `contract`."""
-    call, operands = _call(cudnn_attention_forward, cudnn_packed.forward, q_BTNH, k_BSKH, ranges, spec)
+    call, operands = _call(
+        cudnn_attention_forward, cudnn_packed.forward, q_BTNH, k_BSKH, ranges, spec
+    )
     return call(q_BTNH, k_BSKH, v_BSKH, *operands)
 
 
 def prepare(ranges: KeyRanges, num_keys: int, spec: AttentionSpec) -> DocumentTable:
     """The table of documents that calls with these ranges need, over num_keys keys; see `contract`.
 
-    Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap` does not support calls
-    with a table.
+    Its arrays have a first dimension of 1, so that they can be sharded as the ranges are. `vmap`
+    does not support calls with a table.
     """
-    calls = calls_for(*ranges.start_BT.shape, num_keys, causal=spec.causal, few_documents=spec.few_documents)
+    calls = calls_for(
+        *ranges.start_BT.shape, num_keys, causal=spec.causal, few_documents=spec.few_documents
+    )
     table = document_table(*ranges, num_keys, calls, causal=spec.causal)
     return jax.tree.map(lambda x: x[None], table)
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
+):
     """See `contract.Kernel.backward`; raises as `forward`.
 
-    cuDNN has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals the ds
-    of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1, 0, ..., 0). It is rounded to the dtype
-    of q, as dout is. Where the caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
+    cuDNN has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p
+    dlse equals the ds of a second call with out = 0, with dout = (dlse, 0, ..., 0) and with v = (1,
+    0, ..., 0). It is rounded to the dtype of q, as dout is. Where the caller does not use the lse,
+    dlse is a constant zero, and XLA removes the second call.
     """
     return backward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec, results).values()
 
@@ -170,7 +210,9 @@ def backward_calls(
 ) -> CallResults:
     """As `backward`; see `contract`."""
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    call, operands = _call(cudnn_attention_backward, cudnn_packed.backward, q_BTNH, k_BSKH, ranges, spec)
+    call, operands = _call(
+        cudnn_attention_backward, cudnn_packed.backward, q_BTNH, k_BSKH, ranges, spec
+    )
 
     def calls(v_BSKH, out_BTNH, dout_BTNH) -> CallResults:
         out_BTNH, dout_BTNH = (x.astype(q_BTNH.dtype) for x in (out_BTNH, dout_BTNH))
@@ -180,11 +222,13 @@ def backward_calls(
         is_first_H = jnp.arange(v_BSKH.shape[-1]) == 0
         ones_BSKH = jnp.broadcast_to(is_first_H, v_BSKH.shape).astype(v_BSKH.dtype)
         dlse_BTNH = jnp.where(is_first_H, dlse_BNT.swapaxes(1, 2)[..., None], 0.0)
-        dq_term_BTNH, dk_term_BSKH, _ = calls(ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH).values()
+        dq_term_BTNH, dk_term_BSKH, _ = calls(
+            ones_BSKH, jnp.zeros_like(out_BTNH), dlse_BTNH
+        ).values()
         return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
 
-    # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time instead, which
-    # takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
+    # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile
+    # time instead, which takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
     has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
     gradients = calls(v_BSKH, out_BTNH, dout_BTNH)
 
@@ -198,15 +242,18 @@ def backward_calls(
 def workspace_bytes(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], backward: bool, documents_per_row: int = 1
 ) -> int:
-    """An upper bound of the workspace of one call, in bytes. Programs compiled without a GPU report 0 for it.
+    """An upper bound of the workspace of one call, in bytes. Programs compiled without a GPU report
+    0 for it.
 
-    The backward sums dq in float32 [B, N, T, H] and stores dout . out, float32 [B, N, T] (cuDNN frontend 1.x,
-    scaled_dot_product_flash_attention.h: `dQ_accum_size`, `softmax_sum_size`). With grouped queries it stores dk and dv
-    for every query head, in a dtype of 2 bytes (`dK_fullhead`, `dV_fullhead`), unless the engine that cuDNN selects on
-    the GPU sums them itself. The forward needs no workspace that grows with T.
+    The backward sums dq in float32 [B, N, T, H] and stores dout . out, float32 [B, N, T] (cuDNN
+    frontend 1.x, scaled_dot_product_flash_attention.h: `dQ_accum_size`, `softmax_sum_size`). With
+    grouped queries it stores dk and dv for every query head, in a dtype of 2 bytes (`dK_fullhead`,
+    `dV_fullhead`), unless the engine that cuDNN selects on the GPU sums them itself. The forward
+    needs no workspace that grows with T.
 
-    A packed call stores all of these for each document with the padded lengths T and S: XLA does not pass the number of
-    tokens (`max_total_seq_len_q`), with which cuDNN frontend would pack its workspace.
+    A packed call stores all of these for each document with the padded lengths T and S: XLA does
+    not pass the number of tokens (`max_total_seq_len_q`), with which cuDNN frontend would pack its
+    workspace.
 
     Args:
       q_shape, k_shape: [B, T, N, H] and [B, S, K, H] of one device.
@@ -222,8 +269,11 @@ def workspace_bytes(
     return documents_per_row * workspace
 
 
-def _call(implicit: Callable, packed: Callable, q_BTNH, k_BSKH, ranges, spec: AttentionSpec) -> tuple[Callable, tuple]:
-    """`implicit` for a call without ranges or `packed` for one with them, with its settings, and its last operands.
+def _call(
+    implicit: Callable, packed: Callable, q_BTNH, k_BSKH, ranges, spec: AttentionSpec
+) -> tuple[Callable, tuple]:
+    """`implicit` for a call without ranges or `packed` for one with them, with its settings, and
+    its last operands.
 
     It returns CallResults. `vmap` supports calls without a table.
     """
@@ -239,7 +289,8 @@ def _call(implicit: Callable, packed: Callable, q_BTNH, k_BSKH, ranges, spec: At
 
 
 def _fold_vmap_into_batch(call: Callable) -> Callable:
-    """`call` with a rule for `vmap`, which cuDNN's primitives lack: the new dimension becomes a part of B.
+    """`call` with a rule for `vmap`, which cuDNN's primitives lack: the new dimension becomes a
+    part of B.
 
     B is the first dimension of all operands and results.
     """
@@ -266,7 +317,8 @@ def _settings(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec) -> dict
             f"unsupported by attention kernel cudnn: causal attention of {num_queries} queries over {num_keys} keys"
             " (supported: equal numbers)"
         )
-    # cuDNN counts a window as AttentionSpec does: the query itself and the window - 1 tokens before it.
+    # cuDNN counts a window as AttentionSpec does: the query itself and the window - 1 tokens before
+    # it.
     return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, window=spec.window)
 
 
@@ -277,4 +329,6 @@ def _packed_settings(q_BTNH: jax.Array, spec: AttentionSpec) -> dict:
             f"unsupported by attention kernel cudnn: window of {spec.window} tokens with packed documents (supported:"
             " no window)"
         )
-    return dict(scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, few_documents=spec.few_documents)
+    return dict(
+        scale=spec.scale_for(q_BTNH.shape[-1]), causal=spec.causal, few_documents=spec.few_documents
+    )

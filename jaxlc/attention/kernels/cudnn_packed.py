@@ -1,32 +1,33 @@
-"""cuDNN's attention for packed documents: a few calls per kernel call, with lengths and offsets from key ranges.
+"""cuDNN's attention for packed documents: a few calls per kernel call, with lengths and offsets
+from key ranges.
 
-Calls
------
-The first calls take the longest documents, a loop the others, if there are any: the host waits for the condition of
-each round. Ring steps with few documents (`AttentionSpec.few_documents`) have no loop. A sequence of one document is
-one call of the same FLOPs as one with an implicit mask.
+Calls ----- The first calls take the longest documents, a loop the others, if there are any: the
+host waits for the condition of each round. Ring steps with few documents
+(`AttentionSpec.few_documents`) have no loop. A sequence of one document is one call of the same
+FLOPs as one with an implicit mask.
 
-cuDNN writes the rows of the documents of a call only. `CallResults.joined` selects the call that has a row. Rows
-without any, of fully masked queries and of keys that no query attends to, are 0 in out and gradients, -inf in the lse.
+cuDNN writes the rows of the documents of a call only. `CallResults.joined` selects the call that
+has a row. Rows without any, of fully masked queries and of keys that no query attends to, are 0 in
+out and gradients, -inf in the lse.
 
-Operands
---------
-A packed call computes attention for several documents without moving data. Each document is a rectangle: consecutive
-queries, consecutive keys, and the places of both in their arrays. With a causal mask it is the lower triangle of a
-square.
+Operands -------- A packed call computes attention for several documents without moving data. Each
+document is a rectangle: consecutive queries, consecutive keys, and the places of both in their
+arrays. With a causal mask it is the lower triangle of a square.
 
     own KV block         causal; a document's first query on the rank is its own first key
     other ring steps     all queries of a document have the same keys: a document is cut into zigzag pieces (lo, hi), so
-                         both pieces attend to lo of an earlier rank, and hi attends to both pieces of a later rank
+                         both pieces attend to lo of an earlier rank, and hi attends to both pieces
+                         of a later rank
 
-cuDNN pads: the lse of a call is [documents, N, T], and its backward has a float32 dq of [documents, T, N, H] as its
-workspace, where T is the longest document that the call permits. Both shapes are static, documents are not. So a call
-for documents of up to T / r tokens takes r x DOCUMENTS_PER_ROW of them: these sizes are the same for every r. `buckets`
-are powers of 4 of r. Documents are sorted by bucket, and a call takes as many as it can, so a few calls compute a
-typical sequence, and a loop of calls any number of documents.
+cuDNN pads: the lse of a call is [documents, N, T], and its backward has a float32 dq of [documents,
+T, N, H] as its workspace, where T is the longest document that the call permits. Both shapes are
+static, documents are not. So a call for documents of up to T / r tokens takes r x DOCUMENTS_PER_ROW
+of them: these sizes are the same for every r. `buckets` are powers of 4 of r. Documents are sorted
+by bucket, and a call takes as many as it can, so a few calls compute a typical sequence, and a loop
+of calls any number of documents.
 
-With the order of per-document sharding, which limits the documents that two ranks share, two calls take all documents
-of a ring step, and of a typical own block (`calls_for`).
+With the order of per-document sharding, which limits the documents that two ranks share, two calls
+take all documents of a ring step, and of a typical own block (`calls_for`).
 """
 
 import functools
@@ -65,10 +66,13 @@ class Bucket(NamedTuple):
 
 
 def buckets(batch: int, num_queries: int, num_keys: int) -> tuple[Bucket, ...]:
-    """The sizes of calls for arrays [batch, num_queries, ...] and [batch, num_keys, ...], longest documents first."""
+    """The sizes of calls for arrays [batch, num_queries, ...] and [batch, num_keys, ...], longest
+    documents first.
+    """
     sizes, factor = [], 1
     while factor == 1 or (
-        num_queries % factor == num_keys % factor == 0 and min(num_queries, num_keys) >= factor * MIN_BUCKET_TOKENS
+        num_queries % factor == num_keys % factor == 0
+        and min(num_queries, num_keys) >= factor * MIN_BUCKET_TOKENS
     ):
         sizes.append(Bucket(batch * factor, num_queries // factor, num_keys // factor))
         factor *= 4
@@ -90,7 +94,12 @@ class Calls(NamedTuple):
     @property
     def begins(self) -> list[tuple[Bucket, int]]:
         """The calls outside of the loop, and the number of documents before each."""
-        return list(zip(self.once, itertools.accumulate((size.num_documents for size in self.once), initial=0)))
+        return list(
+            zip(
+                self.once,
+                itertools.accumulate((size.num_documents for size in self.once), initial=0),
+            )
+        )
 
     @property
     def num_documents(self) -> int:
@@ -98,28 +107,36 @@ class Calls(NamedTuple):
         return sum(size.num_documents for size in self.once)
 
 
-def calls_for(batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool) -> Calls:
+def calls_for(
+    batch: int, num_queries: int, num_keys: int, *, causal: bool, few_documents: bool
+) -> Calls:
     """The calls for a spec and arrays [batch, num_queries, ...] and [batch, num_keys, ...].
 
-    With few documents, two calls take all documents of a ring step, and of a typical own block. At most three
-    documents of a sequence have more than a quarter of the tokens, and 15 more than a sixteenth.
+    With few documents, two calls take all documents of a ring step, and of a typical own block. At
+    most three documents of a sequence have more than a quarter of the tokens, and 15 more than a
+    sixteenth.
     """
     sizes = buckets(batch, num_queries, num_keys)
     if not few_documents or num_queries % 4 or num_keys % 4:
         return Calls(sizes[:1], sizes)
     quarter = Bucket(4 * batch, num_queries // 4, num_keys // 4, 3 if causal else 2)
-    return Calls((Bucket(batch, num_queries, num_keys, 3), quarter), (sizes[2:] or (quarter,)) if causal else ())
+    return Calls(
+        (Bucket(batch, num_queries, num_keys, 3), quarter),
+        (sizes[2:] or (quarter,)) if causal else (),
+    )
 
 
 class DocumentRows(NamedTuple):
-    """The rows of R x M documents of a call; int32. Rows are indices of arrays [batch x tokens, ...].
+    """The rows of R x M documents of a call; int32. Rows are indices of arrays [batch x tokens,
+    ...].
 
     Unused documents have length 0 and start at the end.
     """
 
     q_length: jax.Array  # [R, M]
     kv_length: jax.Array
-    q_start: jax.Array  # [R, M + 1]; the first R x M + 1 in row-major order count, and the last one is the end
+    # [R, M + 1]; the first R x M + 1 in row-major order count, and the last one is the end
+    q_start: jax.Array
     kv_start: jax.Array
 
     def of_call(self, bucket: Bucket, first, ends) -> "DocumentRows":
@@ -129,7 +146,9 @@ class DocumentRows(NamedTuple):
           ends: the number of rows of q, and of k.
         """
         rows = [lax.dynamic_slice_in_dim(x, first, bucket.num_documents) for x in self]
-        rows[2:] = (jnp.pad(x, (0, bucket.num_rows), constant_values=end) for x, end in zip(rows[2:], ends))
+        rows[2:] = (
+            jnp.pad(x, (0, bucket.num_rows), constant_values=end) for x, end in zip(rows[2:], ends)
+        )
         return DocumentRows(*(x.reshape(bucket.num_rows, -1) for x in rows))
 
 
@@ -137,10 +156,12 @@ class DocumentTable(NamedTuple):
     """The documents of a block of queries and one of keys, sorted by bucket; int32."""
 
     once: tuple[DocumentRows, ...]  # by call outside of the loop
-    # [documents], [documents], ...: all documents, and as many unused ones as a call of the loop can take.
+    # [documents], [documents], ...: all documents, and as many unused ones as a call of the loop
+    # can take.
     repeated: DocumentRows | None
     bucket_ends: jax.Array  # [buckets]: number of documents in this bucket and those before it
-    q_document: jax.Array  # [batch x num_queries]: the document that a row belongs to; -1 for fully masked rows
+    # [batch x num_queries]: the document that a row belongs to; -1 for fully masked rows
+    q_document: jax.Array
     q_row: jax.Array  # [batch x num_queries]: the index of the row in its document
     kv_document: jax.Array  # [batch x num_keys]
 
@@ -156,11 +177,12 @@ class DocumentTable(NamedTuple):
 def document_table(
     start_BT: jax.Array, end_BT: jax.Array, num_keys: int, calls: Calls, *, causal: bool
 ) -> DocumentTable:
-    """The documents of the key ranges [start, end) of each query; start == end for fully masked rows.
+    """The documents of the key ranges [start, end) of each query; start == end for fully masked
+    rows.
 
     Args:
-      calls: of `calls_for`.
-      causal: a query at index t has the range [first, t + 1), where first is the index of its document's first query.
+      calls: of `calls_for`. causal: a query at index t has the range [first, t + 1), where first is
+      the index of its document's first query.
         Otherwise all queries of a document have the same range. It is not checked.
     """
     (batch, num_queries), sizes = start_BT.shape, calls.sizes
@@ -168,7 +190,9 @@ def document_table(
     is_first_BT = has_keys_BT & (
         start_BT == jnp.arange(num_queries) if causal else _differs_from_previous(start_BT, end_BT)
     )
-    ends_here_BT = jnp.pad((is_first_BT | ~has_keys_BT)[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+    ends_here_BT = jnp.pad(
+        (is_first_BT | ~has_keys_BT)[:, 1:], ((0, 0), (0, 1)), constant_values=True
+    )
     is_last_BT = has_keys_BT & ends_here_BT
 
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -180,7 +204,9 @@ def document_table(
     num_documents = is_first_BT.sum(dtype=jnp.int32)
 
     # The index of each document's bucket; len(sizes) for unused entries, so that these come last.
-    limits = jnp.array([(size.num_queries, size.num_keys) for size in sizes[1:]], jnp.int32).reshape(-1, 2)
+    limits = jnp.array(
+        [(size.num_queries, size.num_keys) for size in sizes[1:]], jnp.int32
+    ).reshape(-1, 2)
     bucket_D = (length_D2[:, None] <= limits).all(-1).sum(1)
     bucket_D = jnp.where(jnp.arange(len(bucket_D)) < num_documents, bucket_D, len(sizes))
     sorted_D, bucket_ends = _counting_sort(bucket_D, len(sizes) + 1)
@@ -190,13 +216,17 @@ def document_table(
     start_D2 = jnp.broadcast_to(ends, length_D2.shape).at[sorted_D].set(start_D2)
     start_D2 = jnp.where(length_D2 > 0, start_D2, ends)
     all_documents = DocumentRows(*length_D2.T, *start_D2.T)
-    q_document = _document_of_rows(all_documents.q_start, all_documents.q_length, batch * num_queries)
+    q_document = _document_of_rows(
+        all_documents.q_start, all_documents.q_length, batch * num_queries
+    )
     return DocumentTable(
         tuple(all_documents.of_call(*at, ends) for at in calls.begins),
         all_documents if calls.repeated else None,
         bucket_ends[:-1],
         q_document,
-        jnp.where(q_document >= 0, jnp.arange(len(q_document)) - all_documents.q_start[q_document], 0),
+        jnp.where(
+            q_document >= 0, jnp.arange(len(q_document)) - all_documents.q_start[q_document], 0
+        ),
         _document_of_rows(all_documents.kv_start, all_documents.kv_length, batch * num_keys),
     )
 
@@ -210,11 +240,14 @@ class PackedOperands(NamedTuple):
     kv_offsets: jax.Array
 
 
-def packed_operands(rows: DocumentRows, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> PackedOperands:
+def packed_operands(
+    rows: DocumentRows, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> PackedOperands:
     """The operands of the call for these documents.
 
     Args:
-      q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k; out, dout and dq have the shape of q.
+      q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k; out, dout and dq have
+        the shape of q.
     """
     return PackedOperands(
         rows.q_length,
@@ -230,8 +263,12 @@ def _differs_from_previous(start_BT: jax.Array, end_BT: jax.Array) -> jax.Array:
     return jnp.pad(differs_BT, ((0, 0), (1, 0)), constant_values=True)
 
 
-def _compact(is_selected_BT: jax.Array, document_BT: jax.Array, values_BT: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """[documents, 2]: for each document, the two values of the one query that is selected; 0 for unused entries."""
+def _compact(
+    is_selected_BT: jax.Array, document_BT: jax.Array, values_BT: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """[documents, 2]: for each document, the two values of the one query that is selected; 0 for
+    unused entries.
+    """
     index = jnp.where(is_selected_BT, document_BT, is_selected_BT.size).reshape(-1)
     values = jnp.stack([x.reshape(-1) for x in values_BT], axis=1)
     return jnp.zeros((is_selected_BT.size, 2), jnp.int32).at[index].set(values, mode="drop")
@@ -252,7 +289,13 @@ def _counting_sort(key_D: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Arra
 def _document_of_rows(start_D: jax.Array, length_D: jax.Array, num_rows: int) -> jax.Array:
     """[num_rows]: the document that a row belongs to, or -1. Documents do not overlap."""
     number_D = jnp.where(length_D > 0, jnp.arange(1, len(start_D) + 1, dtype=jnp.int32), 0)
-    change = jnp.zeros(num_rows + 1, jnp.int32).at[start_D].add(number_D).at[start_D + length_D].add(-number_D)
+    change = (
+        jnp.zeros(num_rows + 1, jnp.int32)
+        .at[start_D]
+        .add(number_D)
+        .at[start_D + length_D]
+        .add(-number_D)
+    )
     return jnp.cumsum(change, dtype=jnp.int32)[:-1] - 1
 
 
@@ -277,7 +320,9 @@ def forward(
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH)
-        out, lse_DNT = cudnn_packed_forward(q, k, v, *block.operands(documents), scale=scale, causal=causal)
+        out, lse_DNT = cudnn_packed_forward(
+            q, k, v, *block.operands(documents), scale=scale, causal=causal
+        )
         return out.reshape(q_BTNH.shape), lse_DNT
 
     def unpack(results, bucket: Bucket, first):
@@ -306,16 +351,25 @@ def backward(
     causal: bool,
     few_documents: bool = False,
 ) -> CallResults:
-    """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype. Otherwise as `forward`."""
+    """(dq, dk, dv) in q's dtype, without the gradient of the lse; out and dout in q's dtype.
+    Otherwise as `forward`.
+    """
     block = _Block.create(q_BTNH, k_BSKH, table, causal=causal, few_documents=few_documents)
 
     def call(bucket: Bucket, documents: DocumentRows):
         q, k, v, out, dout = block.rows(bucket, q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH)
         operands, lse = block.operands(documents), block.pack_lse(lse_BNT, bucket, documents)
-        results = cudnn_packed_backward(q, k, v, *operands, out, lse, dout, scale=scale, causal=causal)
-        return tuple(dx.reshape(x.shape) for dx, x in zip(results, (q_BTNH, k_BSKH, v_BSKH), strict=True))
+        results = cudnn_packed_backward(
+            q, k, v, *operands, out, lse, dout, scale=scale, causal=causal
+        )
+        return tuple(
+            dx.reshape(x.shape) for dx, x in zip(results, (q_BTNH, k_BSKH, v_BSKH), strict=True)
+        )
 
-    documents = (x[:, :, None, None] for x in (block.q_document_BT, block.kv_document_BS, block.kv_document_BS))
+    documents = (
+        x[:, :, None, None]
+        for x in (block.q_document_BT, block.kv_document_BS, block.kv_document_BS)
+    )
     return block.run(call, lambda results, *_: results, tuple(documents), unwritten=(0.0, 0.0, 0.0))
 
 
@@ -351,7 +405,11 @@ class _Block(NamedTuple):
         return self.table.kv_document.reshape(self.k_shape[:2])
 
     def run(
-        self, call: Callable, unpack: Callable, documents: tuple[jax.Array, ...], unwritten: tuple[float, ...]
+        self,
+        call: Callable,
+        unpack: Callable,
+        documents: tuple[jax.Array, ...],
+        unwritten: tuple[float, ...],
     ) -> CallResults:
         """The calls for all documents; joined, each result has the rows of all of them.
 
@@ -371,10 +429,15 @@ class _Block(NamedTuple):
             results[-1] = self._repeat(call, unpack, documents, unpack(results[-1], *calls[-1]))
 
         def joined(results):
-            results = [unpack(x, *at) for x, at in zip(results, calls[:num_packed])] + [*results[num_packed:]]
+            results = [unpack(x, *at) for x, at in zip(results, calls[:num_packed])] + [
+                *results[num_packed:]
+            ]
             rows = results[0]
             for (_, first), later in zip(calls[1:], results[1:], strict=True):
-                rows = [jnp.where(document < first, *pair) for document, *pair in zip(documents, rows, later)]
+                rows = [
+                    jnp.where(document < first, *pair)
+                    for document, *pair in zip(documents, rows, later)
+                ]
             return tuple(
                 jnp.where(document < 0, _full(document, value, x.dtype), x)
                 for document, value, x in zip(documents, unwritten, rows, strict=True)
@@ -382,12 +445,20 @@ class _Block(NamedTuple):
 
         return CallResults(results, joined)
 
-    def _repeat(self, call: Callable, unpack: Callable, documents: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]):
+    def _repeat(
+        self,
+        call: Callable,
+        unpack: Callable,
+        documents: tuple[jax.Array, ...],
+        rows: tuple[jax.Array, ...],
+    ):
         """`rows` with the rows of the documents after the calls outside of the loop."""
         sizes, repeated = self.calls.sizes, self.calls.repeated
 
         def call_bucket(bucket: Bucket, first):
-            rows = self.table.repeated.of_call(bucket, first, [math.prod(x[:2]) for x in (self.q_shape, self.k_shape)])
+            rows = self.table.repeated.of_call(
+                bucket, first, [math.prod(x[:2]) for x in (self.q_shape, self.k_shape)]
+            )
             return bucket.num_documents, unpack(call(bucket, rows), bucket, first)
 
         def next_call(state):
@@ -403,14 +474,18 @@ class _Block(NamedTuple):
 
         with jax.named_scope(scopes.MORE_DOCUMENTS):
             state = jnp.int32(self.calls.num_documents), rows
-            return lax.while_loop(lambda state: state[0] < self.table.num_documents, next_call, state)[1]
+            return lax.while_loop(
+                lambda state: state[0] < self.table.num_documents, next_call, state
+            )[1]
 
     def checked(self, lse_BNT: jax.Array) -> jax.Array:
         """NaN if there are more documents than calls without a loop take, or too many long ones."""
         if self.calls.repeated:
             return lse_BNT
         longest = self.calls.once[0].num_documents
-        fits = (self.table.num_documents <= self.calls.num_documents) & (self.table.bucket_ends[0] <= longest)
+        fits = (self.table.num_documents <= self.calls.num_documents) & (
+            self.table.bucket_ends[0] <= longest
+        )
         return jnp.where(fits, lse_BNT, jnp.nan)
 
     def operands(self, documents: DocumentRows) -> PackedOperands:
@@ -422,10 +497,15 @@ class _Block(NamedTuple):
 
     def unpack_lse(self, lse_DNT: jax.Array, bucket: Bucket, first) -> jax.Array:
         """[documents, N, tokens] to [B, N, T]; undefined for rows of other documents."""
-        document_BT1, row_BT1 = (x.reshape(*self.q_shape[:2], 1) for x in (self.table.q_document, self.table.q_row))
+        document_BT1, row_BT1 = (
+            x.reshape(*self.q_shape[:2], 1) for x in (self.table.q_document, self.table.q_row)
+        )
         _, num_heads, num_tokens = lse_DNT.shape
-        index_BTN = ((document_BT1 - first) * num_heads + jnp.arange(num_heads)) * num_tokens + row_BT1
-        lse_BTN = jnp.take(lse_DNT.reshape(-1), index_BTN, mode="clip")  # XLA would transpose an array before a gather
+        index_BTN = (
+            (document_BT1 - first) * num_heads + jnp.arange(num_heads)
+        ) * num_tokens + row_BT1
+        # XLA would transpose an array before a gather
+        lse_BTN = jnp.take(lse_DNT.reshape(-1), index_BTN, mode="clip")
         return lse_BTN.swapaxes(1, 2)
 
     def pack_lse(self, lse_BNT: jax.Array, bucket: Bucket, documents: DocumentRows) -> jax.Array:
@@ -435,11 +515,15 @@ class _Block(NamedTuple):
         _, num_heads, num_tokens = lse_BNT.shape
         row_in_document = jnp.arange(bucket.num_queries)
         sequence_D1T, row_D1T = jnp.divmod(start_D + row_in_document, num_tokens)
-        index_DNT = (sequence_D1T * num_heads + jnp.arange(num_heads)[:, None]) * num_tokens + row_D1T
+        index_DNT = (
+            sequence_D1T * num_heads + jnp.arange(num_heads)[:, None]
+        ) * num_tokens + row_D1T
         lse_DNT = jnp.take(lse_BNT.reshape(-1), index_DNT, mode="clip")
         return jnp.where(row_in_document < length_D, lse_DNT, 0.0)
 
 
 def _full(document: jax.Array, value: float, dtype) -> jax.Array:
-    """`value` in the shape of `document`, on which it depends: JAX computes a constant before a loop, as an array."""
+    """`value` in the shape of `document`, on which it depends: JAX computes a constant before a
+    loop, as an array.
+    """
     return (0 * document).astype(dtype) + jnp.asarray(value, dtype)

@@ -1,21 +1,23 @@
-"""tokamax's attention for Hopper and Blackwell (Pallas on Mosaic GPU): any key ranges. By name only.
+"""tokamax's attention for Hopper and Blackwell (Pallas on Mosaic GPU): any key ranges. By name
+only.
 
-No GPU has verified this kernel yet, so `auto` does not select it (docs/support.md). It is an optional package
-(github.com/openxla/tokamax): `pip install -e '.[mosaic]'`, Python 3.12 and later.
+No GPU has verified this kernel yet, so `auto` does not select it (docs/support.md). It is an
+optional package (github.com/openxla/tokamax): `pip install -e '.[mosaic]'`, Python 3.12 and later.
 
-tokamax's public function selects a kernel by the default device, so it cannot compile for an absent GPU, and it has no
-gradient of the lse. Hence this module calls the two kernel functions of each GPU generation, which are private. They
-depend on no device as long as their grid is not persistent, that is, not one program per multiprocessor.
+tokamax's public function selects a kernel by the default device, so it cannot compile for an absent
+GPU, and it has no gradient of the lse. Hence this module calls the two kernel functions of each GPU
+generation, which are private. They depend on no device as long as their grid is not persistent,
+that is, not one program per multiprocessor.
 
-tokamax's forward skips KV blocks outside the ranges of a query block. Its backward does not: with ranges, it computes
-every pair of a query and a key that it is given. So the backward here calls it for pairs of blocks of
-`PAIR_BLOCK_TOKENS` tokens and skips the pairs that are fully masked.
+tokamax's forward skips KV blocks outside the ranges of a query block. Its backward does not: with
+ranges, it computes every pair of a query and a key that it is given. So the backward here calls it
+for pairs of blocks of `PAIR_BLOCK_TOKENS` tokens and skips the pairs that are fully masked.
 
-Rounding: out is float32. tokamax returns dq, dk and dv in the dtype of q, once per call; all sums over calls, here and
-over ring steps, are float32.
+Rounding: out is float32. tokamax returns dq, dk and dv in the dtype of q, once per call; all sums
+over calls, here and over ring steps, are float32.
 
-Mosaic GPU reads the GPU generation once per process (jaxlib 0.12.0.1): a process can compile for Hopper or for
-Blackwell, not for both.
+Mosaic GPU reads the GPU generation once per process (jaxlib 0.12.0.1): a process can compile for
+Hopper or for Blackwell, not for both.
 """
 
 import functools
@@ -30,15 +32,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults, implicit_ranges
+from jaxlc.attention.contract import (
+    AttentionProblem,
+    AttentionSpec,
+    KeyRanges,
+    QueryResults,
+    implicit_ranges,
+)
 from jaxlc.core import errors, hardware, scopes
 from jaxlc.core.errors import Unsupported
 
 VERSION = "0.0.17"  # the version that was checked; the extra in pyproject.toml pins it
 BLOCK_TOKENS = 128  # the block sizes of all kernels divide it
 HEAD_DIM_MULTIPLE = 8
-# GPU generation, as the major version of the compute capability -> its kernels. The kernels for Ampere have no
-# backward. The backward for Blackwell with head dim 256 needs 270,436 bytes of shared memory of 232,448.
+# GPU generation, as the major version of the compute capability -> its kernels. The kernels for
+# Ampere have no backward. The backward for Blackwell with head dim 256 needs 270,436 bytes of
+# shared memory of 232,448.
 MAX_HEAD_DIM = {"9": 256, "10": 192}
 _GENERATIONS = {"9": "sm90", "10": "sm100"}
 _PACKAGE = "tokamax._src.ops.attention"
@@ -53,9 +62,12 @@ _BACKWARD_PARAMETERS = {
 
 
 class KernelMask(NamedTuple):
-    """Which keys a query attends to: the keys of its range, and with `is_causal` no later ones than itself."""
+    """Which keys a query attends to: the keys of its range, and with `is_causal` no later ones than
+    itself.
+    """
 
-    start_BT: jax.Array | None  # int32; with end_BT. A fully masked row has start >= end. None: all keys
+    # int32; with end_BT. A fully masked row has start >= end. None: all keys
+    start_BT: jax.Array | None
     end_BT: jax.Array | None
     is_causal: bool  # by index: needs as many queries as keys
 
@@ -68,7 +80,13 @@ class Modules(NamedTuple):
 
 
 def tokamax_forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: KernelMask, *, scale: float, generation: str
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask: KernelMask,
+    *,
+    scale: float,
+    generation: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out_BTNH, lse_BNT), float32. A fully masked row has out 0, lse -inf.
 
@@ -87,7 +105,9 @@ def tokamax_forward(
         )  # fmt: skip
 
     with jax.named_scope(scopes.MOSAIC_FORWARD), _causal_scope(mask):
-        out_BTNH, (max_BNT, total_BNT) = jax.vmap(one_sequence)(q_BTNH, k_BSKH, v_BSKH, *_ranges(mask))
+        out_BTNH, (max_BNT, total_BNT) = jax.vmap(one_sequence)(
+            q_BTNH, k_BSKH, v_BSKH, *_ranges(mask)
+        )
     return out_BTNH, max_BNT + jnp.log(total_BNT)
 
 
@@ -103,12 +123,12 @@ def tokamax_backward(
     scale: float,
     generation: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dq, dk, dv) in q's dtype, without the gradient of the lse. The ranges of `mask` skip no blocks.
+    """Returns (dq, dk, dv) in q's dtype, without the gradient of the lse. The ranges of `mask` skip
+    no blocks.
 
     Args:
-      out_BTNH: any float dtype; the kernel reads it in out . dout only. out and lse may be over more keys than k.
-      lse_BNT: finite.
-      dout_BTNH: in q's dtype.
+      out_BTNH: any float dtype; the kernel reads it in out . dout only. out and lse may be over
+      more keys than k. lse_BNT: finite. dout_BTNH: in q's dtype.
     """
     module = modules(generation).backward
     config = module.Config(**_backward_config(generation, q_BTNH.shape[-1], v_BSKH.shape[-1]))
@@ -121,8 +141,14 @@ def tokamax_backward(
         )[:3]  # fmt: skip
 
     # tokamax computes out . dout in the dtype that both promote to.
-    with jax.named_scope(scopes.MOSAIC_BACKWARD), _causal_scope(mask), jax.numpy_dtype_promotion("standard"):
-        return jax.vmap(one_sequence)(q_BTNH, k_BSKH, v_BSKH, *_ranges(mask), out_BTNH, lse_BNT, dout_BTNH)
+    with (
+        jax.named_scope(scopes.MOSAIC_BACKWARD),
+        _causal_scope(mask),
+        jax.numpy_dtype_promotion("standard"),
+    ):
+        return jax.vmap(one_sequence)(
+            q_BTNH, k_BSKH, v_BSKH, *_ranges(mask), out_BTNH, lse_BNT, dout_BTNH
+        )
 
 
 @functools.cache
@@ -137,7 +163,11 @@ def modules(generation: str) -> Modules:
     name = _GENERATIONS[generation]
     parts = [
         (f"pallas_mosaic_gpu_kernel_{name}", "flash_attention_kernel", _FORWARD_PARAMETERS),
-        (f"pallas_mosaic_gpu_vjp_kernel_{name}", "flash_attention_vjp_kernel", _BACKWARD_PARAMETERS),
+        (
+            f"pallas_mosaic_gpu_vjp_kernel_{name}",
+            "flash_attention_vjp_kernel",
+            _BACKWARD_PARAMETERS,
+        ),
     ]
     loaded = []
     for module_name, function, expected in parts:
@@ -148,7 +178,9 @@ def modules(generation: str) -> Modules:
         except (ImportError, AttributeError) as error:
             raise NotImplementedError(f"{changed}: {error}") from None
         if parameters != expected:
-            raise NotImplementedError(f"{changed}: other parameters ({', '.join(sorted(parameters ^ expected))})")
+            raise NotImplementedError(
+                f"{changed}: other parameters ({', '.join(sorted(parameters ^ expected))})"
+            )
         loaded.append(module)
     return Modules(*loaded)
 
@@ -165,25 +197,40 @@ def _ranges(mask: KernelMask) -> tuple[jax.Array | None, jax.Array | None]:
 
 
 def _forward_config(generation: str, head_dim: int, value_dim: int) -> dict[str, Any]:
-    """tokamax's default for the head dims, from its estimates of shared memory, without a persistent grid."""
+    """tokamax's default for the head dims, from its estimates of shared memory, without a
+    persistent grid.
+    """
     if generation == "9":
         has_large_blocks = head_dim + value_dim <= 320
-        return dict(block_q=64, block_kv=128 if has_large_blocks else 64, num_stages=2, persistent=False)
+        return dict(
+            block_q=64, block_kv=128 if has_large_blocks else 64, num_stages=2, persistent=False
+        )
     num_stages = 2 if head_dim + value_dim <= 256 else 1
-    return dict(block_q=128, block_kv=128, num_stages=num_stages, collective=False, persistent=False)
+    return dict(
+        block_q=128, block_kv=128, num_stages=num_stages, collective=False, persistent=False
+    )
 
 
 def _backward_config(generation: str, head_dim: int, value_dim: int) -> dict[str, Any]:
     """As `_forward_config`."""
     if generation == "9":
         num_stages = 2 if head_dim + value_dim <= 384 else 1
-        return dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=num_stages)
+        return dict(
+            block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=num_stages
+        )
     block = 128 if max(head_dim, value_dim) <= 128 else 64
-    return dict(block_q_dkv=block, block_kv_dkv=128, block_q_dq=128, block_kv_dq=block, num_stages=2, residual_stages=2)
+    return dict(
+        block_q_dkv=block,
+        block_kv_dkv=128,
+        block_q_dq=128,
+        block_kv_dq=block,
+        num_stages=2,
+        residual_stages=2,
+    )
 
 
-# Queries and keys per call of the backward, if the mask has ranges. Assumed: a larger block computes more masked pairs,
-# a smaller one adds up dq more often.
+# Queries and keys per call of the backward, if the mask has ranges. Assumed: a larger block
+# computes more masked pairs, a smaller one adds up dq more often.
 PAIR_BLOCK_TOKENS = 2048
 _DTYPES = ("bfloat16", "float16")
 
@@ -198,7 +245,10 @@ def unsupported(problem: AttentionProblem) -> str | None:
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
     limit = MAX_HEAD_DIM[generation]
-    for name, width in (("head dim {}", problem.head_dim), ("head dim {} of values", problem.value_dim)):
+    for name, width in (
+        ("head dim {}", problem.head_dim),
+        ("head dim {} of values", problem.value_dim),
+    ):
         if width > limit or width % HEAD_DIM_MULTIPLE:
             supported = f"multiples of {HEAD_DIM_MULTIPLE} up to {limit} on compute capability {generation}.x"
             return f"{name.format(width)} (supported: {supported})"
@@ -206,7 +256,11 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`.
 
@@ -225,20 +279,28 @@ def forward(
     return out_BTNH[:, :num_queries], lse_BNT[..., :num_queries]
 
 
-def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
+):
     """See `contract.Kernel.backward`; raises as `forward`.
 
-    tokamax has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term p dlse equals the
-    ds of a second call with v = 0, dout = (1, 0, ..., 0) and out = (-dlse, 0, ..., 0), which stays float32. Where the
-    caller does not use the lse, dlse is a constant zero, and XLA removes the second call.
+    tokamax has no gradient of the lse; it computes ds = p (dout . v - dout . out). The missing term
+    p dlse equals the ds of a second call with v = 0, dout = (1, 0, ..., 0) and out = (-dlse, 0,
+    ..., 0), which stays float32. Where the caller does not use the lse, dlse is a constant zero,
+    and XLA removes the second call.
     """
     mask = _mask(q_BTNH, k_BSKH, ranges, spec)
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)  # -inf in fully masked rows, whose range is empty
-    call = functools.partial(tokamax_backward, scale=_scale(spec, q_BTNH), generation=target_generation())
+    # -inf in fully masked rows, whose range is empty
+    lse_BNT = jnp.where(jnp.isneginf(lse_BNT), 0.0, lse_BNT)
+    call = functools.partial(
+        tokamax_backward, scale=_scale(spec, q_BTNH), generation=target_generation()
+    )
 
     def gradients(v_BSKH, out_BTNH, dout_BTNH):
-        queries = _Queries(q_BTNH, out_BTNH, lse_BNT.swapaxes(1, 2), dout_BTNH.astype(q_BTNH.dtype), *mask[:2])
+        queries = _Queries(
+            q_BTNH, out_BTNH, lse_BNT.swapaxes(1, 2), dout_BTNH.astype(q_BTNH.dtype), *mask[:2]
+        )
         return _gradients(call, queries, k_BSKH, v_BSKH, mask.is_causal)
 
     def add_dlse_term(dq_BTNH, dk_BSKH):
@@ -249,27 +311,33 @@ def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSp
         return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
 
     dq_BTNH, dk_BSKH, dv_BSKH = gradients(v_BSKH, out_BTNH, dout_BTNH)
-    has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0  # as in cudnn.py: XLA can evaluate it for a constant dlse
+    # as in cudnn.py: XLA can evaluate it for a constant dlse
+    has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
     dq_BTNH, dk_BSKH = lax.cond(has_dlse, add_dlse_term, lambda *dqk: dqk, dq_BTNH, dk_BSKH)
     return dq_BTNH, dk_BSKH, dv_BSKH
 
 
 def target_generation() -> str:
-    """The GPU generation that the current program is for, as the major version of its compute capability.
+    """The GPU generation that the current program is for, as the major version of its compute
+    capability.
 
-    Inside `shard_map`, JAX knows the devices of the mesh, which may be absent ones (`simulate.topology`). Elsewhere it
-    is that of the default device.
+    Inside `shard_map`, JAX knows the devices of the mesh, which may be absent ones
+    (`simulate.topology`). Elsewhere it is that of the default device.
 
     Raises:
       Unsupported: it is not a GPU that JAX or `core.hardware` knows.
     """
     target = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device_kind = jax.devices()[0].device_kind if target is None else target.device_kind
-    local = {device.device_kind: getattr(device, "compute_capability", None) for device in jax.devices()}
+    local = {
+        device.device_kind: getattr(device, "compute_capability", None) for device in jax.devices()
+    }
     listed = hardware.find(device_kind)
     capability = local.get(device_kind) or (listed and listed.compute_capability)
     if capability is None:
-        raise Unsupported(f"unsupported by attention kernel mosaic: device {device_kind} (supported: NVIDIA GPUs)")
+        raise Unsupported(
+            f"unsupported by attention kernel mosaic: device {device_kind} (supported: NVIDIA GPUs)"
+        )
     return _generation(capability)
 
 
@@ -287,7 +355,9 @@ class _Queries(NamedTuple):
 def _gradients(
     call: Callable, queries: _Queries, k_BSKH: jax.Array, v_BSKH: jax.Array, is_causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq_BTNH, dk_BSKH, dv_BSKH), float32: one call, or one for each pair of blocks that is not fully masked."""
+    """(dq_BTNH, dk_BSKH, dv_BSKH), float32: one call, or one for each pair of blocks that is not
+    fully masked.
+    """
     num_queries, num_keys = queries.q_BTNH.shape[1], k_BSKH.shape[1]
     has_pairs = queries.start_BT is not None and max(num_queries, num_keys) > PAIR_BLOCK_TOKENS
     q_block, kv_block = (
@@ -302,11 +372,15 @@ def _gradients(
     def of_pair(queries: _Queries, k_BSKH, v_BSKH):
         mask = KernelMask(queries.start_BT, queries.end_BT, is_causal)
         lse_BNT = queries.lse_BTN.swapaxes(1, 2)
-        results = call(queries.q_BTNH, k_BSKH, v_BSKH, mask, queries.out_BTNH, lse_BNT, queries.dout_BTNH)
+        results = call(
+            queries.q_BTNH, k_BSKH, v_BSKH, mask, queries.out_BTNH, lse_BNT, queries.dout_BTNH
+        )
         return tuple(x.astype(jnp.float32) for x in results)
 
     if has_pairs:
-        dq_BTNH, dk_BSKH, dv_BSKH = _sum_over_pairs(of_pair, queries, k_BSKH, v_BSKH, q_block, kv_block)
+        dq_BTNH, dk_BSKH, dv_BSKH = _sum_over_pairs(
+            of_pair, queries, k_BSKH, v_BSKH, q_block, kv_block
+        )
     else:
         dq_BTNH, dk_BSKH, dv_BSKH = of_pair(queries, k_BSKH, v_BSKH)
     return dq_BTNH[:, :num_queries], dk_BSKH[:, :num_keys], dv_BSKH[:, :num_keys]
@@ -314,25 +388,40 @@ def _gradients(
 
 @jax.named_scope(scopes.MOSAIC_PAIRS)
 def _sum_over_pairs(
-    of_pair: Callable, queries: _Queries, k_BSKH: jax.Array, v_BSKH: jax.Array, q_block: int, kv_block: int
+    of_pair: Callable,
+    queries: _Queries,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    q_block: int,
+    kv_block: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sums of (dq, dk, dv) over pairs of a query block and a KV block; block sizes divide T and S."""
+    """The sums of (dq, dk, dv) over pairs of a query block and a KV block; block sizes divide T and
+    S.
+    """
     num_q_blocks, num_kv_blocks = queries.q_BTNH.shape[1] // q_block, k_BSKH.shape[1] // kv_block
 
     def kv_block_step(dq_BTNH, j):
         first_key = j * kv_block
-        k_block, v_block = (lax.dynamic_slice_in_dim(x, first_key, kv_block, axis=1) for x in (k_BSKH, v_BSKH))
+        k_block, v_block = (
+            lax.dynamic_slice_in_dim(x, first_key, kv_block, axis=1) for x in (k_BSKH, v_BSKH)
+        )
         in_block = KeyRanges(queries.start_BT, queries.end_BT).within(first_key, kv_block)
         start_BT, end_BT = _unordered_if_empty(in_block, kv_block)
         in_block = queries._replace(start_BT=start_BT, end_BT=end_BT)
 
         def q_block_step(carry, i):
-            of_block = _Queries(*(lax.dynamic_slice_in_dim(x, i * q_block, q_block, axis=1) for x in in_block))
+            of_block = _Queries(
+                *(lax.dynamic_slice_in_dim(x, i * q_block, q_block, axis=1) for x in in_block)
+            )
 
             def add(dq_BTNH, dk_block, dv_block):
                 dq, dk, dv = of_pair(of_block, k_block, v_block)
                 dq += lax.dynamic_slice_in_dim(dq_BTNH, i * q_block, q_block, axis=1)
-                return lax.dynamic_update_slice_in_dim(dq_BTNH, dq, i * q_block, axis=1), dk_block + dk, dv_block + dv
+                return (
+                    lax.dynamic_update_slice_in_dim(dq_BTNH, dq, i * q_block, axis=1),
+                    dk_block + dk,
+                    dv_block + dv,
+                )
 
             has_keys = (of_block.start_BT < of_block.end_BT).any()
             return lax.cond(has_keys, add, lambda *carry: carry, *carry), None
@@ -343,10 +432,14 @@ def _sum_over_pairs(
 
     dq_BTNH = jnp.zeros(queries.q_BTNH.shape, jnp.float32)
     dq_BTNH, (dk, dv) = lax.scan(kv_block_step, dq_BTNH, jnp.arange(num_kv_blocks))
-    return dq_BTNH, *(jnp.moveaxis(x, 0, 1).reshape(like.shape) for x, like in ((dk, k_BSKH), (dv, v_BSKH)))
+    return dq_BTNH, *(
+        jnp.moveaxis(x, 0, 1).reshape(like.shape) for x, like in ((dk, k_BSKH), (dv, v_BSKH))
+    )
 
 
-def _mask(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec) -> KernelMask:
+def _mask(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+) -> KernelMask:
     """The mask of a call with padding of T and S: no query attends to padding keys."""
     (batch, num_queries, _, _), num_keys = q_BTNH.shape, k_BSKH.shape[1]
     if ranges is None:
@@ -362,22 +455,30 @@ def _mask(q_BTNH: jax.Array, k_BSKH: jax.Array, ranges: KeyRanges | None, spec: 
 
 
 def _unordered_if_empty(ranges: KeyRanges, num_keys: int) -> KeyRanges:
-    """Empty ranges as (num_keys, 0). tokamax takes the minimum of all starts and the maximum of all ends of a block of
-    queries as the range of the block; these values leave both as they are."""
+    """Empty ranges as (num_keys, 0). tokamax takes the minimum of all starts and the maximum of all
+    ends of a block of queries as the range of the block; these values leave both as they are."""
     is_empty_BT = ranges.start_BT >= ranges.end_BT
-    return KeyRanges(jnp.where(is_empty_BT, num_keys, ranges.start_BT), jnp.where(is_empty_BT, 0, ranges.end_BT))
+    return KeyRanges(
+        jnp.where(is_empty_BT, num_keys, ranges.start_BT), jnp.where(is_empty_BT, 0, ranges.end_BT)
+    )
 
 
 def _pad(x_BT: jax.Array | None, multiple: int) -> jax.Array | None:
-    """Pads dimension 1 with zeros to a multiple; for queries, zeros in start and end are an empty range."""
+    """Pads dimension 1 with zeros to a multiple; for queries, zeros in start and end are an empty
+    range.
+    """
     missing = 0 if x_BT is None else -x_BT.shape[1] % multiple
-    return x_BT if not missing else jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
+    return (
+        x_BT if not missing else jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2))
+    )
 
 
 def _scale(spec: AttentionSpec, q_BTNH: jax.Array) -> float:
     scale = spec.scale_for(q_BTNH.shape[-1])
     if scale <= 0:
-        raise Unsupported(f"unsupported by attention kernel mosaic: scale {spec.scale} (supported: above 0)")
+        raise Unsupported(
+            f"unsupported by attention kernel mosaic: scale {spec.scale} (supported: above 0)"
+        )
     return scale
 
 

@@ -1,13 +1,13 @@
 """A check of cuDNN's calls for packed documents on the GPU that is about to train.
 
-Whether cuDNN accepts their offsets, and computes what they say, depends on its version and on the GPU. So a run
-compares them with the reference before it trains:
+Whether cuDNN accepts their offsets, and computes what they say, depends on its version and on the
+GPU. So a run compares them with the reference before it trains:
 
-    - in free memory that is filled with NaN, since memory that no program has used yet is often zero, and an
-      uninitialized workspace then has no effect
+    - in free memory that is filled with NaN, since memory that no program has used yet is often
+      zero, and an uninitialized workspace then has no effect
     - with documents of several calls, gaps between them, and a call whose offsets descend
-    - for all rows of a small problem, of a rank's own KV block and of a ring step; and for a few rows of a problem with
-      offsets above 2^27 elements, as long sequences have
+    - for all rows of a small problem, of a rank's own KV block and of a ring step; and for a few
+      rows of a problem with offsets above 2^27 elements, as long sequences have
 """
 
 import functools
@@ -25,16 +25,20 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import UserError, reason_of
 
 MAX_ERROR = 1e-2  # norm of the error relative to the norm of the result; bfloat16 rounds to 2^-9
-# Tokens of the documents, negative for gaps. The first call takes the longest one and then the one before it, so its
-# offsets descend; the second call takes the others, with gaps. The last one ends with the arrays.
+# Tokens of the documents, negative for gaps. The first call takes the longest one and then the one
+# before it, so its offsets descend; the second call takes the others, with gaps. The last one ends
+# with the arrays.
 _DOCUMENT_TOKENS = (200, -5, 460, -3, 1, 3, 120, -20, 130, -12, 70)
 _LARGE_ELEMENTS = 5 * 2**25  # queries of the large problem; its last document starts above 2^27
 _MAX_LARGE_TOKENS = 2**18  # models with few heads have no offsets above 2^27
 _LARGE_BYTES_PER_ELEMENT = 64  # an upper bound of the memory of the large problem
-_SAMPLE_TOKENS = 16  # rows that are compared at the start and at the end of each document of the large problem
+# rows that are compared at the start and at the end of each document of the large problem
+_SAMPLE_TOKENS = 16
 _POISON_BYTES = 2**28  # size of one array
 _MAX_POISON_BYTES = 2**37  # with unified memory the pool is larger than the GPU's memory
-_ADVICE = "set --config.attention.kernel=pallas, and report the GPU and the versions of JAX and cuDNN"
+_ADVICE = (
+    "set --config.attention.kernel=pallas, and report the GPU and the versions of JAX and cuDNN"
+)
 
 
 def check_packed_cudnn(
@@ -50,9 +54,8 @@ def check_packed_cudnn(
     """Compares packed calls with the reference: out, lse and gradients.
 
     Args:
-      num_heads, num_kv_heads: of the model.
-      document_tokens: lengths of the documents of the small problems, negative for gaps between them.
-      large_elements: of the queries of the large problem.
+      num_heads, num_kv_heads: of the model. document_tokens: lengths of the documents of the small
+      problems, negative for gaps between them. large_elements: of the queries of the large problem.
     Returns:
       A line with the largest error.
     Raises:
@@ -60,7 +63,9 @@ def check_packed_cudnn(
     """
     largest = 0.0
     with jax.default_device(device):
-        problems, skipped = _problems(device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements)
+        problems, skipped = _problems(
+            device, (num_heads, num_kv_heads), head_dim, document_tokens, large_elements
+        )
         for problem in problems:
             ranges, inputs = problem.ranges(), problem.inputs(head_dim, dtype)
             call = functools.partial(problem.cudnn_results, ranges, *inputs)
@@ -82,7 +87,9 @@ class _Problem(NamedTuple):
 
     @property
     def spec(self) -> AttentionSpec:
-        """With the loop over further documents in the small own block, and without it in the other problems."""
+        """With the loop over further documents in the small own block, and without it in the other
+        problems.
+        """
         return AttentionSpec(causal=self.causal, few_documents=self.samples_rows or not self.causal)
 
     @property
@@ -94,25 +101,37 @@ class _Problem(NamedTuple):
         ids = np.where(lengths > 0, np.arange(1, len(lengths) + 1), 0)
         segments = np.repeat(ids, abs(lengths)).astype(np.int32)[None]
         positions = np.arange(self.num_tokens, dtype=np.int32)[None] if self.causal else None
-        # In a ring step keys have the documents in the opposite order, so offsets of queries and keys differ.
+        # In a ring step keys have the documents in the opposite order, so offsets of queries and
+        # keys differ.
         k_segments = segments if self.causal else segments[:, ::-1]
-        return key_ranges(TokenInfo(positions, segments), TokenInfo(positions, k_segments), self.spec)
+        return key_ranges(
+            TokenInfo(positions, segments), TokenInfo(positions, k_segments), self.spec
+        )
 
     def inputs(self, head_dim: int, dtype) -> list[jax.Array]:
         """q, k, v and dout."""
         keys = jax.random.split(jax.random.key(0), 4)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads)
         shapes = [(1, self.num_tokens, num, head_dim) for num in heads]
-        return jax.block_until_ready([jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)])
+        return jax.block_until_ready(
+            [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes)]
+        )
 
     @functools.partial(jax.jit, static_argnums=0)
     def cudnn_results(self, ranges: KeyRanges, q, k, v, dout) -> tuple[jax.Array, ...]:
         """(out, lse, dq, dk, dv), float32."""
         out, lse = cudnn.forward(q, k, v, ranges, self.spec)
-        return out, lse, *cudnn.backward(q, k, v, ranges, self.spec, QueryResults(out, lse, dout, jnp.zeros_like(lse)))
+        return (
+            out,
+            lse,
+            *cudnn.backward(
+                q, k, v, ranges, self.spec, QueryResults(out, lse, dout, jnp.zeros_like(lse))
+            ),
+        )
 
     def error(self, ranges: KeyRanges, inputs, results) -> float:
-        """The largest error of the results, relative to the reference; infinite if any of them is NaN.
+        """The largest error of the results, relative to the reference; infinite if any of them is
+        NaN.
 
         The reference takes out and lse of the results, which are compared themselves.
         """
@@ -158,24 +177,39 @@ class _Problem(NamedTuple):
 
 
 def _problems(
-    device: jax.Device, heads: tuple[int, int], head_dim: int, lengths: tuple[int, ...], large_elements: int
+    device: jax.Device,
+    heads: tuple[int, int],
+    head_dim: int,
+    lengths: tuple[int, ...],
+    large_elements: int,
 ) -> tuple[list[_Problem], str]:
     """The problems that fit the free memory, and a note if the large one does not."""
     num_heads, num_kv_heads = heads
     num_groups = min(2, num_kv_heads)
     small = [
-        _Problem(num_heads // num_kv_heads * num_groups, num_groups, lengths, causal=causal) for causal in (True, False)
+        _Problem(num_heads // num_kv_heads * num_groups, num_groups, lengths, causal=causal)
+        for causal in (True, False)
     ]
     free_bytes = _free_bytes(device)
     if free_bytes is not None and free_bytes < _LARGE_BYTES_PER_ELEMENT * large_elements:
-        return small, f"; not for offsets above 2^27 elements: only {free_bytes / 2**30:.1f} GiB are free"
+        return (
+            small,
+            f"; not for offsets above 2^27 elements: only {free_bytes / 2**30:.1f} GiB are free",
+        )
     num_tokens = min(-(-large_elements // (num_heads * head_dim)), _MAX_LARGE_TOKENS)
     factor = -(-num_tokens // small[0].num_tokens)
-    return [*small, _Problem(*heads, tuple(factor * length for length in lengths), causal=True, samples_rows=True)], ""
+    return [
+        *small,
+        _Problem(
+            *heads, tuple(factor * length for length in lengths), causal=True, samples_rows=True
+        ),
+    ], ""
 
 
 def results_among_nan(call: Callable, device: jax.Device, failure: str, advice: str) -> Any:
-    """The results of `call()` after free memory was filled with NaN. Raises UserError, which begins with `failure`."""
+    """The results of `call()` after free memory was filled with NaN. Raises UserError, which begins
+    with `failure`.
+    """
     fill_free_memory_with_nan(device)
     try:
         return jax.block_until_ready(call())
@@ -192,12 +226,15 @@ def check_error(largest: float, device: jax.Device, failure: str, advice: str) -
 
 
 def fill_free_memory_with_nan(device: jax.Device) -> None:
-    """Writes NaN to most of the free memory of a GPU's pool, and frees it again; elsewhere to little memory.
+    """Writes NaN to most of the free memory of a GPU's pool, and frees it again; elsewhere to
+    little memory.
 
     A repeated bfloat16 NaN is also a NaN in float16 and in float32.
     """
     free_bytes = _free_bytes(device)
-    num_arrays = 0 if free_bytes is None else int(0.8 * min(free_bytes, _MAX_POISON_BYTES)) // _POISON_BYTES
+    num_arrays = (
+        0 if free_bytes is None else int(0.8 * min(free_bytes, _MAX_POISON_BYTES)) // _POISON_BYTES
+    )
     arrays = []
     for size in [_POISON_BYTES // 2] * num_arrays or [2**10]:
         try:
@@ -215,11 +252,15 @@ def _nan_array(size: int) -> jax.Array:
 def _free_bytes(device: jax.Device) -> int | None:
     """Free memory of the GPU's pool; None on other devices, and for allocators without a pool."""
     stats = device.memory_stats() if device.platform == "gpu" else None
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+    return (
+        stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+    )
 
 
 def _relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative norm of the error. Infinite unless the same entries are -inf: the lse of fully masked rows."""
+    """Relative norm of the error. Infinite unless the same entries are -inf: the lse of fully
+    masked rows.
+    """
     is_masked = np.isneginf(expected)
     if (np.isneginf(actual) != is_masked).any():
         return np.inf

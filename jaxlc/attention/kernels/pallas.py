@@ -1,20 +1,23 @@
-"""A GPU kernel for every mask: causal, windows, any key ranges (Pallas on Triton; FlashAttention-2).
+"""A GPU kernel for every mask: causal, windows, any key ranges (Pallas on Triton;
+FlashAttention-2).
 
-Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for tests only. JAX 0.11
-deprecates the Triton backend of Pallas. It is imported where the kernel is called, so that a program with another
-kernel never imports it.
+Forward and backward skip fully masked blocks. On a CPU the kernel runs in Pallas' interpreter, for
+tests only. JAX 0.11 deprecates the Triton backend of Pallas. It is imported where the kernel is
+called, so that a program with another kernel never imports it.
 
-Blocks: Triton's tensors have sizes that are powers of 2, and Triton does not check bounds. A block that extends past
-the end of its array, in tokens or in head dim, is loaded and stored with a mask; masked elements read as 0.
+Blocks: Triton's tensors have sizes that are powers of 2, and Triton does not check bounds. A block
+that extends past the end of its array, in tokens or in head dim, is loaded and stored with a mask;
+masked elements read as 0.
 
-Forward (algorithm 1): one program per query block and head loops over the KV blocks that are not fully masked. It keeps
-a running maximum, sum of exponentials and unnormalized output in registers. Query heads that share a key/value head
-read it from the cache.
+Forward (algorithm 1): one program per query block and head loops over the KV blocks that are not
+fully masked. It keeps a running maximum, sum of exponentials and unnormalized output in registers.
+Query heads that share a key/value head read it from the cache.
 
-Backward (algorithm 2): one kernel for dQ, whose programs own query blocks, and one for dK and dV, whose programs own KV
-blocks. Both compute the attention weights and their gradient: seven matrix products instead of five. In return all sums
-are in registers, in a fixed order, without atomic additions, so the results are bitwise reproducible. A program for dK
-and dV sums over the query heads that share its key/value head.
+Backward (algorithm 2): one kernel for dQ, whose programs own query blocks, and one for dK and dV,
+whose programs own KV blocks. Both compute the attention weights and their gradient: seven matrix
+products instead of five. In return all sums are in registers, in a fixed order, without atomic
+additions, so the results are bitwise reproducible. A program for dK and dV sums over the query
+heads that share its key/value head.
 """
 
 import functools
@@ -57,12 +60,18 @@ class KernelParams:
 
     def pallas_call(self, kernel: Callable, **options: Any) -> Callable:
         """`pl.pallas_call` with these parameters of the compiler."""
-        compiler_params = pltriton.CompilerParams(num_warps=self.tuning.num_warps, num_stages=self.tuning.num_stages)
-        return pl.pallas_call(kernel, compiler_params=compiler_params, interpret=self.interpret, **options)
+        compiler_params = pltriton.CompilerParams(
+            num_warps=self.tuning.num_warps, num_stages=self.tuning.num_stages
+        )
+        return pl.pallas_call(
+            kernel, compiler_params=compiler_params, interpret=self.interpret, **options
+        )
 
 
 def padded(width: int) -> int:
-    """The width of a block whose rows have `width` elements: a power of 2, at least 16 for matrix products."""
+    """The width of a block whose rows have `width` elements: a power of 2, at least 16 for matrix
+    products.
+    """
     return max(16, pl.next_power_of_2(width))
 
 
@@ -87,7 +96,9 @@ def store_1d(ref, x_T: jax.Array, first, num_rows: int) -> None:
 
 
 def _inside_rows(block: int, first, num_rows: int) -> jax.Array | None:
-    """Which rows of a block are inside the array. None: the block size divides the array, so all are."""
+    """Which rows of a block are inside the array. None: the block size divides the array, so all
+    are.
+    """
     return None if num_rows % block == 0 else first + jnp.arange(block) < num_rows
 
 
@@ -114,7 +125,10 @@ def load_mask(ranges: Ranges | None, first_T, first_S, mask: BlockMask, keys_fir
     if ranges is None:
         start, end = mask.implicit_range(first_T + jnp.arange(mask.query_block, dtype=jnp.int32))
     else:  # queries past the end read as 0: an empty range
-        start, end = (load_1d(x.at[pl.ds(first_T, mask.query_block)], first_T, mask.num_queries) for x in ranges)
+        start, end = (
+            load_1d(x.at[pl.ds(first_T, mask.query_block)], first_T, mask.num_queries)
+            for x in ranges
+        )
     dense_mask = None if end is None else keys < jnp.expand_dims(end, q_axis)
     if start is not None:
         dense_mask &= keys >= jnp.expand_dims(start, q_axis)
@@ -126,7 +140,9 @@ def load_mask(ranges: Ranges | None, first_T, first_S, mask: BlockMask, keys_fir
 
 
 def loop_over_blocks(blocks_ref, loop_body, carry):
-    """`carry = loop_body(block, carry, masked)` over the blocks of all block ranges (see block_mask.py)."""
+    """`carry = loop_body(block, carry, masked)` over the blocks of all block ranges (see
+    block_mask.py).
+    """
 
     def one_range(index, carry):
         start, full, end = (blocks_ref[index, column] for column in range(3))
@@ -140,11 +156,15 @@ def matmul(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
     """a b, or a b^T, with float32 sums. float32 operands are not rounded to TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contracted = ((1,), (1 if transpose_b else 0,))
-    return lax.dot_general(a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        a, b, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 def own_rows_spec(block_tokens: int, width: int) -> pl.BlockSpec:
-    """The block spec of an operand [B, T, N, H] of which a program owns one block, for a grid (block, head, batch)."""
+    """The block spec of an operand [B, T, N, H] of which a program owns one block, for a grid
+    (block, head, batch).
+    """
     return pl.BlockSpec((None, block_tokens, None, padded(width)), lambda i, n, b: (b, i, n, 0))
 
 
@@ -155,7 +175,9 @@ def all_keys_spec(sizes: tuple[int, ...], heads_per_kv: int, width: int) -> pl.B
       sizes: (number of keys,), or (number of layers, number of keys).
     """
     zeros = (0,) * len(sizes)
-    return pl.BlockSpec((None, *sizes, None, padded(width)), lambda i, n, b: (b, *zeros, n // heads_per_kv, 0))
+    return pl.BlockSpec(
+        (None, *sizes, None, padded(width)), lambda i, n, b: (b, *zeros, n // heads_per_kv, 0)
+    )
 
 
 def key_ranges_specs(ranges: Ranges | None):
@@ -164,9 +186,13 @@ def key_ranges_specs(ranges: Ranges | None):
 
 
 def block_ranges_spec(blocks: jax.Array) -> pl.BlockSpec:
-    """The block spec of a program's block ranges; with an implicit mask, the whole batch shares them."""
+    """The block spec of a program's block ranges; with an implicit mask, the whole batch shares
+    them.
+    """
     is_shared = blocks.shape[0] == 1
-    return pl.BlockSpec((None, None, *blocks.shape[2:]), lambda i, n, b: (0 if is_shared else b, i, 0, 0))
+    return pl.BlockSpec(
+        (None, None, *blocks.shape[2:]), lambda i, n, b: (0 if is_shared else b, i, 0, 0)
+    )
 
 
 class QueryStats(NamedTuple):
@@ -207,16 +233,21 @@ def flash_dq(
     )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
 
 
-def _dq_kernel(q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dq_ref, *, mask, scale, head_dim, value_dim):
+def _dq_kernel(
+    q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dq_ref, *, mask, scale, head_dim, value_dim
+):
     first_T = pl.program_id(0) * mask.query_block
     q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
     dout_TH = load_2d(stats.dout_BTNH, first_T, mask.num_queries, value_dim)
-    lse2_T, delta_T = (load_1d(x, first_T, mask.num_queries) for x in (stats.lse2_BNT, stats.delta_BNT))
+    lse2_T, delta_T = (
+        load_1d(x, first_T, mask.num_queries) for x in (stats.lse2_BNT, stats.delta_BNT)
+    )
 
     def loop_body(j, dq_TH, masked):
         first_S = j * mask.kv_block
         block = pl.ds(first_S, mask.kv_block)
-        # Without a mask, blocks are complete: a multiple of the block size needs no check of bounds.
+        # Without a mask, blocks are complete: a multiple of the block size needs no check of
+        # bounds.
         num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
         v_SH = load_2d(v_ref.at[block], first_S, num_keys, value_dim)
@@ -247,7 +278,9 @@ def flash_dkv(
     own_rows = functools.partial(own_rows_spec, mask.kv_block)
 
     def all_queries(width):
-        return pl.BlockSpec((None, num_queries, heads_per_kv, padded(width)), lambda j, n, b: (b, 0, n, 0))
+        return pl.BlockSpec(
+            (None, num_queries, heads_per_kv, padded(width)), lambda j, n, b: (b, 0, n, 0)
+        )
 
     all_1d = pl.BlockSpec((None, heads_per_kv, num_queries), lambda j, n, b: (b, n, 0))
     return params.pallas_call(
@@ -263,7 +296,21 @@ def flash_dkv(
     )(q_BTNH, k_BSKH, v_BSKH, ranges, stats, blocks)  # fmt: skip
 
 
-def _dkv_kernel(q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dk_ref, dv_ref, *, mask, scale, head_dim, value_dim):
+def _dkv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    ranges,
+    stats,
+    blocks_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    mask,
+    scale,
+    head_dim,
+    value_dim,
+):
     first_S = pl.program_id(0) * mask.kv_block
     k_SH = load_2d(k_ref, first_S, mask.num_keys, head_dim)
     v_SH = load_2d(v_ref, first_S, mask.num_keys, value_dim)
@@ -273,13 +320,23 @@ def _dkv_kernel(q_ref, k_ref, v_ref, ranges, stats, blocks_ref, dk_ref, dv_ref, 
         first_T = i * mask.query_block
         block = pl.ds(first_T, mask.query_block)
         # Queries past the end read as 0, and so does dout. They add nothing, so they need no mask.
-        num_queries = mask.num_queries if masked else mask.query_block * (mask.num_queries // mask.query_block)
+        num_queries = (
+            mask.num_queries
+            if masked
+            else mask.query_block * (mask.num_queries // mask.query_block)
+        )
         q_TH = load_2d(q_ref.at[block, head], first_T, num_queries, head_dim)
         dout_TH = load_2d(stats.dout_BTNH.at[block, head], first_T, num_queries, value_dim)
-        lse2_T, delta_T = (load_1d(x.at[head, block], first_T, num_queries) for x in (stats.lse2_BNT, stats.delta_BNT))
+        lse2_T, delta_T = (
+            load_1d(x.at[head, block], first_T, num_queries)
+            for x in (stats.lse2_BNT, stats.delta_BNT)
+        )
         # The transposed weights are the first operand of both matrix products below.
         p_ST = jnp.exp2(scale * LOG2_E * matmul(k_SH, q_TH, transpose_b=True) - lse2_T[None, :])
-        if masked and (mask_ST := load_mask(ranges, first_T, first_S, mask, keys_first=True)) is not None:
+        if (
+            masked
+            and (mask_ST := load_mask(ranges, first_T, first_S, mask, keys_first=True)) is not None
+        ):
             p_ST = jnp.where(mask_ST, p_ST, 0.0)
         ds_ST = p_ST * (matmul(v_SH, dout_TH, transpose_b=True) - delta_T[None, :])
         dv_SH += matmul(p_ST.astype(v_SH.dtype), dout_TH)
@@ -317,7 +374,9 @@ def flash_forward(
 
     own_rows = functools.partial(own_rows_spec, mask.query_block)
     all_keys = functools.partial(all_keys_spec, v.shape[1:-2], heads_per_kv)
-    kernel = functools.partial(_kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim)
+    kernel = functools.partial(
+        _kernel, mask=mask, scale=params.scale, head_dim=head_dim, value_dim=value_dim
+    )
     return params.pallas_call(
         kernel,
         grid=(pl.cdiv(num_queries, mask.query_block), num_heads, batch),
@@ -335,7 +394,21 @@ def flash_forward(
     )(q_BTNH, k, v, ranges, blocks, layer_1)  # fmt: skip
 
 
-def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, layer_ref, out_ref, lse_ref, *, mask, scale, head_dim, value_dim):
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    ranges,
+    blocks_ref,
+    layer_ref,
+    out_ref,
+    lse_ref,
+    *,
+    mask,
+    scale,
+    head_dim,
+    value_dim,
+):
     first_T = pl.program_id(0) * mask.query_block
     q_TH = load_2d(q_ref, first_T, mask.num_queries, head_dim)
     layer = () if layer_ref is None else (layer_ref[0],)
@@ -344,7 +417,8 @@ def _kernel(q_ref, k_ref, v_ref, ranges, blocks_ref, layer_ref, out_ref, lse_ref
         max_T, total_T, out_TH = carry
         first_S = j * mask.kv_block
         block = *layer, pl.ds(first_S, mask.kv_block)
-        # Without a mask, blocks are complete: a multiple of the block size needs no check of bounds.
+        # Without a mask, blocks are complete: a multiple of the block size needs no check of
+        # bounds.
         num_keys = mask.num_keys if masked else mask.kv_block * (mask.num_keys // mask.kv_block)
         k_SH = load_2d(k_ref.at[block], first_S, num_keys, head_dim)
         scores_TS = scale * LOG2_E * matmul(q_TH, k_SH, transpose_b=True)
@@ -384,7 +458,10 @@ def unsupported(problem: AttentionProblem) -> str | None:
             return f"compute capability {problem.compute_capability} (supported: 8.0 and later)"
     if problem.dtype not in _DTYPES:
         return f"dtype {problem.dtype} (supported: {', '.join(_DTYPES)})"
-    for name, width in (("head dim {}", problem.head_dim), ("head dim {} of values", problem.value_dim)):
+    for name, width in (
+        ("head dim {}", problem.head_dim),
+        ("head dim {} of values", problem.value_dim),
+    ):
         if width > MAX_HEAD_DIM:
             return f"{name.format(width)} (supported: up to {MAX_HEAD_DIM})"
     return None
@@ -392,7 +469,11 @@ def unsupported(problem: AttentionProblem) -> str | None:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ranges: KeyRanges | None, spec: AttentionSpec
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    ranges: KeyRanges | None,
+    spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract.Kernel.forward`."""
 
@@ -401,7 +482,12 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames="spec")
 def forward_in_layer(
-    q_BTNH: jax.Array, k_BLSKH: jax.Array, v_BLSKH: jax.Array, layer: jax.Array, ranges: KeyRanges, spec: AttentionSpec
+    q_BTNH: jax.Array,
+    k_BLSKH: jax.Array,
+    v_BLSKH: jax.Array,
+    layer: jax.Array,
+    ranges: KeyRanges,
+    spec: AttentionSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """See `contract`."""
 
@@ -414,11 +500,15 @@ def forward_in_layer(
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def backward(q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults):
+def backward(
+    q_BTNH, k_BSKH, v_BSKH, ranges: KeyRanges | None, spec: AttentionSpec, results: QueryResults
+):
     """See `contract.Kernel.backward`."""
 
     out_BTNH, lse_BNT, dout_BTNH, dlse_BNT = results
-    delta_BTN = jnp.einsum("BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH)))
+    delta_BTN = jnp.einsum(
+        "BTNH,BTNH->BTN", *(x.astype(jnp.float32) for x in (out_BTNH, dout_BTNH))
+    )
     stats = QueryStats(
         dout_BTNH.astype(v_BSKH.dtype),
         jnp.where(jnp.isneginf(lse_BNT), 0.0, LOG2_E * lse_BNT),
@@ -432,7 +522,10 @@ def _call(kernel: Callable, spec: AttentionSpec, operands: tuple):
     """Runs `kernel` compiled, or interpreted on a CPU; the lowering selects by its platform."""
 
     q_BTNH, k = operands[:2]
-    tuning, mask = tuning_params(kernel.__name__, q_BTNH.dtype.name), _mask(kernel.__name__, q_BTNH, k, spec)
+    tuning, mask = (
+        tuning_params(kernel.__name__, q_BTNH.dtype.name),
+        _mask(kernel.__name__, q_BTNH, k, spec),
+    )
 
     def run(interpret: bool):
         scale = spec.scale_for(q_BTNH.shape[-1])

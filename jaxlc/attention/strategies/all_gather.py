@@ -1,10 +1,12 @@
-"""All-gather context parallelism: each rank attends with its own queries to the gathered K and V (Llama 3, 3.3.2).
+"""All-gather context parallelism: each rank attends with its own queries to the gathered K and V
+(Llama 3, 3.3.2).
 
-One all-gather replaces the ring's sends, so no communication overlaps with attention, and every rank holds K and V of
-the whole sequence while its layer runs. Use it for sequences where that fits, and for few key/value heads. The order of
-the tokens balances the work of the ranks: zigzag order, or the pieces of documents in `document_layout`. In both, the
-gathered tokens of a document are not contiguous. So K and V are put into natural order before the kernel call. The
-backward pass gathers again instead of saving the gathered K and V.
+One all-gather replaces the ring's sends, so no communication overlaps with attention, and every
+rank holds K and V of the whole sequence while its layer runs. Use it for sequences where that fits,
+and for few key/value heads. The order of the tokens balances the work of the ranks: zigzag order,
+or the pieces of documents in `document_layout`. In both, the gathered tokens of a document are not
+contiguous. So K and V are put into natural order before the kernel call. The backward pass gathers
+again instead of saving the gathered K and V.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,9 @@ from jaxlc.sharding.mesh import Ranks
 
 
 class GatheredRanges(NamedTuple):
-    """The ranges of this rank's queries over the keys of all ranks in natural order, and that order."""
+    """The ranges of this rank's queries over the keys of all ranks in natural order, and that
+    order.
+    """
 
     over_keys: KeyRanges | TreeRanges | None  # None: nothing is masked
     order_bS: jax.Array  # int32: index among the gathered keys
@@ -50,10 +54,16 @@ def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks)
     return tokens if spec.window is not None else GatheredRanges(tokens, all_tokens, all_tokens)
 
 
-def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`."""
+def attend(
+    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As
+    `ring.attend`.
+    """
     if spec.window is not None:  # gathers the tokens that the window needs instead of all of them
-        attend_window = window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
+        attend_window = (
+            window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
+        )
         return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
@@ -69,10 +79,13 @@ def _backward(qkv: ShardedQKV, results: QueryResults, kernel, spec, ranks: Ranks
     ranges = _ranges(qkv, spec, ranks)
     k_bSkH, v_bSkH = _gather_kv(k, v, ranges, ranks)
     dq, dk, dv = kernel.backward(q, k_bSkH, v_bSkH, ranges.over_keys, spec, results)
-    # Every rank contributes to the gradient of every key. The sum is float32; each rank keeps its own shard of it.
+    # Every rank contributes to the gradient of every key. The sum is float32; each rank keeps its
+    # own shard of it.
     with jax.named_scope(scopes.ALL_GATHER_KV):
         dk, dv = (_reorder(x.astype(jnp.float32), ranges.inverse_bS) for x in (dk, dv))
-        dk, dv = (lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
+        dk, dv = (
+            lax.psum_scatter(x, ranks.axis, scatter_dimension=1, tiled=True) for x in (dk, dv)
+        )
     return dq, dk, dv
 
 
@@ -85,7 +98,9 @@ def _gather_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """K and V of all ranks in natural order, in one collective."""
     head_dim = k_bskH.shape[-1]
-    kv_bSkH = lax.all_gather(jnp.concatenate([k_bskH, v_bskH], axis=-1), ranks.axis, axis=1, tiled=True)
+    kv_bSkH = lax.all_gather(
+        jnp.concatenate([k_bskH, v_bskH], axis=-1), ranks.axis, axis=1, tiled=True
+    )
     kv_bSkH = _reorder(kv_bSkH, ranges.order_bS)
     return kv_bSkH[..., :head_dim], kv_bSkH[..., head_dim:]
 
@@ -100,7 +115,9 @@ def _ranges(qkv: ShardedQKV, spec: AttentionSpec, ranks: Ranks) -> GatheredRange
         return qkv.ranges
     batch, num_tokens, _, _ = qkv.q_btnH.shape
     zigzag_S = zigzag_order(ranks.size * num_tokens, ranks.size)
-    orders = (jnp.asarray(order_S, jnp.int32)[None] for order_S in (natural_order(zigzag_S), zigzag_S))
+    orders = (
+        jnp.asarray(order_S, jnp.int32)[None] for order_S in (natural_order(zigzag_S), zigzag_S)
+    )
     if not spec.causal:
         return GatheredRanges(None, *orders)
     end_bt = ranks.positions(batch, num_tokens) + 1

@@ -1,27 +1,33 @@
-"""Ring attention: each rank keeps its queries; K and V go once around the context axis (Liu et al., arXiv:2310.01889).
+"""Ring attention: each rank keeps its queries; K and V go once around the context axis (Liu et al.,
+arXiv:2310.01889).
 
-Runs inside `shard_map`. Each rank has its shard of the sequence in zigzag order: two chunks (lo, hi) of equal length.
-Then causal masking needs no control flow, and every rank does the same work in every step:
+Runs inside `shard_map`. Each rank has its shard of the sequence in zigzag order: two chunks (lo,
+hi) of equal length. Then causal masking needs no control flow, and every rank does the same work in
+every step:
 
     step 0   the rank's own KV block: one causal kernel call over (lo, hi)
     step i   the KV block of rank - i. Two products of half-blocks are needed, both without a causal mask:
-             (q_hi, k_lo) always, and (q_lo, k_lo) if the block is from an earlier rank, otherwise (q_hi, k_hi). The
-             halves are selected with dynamic slices, and one kernel call computes both products, as a batch of two.
+             (q_hi, k_lo) always, and (q_lo, k_lo) if the block is from an earlier rank, otherwise
+             (q_hi, k_hi). The halves are selected with dynamic slices, and one kernel call computes
+             both products, as a batch of two.
 
-A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in which the pieces of a
-rank have other lengths for each document. So with ranges of keys, one kernel call computes the whole block, and the
-kernel skips the blocks that no range reaches: a ring step whose block shares no document with the queries costs no
-matrix products. In sequences of short documents, only the first ring steps have work. If the spec permits it, the
-others are skipped, sends included (`_run`).
+A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in
+which the pieces of a rank have other lengths for each document. So with ranges of keys, one kernel
+call computes the whole block, and the kernel skips the blocks that no range reaches: a ring step
+whose block shares no document with the queries costs no matrix products. In sequences of short
+documents, only the first ring steps have work. If the spec permits it, the others are skipped,
+sends included (`_run`).
 
-The backward goes around the ring a second time with the global out and lse; dK/dV are sent along with the KV block
-that they belong to. All running sums are float32. The order of operations makes the sends overlap with attention:
+The backward goes around the ring a second time with the global out and lse; dK/dV are sent along
+with the KV block that they belong to. All running sums are float32. The order of operations makes
+the sends overlap with attention:
 
-    - K and V are one array. XLA runs one collective at a time, so the second of two permutes would be exposed.
-    - A send starts before the kernel call that it overlaps with. `optimization_barrier` ties the received block to the
-      result of that call. Without the barrier, the compiler runs every send first and all KV blocks are live at once.
-      With the barrier after the merge, newer XLA versions overlap the send with the merge, and both are limited by
-      memory bandwidth.
+    - K and V are one array. XLA runs one collective at a time, so the second of two permutes would
+      be exposed.
+    - A send starts before the kernel call that it overlaps with. `optimization_barrier` ties the
+      received block to the result of that call. Without the barrier, the compiler runs every send
+      first and all KV blocks are live at once. With the barrier after the merge, newer XLA versions
+      overlap the send with the merge, and both are limited by memory bandwidth.
 """
 
 import functools
@@ -33,7 +39,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxlc.attention.contract import AttentionSpec, CallResults, Kernel, QueryResults, calls_of, prepared
+from jaxlc.attention.contract import (
+    AttentionSpec,
+    CallResults,
+    Kernel,
+    QueryResults,
+    calls_of,
+    prepared,
+)
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import window_exchange
@@ -44,7 +57,8 @@ from jaxlc.sharding.mesh import Ranks
 
 
 class ZigzagPair(NamedTuple):
-    """The two products of half-blocks in one ring step: for each, the index of its half, 0 (lo) or 1 (hi).
+    """The two products of half-blocks in one ring step: for each, the index of its half, 0 (lo) or
+    1 (hi).
 
     Sums are updated in place: halves that a product does not use are neither read nor written.
     """
@@ -62,7 +76,9 @@ class ZigzagPair(NamedTuple):
         return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
 
     def results(self, results: QueryResults) -> QueryResults:
-        return QueryResults(*(_pair(x, self.of_queries, axis) for x, axis in zip(results, (1, 2, 1, 2))))
+        return QueryResults(
+            *(_pair(x, self.of_queries, axis) for x, axis in zip(results, (1, 2, 1, 2)))
+        )
 
 
 def half_of(x, half, axis=1):
@@ -96,26 +112,32 @@ class SkippableSteps(NamedTuple):
 
 
 class PreparedSteps(NamedTuple):
-    """What a kernel's `prepare` returns for the calls of each ring step; arrays [ring steps, b, ...]."""
+    """What a kernel's `prepare` returns for the calls of each ring step; arrays [ring steps, b,
+    ...].
+    """
 
     own_step: Any
     other_steps: Any
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
-    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of
+    `window_exchange.prepare`.
 
     `SkippableSteps` of these, if the spec permits to skip steps.
 
     Args:
-      kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
+      kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step.
+        None: it is not.
     """
     if spec.window is not None:
         return window_exchange.prepare(tokens, spec, ranks)
     ranges = ring_key_ranges(tokens, spec, ranks)
     if not _skips_steps(spec, ranks):
         return _prepared_steps(ranges, kernel, spec, ranks)
-    has_keys = jnp.stack([(x[NUM_FIRST_RING_STEPS:] > 0).any() for x in jax.tree.leaves(ranges)]).any()
+    has_keys = jnp.stack(
+        [(x[NUM_FIRST_RING_STEPS:] > 0).any() for x in jax.tree.leaves(ranges)]
+    ).any()
     # An all-gather, as of the tokens, since transports other than NCCL have no all-reduce.
     of_ranks = lax.all_gather(has_keys, jax.sharding.get_abstract_mesh().manual_axes)
     return SkippableSteps(_prepared_steps(ranges, kernel, spec, ranks), of_ranks.any()[None])
@@ -129,16 +151,24 @@ def _prepared_steps(ranges, kernel: Kernel | None, spec: AttentionSpec, ranks: R
     if ranges is None or not hasattr(kernel, "prepare"):
         return ranges
     num_keys = jax.tree.leaves(ranges)[0].shape[-1]
-    own_step = jax.tree.map(lambda x: x[None], prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec))
+    own_step = jax.tree.map(
+        lambda x: x[None], prepared(kernel, _ranges_of_step(ranges, 0), num_keys, spec)
+    )
     if ranks.size == 1:
-        return PreparedSteps(own_step, own_step)  # the loop over other steps is traced, but has no iteration
+        # the loop over other steps is traced, but has no iteration
+        return PreparedSteps(own_step, own_step)
     other_steps = jax.tree.map(lambda x: x[1:], ranges)
     return PreparedSteps(
-        own_step, jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(other_steps)
+        own_step,
+        jax.vmap(lambda ranges: prepared(kernel, ranges, num_keys, _of_whole_blocks(spec)))(
+            other_steps
+        ),
     )
 
 
-def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks) -> PartitionSpec | SkippableSteps:
+def ranges_specs(
+    spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks
+) -> PartitionSpec | SkippableSteps:
     """The PartitionSpecs of the arrays of `prepare`."""
     tokens = PartitionSpec(batch_axes, ranks.axis)
     if spec.window is not None:
@@ -147,19 +177,23 @@ def ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], ranks: Ranks)
     return SkippableSteps(of_steps, PartitionSpec()) if _skips_steps(spec, ranks) else of_steps
 
 
-def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+def attend(
+    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
+) -> tuple[jax.Array, jax.Array]:
     """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
 
     Args:
-      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
-      kernel: the kernel for one KV block.
-      spec: with a window, only the tokens that it reaches are sent and computed (window_exchange.py, window_exchange.py).
-      ranks: the mesh axis that splits the sequence, of any size from 1.
+      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which
+      `key_ranges` holds. kernel: the kernel for one KV block. spec: with a window, only the tokens
+      that it reaches are sent and computed (window_exchange.py, window_exchange.py). ranks: the
+      mesh axis that splits the sequence, of any size from 1.
     Returns:
       out_btnH in q's dtype, lse_bnt float32.
     """
     if spec.window is not None:
-        attend_window = window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
+        attend_window = (
+            window_exchange.attend_in_zigzag_order if qkv.ranges is None else window_exchange.attend
+        )
         return attend_window(qkv, kernel, spec, ranks)
     return _attend(qkv, kernel, spec, ranks)
 
@@ -168,12 +202,20 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks)
     return _run(_forward_steps, qkv, RingState.create(kernel, spec, ranks, qkv.ranges))
 
 
-def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks):
-    return _run(functools.partial(_backward_steps, results), qkv, RingState.create(kernel, spec, ranks, qkv.ranges))
+def _backward(
+    qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
+):
+    return _run(
+        functools.partial(_backward_steps, results),
+        qkv,
+        RingState.create(kernel, spec, ranks, qkv.ranges),
+    )
 
 
 def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
-    """The result of `run_steps(qkv, ring, number of steps)`, for all ring steps or for as many as are needed."""
+    """The result of `run_steps(qkv, ring, number of steps)`, for all ring steps or for as many as
+    are needed.
+    """
     if not isinstance(qkv.ranges, SkippableSteps):
         return run_steps(qkv, ring, ring.ranks.size)
 
@@ -194,12 +236,16 @@ def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
 def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
     q, k, v, *_ = qkv
     block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
-    block, (out, lse) = _receive(block, calls_of(ring.kernel, "forward", q, k, v, ring.own_ranges, ring.spec))
+    block, (out, lse) = _receive(
+        block, calls_of(ring.kernel, "forward", q, k, v, ring.own_ranges, ring.spec)
+    )
     out_lse = out.astype(jnp.float32), lse
 
     def loop_body(step, carry):
         block, out_lse = carry
-        return ring.forward_step(step, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block))
+        return ring.forward_step(
+            step, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block)
+        )
 
     block, out_lse = lax.fori_loop(1, num_steps - 1, loop_body, (block, out_lse), unroll=2)
     if num_steps > 1:  # the last block is not sent on
@@ -217,13 +263,17 @@ def _backward_steps(results: QueryResults, qkv: ShardedQKV, ring: "RingState", n
     def loop_body(step, carry):
         block, dblock, dq = carry
         in_flight = ring.send(block), ring.send(dblock)
-        (block, dblock), dq, dk, dv = ring.backward_step(step, q, *_unpack(block, k, v), results, dq, in_flight)
+        (block, dblock), dq, dk, dv = ring.backward_step(
+            step, q, *_unpack(block, k, v), results, dq, in_flight
+        )
         return block, dblock + _pack(dk, dv), dq
 
     block, dblock, dq = lax.fori_loop(1, num_steps - 1, loop_body, (block, dblock, dq), unroll=2)
     if num_steps > 1:
         last = num_steps - 1
-        dblock, dq, dk, dv = ring.backward_step(last, q, *_unpack(block, k, v), results, dq, ring.send(dblock))
+        dblock, dq, dk, dv = ring.backward_step(
+            last, q, *_unpack(block, k, v), results, dq, ring.send(dblock)
+        )
         dblock = ring.send(dblock + _pack(dk, dv), -last)  # send dK/dV back to the owner rank
     return dq, *_unpack(dblock, k, v)
 
@@ -253,16 +303,22 @@ class RingState(NamedTuple):
 
     @property
     def computes_whole_blocks(self) -> bool:
-        """Whether a ring step computes the product of whole blocks instead of half-blocks in zigzag order."""
+        """Whether a ring step computes the product of whole blocks instead of half-blocks in zigzag
+        order.
+        """
         return self.ranges is not None or not self.spec.causal
 
     @jax.named_scope(scopes.RING_SEND)
     def send(self, x: jax.Array, distance: int = 1) -> jax.Array:
-        """Sends x to the rank that is `distance` further; returns the x of the rank that is as far before."""
+        """Sends x to the rank that is `distance` further; returns the x of the rank that is as far
+        before.
+        """
         if self.ranks.size == 1:
             return x
         size = self.ranks.size
-        return lax.ppermute(x, self.ranks.axis, [(rank, (rank + distance) % size) for rank in range(size)])
+        return lax.ppermute(
+            x, self.ranks.axis, [(rank, (rank + distance) % size) for rank in range(size)]
+        )
 
     @jax.named_scope(scopes.RING_STEP)
     def forward_step(self, step, q, k, v, out_lse, in_flight=()):
@@ -276,7 +332,9 @@ class RingState(NamedTuple):
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
-            in_flight, results = _receive(in_flight, calls_of(self.kernel, "forward", q, k, v, ranges, spec))
+            in_flight, results = _receive(
+                in_flight, calls_of(self.kernel, "forward", q, k, v, ranges, spec)
+            )
             return in_flight, merge(*out_lse, *results)
         halves = self._select_halves(step)
         calls = calls_of(self.kernel, "forward", *halves.operands(q, k, v), ranges, spec)
@@ -292,7 +350,8 @@ class RingState(NamedTuple):
         """Gradients with respect to the KV block of rank - step.
 
         Returns:
-          in_flight, dq with this block's contribution added, and this rank's contribution to the block's dk and dv.
+          in_flight, dq with this block's contribution added, and this rank's contribution to the
+          block's dk and dv.
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:
@@ -309,9 +368,11 @@ class RingState(NamedTuple):
         return in_flight, dq, dk, dv
 
     def _block_masks(self, step):
-        """The ranges of this rank's queries over the block of a ring step, and the spec of the step.
+        """The ranges of this rank's queries over the block of a ring step, and the spec of the
+        step.
 
-        The spec is not causal: a query attends to all keys of a half-block or to none, or the ranges are the mask.
+        The spec is not causal: a query attends to all keys of a half-block or to none, or the
+        ranges are the mask.
         """
         return _ranges_of_step(self.ranges, step), _of_whole_blocks(self.spec)
 
@@ -323,7 +384,11 @@ class RingState(NamedTuple):
 def _ranges_of_step(ranges, step):
     """The ranges of a ring step; step 0 is static."""
     if isinstance(ranges, PreparedSteps):
-        ranges, step = (ranges.own_step, 0) if isinstance(step, int) and step == 0 else (ranges.other_steps, step - 1)
+        ranges, step = (
+            (ranges.own_step, 0)
+            if isinstance(step, int) and step == 0
+            else (ranges.other_steps, step - 1)
+        )
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, step, keepdims=False), ranges)
 
 
@@ -335,8 +400,9 @@ def _of_whole_blocks(spec: AttentionSpec) -> AttentionSpec:
 def _receive(in_flight, calls: CallResults):
     """in_flight and the values of the calls, available once the transfer and the calls are done.
 
-    Results are in the dtype that the kernel writes; those after the barrier are joined and cast by the kernels that sum
-    them. So the compiler cannot overlap the transfer with operations after the calls instead of with the calls.
+    Results are in the dtype that the kernel writes; those after the barrier are joined and cast by
+    the kernels that sum them. So the compiler cannot overlap the transfer with operations after the
+    calls instead of with the calls.
     """
     in_flight, results = lax.optimization_barrier((in_flight, calls.results))
     return in_flight, calls.joined(results)

@@ -1,12 +1,13 @@
-"""Attention over a sequence split on a mesh, as functions of global arrays: strategies, kernels, `shard_map`.
+"""Attention over a sequence split on a mesh, as functions of global arrays: strategies, kernels,
+`shard_map`.
 
 `make` builds the attention that models call; `api.attend` is the public function.
 
-`to_zigzag` and `to_natural` reorder tokens between ranks, inside `shard_map`. In natural order rank r of n holds the
-neighboring chunks 2r and 2r + 1 of 2n, in zigzag order the chunks r and 2n - 1 - r. Of the two chunks that a rank holds
-in zigzag order, one is even and one is odd. So two collective permutes suffice, one of all even chunks and one of all
-odd chunks: each rank sends its shard once. Indexing the global array with `zigzag_order` would gather it on every rank
-instead.
+`to_zigzag` and `to_natural` reorder tokens between ranks, inside `shard_map`. In natural order rank
+r of n holds the neighboring chunks 2r and 2r + 1 of 2n, in zigzag order the chunks r and 2n - 1 -
+r. Of the two chunks that a rank holds in zigzag order, one is even and one is odd. So two
+collective permutes suffice, one of all even chunks and one of all odd chunks: each rank sends its
+shard once. Indexing the global array with `zigzag_order` would gather it on every rank instead.
 """
 
 import dataclasses
@@ -27,7 +28,13 @@ from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KernelSelection, SharedPrefixKernel, choose_kernel
 from jaxlc.attention.key_ranges import TokenInfo
 from jaxlc.attention.strategies import all_gather, ring, ulysses
-from jaxlc.attention.strategies.strategy import DEFAULT_AXES, AttentionAxes, AttentionSpecs, ShardedQKV, repeat_heads
+from jaxlc.attention.strategies.strategy import (
+    DEFAULT_AXES,
+    AttentionAxes,
+    AttentionSpecs,
+    ShardedQKV,
+    repeat_heads,
+)
 from jaxlc.config import AttentionConfig
 from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
@@ -36,15 +43,21 @@ from jaxlc.sharding.mesh import Ranks, split_context
 
 @jax.named_scope(scopes.REORDER)
 def to_zigzag(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
-    """Converts this rank's shard from natural to zigzag order; `dim` is the dimension of the tokens."""
+    """Converts this rank's shard from natural to zigzag order; `dim` is the dimension of the
+    tokens.
+    """
     if ranks.size == 1:
         return x
     even, odd = (
-        lax.ppermute(chunk, ranks.axis, [(rank, owner) for owner, rank in _owners(ranks.size, parity)])
+        lax.ppermute(
+            chunk, ranks.axis, [(rank, owner) for owner, rank in _owners(ranks.size, parity)]
+        )
         for parity, chunk in enumerate(jnp.split(x, 2, dim))
     )
     is_odd_rank = lax.axis_index(ranks.axis) % 2 == 1
-    return jnp.concatenate([jnp.where(is_odd_rank, odd, even), jnp.where(is_odd_rank, even, odd)], dim)
+    return jnp.concatenate(
+        [jnp.where(is_odd_rank, odd, even), jnp.where(is_odd_rank, even, odd)], dim
+    )
 
 
 @jax.named_scope(scopes.REORDER)
@@ -55,12 +68,17 @@ def to_natural(x: jax.Array, ranks: Ranks, dim: int = 1) -> jax.Array:
     lo, hi = jnp.split(x, 2, dim)
     is_odd_rank = lax.axis_index(ranks.axis) % 2 == 1
     even, odd = jnp.where(is_odd_rank, hi, lo), jnp.where(is_odd_rank, lo, hi)
-    chunks = (lax.ppermute(chunk, ranks.axis, _owners(ranks.size, parity)) for parity, chunk in enumerate((even, odd)))
+    chunks = (
+        lax.ppermute(chunk, ranks.axis, _owners(ranks.size, parity))
+        for parity, chunk in enumerate((even, odd))
+    )
     return jnp.concatenate(list(chunks), dim)
 
 
 def _owners(num_ranks: int, parity: int) -> list[tuple[int, int]]:
-    """(rank in zigzag order, rank in natural order) of each even (parity 0) or odd (parity 1) chunk."""
+    """(rank in zigzag order, rank in natural order) of each even (parity 0) or odd (parity 1)
+    chunk.
+    """
     chunks = range(parity, 2 * num_ranks, 2)
     return [(min(chunk, 2 * num_ranks - 1 - chunk), chunk // 2) for chunk in chunks]
 
@@ -73,14 +91,17 @@ class Strategy(NamedTuple):
 
     attend: Callable  # this function and the next run inside `shard_map`; see strategy.py
     prepare: Callable
-    ranges_specs: Callable  # `(spec, batch axes, *ranks)` -> the PartitionSpecs of the result of `prepare`
+    # `(spec, batch axes, *ranks)` -> the PartitionSpecs of the result of `prepare`
+    ranges_specs: Callable
     implicit_positions: bool  # without packed documents, its kernel calls have implicit positions
     implicit_positions_in_windows: bool = False  # with sliding windows, too
 
 
 STRATEGIES: dict[str, Strategy] = {
     "ring": Strategy(ring.attend, ring.prepare, ring.ranges_specs, implicit_positions=True),
-    "all_gather": Strategy(all_gather.attend, all_gather.prepare, all_gather.ranges_specs, implicit_positions=False),
+    "all_gather": Strategy(
+        all_gather.attend, all_gather.prepare, all_gather.ranges_specs, implicit_positions=False
+    ),
     "ulysses": Strategy(
         ulysses.attend,
         ulysses.prepare,
@@ -89,7 +110,10 @@ STRATEGIES: dict[str, Strategy] = {
         implicit_positions_in_windows=True,
     ),
     "hybrid": Strategy(
-        ulysses.hybrid_attend, ulysses.hybrid_prepare, ulysses.hybrid_ranges_specs, implicit_positions=True
+        ulysses.hybrid_attend,
+        ulysses.hybrid_prepare,
+        ulysses.hybrid_ranges_specs,
+        implicit_positions=True,
     ),
 }
 
@@ -120,7 +144,9 @@ def choose(
     """
     strategy = STRATEGIES[known_strategy(config.strategy)]
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    implicit_positions = strategy.implicit_positions_in_windows if window else strategy.implicit_positions
+    implicit_positions = (
+        strategy.implicit_positions_in_windows if window else strategy.implicit_positions
+    )
     problem = AttentionProblem(
         platform=device.platform,
         compute_capability=getattr(device, "compute_capability", None),
@@ -152,20 +178,23 @@ def make(
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
     Args:
-      window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
-      axes: the axes of the mesh that split the batch, the sequence and the heads.
-      token_order: the order of the tokens of all arguments and results; see `attend`.
-      few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
-      skips_ring_steps: if no document needs the ring steps after step 1, they do not run.
-      shared_prefixes: documents may continue a prefix, which `prepare` gets.
+      window: a query attends to itself and the window - 1 tokens before it; requires causal. None:
+      all earlier tokens. axes: the axes of the mesh that split the batch, the sequence and the
+      heads. token_order: the order of the tokens of all arguments and results; see `attend`.
+      few_documents: tokens are in the order of per-document sharding, in which ranks share few
+      documents. skips_ring_steps: if no document needs the ring steps after step 1, they do not
+      run. shared_prefixes: documents may continue a prefix, which `prepare` gets.
     Raises:
-      UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
+      UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context
+        axis.
     """
     known_strategy(config.strategy)
     inner = config.ulysses_degree if config.strategy == "hybrid" else None
     split_mesh, ranks = split_context(mesh, inner, axes.context)
     spec = dataclasses.replace(
-        attention_spec(config, causal, window, scale), few_documents=few_documents, skips_ring_steps=skips_ring_steps
+        attention_spec(config, causal, window, scale),
+        few_documents=few_documents,
+        skips_ring_steps=skips_ring_steps,
     )
     return ShardedAttention(
         config=config, mesh=mesh, split_mesh=split_mesh, ranks=ranks, spec=spec, axes=axes, token_order=token_order,
@@ -199,15 +228,17 @@ class ShardedAttention:
         """The mask of packed documents as key ranges, for all layers of a training step.
 
         Args:
-          positions_BT: int32; count from the start of the sequence, or restart with each document. None: they follow
-            from the token order.
-          segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is padding. None: each
-            sequence is one document.
-          q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is computed once, here; such
-            calls have no `vmap`. None: each call computes it.
-          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
+          positions_BT: int32; count from the start of the sequence, or restart with each document.
+            None: they follow from the token order.
+          segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is
+            padding. None: each sequence is one document.
+          q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is
+            computed once, here; such calls have no `vmap`. None: each call computes it.
+          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires
+            positions.
         Returns:
-          The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is implicit.
+          The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is
+          implicit.
         """
         if segments_BT is None and (positions_BT is None or not self.spec.causal):
             return None
@@ -220,7 +251,9 @@ class ShardedAttention:
             token_order=self.token_order,
         )
         tokens = TokenInfo(positions_BT, segments_BT, prefixes_BT)
-        return self._split(local, (tokens.map(lambda _: self._specs.tokens),), self._ranges_specs)(tokens)
+        return self._split(local, (tokens.map(lambda _: self._specs.tokens),), self._ranges_specs)(
+            tokens
+        )
 
     def __call__(
         self,
@@ -232,12 +265,12 @@ class ShardedAttention:
     ) -> tuple[jax.Array, jax.Array]:
         """(out_BTNH, lse_BNT float32).
 
-        Where the ranks of the head axis exceed K, key/value heads are repeated here, outside `shard_map`, so that their
-        gradients are summed.
+        Where the ranks of the head axis exceed K, key/value heads are repeated here, outside
+        `shard_map`, so that their gradients are summed.
 
         Args:
-          ranges: of `prepare`. None: each sequence is one document.
-          sinks_N: float32, a logit per query head in the denominator of the softmax; see contract.py. None: no sinks.
+          ranges: of `prepare`. None: each sequence is one document. sinks_N: float32, a logit per
+          query head in the denominator of the softmax; see contract.py. None: no sinks.
         """
         _, heads, lse = self._specs
         local = functools.partial(
@@ -255,7 +288,9 @@ class ShardedAttention:
         split = self._split(local, (heads, heads, heads, ranges_specs, sinks_spec), (heads, lse))
         return split(q_BTNH, k_BSKH, v_BSKH, ranges, sinks_N)
 
-    def _kernel(self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool) -> Kernel:
+    def _kernel(
+        self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool
+    ) -> Kernel:
         kernel = choose(
             self.config, self.mesh, head_dim=q_BTNH.shape[-1], value_dim=value_dim, dtype=q_BTNH.dtype,
             packed=packed, window=self.spec.window,
@@ -269,12 +304,16 @@ class ShardedAttention:
 
     @property
     def _ranges_specs(self):
-        return STRATEGIES[self.config.strategy].ranges_specs(self.spec, self.axes.batch, *self.ranks)
+        return STRATEGIES[self.config.strategy].ranges_specs(
+            self.spec, self.axes.batch, *self.ranks
+        )
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
-        # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked variance. Every operand
-        # varies over every axis here, so the tracking is not needed.
-        split = jax.shard_map(local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked
+        # variance. Every operand varies over every axis here, so the tracking is not needed.
+        split = jax.shard_map(
+            local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
         def call(*operands):
             with _current_mesh(self.split_mesh):
@@ -323,13 +362,15 @@ def attend_shard(
     ranks: tuple[Ranks, ...],
     token_order: TokenOrder,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out_btnH, lse_bnt float32) of this rank's shard; runs inside `shard_map`. See `ShardedAttention`."""
+    """(out_btnH, lse_bnt float32) of this rank's shard; runs inside `shard_map`. See
+    `ShardedAttention`.
+    """
     all_ranks = _as_one_axis(ranks)
     if token_order == "natural":
         q_btnH, k_bskH, v_bskH = (to_zigzag(x, all_ranks) for x in (q_btnH, k_bskH, v_bskH))
-    # Ranges are the same in every layer. Differentiating a scan over layers would hoist the dense masks of all blocks
-    # out of the loop: T x S entries. The barrier ties them to the queries, so they are computed inside the loop, block
-    # by block.
+    # Ranges are the same in every layer. Differentiating a scan over layers would hoist the dense
+    # masks of all blocks out of the loop: T x S entries. The barrier ties them to the queries, so
+    # they are computed inside the loop, block by block.
     q_btnH, key_ranges = lax.optimization_barrier((q_btnH, key_ranges))
     strategy = STRATEGIES[config.strategy]
     with jax.named_scope(scopes.SLIDING_WINDOW) if spec.window else nullcontext():
@@ -344,7 +385,9 @@ def _as_one_axis(ranks: tuple[Ranks, ...]) -> Ranks:
     return Ranks(tuple(split.axis for split in ranks), math.prod(split.size for split in ranks))
 
 
-def attention_spec(config: AttentionConfig, causal: bool, window: int | None, scale: float | None) -> AttentionSpec:
+def attention_spec(
+    config: AttentionConfig, causal: bool, window: int | None, scale: float | None
+) -> AttentionSpec:
     return AttentionSpec(
         causal=causal,
         window=window,
@@ -356,5 +399,7 @@ def attention_spec(config: AttentionConfig, causal: bool, window: int | None, sc
 
 def known_strategy(name: str) -> str:
     if name not in STRATEGIES:
-        raise UserError(f"unknown attention strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}")
+        raise UserError(
+            f"unknown attention strategy {name!r}; known: {', '.join(sorted(STRATEGIES))}"
+        )
     return name

@@ -1,12 +1,13 @@
-"""What all strategies that split a sequence over devices share: operands, custom gradient, mesh axes, checks of shapes.
+"""What all strategies that split a sequence over devices share: operands, custom gradient, mesh
+axes, checks of shapes.
 
 Every strategy is two functions that run inside `shard_map`, on this rank's shard of the sequence:
 
     prepare(tokens: TokenInfo, kernel, spec, *ranks) -> ranges    once per training step
     attend(qkv: ShardedQKV, kernel, spec, *ranks) -> (out_btnH in q's dtype, lse_bnt float32)
 
-`ranges` is the mask as key ranges, in the form that this strategy's kernel calls need, or what the kernel's `prepare`
-computed from them.
+`ranges` is the mask as key ranges, in the form that this strategy's kernel calls need, or what the
+kernel's `prepare` computed from them.
 """
 
 import functools
@@ -61,12 +62,17 @@ DEFAULT_AXES = AttentionAxes(BATCH_AXES, CONTEXT, TENSOR)  # the axes of jaxlc's
 
 
 def resolve_axes(
-    mesh: Mesh | None, context_axis: str, batch_axes: str | Sequence[str] | None, head_axis: str | None
+    mesh: Mesh | None,
+    context_axis: str,
+    batch_axes: str | Sequence[str] | None,
+    head_axis: str | None,
 ) -> AttentionAxes:
-    """The axes from the arguments of `attend`. None: the names of jaxlc's own meshes, as far as `mesh` has them.
+    """The axes from the arguments of `attend`. None: the names of jaxlc's own meshes, as far as
+    `mesh` has them.
 
     Raises:
-      UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two roles.
+      UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two
+        roles.
     """
     if mesh is None:
         raise UserError("attention outside of shard_map needs a mesh: pass mesh=")
@@ -81,7 +87,11 @@ def resolve_axes(
     else:
         _check_axis(mesh, "head_axis", head_axis)
     if batch_axes is None:
-        batch_axes = [axis for axis in BATCH_AXES if axis in mesh.axis_names and axis not in (context_axis, head_axis)]
+        batch_axes = [
+            axis
+            for axis in BATCH_AXES
+            if axis in mesh.axis_names and axis not in (context_axis, head_axis)
+        ]
     batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     for axis in batch_axes:
         _check_axis(mesh, "batch_axes", axis)
@@ -95,7 +105,8 @@ def resolve_axes(
 
 
 def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
-    """Whether the caller is inside `shard_map` over the context axis, so that arrays are local shards.
+    """Whether the caller is inside `shard_map` over the context axis, so that arrays are local
+    shards.
 
     Raises:
       Unsupported: inside `shard_map` over other axes only.
@@ -108,7 +119,9 @@ def is_manual(context_axis: str, q_BTNH: jax.Array) -> bool:
             f" context_axis={context_axis!r}; call outside of it, or add that axis to its axis_names"
         )
     if jax.typeof(q_BTNH).manual_axis_type.varying:
-        raise UserError("attention inside shard_map needs check_vma=False: pass it to jax.shard_map")
+        raise UserError(
+            "attention inside shard_map needs check_vma=False: pass it to jax.shard_map"
+        )
     return bool(manual_axes)
 
 
@@ -119,9 +132,15 @@ def check_shapes(
     segments_BT: jax.Array | None,
     sinks_N: jax.Array | None = None,
 ) -> None:
-    """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k and v are floats."""
+    """Raises UserError unless the shapes of the operands, global or local, are consistent and q, k
+    and v are floats.
+    """
     q_shape, k_shape = q_BTNH.shape, k_BSKH.shape
-    are_consistent = q_shape[:2] == k_shape[:2] and q_shape[3:] == k_shape[3:] and v_BSKH.shape[:3] == k_shape[:3]
+    are_consistent = (
+        q_shape[:2] == k_shape[:2]
+        and q_shape[3:] == k_shape[3:]
+        and v_BSKH.shape[:3] == k_shape[:3]
+    )
     if not (q_BTNH.ndim == k_BSKH.ndim == v_BSKH.ndim == 4 and are_consistent):
         raise UserError(
             f"invalid shapes q {q_shape}, k {k_shape} and v {v_BSKH.shape}: expected q [B, T, N, H], k and v"
@@ -131,28 +150,41 @@ def check_shapes(
     num_kv_heads = k_shape[2]
     dtypes = [x.dtype for x in (q_BTNH, k_BSKH, v_BSKH)]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        raise UserError(f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16")
+        raise UserError(
+            f"invalid dtypes {', '.join(map(str, dtypes))} of q, k, v: expected floats, such as bfloat16"
+        )
     if segments_BT is not None and segments_BT.shape != (batch, num_tokens):
-        raise UserError(f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}")
+        raise UserError(
+            f"invalid shape {segments_BT.shape} for segment_ids: expected [B, T] = {(batch, num_tokens)}"
+        )
     if segments_BT is not None and not jnp.issubdtype(segments_BT.dtype, jnp.integer):
         raise UserError(f"invalid dtype {segments_BT.dtype} of segment_ids: expected int32")
     if sinks_N is not None and sinks_N.shape != (num_heads,):
-        raise UserError(f"invalid shape {sinks_N.shape} for sinks: expected one per query head, {(num_heads,)}")
+        raise UserError(
+            f"invalid shape {sinks_N.shape} for sinks: expected one per query head, {(num_heads,)}"
+        )
     if num_heads % num_kv_heads:
-        raise UserError(f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads")
+        raise UserError(
+            f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads"
+        )
 
 
 def check_contiguous(segments_BT: jax.Array, context: int) -> None:
-    """Raises Unsupported if a segment of a concrete array is not contiguous. Values of traced arrays are unknown.
+    """Raises Unsupported if a segment of a concrete array is not contiguous. Values of traced
+    arrays are unknown.
 
     Args:
       context: the tokens are in zigzag order over this number of ranks; 1 is natural order.
     """
-    if isinstance(segments_BT, jax.core.Tracer) or not getattr(segments_BT, "is_fully_addressable", True):
+    if isinstance(segments_BT, jax.core.Tracer) or not getattr(
+        segments_BT, "is_fully_addressable", True
+    ):
         return
     ids_BT = np.asarray(segments_BT)
     if (ids_BT < -(2**31)).any() or (ids_BT >= 2**31).any():  # JAX would keep their last 32 bits
-        raise UserError(f"invalid segment_ids from {ids_BT.min()} to {ids_BT.max()}: expected 32-bit integers")
+        raise UserError(
+            f"invalid segment_ids from {ids_BT.min()} to {ids_BT.max()}: expected 32-bit integers"
+        )
     ids_BT = ids_BT[:, natural_order(zigzag_order(ids_BT.shape[1], context))]
     for sequence, ids_T in enumerate(ids_BT):
         first_of_runs = ids_T[np.flatnonzero(np.diff(ids_T, prepend=0))]
@@ -170,8 +202,8 @@ def check_split(
     """Raises UserError unless global arrays of this shape split over the mesh.
 
     Args:
-      num_shared: key/value heads, each of which belongs to one or more of the N heads; they may be repeated on ranks.
-      heads: the heads and their numbers, for the error.
+      num_shared: key/value heads, each of which belongs to one or more of the N heads; they may be
+      repeated on ranks. heads: the heads and their numbers, for the error.
     """
     batch, num_tokens, num_heads = shape_BTN
     context, head_ranks = mesh.shape[axes.context], axes.num_head_ranks(mesh)
@@ -203,18 +235,24 @@ class ShardedQKV(NamedTuple):
     k_bskH: jax.Array
     v_bskH: jax.Array
     ranges: Any  # arrays that the strategy's `prepare` returns. None: an implicit mask
-    sinks_n: jax.Array | None = None  # float32, of the heads of q; `attention_vjp` reads it, strategies do not
+    # float32, of the heads of q; `attention_vjp` reads it, strategies do not
+    sinks_n: jax.Array | None = None
 
 
 def repeat_heads(x_BSKH: jax.Array, num_ranks: int) -> jax.Array:
     """Repeats key/value heads up to the number of ranks that split them, if there are fewer heads."""
     num_kv_heads = x_BSKH.shape[2]
-    return x_BSKH if num_kv_heads % num_ranks == 0 else jnp.repeat(x_BSKH, num_ranks // num_kv_heads, axis=2)
+    return (
+        x_BSKH
+        if num_kv_heads % num_ranks == 0
+        else jnp.repeat(x_BSKH, num_ranks // num_kv_heads, axis=2)
+    )
 
 
 ForwardFn = Callable[[ShardedQKV, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array]]
 BackwardFn = Callable[
-    [ShardedQKV, QueryResults, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array, jax.Array]
+    [ShardedQKV, QueryResults, Kernel, AttentionSpec, Ranks | None],
+    tuple[jax.Array, jax.Array, jax.Array],
 ]
 
 
@@ -222,25 +260,29 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
     """A differentiable `attend(qkv, kernel, spec, ranks)` from a forward and a backward function.
 
     Args:
-      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`; out in q's dtype or float32, lse float32.
-      backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, in q's dtype or float32.
-      inline: trace the operations of `forward` into the rule for differentiation. The default traces one opaque call,
-        which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations, and moves those that
-        do not depend on differentiated inputs out of loops.
+      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`; out in q's dtype or float32, lse
+      float32. backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, in
+      q's dtype or float32. inline: trace the operations of `forward` into the rule for
+      differentiation. The default traces one opaque call,
+        which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations,
+        and moves those that do not depend on differentiated inputs out of loops.
     Returns:
-      A function of the same arguments as `forward`, in whose results the sinks have joined. It casts out to the dtype
-      of q, and the gradients to the dtypes of q, k and v. Its residuals are qkv, out and lse; out and lse have the
-      checkpoint names "attention_out" and "attention_lse".
+      A function of the same arguments as `forward`, in whose results the sinks have joined. It
+      casts out to the dtype of q, and the gradients to the dtypes of q, k and v. Its residuals are
+      qkv, out and lse; out and lse have the checkpoint names "attention_out" and "attention_lse".
     """
 
-    def forward_cast(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks | None = None):
+    def forward_cast(
+        qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks | None = None
+    ):
         out, lse = contract.join(*forward(qkv, kernel, spec, ranks), qkv.sinks_n)
         return out.astype(qkv.q_btnH.dtype), lse
 
     def forward_rule(qkv, kernel, spec, ranks):
         out, lse = (forward_cast if inline else attend)(qkv, kernel, spec, ranks)
-        # Named inside the rule, so that the names apply to the residuals. A remat policy that saves both names then
-        # does not run the forward again. Names outside the rule would apply to other values.
+        # Named inside the rule, so that the names apply to the residuals. A remat policy that saves
+        # both names then does not run the forward again. Names outside the rule would apply to
+        # other values.
         out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
         return (out, lse), (qkv, out, lse)
 

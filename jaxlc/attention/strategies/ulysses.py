@@ -1,19 +1,23 @@
-"""Ulysses: an all-to-all gives each rank all tokens of some of the heads; a second one returns the result.
+"""Ulysses: an all-to-all gives each rank all tokens of some of the heads; a second one returns the
+result.
 
-Jacobs et al. 2023, arXiv:2309.14509. The kernel gets whole sequences, so there is no ring and no zigzag order: tokens
-are put into natural order between the two exchanges. The heads are split, so the context size must divide the number of
-query heads of a rank. Where there are fewer key/value heads than ranks, they are repeated.
+Jacobs et al. 2023, arXiv:2309.14509. The kernel gets whole sequences, so there is no ring and no
+zigzag order: tokens are put into natural order between the two exchanges. The heads are split, so
+the context size must divide the number of query heads of a rank. Where there are fewer key/value
+heads than ranks, they are repeated.
 
-Ulysses within groups of ranks, a ring between the groups (USP: Fang and Zhao 2024, arXiv:2405.07719).
+Ulysses within groups of ranks, a ring between the groups (USP: Fang and Zhao 2024,
+arXiv:2405.07719).
 
-The context axis is split in two: the inner ranks are neighbors and exchange heads for tokens, the outer ranks form the
-ring. Ulysses alone is limited by the number of heads; a ring alone sends K and V through all ranks. Place the inner
-ranks within an NVLink domain, since nothing overlaps with their all-to-all. The ring's sends overlap with attention, so
-the outer ranks may be on different nodes.
+The context axis is split in two: the inner ranks are neighbors and exchange heads for tokens, the
+outer ranks form the ring. Ulysses alone is limited by the number of heads; a ring alone sends K and
+V through all ranks. Place the inner ranks within an NVLink domain, since nothing overlaps with
+their all-to-all. The ring's sends overlap with attention, so the outer ranks may be on different
+nodes.
 
-Zigzag order over all n = outer x inner ranks is also zigzag order over the groups. Rank r = o inner + i holds the
-chunks r and 2n - 1 - r. Over i = 0 .. inner - 1 these are two runs of neighboring chunks: the runs o and
-2 outer - 1 - o, if counted in runs of `inner` chunks.
+Zigzag order over all n = outer x inner ranks is also zigzag order over the groups. Rank r = o inner
++ i holds the chunks r and 2n - 1 - r. Over i = 0 .. inner - 1 these are two runs of neighboring
+chunks: the runs o and 2 outer - 1 - o, if counted in runs of `inner` chunks.
 """
 
 import functools
@@ -34,7 +38,8 @@ from jaxlc.sharding.mesh import Ranks
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
-    """The `ranges` of `attend`, once per training step: int32 [b, T], of all tokens in natural order.
+    """The `ranges` of `attend`, once per training step: int32 [b, T], of all tokens in natural
+    order.
 
     Args:
       kernel: the kernel of `attend`, whose `prepare` is applied to the ranges. None: it is not.
@@ -58,8 +63,11 @@ def gather_tokens(tokens: TokenInfo, ranks: Ranks) -> TokenInfo:
     return tokens.map(gather)
 
 
-def attend(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`.
+def attend(
+    qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: Ranks
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As
+    `ring.attend`.
 
     Raises:
       Unsupported: the query or key/value heads of a rank do not split over the context axis.
@@ -71,16 +79,20 @@ def _forward(qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, ranks: None):
     return kernel.forward(*qkv[:4], spec)
 
 
-def _backward(qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: None):
+def _backward(
+    qkv: ShardedQKV, results: QueryResults, kernel: Kernel, spec: AttentionSpec, ranks: None
+):
     return kernel.backward(*qkv[:4], spec, results)
 
 
-# Attention of this device's queries over this device's keys: one kernel call, without communication.
+# Attention of this device's queries over this device's keys: one kernel call, without
+# communication.
 attend_on_device = attention_vjp(_forward, _backward)
 
 
 def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[jax.Array, jax.Array]:
-    """`attend_tokens(qkv)` on the tokens of all ranks, in natural order, and on this rank's share of the heads.
+    """`attend_tokens(qkv)` on the tokens of all ranks, in natural order, and on this rank's share
+    of the heads.
 
     Args:
       qkv: this rank's tokens; its ranges are of the tokens of all ranks.
@@ -99,7 +111,9 @@ def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[ja
     q_bTnH, k_bSkH, v_bSkH = (_heads_to_tokens(x, ranks) for x in (q_btnH, k_bskH, v_bskH))
     if sinks_n is not None:
         own_heads = num_heads // size
-        sinks_n = lax.dynamic_slice_in_dim(sinks_n, lax.axis_index(ranks.axis) * own_heads, own_heads)
+        sinks_n = lax.dynamic_slice_in_dim(
+            sinks_n, lax.axis_index(ranks.axis) * own_heads, own_heads
+        )
     out_bTnH, lse_bnT = attend_tokens(ShardedQKV(q_bTnH, k_bSkH, v_bSkH, ranges, sinks_n))
     lse_bTn1 = lse_bnT.swapaxes(1, 2)[..., None]
     out_btnH, lse_btn1 = (_tokens_to_heads(x, ranks) for x in (out_bTnH, lse_bTn1))
@@ -109,7 +123,9 @@ def exchange(attend_tokens: Callable, qkv: ShardedQKV, ranks: Ranks) -> tuple[ja
 @jax.named_scope(scopes.ALL_TO_ALL)
 def _heads_to_tokens(x_btnH: jax.Array, ranks: Ranks) -> jax.Array:
     """[b, t, n, H] -> [b, T, n / ranks, H], in natural order."""
-    return _to_natural(lax.all_to_all(x_btnH, ranks.axis, split_axis=2, concat_axis=1, tiled=True), ranks.size)
+    return _to_natural(
+        lax.all_to_all(x_btnH, ranks.axis, split_axis=2, concat_axis=1, tiled=True), ranks.size
+    )
 
 
 @jax.named_scope(scopes.ALL_TO_ALL)
@@ -123,12 +139,16 @@ def _to_natural(x_bT: jax.Array, num_ranks: int) -> jax.Array:
     return x_bT[:, natural_order(zigzag_order(x_bT.shape[1], num_ranks))]
 
 
-def hybrid_prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, outer: Ranks, inner: Ranks):
+def hybrid_prepare(
+    tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, outer: Ranks, inner: Ranks
+):
     """The `ranges` of `attend`, as `ring.prepare`; of all tokens of the group, in natural order."""
     return ring.prepare(gather_tokens(tokens, inner), kernel, spec, outer)
 
 
-def hybrid_ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], outer: Ranks, inner: Ranks) -> PartitionSpec:
+def hybrid_ranges_specs(
+    spec: AttentionSpec, batch_axes: tuple[str, ...], outer: Ranks, inner: Ranks
+) -> PartitionSpec:
     """The PartitionSpec of all arrays of `prepare`."""
     return ring.ranges_specs(spec, batch_axes, outer)
 
@@ -136,7 +156,8 @@ def hybrid_ranges_specs(spec: AttentionSpec, batch_axes: tuple[str, ...], outer:
 def hybrid_attend(
     qkv: ShardedQKV, kernel: Kernel, spec: AttentionSpec, outer: Ranks, inner: Ranks
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As `ring.attend`.
+    """Attention of this rank's queries over the whole sequence; call inside `shard_map`. As
+    `ring.attend`.
 
     Raises:
       Unsupported: the query or key/value heads of a rank do not split over the inner ranks.

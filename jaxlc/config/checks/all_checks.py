@@ -1,4 +1,5 @@
-"""Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no jax.
+"""Checks of a config before JAX starts: ranges, and settings that contradict each other. Imports no
+jax.
 
 Checks of the settings that say which checkpoints are saved and kept. Imports no jax.
 
@@ -114,7 +115,15 @@ _OF_DPO = ("beta", "label_smoothing")
 _OF_POLICY_LOSSES = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
 )  # fmt: skip
-_OF_MODEL = ("prompts", "prompts_per_step", "answers_per_prompt", "max_tokens", "top_p", "reward", "reward_seconds")
+_OF_MODEL = (
+    "prompts",
+    "prompts_per_step",
+    "answers_per_prompt",
+    "max_tokens",
+    "top_p",
+    "reward",
+    "reward_seconds",
+)
 
 
 def posttrain_problems(config: Config) -> Iterator[str]:
@@ -125,7 +134,9 @@ def posttrain_problems(config: Config) -> Iterator[str]:
     data = config.data
     used = "config.rollouts.source" if config.rollouts.source else "config.data.traces"
     has_traces = bool(data.traces or config.rollouts.source)
-    if has_traces and (data.mixture or data.eval_sources or data.sources not in ((), DataConfig().sources)):
+    if has_traces and (
+        data.mixture or data.eval_sources or data.sources not in ((), DataConfig().sources)
+    ):
         yield (
             f"{used} is set together with config.data.sources, data.mixture or data.eval_sources; clear these, or clear"
             f" it with --{used}="
@@ -143,7 +154,9 @@ def _without_effect(
 
 def _prefix_problems(config: Config) -> Iterator[str]:
     if config.attention.shared_prefixes and not config.attention.document_mask:
-        yield ("config.attention.shared_prefixes=True needs a document mask; use --config.attention.document_mask=True")
+        yield (
+            "config.attention.shared_prefixes=True needs a document mask; use --config.attention.document_mask=True"
+        )
 
 
 def _rollout_problems(config: Config) -> Iterator[str]:
@@ -185,7 +198,9 @@ def _rollout_problems(config: Config) -> Iterator[str]:
 def _loss_problems(config: Config) -> Iterator[str]:
     posttrain = config.posttrain
     if not posttrain.loss:
-        reason = "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo or dpo"
+        reason = (
+            "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo or dpo"
+        )
         yield from _without_effect("posttrain", posttrain, vars(posttrain), reason)
         return
     setting = f"config.posttrain.loss={posttrain.loss!r}"
@@ -248,18 +263,32 @@ def check(config: Config, *, on_devices: bool = True) -> None:
     Raises:
       UserError: all values that are out of range; or all that contradict others.
     """
-    raise_all(problem for section in SECTIONS for problem in range_problems(section, getattr(config, section)))
-    for problems in (layer_problems, unused_problems, size_problems, unsupported_problems, _rope_problems):
+    raise_all(
+        problem
+        for section in SECTIONS
+        for problem in range_problems(section, getattr(config, section))
+    )
+    for problems in (
+        layer_problems,
+        unused_problems,
+        size_problems,
+        unsupported_problems,
+        _rope_problems,
+    ):
         raise_first(problems(config))  # later ones rely on the sizes
     checks = (*_CHECKS, _mesh_problems) if on_devices else _CHECKS
     raise_all(problem for problems in checks for problem in problems(config))
 
 
 def _mesh_problems(config: Config) -> Iterator[str]:
-    """What the mesh does not divide: first devices and heads, whose advice is another mesh, then lengths."""
+    """What the mesh does not divide: first devices and heads, whose advice is another mesh, then
+    lengths.
+    """
     try:
         if config.runtime.simulated_devices:
-            check_num_devices(config, config.runtime.simulated_devices, "config.runtime.simulated_devices is")
+            check_num_devices(
+                config, config.runtime.simulated_devices, "config.runtime.simulated_devices is"
+            )
     except UserError as error:
         yield str(error)
         return
@@ -316,9 +345,14 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def _data_problems(config: Config) -> Iterator[str]:
-    if not (config.data.sources or config.data.mixture or config.data.traces or config.rollouts.source):
+    if not (
+        config.data.sources or config.data.mixture or config.data.traces or config.rollouts.source
+    ):
         yield "config.data.sources is empty: give files, directories, glob patterns, or 'python-stdlib'"
-    for name, sources in (("sources", config.data.sources), ("eval_sources", config.data.eval_sources)):
+    for name, sources in (
+        ("sources", config.data.sources),
+        ("eval_sources", config.data.eval_sources),
+    ):
         if "" in sources:
             yield f"config.data.{name} is {sources}, with an empty name in it; remove the empty name"
     if config.data.mixture and config.data.sources not in ((), DataConfig().sources):
@@ -338,7 +372,9 @@ def _memory_problems(config: Config) -> Iterator[str]:
     twice = sorted(set(memory.save) & set(memory.offload))
     if twice:
         yield f"config.memory.save and config.memory.offload both name {twice[0]!r}; remove it from one of them"
-    if memory.remat == "none" and (memory.save or memory.offload or memory.layers_per_remat_group > 1):
+    if memory.remat == "none" and (
+        memory.save or memory.offload or memory.layers_per_remat_group > 1
+    ):
         yield (
             "config.memory.remat='none' saves all activations on the device, so memory.save, memory.offload and"
             " memory.layers_per_remat_group have no effect; use --config.memory.remat=full or attention with them"

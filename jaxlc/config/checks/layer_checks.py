@@ -8,7 +8,14 @@ Checks of config.precision against other settings. Imports no jax.
 from collections.abc import Iterator, Sequence
 
 from jaxlc.config.frozen import SECTIONS, Config, to_dict
-from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, blocks, blocks_of, mixer_by_layer_kind, projection_paths
+from jaxlc.config.kinds import (
+    FEED_FORWARDS,
+    MIXERS,
+    blocks,
+    blocks_of,
+    mixer_by_layer_kind,
+    projection_paths,
+)
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import KindConfig, LayerConfig, ModelConfig
 from jaxlc.config.ranges import range_problems
@@ -17,13 +24,19 @@ from jaxlc.config.values import defaults_of, flattened, invalid_value
 
 
 def layer_problems(config: Config) -> Iterator[str]:
-    """Problems of model.layer_kinds and model.kinds, and contradictions with the settings that depend on it."""
+    """Problems of model.layer_kinds and model.kinds, and contradictions with the settings that
+    depend on it.
+    """
     model = config.model
     names = list(dict.fromkeys((*mixer_by_layer_kind(), *(kind.name for kind in model.kinds))))
     unknown = [kind for kind in model.used_kinds if kind not in names]
     if unknown or not model.layer_kinds:
         name = unknown[0] if unknown else ""
-        setting = "model.layer_kinds" if not unknown or name in model.layer_kinds else "model.first_layer_kinds"
+        setting = (
+            "model.layer_kinds"
+            if not unknown or name in model.layer_kinds
+            else "model.first_layer_kinds"
+        )
         expected = f"one or more of {', '.join(names)}, separated by commas"
         if name:
             expected += f", or a new kind with its settings, such as --config.model.kinds.{name}.attention=full"
@@ -91,26 +104,34 @@ def unused_problems(config: Config) -> Iterator[str]:
 
 
 def unsupported_problems(config: Config) -> Iterator[str]:
-    """Settings of other sections that the layers do not support, and names of activations that they do not have."""
+    """Settings of other sections that the layers do not support, and names of activations that they
+    do not have.
+    """
     layers = [layer for layers in layers_by_path(config.model).values() for layer in layers]
     for block in blocks():
         first = next((layer for layer in layers if block in blocks_of(layer)), None)
         if first is not None:
             yield from block.unsupported(first, config)
-    bytes_by_name = [FEED_FORWARDS[layer.feed_forward].saved_bytes(layer, config, 2) for layer in layers]
+    bytes_by_name = [
+        FEED_FORWARDS[layer.feed_forward].saved_bytes(layer, config, 2) for layer in layers
+    ]
     for name in (*config.memory.save, *config.memory.offload):
         is_known = any(name in kind.saved for kind in FEED_FORWARDS.values())
         if is_known and all(name not in named for named in bytes_by_name):
             yield f"config.memory names {name!r}, which no layer has; remove it"
 
 
-def projection_problems(config: Config, setting: str, names: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+def projection_problems(
+    config: Config, setting: str, names: Sequence[str], known: Sequence[str]
+) -> Iterator[str]:
     """Names of projections that do not exist, or that no layer has.
 
     Args:
       known: the names that the setting may have.
     """
-    layers = [model_layer for kinds in layers_by_path(config.model).values() for model_layer in kinds]
+    layers = [
+        model_layer for kinds in layers_by_path(config.model).values() for model_layer in kinds
+    ]
     found = [
         name
         for layer in layers
@@ -121,7 +142,9 @@ def projection_problems(config: Config, setting: str, names: Sequence[str], know
     present = [name for name in known if name in found]
     for name in names:
         if name not in known:
-            yield invalid_value(setting, name, f"one or more of {', '.join(known)}, separated by commas", known)
+            yield invalid_value(
+                setting, name, f"one or more of {', '.join(known)}, separated by commas", known
+            )
         elif name not in found:
             kinds = " and ".join(block.layers for block in blocks() if name in block.projections)
             yield (
@@ -200,7 +223,9 @@ def lora_problems(config: Config) -> Iterator[str]:
 
 _COMPUTE_OF = {  # setting -> the only value of compute for which it has an effect
     **dict.fromkeys(("fp8_matmuls", "bf16_layers", "fp8_scaling", "fp8_amax_history_len"), "fp8"),
-    **dict.fromkeys(("loss_scale", "loss_scale_growth_factor", "loss_scale_growth_interval"), "fp16"),
+    **dict.fromkeys(
+        ("loss_scale", "loss_scale_growth_factor", "loss_scale_growth_interval"), "fp16"
+    ),
     **dict.fromkeys(("loss_scale_backoff_factor", "loss_scale_min", "loss_scale_max"), "fp16"),
 }
 
@@ -211,7 +236,9 @@ def precision_problems(config: Config) -> Iterator[str]:
     """Reasons why the precision of `config` is invalid."""
     precision, defaults = config.precision, PrecisionConfig()
     if precision.compute == "fp8" or precision.fp8_matmuls != defaults.fp8_matmuls:
-        yield from projection_problems(config, "precision.fp8_matmuls", precision.fp8_matmuls, _NAMES)
+        yield from projection_problems(
+            config, "precision.fp8_matmuls", precision.fp8_matmuls, _NAMES
+        )
     yield from _layer_problems(precision.bf16_layers, config.model.num_layers)
     for name, compute in _COMPUTE_OF.items():
         value = getattr(precision, name)
@@ -220,7 +247,10 @@ def precision_problems(config: Config) -> Iterator[str]:
                 f"config.precision.{name}={value!r} is for compute={compute!r}, and config.precision.compute is"
                 f" {precision.compute!r}; use --config.precision.compute={compute}, or remove it"
             )
-    if precision.fp8_amax_history_len != defaults.fp8_amax_history_len and precision.fp8_scaling != "delayed":
+    if (
+        precision.fp8_amax_history_len != defaults.fp8_amax_history_len
+        and precision.fp8_scaling != "delayed"
+    ):
         yield (
             f"config.precision.fp8_amax_history_len={precision.fp8_amax_history_len} is for delayed scaling, and"
             f" config.precision.fp8_scaling is {precision.fp8_scaling!r}; use --config.precision.fp8_scaling=delayed,"
@@ -241,7 +271,11 @@ def precision_problems(config: Config) -> Iterator[str]:
             f"config.precision.loss_scale={precision.loss_scale} is not between loss_scale_min="
             f"{precision.loss_scale_min} and loss_scale_max={precision.loss_scale_max}"
         )
-    if precision.compute == "fp8" and precision.fp8_scaling == "delayed" and config.memory.tile_tokens:
+    if (
+        precision.compute == "fp8"
+        and precision.fp8_scaling == "delayed"
+        and config.memory.tile_tokens
+    ):
         yield (
             "unsupported: config.precision.fp8_scaling='delayed' needs each product of a layer once per microbatch, and"
             f" config.memory.tile_tokens={config.memory.tile_tokens} computes it tile by tile;"

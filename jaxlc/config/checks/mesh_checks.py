@@ -1,4 +1,5 @@
-"""Checks that a mesh divides heads, features, sequence and batch; search for one that does. Imports no jax.
+"""Checks that a mesh divides heads, features, sequence and batch; search for one that does. Imports
+no jax.
 
 Checks of memory.tile_tokens against other settings. Imports no jax.
 """
@@ -24,7 +25,12 @@ _TOGETHER = ("attention_out", "attention_lse")
 
 def tile_problems(config: Config) -> Iterator[str]:
     """Reasons why the layers of `config` cannot run in tiles; none without tiles."""
-    memory, attention, mesh, tile_tokens = config.memory, config.attention, config.mesh, config.memory.tile_tokens
+    memory, attention, mesh, tile_tokens = (
+        config.memory,
+        config.attention,
+        config.mesh,
+        config.memory.tile_tokens,
+    )
     if not tile_tokens:
         return
     setting = f"config.memory.tile_tokens={tile_tokens}"
@@ -56,17 +62,21 @@ def tile_problems(config: Config) -> Iterator[str]:
 
 
 def _nearest_divisor(tokens: int, target: int, pieces: int) -> int:
-    """The multiple of `pieces` nearest to `target` that divides `tokens`; `tokens` if there is none."""
+    """The multiple of `pieces` nearest to `target` that divides `tokens`; `tokens` if there is
+    none.
+    """
     divisors = (size for size in range(pieces, tokens + 1, pieces) if tokens % size == 0)
     return min(divisors, key=lambda size: abs(size - target), default=tokens)
 
 
-def check_num_devices(config: Config, num_devices: int, there_are: str, config_path: str = "") -> None:
+def check_num_devices(
+    config: Config, num_devices: int, there_are: str, config_path: str = ""
+) -> None:
     """Checks that the mesh has `num_devices` devices.
 
     Args:
-      there_are: the source of the number in the message, such as "the number of available devices is"; the number is
-        appended.
+      there_are: the source of the number in the message, such as "the number of available devices
+        is"; the number is appended.
       config_path: name or path of the config, with its variant; "": none.
     Raises:
       UserError: the number differs; the message has overrides or commands that work.
@@ -77,7 +87,11 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     problem = f"the mesh {sizes} needs {count_text(config.mesh.num_devices, 'device')} but {there_are} {num_devices}"
     if config.runtime.topology and config_path:
         small = f"{config_path.partition(':')[0]}:mini"
-        run_small = f", or run a small version with `jaxlc train --config={small}`" if _runs_anywhere(small) else ""
+        run_small = (
+            f", or run a small version with `jaxlc train --config={small}`"
+            if _runs_anywhere(small)
+            else ""
+        )
         raise UserError(
             f"{problem}; the config is made for {config.runtime.topology}: run it there, or compile it ahead of time"
             f" with `jaxlc plan --config={config_path} --topology={config.runtime.topology}`{run_small}"
@@ -86,7 +100,11 @@ def check_num_devices(config: Config, num_devices: int, there_are: str, config_p
     ways = [] if mesh is None else [mesh_overrides(config.mesh, mesh)]
     if _splits(config):
         ways.append(f"--config.runtime.simulated_devices={config.mesh.num_devices}, on CPU")
-    advice = f"use {', or '.join(ways)}" if ways else "no mesh of either size divides this model and batch"
+    advice = (
+        f"use {', or '.join(ways)}"
+        if ways
+        else "no mesh of either size divides this model and batch"
+    )
     raise UserError(f"{problem}; {advice}")
 
 
@@ -99,24 +117,32 @@ def _runs_anywhere(config_path: str) -> bool:
 
 
 def working_mesh(config: Config, num_devices: int) -> MeshConfig | None:
-    """The mesh of `num_devices` devices that divides model and batch and is nearest to that of `config`, or None."""
+    """The mesh of `num_devices` devices that divides model and batch and is nearest to that of
+    `config`, or None.
+    """
 
     def distance(mesh: MeshConfig) -> float:
         sizes = zip(vars(config.mesh).values(), vars(mesh).values())
         return sum(abs(math.log(new / old)) for old, new in sizes)
 
-    meshes = [mesh for mesh in meshes_of(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))]
+    meshes = [
+        mesh for mesh in meshes_of(num_devices) if _splits(dataclasses.replace(config, mesh=mesh))
+    ]
     return min(meshes, key=distance, default=None)
 
 
 def _splits(config: Config) -> bool:
-    return not any((*split_problems(config), *length_problems(config), *evaluation_problems(config)))
+    return not any(
+        (*split_problems(config), *length_problems(config), *evaluation_problems(config))
+    )
 
 
 def mesh_overrides(old: MeshConfig, new: MeshConfig) -> str:
     """The overrides that turn the mesh `old` into `new`: "--config.mesh.context=2"."""
     sizes = vars(old)
-    return " ".join(f"--config.mesh.{axis}={size}" for axis, size in vars(new).items() if size != sizes[axis])
+    return " ".join(
+        f"--config.mesh.{axis}={size}" for axis, size in vars(new).items() if size != sizes[axis]
+    )
 
 
 def meshes_of(num_devices: int) -> Iterator[MeshConfig]:
@@ -129,10 +155,19 @@ def meshes_of(num_devices: int) -> Iterator[MeshConfig]:
 
 
 def split_problems(config: Config) -> Iterator[str]:
-    """Dimensions of the model that the mesh does not divide, and a context axis that the strategy does not divide."""
+    """Dimensions of the model that the mesh does not divide, and a context axis that the strategy
+    does not divide.
+    """
     layers_of = layers_by_path(config.model).items()
-    blocks = [(block, layer, path) for path, layers in layers_of for layer in layers for block in blocks_of(layer)]
-    yield from dict.fromkeys(x for block, layer, path in blocks for x in block.mesh_problems(layer, config, path))
+    blocks = [
+        (block, layer, path)
+        for path, layers in layers_of
+        for layer in layers
+        for block in blocks_of(layer)
+    ]
+    yield from dict.fromkeys(
+        x for block, layer, path in blocks for x in block.mesh_problems(layer, config, path)
+    )
     attention, mesh = config.attention, config.mesh
     if attention.strategy == "hybrid" and mesh.context % attention.ulysses_degree:
         yield (
@@ -142,7 +177,9 @@ def split_problems(config: Config) -> Iterator[str]:
 
 
 def node_problems(config: Config) -> Iterator[str]:
-    """Reasons why the mesh has no nodes of memory.node_copy_devices devices, or they cannot have copies of weights."""
+    """Reasons why the mesh has no nodes of memory.node_copy_devices devices, or they cannot have
+    copies of weights.
+    """
     mesh, num_devices = config.mesh, config.memory.node_copy_devices
     setting = f"config.memory.node_copy_devices={num_devices}"
     if not num_devices:
@@ -190,7 +227,8 @@ def length_problems(config: Config) -> Iterator[str]:
 
 
 def check_evaluation(config: Config) -> None:
-    """Checks that the mesh divides the sequences of an evaluation. Not part of `load`: a plan has no evaluation.
+    """Checks that the mesh divides the sequences of an evaluation. Not part of `load`: a plan has
+    no evaluation.
 
     Raises:
       UserError: it does not; the message has the nearest values that work.

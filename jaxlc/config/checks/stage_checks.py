@@ -18,7 +18,8 @@ from jaxlc.core.text import did_you_mean, nearest_name
 
 NEEDLE, PASSKEY, LOSS, RULER = "needle", "passkey", "loss", "ruler"
 _MIN_LOSS_LENGTH = 16
-LAST_TOKENS = 500  # whose loss is compared between full and limited context; half of a shorter document
+# whose loss is compared between full and limited context; half of a shorter document
+LAST_TOKENS = 500
 EVAL_TASKS = (NEEDLE, PASSKEY, LOSS, RULER, *RULER_TASKS)
 
 
@@ -66,8 +67,15 @@ def gate_names(config: Config) -> list[str]:
     """The scores of config.evals that a gate of a stage may name, as TASK@LENGTH: all but losses."""
     evals, names = config.evals, list[str]()
     for length in lengths_in_training(config):
-        tasks = [name for task in evals.tasks for name in (RULER_TASKS if task == RULER else (task,)) if name != LOSS]
-        gains = [f"context_gain_{limit}" for limit in used_limits(evals, length) if LOSS in evals.tasks]
+        tasks = [
+            name
+            for task in evals.tasks
+            for name in (RULER_TASKS if task == RULER else (task,))
+            if name != LOSS
+        ]
+        gains = [
+            f"context_gain_{limit}" for limit in used_limits(evals, length) if LOSS in evals.tasks
+        ]
         names += [f"{name}@{length}" for name in (*tasks, *gains)]
     return names
 
@@ -84,13 +92,16 @@ def parse_min_scores(items: Sequence[str], path: str) -> dict[str, float]:
     for item in items:
         match = re.fullmatch(r"(\w+@\d+)=(-?\d+(?:\.\d+)?)", item)
         if match is None:
-            raise SettingError(invalid_value(path, item, "TASK@LENGTH=SCORE, such as needle@65536=80"))
+            raise SettingError(
+                invalid_value(path, item, "TASK@LENGTH=SCORE, such as needle@65536=80")
+            )
         limits[match[1]] = float(match[2])
     return limits
 
 
 def eval_settings(values: Mapping[str, Any]) -> EvalsConfig:
-    """The settings of an evaluation that has at least one task and one length; the default task is needle.
+    """The settings of an evaluation that has at least one task and one length; the default task is
+    needle.
 
     Raises:
       UserError: an unknown setting or task, or a value of a wrong type or out of range.
@@ -98,7 +109,9 @@ def eval_settings(values: Mapping[str, Any]) -> EvalsConfig:
     hints = typing.get_type_hints(EvalSettings)
     for name in values:
         if name not in hints:
-            raise UserError(f"unknown setting {name!r} of an evaluation: {did_you_mean(name, hints)}")
+            raise UserError(
+                f"unknown setting {name!r} of an evaluation: {did_you_mean(name, hints)}"
+            )
     fields: dict[str, Any] = {"tasks": (NEEDLE,)}
     for name, value in values.items():
         fields[name] = typed(f"evals.{name}", value, hints[name])
@@ -120,7 +133,9 @@ SCHEDULE = (
 )
 
 
-def contradictions(stages: Sequence[StageConfig], changes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def contradictions(
+    stages: Sequence[StageConfig], changes: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
     """Settings of stages that contradict each other, before they are resolved."""
     first, last = stages[0], stages[-1]
     for stage in stages:
@@ -128,7 +143,9 @@ def contradictions(stages: Sequence[StageConfig], changes: Mapping[str, Mapping[
         yield from range_problems(f"stages.{stage.name}", stage)
     for name, default in (("schedule", "new"), ("optimizer_state", "carry")):
         if getattr(first, name) != default:
-            yield invalid_value(f"stages.{first.name}.{name}", getattr(first, name), f"{default!r} in stage one")
+            yield invalid_value(
+                f"stages.{first.name}.{name}", getattr(first, name), f"{default!r} in stage one"
+            )
     if last.max_eval_loss:
         yield (
             f"config.stages.{last.name}.max_eval_loss={last.max_eval_loss} has no effect: no stage follows; use 0, or"
@@ -154,7 +171,9 @@ def contradictions(stages: Sequence[StageConfig], changes: Mapping[str, Mapping[
 
 
 def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
-    """What is wrong with the resolved stages of a run, as messages: differences, missing scores, unused settings."""
+    """What is wrong with the resolved stages of a run, as messages: differences, missing scores,
+    unused settings.
+    """
     first, last_step = stages[0].config, stages[-1].config.train.steps
     for stage in stages:
         if stage.config.mesh.num_devices != first.mesh.num_devices:
@@ -194,17 +213,27 @@ def check_used(stages: Mapping[str, Mapping[str, Any]], path: str) -> None:
     is_length = path == "train.steps"  # each stage has its own
     mark: Any = object()  # a value that no stage has, and a config that sets only this one
     marked = functools.reduce(lambda inner, name: {name: inner}, reversed(path.split(".")), mark)
-    if not is_length and any(_value(merged_settings(marked, stage), path) is mark for stage in stages.values()):
+    if not is_length and any(
+        _value(merged_settings(marked, stage), path) is mark for stage in stages.values()
+    ):
         return
     own = [name for name, stage in stages.items() if is_length or _value(stage, path) is not None]
-    sources = sorted({source for stage in stages.values() for source in stage.get("data", {}).get("mixture", {})})
+    sources = sorted(
+        {source for stage in stages.values() for source in stage.get("data", {}).get("mixture", {})}
+    )
     if own:
-        settings = ", ".join(f"--config.stages.{name}.{'steps' if is_length else path}" for name in own)
+        settings = ", ".join(
+            f"--config.stages.{name}.{'steps' if is_length else path}" for name in own
+        )
         reason = f"the stages set it themselves; use {settings}"
     elif path.startswith("data.mixture."):
         source = path.split(".")[2]
         nearest = nearest_name(source, sources)
-        known = f"did you mean {nearest}?" if nearest else f"their sources are {', '.join(sources) or 'data.sources'}"
+        known = (
+            f"did you mean {nearest}?"
+            if nearest
+            else f"their sources are {', '.join(sources) or 'data.sources'}"
+        )
         reason = f"no stage has this source in its mixture; {known}"
     else:
         reason = f"the stages have mixtures; set --config.data.mixture.NAME.paths of {', '.join(sources)}"

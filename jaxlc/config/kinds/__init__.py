@@ -1,5 +1,5 @@
-"""The kinds of blocks of a layer, described without JAX: a module for each with its settings, checks, weights with
-their Hugging Face names, FLOPs, and bytes of what can be saved.
+"""The kinds of blocks of a layer, described without JAX: a module for each with its settings,
+checks, weights with their Hugging Face names, FLOPs, and bytes of what can be saved.
 
 `register` adds a kind from outside the package; `jaxlc.models.kinds.register` adds its computation.
 """
@@ -12,7 +12,8 @@ from jaxlc.config.kinds.experts import ExpertsKind
 
 MIXERS: dict[str, Mixer] = {}
 FEED_FORWARDS: dict[str, FeedForward] = {}
-_PARTS = ("attention", "mlp")  # names of the mixer and of the feed-forward block in the parameter tree
+# names of the mixer and of the feed-forward block in the parameter tree
+_PARTS = ("attention", "mlp")
 
 
 def register(kind: Block) -> None:
@@ -40,7 +41,9 @@ def mixer_by_layer_kind() -> dict[str, Mixer]:
 
 
 def tensor_names() -> tuple[str, ...]:
-    """Tensors of a layer that memory.save and memory.offload may name: its input, and those of its blocks."""
+    """Tensors of a layer that memory.save and memory.offload may name: its input, and those of its
+    blocks.
+    """
     return tuple(dict.fromkeys(("residual", *(name for block in blocks() for name in block.saved))))
 
 
@@ -57,14 +60,20 @@ def mixer_matrices(layer: Layer) -> dict[str, Matrix]:
 def layer_matrices(layer: Layer) -> dict[str, Matrix]:
     """All weight matrices of a layer, by their paths within the layer."""
     parts = zip(_PARTS, blocks_of(layer))
-    return {f"{part}/{name}": matrix for part, block in parts for name, matrix in block.matrices(layer).items()}
+    return {
+        f"{part}/{name}": matrix
+        for part, block in parts
+        for name, matrix in block.matrices(layer).items()
+    }
 
 
 def param_names(layer: Layer) -> set[str]:
     """The names of all parameters that a layer may have, without adapters."""
     norms = {f"{part}{place}_norm/scale" for part in _PARTS for place in ("", "_post")}
     tensors = (tensor for block in blocks_of(layer) for tensor in block.tensors)
-    return norms | {f"attention/{tensor.param}" for tensor in tensors} | layer_matrices(layer).keys()
+    return (
+        norms | {f"attention/{tensor.param}" for tensor in tensors} | layer_matrices(layer).keys()
+    )
 
 
 def projection_paths() -> dict[str, tuple[str, ...]]:

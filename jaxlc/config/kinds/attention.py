@@ -1,4 +1,6 @@
-"""Softmax attention: N query heads share K key/value heads. `jaxlc.models.kinds.attention` has the computation."""
+"""Softmax attention: N query heads share K key/value heads. `jaxlc.models.kinds.attention` has the
+computation.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,25 +16,27 @@ class AttentionSettings:
     """Settings of the layers with attention."""
 
     num_heads: From1[int]  # number of query heads
-    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
-    # multi-query attention.
+    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query
+    # attention, 1 is multi-query attention.
     num_kv_heads: From1[int]
-    head_dim: From1[int]  # width of each attention head; even, because RoPE rotates pairs of dimensions
-    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
-    # together, as in Olmo 3.
+    # width of each attention head; even, because RoPE rotates pairs of dimensions
+    head_dim: From1[int]
+    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3.
+    # projection: of all heads together, as in Olmo 3.
     qk_norm: Literal["none", "head", "projection"] = "none"
     qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
     attention_out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
-    # a trained logit per query head that joins the denominator of the attention softmax, as in gpt-oss.
+    # a trained logit per query head that joins the denominator of the attention softmax, as in
+    # gpt-oss.
     attention_sinks: bool = False
-    # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
-    # computes the gate as well, as in Qwen 3.5.
+    # the output of attention is multiplied by the sigmoid of a gate before its projection; the
+    # query projection computes the gate as well, as in Qwen 3.5.
     attention_gate: bool = False
-    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
-    # 0: head_dim.
+    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in
+    # Hugging Face configs. 0: head_dim.
     query_scale_dim: int = 0
-    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
-    # model has no sliding layers.
+    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens
+    # before it. 0: the model has no sliding layers.
     window: int = 0
 
     @property
@@ -60,7 +64,9 @@ class AttentionKind(Mixer):
     saved = ("query", "key", "value", "attention_out", "attention_lse", "attention_projected")
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        """wq [D, N, H], or [D, N, 2H] with a gate: first q, then the gate; wk and wv [D, K, H]; wo [N, H, D]."""
+        """wq [D, N, H], or [D, N, 2H] with a gate: first q, then the gate; wk and wv [D, K, H]; wo
+        [N, H, D].
+        """
         sizes, model = layer.section(AttentionSettings), dict(model=layer.model_dim)
         key_value = dict(kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
         return dict(
@@ -73,7 +79,11 @@ class AttentionKind(Mixer):
     def num_vector_entries(self, layer: Layer) -> int:
         """Norms of queries and keys, biases and sinks."""
         sizes = layer.section(AttentionSettings)
-        num_normed_heads = {"none": 0, "head": 2, "projection": sizes.num_heads + sizes.num_kv_heads}[sizes.qk_norm]
+        num_normed_heads = {
+            "none": 0,
+            "head": 2,
+            "projection": sizes.num_heads + sizes.num_kv_heads,
+        }[sizes.qk_norm]
         entries = num_normed_heads * sizes.head_dim + sizes.attention_out_bias * layer.model_dim
         if sizes.qkv_bias:
             entries += sizes.num_heads * sizes.query_dim + 2 * sizes.num_kv_heads * sizes.head_dim
@@ -86,7 +96,8 @@ class AttentionKind(Mixer):
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
         sizes = layer.section(AttentionSettings)
-        key_dim = max(sizes.num_kv_heads, config.mesh.tensor) * sizes.head_dim  # fewer heads than ranks are repeated
+        # fewer heads than ranks are repeated
+        key_dim = max(sizes.num_kv_heads, config.mesh.tensor) * sizes.head_dim
         values = dict(
             query=sizes.num_heads * sizes.query_dim,
             key=key_dim,
@@ -111,7 +122,11 @@ class AttentionKind(Mixer):
         yield from ()
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        sizes, attention, tensor = layer.section(AttentionSettings), config.attention, config.mesh.tensor
+        sizes, attention, tensor = (
+            layer.section(AttentionSettings),
+            config.attention,
+            config.mesh.tensor,
+        )
         if sizes.num_heads % tensor:
             yield f"config.{path}.num_heads={sizes.num_heads} is not divisible by config.mesh.tensor={tensor}"
         if sizes.num_kv_heads % tensor and tensor % sizes.num_kv_heads:
@@ -119,9 +134,15 @@ class AttentionKind(Mixer):
                 f"config.{path}.num_kv_heads={sizes.num_kv_heads} is neither a multiple nor a divisor of"
                 f" config.mesh.tensor={tensor}"
             )
-        ranks, heads, kv_heads = num_head_ranks(config), sizes.num_heads // tensor, max(1, sizes.num_kv_heads // tensor)
+        ranks, heads, kv_heads = (
+            num_head_ranks(config),
+            sizes.num_heads // tensor,
+            max(1, sizes.num_kv_heads // tensor),
+        )
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            setting = "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
+            setting = (
+                "mesh.context" if attention.strategy == "ulysses" else "attention.ulysses_degree"
+            )
             yield (
                 f"config.attention.strategy={attention.strategy!r} splits heads over {setting}={ranks}, and each tensor"
                 f" rank has {heads} query and {kv_heads} key/value heads of config.{path}, which must split or repeat"
@@ -140,6 +161,8 @@ class AttentionKind(Mixer):
 
 
 def num_head_ranks(config: RunConfig) -> int:
-    """Context ranks over which Ulysses splits the heads; 1 for strategies that split only the sequence."""
+    """Context ranks over which Ulysses splits the heads; 1 for strategies that split only the
+    sequence.
+    """
     degrees = {"ulysses": config.mesh.context, "hybrid": config.attention.ulysses_degree}
     return degrees.get(config.attention.strategy, 1)

@@ -1,7 +1,8 @@
-"""What the description of a kind of blocks provides, without JAX: settings, weights, costs, and what it refuses.
+"""What the description of a kind of blocks provides, without JAX: settings, weights, costs, and
+what it refuses.
 
-A layer has a mixer, which mixes its tokens, and a feed-forward block. `jaxlc.config.kinds` has the registry,
-`jaxlc.models.kinds` the computation.
+A layer has a mixer, which mixes its tokens, and a feed-forward block. `jaxlc.config.kinds` has the
+registry, `jaxlc.models.kinds` the computation.
 """
 
 import math
@@ -12,10 +13,11 @@ from typing import NamedTuple, Protocol, TypeVar
 from jaxlc.config.schema import RunConfig
 
 # Number of chains of a sequence, for mixers that pass states, in the order of per-document sharding
-# (`sharding.document_assignment`): a rank has two fragments of each. A chain adds two maps of states to what a rank
-# sends, and groups of tokens that are partly empty. With 6 chains, 5 documents are on all ranks, and the ring cost is
-# 1.09; with 4 chains it is 1.18, with 8 1.05, and in zigzag order 2.7 (mean of 60 sequences of 64K to 512K tokens, as
-# in benchmarks/document_balance.py).
+# (`sharding.document_assignment`): a rank has two fragments of each. A chain adds two maps of
+# states to what a rank sends, and groups of tokens that are partly empty. With 6 chains, 5
+# documents are on all ranks, and the ring cost is 1.09; with 4 chains it is 1.18, with 8 1.05, and
+# in zigzag order 2.7 (mean of 60 sequences of 64K to 512K tokens, as in
+# benchmarks/document_balance.py).
 NUM_CHAINS = 6
 
 SectionT = TypeVar("SectionT")
@@ -40,7 +42,9 @@ class Layer(Protocol):
 
 
 class Matrix(NamedTuple):
-    """A weight matrix: the names and sizes of its dimensions, those of the inputs first; or one for each expert."""
+    """A weight matrix: the names and sizes of its dimensions, those of the inputs first; or one for
+    each expert.
+    """
 
     inputs: dict[str, int]
     outputs: dict[str, int]
@@ -66,8 +70,12 @@ class Matrix(NamedTuple):
         return self.experts_per_token * self.num_inputs * self.num_outputs
 
     def low_rank_size(self, *, active: bool) -> int:
-        """Entries of an adapter of rank 1 for each matrix; with `active`, of those that multiply a token."""
-        return (self.experts_per_token if active else self.num_experts) * (self.num_inputs + self.num_outputs)
+        """Entries of an adapter of rank 1 for each matrix; with `active`, of those that multiply a
+        token.
+        """
+        return (self.experts_per_token if active else self.num_experts) * (
+            self.num_inputs + self.num_outputs
+        )
 
 
 class LayerTensor(NamedTuple):
@@ -100,10 +108,13 @@ class Block(ABC):
 
     name: str  # in the registry
     layers: str  # what layers with the block are called in messages
-    tensors: tuple[LayerTensor, ...]  # Hugging Face tensors of the parameters, in the order of the computation
-    # Names in lora.projections and precision.fp8_matmuls -> path of the matrix. A layer has those of its matrices.
+    # Hugging Face tensors of the parameters, in the order of the computation
+    tensors: tuple[LayerTensor, ...]
+    # Names in lora.projections and precision.fp8_matmuls -> path of the matrix. A layer has those
+    # of its matrices.
     projections: Mapping[str, str]
-    # Checkpoint names of activations that memory.save and memory.offload may name, in the order of the computation.
+    # Checkpoint names of activations that memory.save and memory.offload may name, in the order of
+    # the computation.
     saved: tuple[str, ...]
     sizes: tuple[str, ...]  # settings of model.kinds.NAME that the block reads
     only_with: tuple[str, ...]  # settings that have no effect in models without the block
@@ -144,9 +155,11 @@ class Block(ABC):
 class Mixer(Block):
     """Mixes the tokens of a layer."""
 
-    layer_types: Mapping[str, str]  # entries of layer_kinds -> entries of "layer_types" in config.json
+    # entries of layer_kinds -> entries of "layer_types" in config.json
+    layer_types: Mapping[str, str]
     layer_kinds: tuple[str, ...]  # names that model.layer_kinds may have for layers with this mixer
-    # The setting of the model with the norm_placement of these layers; if it is empty, model.norm_placement.
+    # The setting of the model with the norm_placement of these layers; if it is empty,
+    # model.norm_placement.
     norm_setting: str
 
     @abstractmethod
@@ -163,8 +176,8 @@ class FeedForward(Block):
 
     @abstractmethod
     def is_chosen(self, layer: Layer) -> bool:
-        """Whether layers whose kind names no feed_forward have the block. The kind that was registered last decides
-        first."""
+        """Whether layers whose kind names no feed_forward have the block. The kind that was
+        registered last decides first."""
 
     @abstractmethod
     def active_ffn_dim(self, layer: Layer) -> int:

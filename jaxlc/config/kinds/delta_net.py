@@ -1,4 +1,5 @@
-"""Gated DeltaNet: G key heads and H value heads with a recurrent state. Computed by `jaxlc.models.kinds.delta_net`.
+"""Gated DeltaNet: G key heads and H value heads with a recurrent state. Computed by
+`jaxlc.models.kinds.delta_net`.
 
 Tensors: transformers, models/qwen3_5.
 """
@@ -45,15 +46,25 @@ class DeltaNetKind(Mixer):
     tensors = (
         *(LayerTensor(f"w{x}", "linear_attn.in_proj_qkv.weight", 1) for x in "qkv"),
         *(LayerTensor(f"w{x}", f"linear_attn.in_proj_{x}.weight", 1) for x in "zba"),
-        *(LayerTensor(f"conv_{x}", "linear_attn.conv1d.weight", 1, is_convolution=True) for x in "qkv"),
+        *(
+            LayerTensor(f"conv_{x}", "linear_attn.conv1d.weight", 1, is_convolution=True)
+            for x in "qkv"
+        ),
         LayerTensor("log_decay", "linear_attn.A_log"),
         LayerTensor("decay_bias", "linear_attn.dt_bias"),
         LayerTensor("out_norm/scale", "linear_attn.norm.weight"),
         LayerTensor("wo", "linear_attn.out_proj.weight", 2),
     )
-    # delta_gate, delta_step and delta_decay compute the gate of the output, the step size and the decay.
+    # delta_gate, delta_step and delta_decay compute the gate of the output, the step size and the
+    # decay.
     projections = dict(
-        query="wq", key="wk", value="wv", attention_projected="wo", delta_gate="wz", delta_step="wb", delta_decay="wa"
+        query="wq",
+        key="wk",
+        value="wv",
+        attention_projected="wo",
+        delta_gate="wz",
+        delta_step="wb",
+        delta_decay="wa",
     )
     # delta_states: the state that enters each part of a sequence.
     saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
@@ -65,7 +76,9 @@ class DeltaNetKind(Mixer):
         heads = dict(heads=sizes.value_heads)
         value = heads | dict(head_dim=sizes.value_dim)
         outputs = dict(wq=key, wk=key, wv=value, wz=value, wb=heads, wa=heads)
-        return {name: Matrix(model, dims) for name, dims in outputs.items()} | dict(wo=Matrix(value, model))
+        return {name: Matrix(model, dims) for name, dims in outputs.items()} | dict(
+            wo=Matrix(value, model)
+        )
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, two gates of each value head, and the norm of the output."""
@@ -74,8 +87,8 @@ class DeltaNetKind(Mixer):
         return sizes.conv_taps * (2 * keys + values) + 2 * sizes.value_heads + sizes.value_dim
 
     def mixing_flops(self, layer: Layer) -> MixingFlops:
-        """Three products of each value head with its state [K, V], which the delta rule reads and corrects, and the
-        query reads. The chunked form computes more.
+        """Three products of each value head with its state [K, V], which the delta rule reads and
+        corrects, and the query reads. The chunked form computes more.
         """
         sizes = layer.section(DeltaNetConfig)
         return MixingFlops(per_token=6 * sizes.value_heads * sizes.key_dim * sizes.value_dim)
@@ -84,10 +97,15 @@ class DeltaNetKind(Mixer):
         sizes = layer.section(DeltaNetConfig)
         keys, values = _widths(sizes)
         widths = dict(
-            query=keys + values, key=keys, value=values, attention_out=values, attention_projected=layer.model_dim
+            query=keys + values,
+            key=keys,
+            value=values,
+            attention_out=values,
+            attention_projected=layer.model_dim,
         )
         may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
-        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context  # see step/batch.py
+        # see step/batch.py
+        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context
         states = 4 * fragments * values * sizes.key_dim  # float32
         named = {name: float(itemsize * width) for name, width in widths.items()}
         return named | dict(delta_states=states / config.data.seq_len)
@@ -95,7 +113,11 @@ class DeltaNetKind(Mixer):
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         sizes = layer.section(DeltaNetConfig)
         published = vars(_QWEN3_5_9B)
-        missing = [f"--config.model.delta_net.{name}={published[name]}" for name in _SIZES if vars(sizes)[name] < 1]
+        missing = [
+            f"--config.model.delta_net.{name}={published[name]}"
+            for name in _SIZES
+            if vars(sizes)[name] < 1
+        ]
         if missing:
             yield (
                 "config.model.layer_kinds has gated_delta_net layers, whose sizes are not set; use a model.preset or"
@@ -147,7 +169,9 @@ class DeltaNetKind(Mixer):
         if tile_tokens < shortest:
             per_device, pieces = config.data.seq_len // mesh.context, 2 * mesh.tensor
             lengths = range(pieces, per_device, pieces)
-            longer = next((size for size in lengths if size >= shortest and per_device % size == 0), 0)
+            longer = next(
+                (size for size in lengths if size >= shortest and per_device % size == 0), 0
+            )
             yield (
                 f"config.memory.tile_tokens={tile_tokens} is shorter than {shortest}, which the convolutions of"
                 " gated_delta_net layers need to reach only the neighboring parts of tiles; use"

@@ -1,11 +1,11 @@
-"""A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a shared expert computes
-all tokens. `jaxlc.models.kinds.experts` has the computation.
+"""A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a
+shared expert computes all tokens. `jaxlc.models.kinds.experts` has the computation.
 
-Families store experts in three ways, which are tables of names: a tensor for each expert; one for all, whose gate and
-up are rows; or where they are columns in turn.
+Families store experts in three ways, which are tables of names: a tensor for each expert; one for
+all, whose gate and up are rows; or where they are columns in turn.
 
-The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m rows are needed,
-whatever the routing.
+The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m
+rows are needed, whatever the routing.
 """
 
 import math
@@ -18,7 +18,8 @@ from jaxlc.config.kinds.dense import gated_matrices
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.schema import PrecisionConfig, RunConfig
 
-EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")  # an adapter or scale for each expert
+# an adapter or scale for each expert
+EXPERT_PROJECTIONS = ("expert_gate", "expert_up", "expert_down")
 
 # A tensor for each expert: transformers, models/qwen3_moe.
 TENSORS = (
@@ -27,7 +28,8 @@ TENSORS = (
     LayerTensor("expert_up", "mlp.experts.{expert}.up_proj.weight", 1),
     LayerTensor("expert_down", "mlp.experts.{expert}.down_proj.weight", 1),
 )
-# A tensor for all experts, an nn.Linear of each; its first rows are gate: transformers, models/qwen3_5_moe.
+# A tensor for all experts, an nn.Linear of each; its first rows are gate: transformers,
+# models/qwen3_5_moe.
 STACKED_LINEAR_TENSORS = (
     LayerTensor("router", "mlp.gate.weight", 1),
     LayerTensor("expert_gate", "mlp.experts.gate_up_proj", 1, is_stacked=True),
@@ -40,11 +42,15 @@ CHOICE_BIAS = LayerTensor("choice_bias", "mlp.gate.e_score_correction_bias", is_
 
 def shared_tensors(module: str) -> tuple[LayerTensor, ...]:
     """The shared expert of this name and its gate: transformers, models/qwen3_5_moe and glm4_moe."""
-    parts = (LayerTensor(f"shared/w_{x}", f"mlp.{module}.{x}_proj.weight", 1) for x in ("gate", "up", "down"))
+    parts = (
+        LayerTensor(f"shared/w_{x}", f"mlp.{module}.{x}_proj.weight", 1)
+        for x in ("gate", "up", "down")
+    )
     return (*parts, LayerTensor("shared_gate", f"mlp.{module}_gate.weight", 1))
 
 
-# A tensor for all experts, whose columns are those of gate and up in turn: transformers, models/gpt_oss.
+# A tensor for all experts, whose columns are those of gate and up in turn: transformers,
+# models/gpt_oss.
 STACKED_TENSORS = (
     LayerTensor("router", "mlp.router.weight", 1),
     LayerTensor("router_bias", "mlp.router.bias"),
@@ -56,13 +62,15 @@ STACKED_TENSORS = (
     LayerTensor("down_bias", "mlp.experts.down_proj_bias", None),
 )
 
-_MAX_BLOCK_ROWS = dict(blocks=512, mosaic=64)  # by runtime.expert_kernel; mosaic copies no weights for a block
+# by runtime.expert_kernel; mosaic copies no weights for a block
+_MAX_BLOCK_ROWS = dict(blocks=512, mosaic=64)
 _MOSAIC_DIM_MULTIPLE = 64  # tiles of the kernels of models/kinds/experts.py
 _ATTENTION_NAMES = "query,key,value,attention_projected"
 
 
 def block_rows(num_rows: int, num_experts: int, kernel: str = "blocks") -> int:
-    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts have equal loads.
+    """Rows of a block: a power of two, so that padding is about an eighth of the rows if experts
+    have equal loads.
 
     Args:
       kernel: config.runtime.expert_kernel.
@@ -84,29 +92,32 @@ class ExpertsConfig:
     # number of experts in the feed-forward block of each layer. 0: dense layers, without experts.
     # model.kinds.NAME.feed_forward=dense makes the layers of a kind dense.
     num_experts: int = 0
-    experts_per_token: int = 0  # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
+    # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
+    experts_per_token: int = 0
     ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
-    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
-    # softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid: the sigmoid of each logit, as in
-    # DeepSeek V3 and GLM 4.5.
+    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3.
+    # topk_softmax: the softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid:
+    # the sigmoid of each logit, as in DeepSeek V3 and GLM 4.5.
     router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
-    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
-    # Hugging Face configs.
+    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum;
+    # "norm_topk_prob" in Hugging Face configs.
     renormalize: bool = False
-    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
-    # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
+    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has
+    # no gradient; train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face
+    # files.
     choice_bias: bool = False
-    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
-    # with the largest sums of two scores. "n_group" in Hugging Face configs.
+    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of
+    # some groups: those with the largest sums of two scores. "n_group" in Hugging Face configs.
     groups: From1[int] = 1
     groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
     # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
     scale: Above0[float] = 1.0
     bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
-    # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
-    # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
+    # width of the shared expert, a feed-forward block of all tokens whose output is added to that
+    # of the experts; "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
     shared_ffn_dim: int = 0
-    # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in Qwen 3.5.
+    # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in
+    # Qwen 3.5.
     shared_gate: bool = False
 
 
@@ -116,7 +127,12 @@ class ExpertsKind(FeedForward):
     sizes = ()
     only_with = (
         *(f"model.experts.{name}" for name in vars(ExpertsConfig())),
-        *("train.balance_loss", "train.balance_loss_over", "train.balance_bias_rate", "train.router_z_loss"),
+        *(
+            "train.balance_loss",
+            "train.balance_loss_over",
+            "train.balance_bias_rate",
+            "train.router_z_loss",
+        ),
         "runtime.expert_kernel",
     )
     tensors = TENSORS
@@ -129,17 +145,21 @@ class ExpertsKind(FeedForward):
     saved = ("mlp_gate", "mlp_up")
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
-        """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]; the shared expert, and
-        its gate [D, 1]."""
+        """router [D, E]; for each expert expert_gate and expert_up [D, F], expert_down [F, D]; the
+        shared expert, and its gate [D, 1]."""
         sizes = layer.section(ExpertsConfig)
         model, counts = dict(model=layer.model_dim), (sizes.num_experts, sizes.experts_per_token)
-        expert, shared = (gated_matrices(layer.model_dim, dim) for dim in (sizes.ffn_dim, sizes.shared_ffn_dim))
+        expert, shared = (
+            gated_matrices(layer.model_dim, dim) for dim in (sizes.ffn_dim, sizes.shared_ffn_dim)
+        )
         matrices = dict(router=Matrix(model, dict(experts=sizes.num_experts)))
         for name, matrix in zip(EXPERT_PROJECTIONS, expert.values()):
             matrices[name] = Matrix(matrix.inputs, matrix.outputs, *counts)
         if sizes.shared_ffn_dim:
             matrices |= {f"shared/{name}": matrix for name, matrix in shared.items()}
-        return matrices | (dict(shared_gate=Matrix(model, dict(experts=1))) if sizes.shared_gate else {})
+        return matrices | (
+            dict(shared_gate=Matrix(model, dict(experts=1))) if sizes.shared_gate else {}
+        )
 
     def num_vector_entries(self, layer: Layer) -> int:
         """Biases of the router, of its choice and of the experts."""
@@ -181,7 +201,10 @@ class ExpertsKind(FeedForward):
                 " use --config.memory.parameters=device"
             )
         if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:
-            for name, value in (("fp8_scaling", precision.fp8_scaling), ("bf16_layers", precision.bf16_layers)):
+            for name, value in (
+                ("fp8_scaling", precision.fp8_scaling),
+                ("bf16_layers", precision.bf16_layers),
+            ):
                 if value != vars(PrecisionConfig())[name]:
                     yield (
                         f"unsupported: FP8 products of experts with config.precision.{name}={value!r}; remove it, or"
@@ -233,7 +256,11 @@ def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
 
 def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
     """What the Mosaic kernels do not support. `models.kinds.experts.check_devices` checks the GPUs."""
-    sizes, precision, mosaic = layer.section(ExpertsConfig), config.precision, "config.runtime.expert_kernel='mosaic'"
+    sizes, precision, mosaic = (
+        layer.section(ExpertsConfig),
+        config.precision,
+        "config.runtime.expert_kernel='mosaic'",
+    )
     if precision.compute in ("fp32", "fp16"):
         yield f"unsupported: {mosaic} with config.precision.compute={precision.compute!r}; use compute=bf16"
     if precision.compute == "fp8" and {*precision.fp8_matmuls} & {*EXPERT_PROJECTIONS}:
@@ -247,7 +274,10 @@ def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
             " --config.precision.reduce=compute, or --config.runtime.expert_kernel=blocks"
         )
     tensor = config.mesh.tensor
-    for name, dim, factor in (("model_dim", layer.model_dim, 1), ("experts.ffn_dim", sizes.ffn_dim, tensor)):
+    for name, dim, factor in (
+        ("model_dim", layer.model_dim, 1),
+        ("experts.ffn_dim", sizes.ffn_dim, tensor),
+    ):
         if dim % (_MOSAIC_DIM_MULTIPLE * factor):
             split = f" x config.mesh.tensor={tensor}" if factor > 1 else ""
             yield (

@@ -1,13 +1,16 @@
-"""Converts between the config.json of a Hugging Face model and the settings of `ModelConfig`. Imports no jax.
+"""Converts between the config.json of a Hugging Face model and the settings of `ModelConfig`.
+Imports no jax.
 
-A field that changes the computation and is not known is an error. `rope_json` reads and writes RoPE.
+A field that changes the computation and is not known is an error. `rope_json` reads and writes
+RoPE.
 
 The types of the fields of config.json. Imports no jax.
 
-The config.json of models that no family of transformers computes: their settings, under model_type "jaxlc".
+The config.json of models that no family of transformers computes: their settings, under model_type
+"jaxlc".
 
-Tensors have the names that most families use. `model.init_from`, generation and evaluation read such a directory as any
-other; transformers does not. Imports no jax.
+Tensors have the names that most families use. `model.init_from`, generation and evaluation read
+such a directory as any other; transformers does not. Imports no jax.
 """
 
 import dataclasses
@@ -17,8 +20,18 @@ from typing import Any
 
 from jaxlc.config.kinds import MIXERS, experts
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
-from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, ModelConfig, first_and_group, model_from
-from jaxlc.config.models.rope_json import ROPE_FIELDS, max_position_embeddings, rope_fields, rope_settings
+from jaxlc.config.models.model_schema import (
+    SECTIONS_OF_MODEL,
+    ModelConfig,
+    first_and_group,
+    model_from,
+)
+from jaxlc.config.models.rope_json import (
+    ROPE_FIELDS,
+    max_position_embeddings,
+    rope_fields,
+    rope_settings,
+)
 from jaxlc.config.old_names import renamed
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.values import flattened, plain, typed
@@ -42,7 +55,12 @@ _WORDS: dict[Any, str] = {
 _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     Count: (
         *("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "full_attention_interval"),
+        *(
+            "num_attention_heads",
+            "num_key_value_heads",
+            "query_pre_attn_scalar",
+            "full_attention_interval",
+        ),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
         *("linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -50,13 +68,32 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     ),
     Positive: ("rope_theta", "rope_local_base_freq"),
     int: (
-        *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval"),
+        *(
+            "sliding_window",
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            "no_rope_layer_interval",
+        ),
         *("n_shared_experts", "first_k_dense_replace"),
     ),
     float: (
         *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"),
-        *("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
-        *("attention_factor", "mscale", "mscale_all_dim", "routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
+        *(
+            "partial_rotary_factor",
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+        ),
+        *(
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "routed_scaling_factor",
+            "swiglu_alpha",
+            "swiglu_limit",
+        ),
     ),
     bool: (
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
@@ -75,8 +112,9 @@ _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in n
 
 
 def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[str, Any]:
-    """`fields`, with null for a part that the model does not have: programs also write false, 0, "", [] or {}. Such a
-    value of true or false is false, and other numbers that may be 0 are unchanged.
+    """`fields`, with null for a part that the model does not have: programs also write false, 0,
+    "", [] or {}. Such a value of true or false is false, and other numbers that may be 0 are
+    unchanged.
 
     Args:
       fields: the content of config.json, or an object in it.
@@ -99,7 +137,9 @@ def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[
 
 def _has_type(value: Any, hint: Any) -> bool:
     if typing.get_origin(hint) is list:
-        return isinstance(value, list) and all(_has_type(item, typing.get_args(hint)[0]) for item in value)
+        return isinstance(value, list) and all(
+            _has_type(item, typing.get_args(hint)[0]) for item in value
+        )
     if isinstance(value, bool):  # a subclass of int
         return hint in (bool, object)
     if hint in (Count, Positive):
@@ -131,7 +171,9 @@ def family_of_own_format(model: ModelConfig) -> Family:
 
 def own_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json for `model`, which `stored_settings` reads."""
-    settings = {name: plain(value) for name, value in vars(model).items() if name not in _NO_SETTINGS}
+    settings = {
+        name: plain(value) for name, value in vars(model).items() if name not in _NO_SETTINGS
+    }
     settings["kinds"] = {kind.name: {**dataclasses.asdict(kind)} for kind in model.kinds}
     for kind in settings["kinds"].values():
         kind.pop("name")
@@ -152,10 +194,14 @@ def own_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where} has no object {_SETTINGS!r}; export the model again")
     known = stored_settings(settings, where)
     sections = {f"{name}.{key}" for name, part in SECTIONS_OF_MODEL.items() for key in vars(part())}
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - SECTIONS_OF_MODEL.keys() | sections
+    names = {
+        field.name for field in dataclasses.fields(ModelConfig)
+    } - SECTIONS_OF_MODEL.keys() | sections
     missing = [name for name in sorted(names) if name not in (*known, *_NO_SETTINGS)]
     if missing:
-        raise UserError(f"{where} has no setting model.{missing[0]}: it is incomplete or of another version of jaxlc")
+        raise UserError(
+            f"{where} has no setting model.{missing[0]}: it is incomplete or of another version of jaxlc"
+        )
     return known
 
 
@@ -167,13 +213,17 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     hints = typing.get_type_hints(ModelConfig)
     for name, part in SECTIONS_OF_MODEL.items():
-        hints |= {f"{name}.{setting}": hint for setting, hint in typing.get_type_hints(part).items()}
+        hints |= {
+            f"{name}.{setting}": hint for setting, hint in typing.get_type_hints(part).items()
+        }
     settings = renamed("model", stored)
     kinds = {"kinds": settings.pop("kinds")} if "kinds" in settings else {}
     known = flattened(settings) | kinds
     unknown = sorted({*known} - {*hints})
     if unknown:
-        raise UserError(f"{where} has the unknown setting model.{unknown[0]}: it is of another version of jaxlc")
+        raise UserError(
+            f"{where} has the unknown setting model.{unknown[0]}: it is of another version of jaxlc"
+        )
     return {
         path: value if isinstance(value, dict) else typed(f"model.{path}", value, hints[path])
         for path, value in known.items()
@@ -181,9 +231,11 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-ROPE_SETTINGS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_"))
-# Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
-# not the shape of a parameter.
+ROPE_SETTINGS = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_")
+)
+# Settings that may differ from the model that is loaded: they change which positions attention
+# compares, and how, and not the shape of a parameter.
 _SLIDING_SETTINGS = ("sliding_rope_theta", "sliding_rope_scaling")
 CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, *_SLIDING_SETTINGS, "window")
 
@@ -200,13 +252,15 @@ _FIELDS = {  # config.json -> ModelConfig
 }
 _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields that are null
     **dict.fromkeys(
-        ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"), lambda x: x["num_heads"]
+        ("num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads"),
+        lambda x: x["num_heads"],
     ),
     "head_dim": lambda x: x["model_dim"] // x["num_heads"],
     "linear_key_head_dim": lambda x: int(0.75 * x["model_dim"] / x["delta_net.key_heads"]),
     "linear_value_head_dim": lambda x: 2 * x["delta_net.key_dim"],
 }
-_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)  # transformers has them in all families
+# transformers has them in all families
+_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     attention_dropout=(0,),
     is_decoder=(False, True),  # both are causal
@@ -220,15 +274,51 @@ _ACTIVATIONS = {
     "clamped_swiglu": "silu",
 }  # ModelConfig -> config.json
 _IRRELEVANT = {
-    *("_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
-    *("initializer_range", "max_position_embeddings", "use_cache", "id2label", "label2id", "problem_type"),
-    *("output_attentions", "output_hidden_states", "return_dict", "torchscript", "chunk_size_feed_forward"),
+    *(
+        "_name_or_path",
+        "_commit_hash",
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+    ),
+    *(
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+    ),
+    *(
+        "initializer_range",
+        "max_position_embeddings",
+        "use_cache",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "chunk_size_feed_forward",
+    ),
     *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "layer_types"),
-    *("task_specific_params", "tokenizer_class", "finetuning_task", "prefix", "use_bfloat16", "pruned_heads"),
+    *(
+        "task_specific_params",
+        "tokenizer_class",
+        "finetuning_task",
+        "prefix",
+        "use_bfloat16",
+        "pruned_heads",
+    ),
     *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
 }
-_QUANTIZATION = ("quantization_config", "compression_config")  # fields of models with quantized weights
+# fields of models with quantized weights
+_QUANTIZATION = ("quantization_config", "compression_config")
 _REASONS = {  # part of the name of a field -> what such models have and no family does
     "lora_rank": "multi-head latent attention",
     "mamba": "state space layers",
@@ -239,7 +329,8 @@ _REASONS = {  # part of the name of a field -> what such models have and no fami
 
 
 def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The settings of ModelConfig, without preset and init_from, of the model that `config` describes.
+    """The settings of ModelConfig, without preset and init_from, of the model that `config`
+    describes.
 
     Args:
       config: the content of config.json.
@@ -269,9 +360,13 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     first, group = _layer_kinds(config, family, where)
     kinds = {*first, *group}
     settings |= dict.fromkeys(_unused_sizes(family, kinds), 0)
-    window = config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
+    window = (
+        config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
+    )
     if window is None:
-        raise UserError(f"{where} has layers of type sliding_attention and no sliding_window; download it again")
+        raise UserError(
+            f"{where} has layers of type sliding_attention and no sliding_window; download it again"
+        )
     rope = rope_settings(config, where, family, kinds)
     settings |= dict(first_layer_kinds=first, layer_kinds=group, window=window) | rope
     own_kinds = {kind: dict(values) for kind, values in family.kinds.items() if kind in kinds}
@@ -279,9 +374,13 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of the language model in config.json: `config` itself, or text_config of a model with images."""
+    """The fields of the language model in config.json: `config` itself, or text_config of a model
+    with images.
+    """
     model_type = config.get("model_type") or None
-    family = next((family for family in FAMILIES.values() if family.multimodal_type == model_type), None)
+    family = next(
+        (family for family in FAMILIES.values() if family.multimodal_type == model_type), None
+    )
     if family is None or not isinstance(config.get("text_config"), dict):
         return config
     names = ("dtype", "torch_dtype", "tie_word_embeddings", *_QUANTIZATION)
@@ -291,16 +390,23 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:
-    """The family to export `model` as: that of the config.json it comes from, or the first one with the same layers.
-    If there is none, the names of `own_format`."""
+    """The family to export `model` as: that of the config.json it comes from, or the first one with
+    the same layers. If there is none, the names of `own_format`."""
     if config is not None and not is_own_format(config):
         return FAMILIES[config["model_type"]]
     own = family_of_own_format(model)
-    return own if config is not None else next((family for family in FAMILIES.values() if family.fits(model)), own)
+    return (
+        own
+        if config is not None
+        else next((family for family in FAMILIES.values() if family.fits(model)), own)
+    )
 
 
-def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str) -> dict[str, Any]:
-    """The config.json of `model`. Fields that `model` does not change keep the values they have in `base`.
+def config_json_of(
+    model: ModelConfig, base: Mapping[str, Any] | None, *, seq_len: int, dtype: str
+) -> dict[str, Any]:
+    """The config.json of `model`. Fields that `model` does not change keep the values they have in
+    `base`.
 
     Args:
       base: config.json of the model that training started from, or None.
@@ -312,20 +418,41 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
     """
     family = family_of(base, model)
     fields = _fields_of(model, family)
-    longest = max_position_embeddings(model, seq_len, (base or {}).get("max_position_embeddings") or 0)
-    dtype_fields = [name for name in ("dtype", "torch_dtype") if name in (base or {})] or ["torch_dtype"]
-    changed: dict[str, Any] = {"max_position_embeddings": longest, **dict.fromkeys(dtype_fields, dtype)}
+    longest = max_position_embeddings(
+        model, seq_len, (base or {}).get("max_position_embeddings") or 0
+    )
+    dtype_fields = [name for name in ("dtype", "torch_dtype") if name in (base or {})] or [
+        "torch_dtype"
+    ]
+    changed: dict[str, Any] = {
+        "max_position_embeddings": longest,
+        **dict.fromkeys(dtype_fields, dtype),
+    }
     if family.model_type == MODEL_TYPE:
         tokens: Mapping[str, Any] = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         return {**(base or tokens), **own_fields(model), **changed}
     if base is None:
-        first: dict[str, Any] = dict(architectures=[family.architecture], model_type=family.model_type)
+        first: dict[str, Any] = dict(
+            architectures=[family.architecture], model_type=family.model_type
+        )
         # Of the tokenizer; the defaults of transformers are those of a published model.
         first |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         first[family.activation_field] = _ACTIVATIONS[model.activation]
-        fixed = {name: values[0] for name, values in family.required_values.items() if name != "rope_interleaved"}
-        return first | fields | fixed | family.write_kinds(model) | rope_fields(model, family) | changed
-    base = {name: value for name, value in base.items() if name not in _QUANTIZATION}  # the weights are not, any more
+        fixed = {
+            name: values[0]
+            for name, values in family.required_values.items()
+            if name != "rope_interleaved"
+        }
+        return (
+            first
+            | fields
+            | fixed
+            | family.write_kinds(model)
+            | rope_fields(model, family)
+            | changed
+        )
+    # the weights are not, any more
+    base = {name: value for name, value in base.items() if name not in _QUANTIZATION}
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(model_from(model.by_path | before), family).items():
@@ -335,8 +462,13 @@ def config_json_of(model: ModelConfig, base: Mapping[str, Any] | None, *, seq_le
             )
     if before["window"] != model.window:
         changed |= family.write_kinds(model)
-    after = settings_of({**base, **changed}, "config.json")  # the length that the run adds may change the RoPE
-    if all(after[name] == model.by_path[name] for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS) if name in after):
+    # the length that the run adds may change the RoPE
+    after = settings_of({**base, **changed}, "config.json")
+    if all(
+        after[name] == model.by_path[name]
+        for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS)
+        if name in after
+    ):
         return {**base, **changed}
     kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
     return kept | rope_fields(model, family) | changed
@@ -351,7 +483,9 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
         reason = _reason(config)
         if isinstance(inner, dict):
             reason = _reason(inner) or f" (a model around one of type {inner.get('model_type')!r})"
-        raise Unsupported(f"unsupported: {where} has model_type {model_type!r}{reason}; supported are {names}")
+        raise Unsupported(
+            f"unsupported: {where} has model_type {model_type!r}{reason}; supported are {names}"
+        )
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise Unsupported(
@@ -370,7 +504,9 @@ def _by_names_of(family: Family, config: Mapping[str, Any], where: str) -> dict[
     for alias, name in family.field_aliases.items():
         value, named = renamed.pop(alias, None), renamed.get(name)
         if None not in (value, named) and value != named:
-            raise UserError(f"{where} has {alias}={value} and {name}={named}, which differ; remove the wrong one")
+            raise UserError(
+                f"{where} has {alias}={value} and {name}={named}, which differ; remove the wrong one"
+            )
         if value is not None:
             renamed[name] = value
     return renamed
@@ -385,31 +521,55 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
             f" ({name}); use the model with weights in bfloat16, float16 or float32"
         )
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
-    required = {**_REQUIRED_VALUES, family.activation_field: (_ACTIVATIONS[activation],), **family.required_values}
+    required = {
+        **_REQUIRED_VALUES,
+        family.activation_field: (_ACTIVATIONS[activation],),
+        **family.required_values,
+    }
     for name, values in required.items():
         value = config.get(name, family.defaults.get(name, values[0]))
         if value not in values and value is not None:
             allowed = " or ".join("null" if x is None else str(x).lower() for x in values)
-            raise Unsupported(f"unsupported: {where} has {name}={value!r}; only {allowed} is supported")
-    known = {*_FIELDS, *family.fields, *required, *ROPE_FIELDS, "sliding_window", *_IRRELEVANT, *family.irrelevant}
-    unknown = sorted(name for name, value in config.items() if value and name not in (*known, *_QUANTIZATION))
+            raise Unsupported(
+                f"unsupported: {where} has {name}={value!r}; only {allowed} is supported"
+            )
+    known = {
+        *_FIELDS,
+        *family.fields,
+        *required,
+        *ROPE_FIELDS,
+        "sliding_window",
+        *_IRRELEVANT,
+        *family.irrelevant,
+    }
+    unknown = sorted(
+        name for name, value in config.items() if value and name not in (*known, *_QUANTIZATION)
+    )
     if unknown:
         name = unknown[0]
         reason = suggestion(name, known, cutoff=0.8) or _reason({name: True})
-        advice = "" if reason else f"; remove it if transformers does not read it in models of type {family.model_type}"
+        advice = (
+            ""
+            if reason
+            else f"; remove it if transformers does not read it in models of type {family.model_type}"
+        )
         raise Unsupported(
             f"unsupported: {where} has the unknown field {name}={config[name]!r}{reason}, which may change the"
             f" computation{advice}"
         )
 
 
-def _layer_kinds(config: Mapping[str, Any], family: Family, where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _layer_kinds(
+    config: Mapping[str, Any], family: Family, where: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The settings model.first_layer_kinds and model.layer_kinds."""
     kinds = family.read_kinds(config)
     supported = frozenset().union(*family.layer_kinds)
     unsupported = [kind for kind in kinds if kind not in supported]
     if unsupported:
-        layer_type = LAYER_TYPES.get(unsupported[0], "NoPE" if unsupported[0] == "nope" else unsupported[0])
+        layer_type = LAYER_TYPES.get(
+            unsupported[0], "NoPE" if unsupported[0] == "nope" else unsupported[0]
+        )
         raise Unsupported(
             f"unsupported: {where} has layers of type {layer_type}; in models of type {family.model_type} only"
             f" {' and '.join(sorted(supported))} layers are supported"
@@ -427,7 +587,9 @@ def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     values = model.by_path | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
     fields = {name: values[setting] for name, setting in _settings_of_fields(family).items()}
     unused = _unused_sizes(family, model.attentions)
-    fields = {name: value for name, value in fields.items() if family.fields.get(name) not in unused}
+    fields = {
+        name: value for name, value in fields.items() if family.fields.get(name) not in unused
+    }
     return fields | family.write_settings(model)
 
 
@@ -438,7 +600,9 @@ def _unused_sizes(family: Family, kinds: Collection[str]) -> list[str]:
 
 
 def _settings_of_fields(family: Family) -> dict[str, str]:
-    """The fields of config.json that give settings, and these; without the width of dense layers if there are none."""
+    """The fields of config.json that give settings, and these; without the width of dense layers if
+    there are none.
+    """
     common = {name: x for name, x in _FIELDS.items() if x != "ffn_dim" or family.has_dense_layers}
     return {**common, **family.fields}
 

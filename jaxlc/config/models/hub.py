@@ -1,4 +1,6 @@
-"""Models of the Hugging Face hub, downloaded with the optional package `huggingface_hub`. Imports no jax."""
+"""Models of the Hugging Face hub, downloaded with the optional package `huggingface_hub`. Imports
+no jax.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,14 +10,17 @@ from jaxlc.core import errors
 from jaxlc.core.errors import UserError, reason_of
 from jaxlc.core.files import nearest_path
 
-DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")  # config, tokenizer and chat template: some megabytes
+# config, tokenizer and chat template: some megabytes
+DESCRIPTION_FILES = ("*.json", "*.model", "*.jinja")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 WEIGHT_FILES = ("*.safetensors",)
 _MODEL_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_model_id(name: str) -> bool:
-    """Whether `name` has the form ORGANIZATION/NAME, and no directory with such a name, or a similar one, is here."""
+    """Whether `name` has the form ORGANIZATION/NAME, and no directory with such a name, or a
+    similar one, is here.
+    """
     path = Path(name)
     is_path = path.parent.is_dir() or name.startswith("runs/") or nearest_path(path) is not None
     return _MODEL_ID.fullmatch(name) is not None and not is_path
@@ -46,9 +51,12 @@ def _download(repo_id: str, patterns: Sequence[str], setting: str, what: str) ->
 
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
-    except Exception as error:  # the package raises errors of its own, of its HTTP client and OSError
+    except (
+        Exception
+    ) as error:  # the package raises errors of its own, of its HTTP client and OSError
         reason = "the hub cannot be reached, and its cache has no copy: try again with a connection"
-        if "RepositoryNotFoundError" in [cls.__name__ for cls in type(error).__mro__]:  # or its terms are not accepted
+        # or its terms are not accepted
+        if "RepositoryNotFoundError" in [cls.__name__ for cls in type(error).__mro__]:
             reason = "the hub has no such model for you: check the name, its terms of use, and `hf auth login`"
         elif isinstance(error, OSError) and error.errno:
             reason = reason_of(error)

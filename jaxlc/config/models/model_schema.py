@@ -21,14 +21,15 @@ from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 from jaxlc.core.errors import Unsupported
 
-# The first layers are compiled one by one, as are those of a group: together they may be more than this only if most
-# layers repeat.
+# The first layers are compiled one by one, as are those of a group: together they may be more than
+# this only if most layers repeat.
 _MAX_LAYERS_WITHOUT_REPETITION = 8
 
 
 def first_and_group(kinds: Sequence[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The kinds of the first layers and the group of kinds that repeats after them to give `kinds`, with the fewest
-    layers in both and then the fewest first layers; the last repetition may be incomplete.
+    """The kinds of the first layers and the group of kinds that repeats after them to give `kinds`,
+    with the fewest layers in both and then the fewest first layers; the last repetition may be
+    incomplete.
 
     Args:
       kinds: of all layers.
@@ -60,79 +61,101 @@ SectionT = TypeVar("SectionT")
 
 @dataclass(frozen=True, kw_only=True)
 class KindConfig:
-    """How the layers of one kind differ from the settings of the model, as --config.model.kinds.NAME.KEY."""
+    """How the layers of one kind differ from the settings of the model, as
+    --config.model.kinds.NAME.KEY.
+    """
 
-    name: str  # an entry of model.layer_kinds: full, sliding, nope, gated_delta_net, or another name
-    # attention of the layers, as in model.layer_kinds. Empty: that of the name; full if it names none.
+    # an entry of model.layer_kinds: full, sliding, nope, gated_delta_net, or another name
+    name: str
+    # attention of the layers, as in model.layer_kinds. Empty: that of the name; full if it names
+    # none.
     attention: str = ""
     num_heads: int = 0  # number of query heads; 0: model.num_heads
     num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
-    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. Empty: the experts of
-    # the model, or dense if model.experts.num_experts is 0.
+    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim.
+    # Empty: the experts of the model, or dense if model.experts.num_experts is 0.
     feed_forward: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(AttentionSettings):
-    """A Llama-style decoder. `preset` gives the shape of a published model; the other settings override it."""
+    """A Llama-style decoder. `preset` gives the shape of a published model; the other settings
+    override it.
+    """
 
-    preset: str  # name of a published model in jaxlc/config/models/presets.py, such as llama3.1-8b or qwen3-8b
-    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
-    # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
+    # name of a published model in jaxlc/config/models/presets.py, such as llama3.1-8b or qwen3-8b
+    preset: str
+    # model whose weights training starts from: a Hugging Face directory, a hub id
+    # ORGANIZATION/NAME, or the workdir of a run. It gives the shape as well, and preset has no
+    # effect; docs/pretrained.md. Empty: random weights.
     init_from: str = ""
-    vocab_size: From1[int]  # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
+    # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
+    vocab_size: From1[int]
     num_layers: From1[int]  # number of decoder layers (attention and feed-forward)
     model_dim: From1[int]  # width of the residual stream; "hidden_size" in Hugging Face configs
-    ffn_dim: From1[int]  # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
+    # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
+    ffn_dim: From1[int]
     tie_embeddings: bool  # use the transposed token embedding as the output head
-    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their output before it is
-    # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
+    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their
+    # output before it is added to the residual stream, as in Olmo 3. pre_and_post: of both, as in
+    # Gemma 3.
     norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: Above0[float]  # added to the mean square in RMSNorm
-    # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of gpt-oss, which also
-    # bounds gate and up projection.
+    # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of
+    # gpt-oss, which also bounds gate and up projection.
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
-    # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
-    # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.
-    # nope: as full, without position embedding. gated_delta_net: linear attention with a state, as in Qwen 3.5.
+    # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i
+    # has kind layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to
+    # the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
+    # attention with a state, as in Qwen 3.5.
     layer_kinds: tuple[str, ...] = ("full",)
-    # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
-    # num_layers.
+    # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM
+    # 4.5. They are part of num_layers.
     first_layer_kinds: tuple[str, ...] = ()
-    # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
-    # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
+    # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set
+    # the fields of a kind with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which
+    # layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
     delta_net: DeltaNetConfig = DeltaNetConfig()
     experts: ExpertsConfig = ExpertsConfig()
     sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
     sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
-    rope_theta: Above0[float]  # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
-    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
-    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
-    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
-    rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = "none"
+    # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
+    rope_theta: Above0[float]
+    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by
+    # the factor. ntk: a larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low
+    # frequencies divided, high ones unchanged, sharper attention. longrope: each divided by a
+    # factor of its own. llama3: as in Llama 3.1.
+    rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = (
+        "none"
+    )
     rope_scaling_factor: From1[float] = 1.0  # new context length divided by the original one
-    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn, longrope and llama3.
+    # context length in tokens that the model was trained with before scaling; dynamic_ntk, yarn,
+    # longrope and llama3.
     rope_scaling_original_tokens: ZeroOrFrom2[int] = 0
     # llama3: wavelengths above rope_scaling_original_tokens / this are scaled fully.
     rope_scaling_low_freq_factor: Above0[float] = 1.0
     # llama3: wavelengths below rope_scaling_original_tokens / this are not scaled.
     rope_scaling_high_freq_factor: Above0[float] = 4.0
-    # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not scaled.
+    # yarn: frequencies with more turns than this within rope_scaling_original_tokens are not
+    # scaled.
     rope_scaling_beta_fast: Above0[float] = 32.0
-    # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled fully.
+    # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled
+    # fully.
     rope_scaling_beta_slow: Above0[float] = 1.0
-    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
-    # rope_scaling_factor.
+    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed
+    # from rope_scaling_factor.
     rope_scaling_attention_factor: float = 0.0
-    rope_scaling_truncate: bool = True  # yarn: round the limits between the frequency bands to whole dimensions
+    # yarn: round the limits between the frequency bands to whole dimensions
+    rope_scaling_truncate: bool = True
     # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
     rope_scaling_short_factors: tuple[float, ...] = ()
-    rope_scaling_long_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies for longer sequences
+    # longrope: divisors of the frequencies for longer sequences
+    rope_scaling_long_factors: tuple[float, ...] = ()
     # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged.
     rope_fraction: Above0UpTo1[float] = 1.0
 
@@ -161,19 +184,28 @@ class ModelConfig(AttentionSettings):
         settings: dict[str, Any] = {}
         for name, value in vars(self).items():
             is_section = name in SECTIONS_OF_MODEL
-            settings |= {f"{name}.{key}": item for key, item in vars(value).items()} if is_section else {name: value}
+            settings |= (
+                {f"{name}.{key}": item for key, item in vars(value).items()}
+                if is_section
+                else {name: value}
+            )
         return settings
 
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
         """The kind of each layer."""
         first, group = self.first_layer_kinds, self.layer_kinds
-        return (*first, *(group[layer % len(group)] for layer in range(self.num_layers - len(first))))
+        return (
+            *first,
+            *(group[layer % len(group)] for layer in range(self.num_layers - len(first))),
+        )
 
     def kinds_of_iteration(self, stack: str) -> tuple[str, ...]:
         """The kinds of the layers that an iteration of the loop over one of LAYER_STACKS runs."""
         last = self.layer_kinds[: self.num_last_layers]
-        return {FIRST_LAYERS: self.first_layer_kinds, LAYERS: self.layer_kinds, LAST_LAYERS: last}[stack]
+        return {FIRST_LAYERS: self.first_layer_kinds, LAYERS: self.layer_kinds, LAST_LAYERS: last}[
+            stack
+        ]
 
     def num_layers_of(self, kind: str) -> int:
         """Number of layers of this kind."""
@@ -195,8 +227,14 @@ class ModelConfig(AttentionSettings):
 
     def of_kind(self, kind: str) -> "LayerConfig":
         """The settings of the layers of this kind: those of the model with the sizes of the kind."""
-        own = next((vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]())
-        sizes = {name: size for name, size in own.items() if name not in ("name", "attention", "feed_forward") and size}
+        own = next(
+            (vars(settings) for settings in self.kinds if settings.name == kind), dict[str, Any]()
+        )
+        sizes = {
+            name: size
+            for name, size in own.items()
+            if name not in ("name", "attention", "feed_forward") and size
+        }
         settings: dict[str, Any] = {**vars(self), **sizes, "feed_forward": ""}
         mixer = mixer_by_layer_kind()[self.attention_of(kind)]
         settings["norm_placement"] = self.by_path[mixer.norm_setting] or self.norm_placement
@@ -215,14 +253,21 @@ class ModelConfig(AttentionSettings):
     def layer_stacks(self) -> dict[tuple[str, ...], list[int]]:
         """The indices of the layers of each parameter stack, by its path in the parameter tree.
 
-        ("layers",) and ("last_layers",) if all layers have equal shapes, otherwise ("layers", KIND) for each kind. The
-        layers after the last whole group of layer_kinds are in last_layers, those of first_layer_kinds in first_layers.
+        ("layers",) and ("last_layers",) if all layers have equal shapes, otherwise ("layers", KIND)
+        for each kind. The layers after the last whole group of layer_kinds are in last_layers,
+        those of first_layer_kinds in first_layers.
         """
         has_equal_shapes = len({self.of_kind(kind) for kind in self.used_kinds}) == 1
         stacks: dict[tuple[str, ...], list[int]] = {}
         for layer, kind in enumerate(self.kinds_of_layers):
             in_group = layer - len(self.first_layer_kinds)
-            stack = FIRST_LAYERS if in_group < 0 else LAYERS if in_group < self.num_group_layers else LAST_LAYERS
+            stack = (
+                FIRST_LAYERS
+                if in_group < 0
+                else LAYERS
+                if in_group < self.num_group_layers
+                else LAST_LAYERS
+            )
             path = (stack,) if has_equal_shapes else (stack, kind)
             stacks.setdefault(path, []).append(layer)
         return stacks
@@ -247,26 +292,35 @@ def model_from(settings: Mapping[str, Any]) -> ModelConfig:
     """The model with these settings, by their paths; the inverse of `ModelConfig.by_path`."""
     values: dict[str, Any] = {name: value for name, value in settings.items() if "." not in name}
     for name, part in SECTIONS_OF_MODEL.items():
-        own = {path.partition(".")[2]: value for path, value in settings.items() if path.startswith(f"{name}.")}
+        own = {
+            path.partition(".")[2]: value
+            for path, value in settings.items()
+            if path.startswith(f"{name}.")
+        }
         values[name] = part(**own)
     return ModelConfig(**values)
 
 
 def model_name(model: Mapping[str, Any]) -> str:
-    """The name of a model in titles and messages: the hub id or last directory of its init_from, or else its preset.
+    """The name of a model in titles and messages: the hub id or last directory of its init_from, or
+    else its preset.
 
     Args:
-      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored dictionary of it.
+      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored
+        dictionary of it.
     """
     init_from = model.get("init_from", "")
     if not init_from or is_model_id(init_from):
         return init_from or model.get("preset", "")
     path = PurePath(init_from)
-    cached = [part for part in path.parts if part.startswith("models--")]  # a snapshot in the cache of the hub
+    # a snapshot in the cache of the hub
+    cached = [part for part in path.parts if part.startswith("models--")]
     if cached:
         return cached[-1].removeprefix("models--").replace("--", "/")
     is_checkpoint = path.parent.name == "checkpoints"
-    return f"{path.parent.parent.name} step {path.name}" if is_checkpoint else path.name or init_from
+    return (
+        f"{path.parent.parent.name} step {path.name}" if is_checkpoint else path.name or init_from
+    )
 
 
 # Kind of scaling -> the settings rope_scaling_... that it uses.
@@ -280,29 +334,38 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_tokens", "low_freq_factor", "high_freq_factor"),
 }
 DEFAULTS: dict[str, Any] = {
-    field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_scaling")
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name.startswith("rope_scaling")
 }
-NO_EFFECT_AT_1 = ("linear", "ntk", "yarn", "llama3")  # with rope_scaling_factor=1 and attention factor 1
+# with rope_scaling_factor=1 and attention factor 1
+NO_EFFECT_AT_1 = ("linear", "ntk", "yarn", "llama3")
 
 
 def with_scaling(shape: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a model, `shape`, updated with `explicit`.
 
-    If `explicit` names another kind of scaling, the parameters of the kind in `shape` return to their defaults, except
-    the original context length if the new kind uses it as well.
+    If `explicit` names another kind of scaling, the parameters of the kind in `shape` return to
+    their defaults, except the original context length if the new kind uses it as well.
     """
     scaling = explicit.get("rope_scaling", shape["rope_scaling"])
     if scaling == shape["rope_scaling"] or scaling not in PARAMETERS:
         return {**shape, **explicit}
     kept = {"rope_scaling_original_tokens"} if "original_tokens" in PARAMETERS[scaling] else set()
-    return {**shape, **{name: value for name, value in DEFAULTS.items() if name not in kept}, **explicit}
+    return {
+        **shape,
+        **{name: value for name, value in DEFAULTS.items() if name not in kept},
+        **explicit,
+    }
 
 
 def attention_factor(model: ModelConfig) -> float:
-    """The factor of cos and sin that `rope_scaling_attention_factor` gives, or its rule if that is 0.
+    """The factor of cos and sin that `rope_scaling_attention_factor` gives, or its rule if that is
+    0.
 
-    yarn: 0.1 ln s + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4); longrope: sqrt(1 + ln s / ln original tokens)
-    (Ding et al. 2024, arXiv:2402.13753, the authors' code); 1 for the other kinds.
+    yarn: 0.1 ln s + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4); longrope: sqrt(1 + ln s /
+    ln original tokens) (Ding et al. 2024, arXiv:2402.13753, the authors' code); 1 for the other
+    kinds.
     """
     if model.rope_scaling_attention_factor:
         return model.rope_scaling_attention_factor
@@ -340,7 +403,10 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
             f"config.model.rope_scaling={scaling!r} needs --config.model.rope_scaling_original_tokens, the context"
             " length that the model was trained with; often max_position_embeddings of its config.json"
         )
-    if scaling == "llama3" and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
+    if (
+        scaling == "llama3"
+        and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor
+    ):
         yield (
             f"config.model.rope_scaling_low_freq_factor={model.rope_scaling_low_freq_factor} must be less than"
             f" rope_scaling_high_freq_factor={model.rope_scaling_high_freq_factor}"
@@ -356,7 +422,8 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
 
 def _fraction_problems(model: ModelConfig) -> Iterator[str]:
     rotated = model.head_dim * model.rope_fraction
-    smallest = 4 if model.rope_scaling in ("ntk", "dynamic_ntk") else 2  # their base has the exponent d / (d - 2)
+    # their base has the exponent d / (d - 2)
+    smallest = 4 if model.rope_scaling in ("ntk", "dynamic_ntk") else 2
     if rotated % 2 or rotated < smallest:
         yield (
             f"config.model.rope_fraction={model.rope_fraction} of head_dim={model.head_dim} gives {rotated:g}"
@@ -370,7 +437,11 @@ def _unused_parameters(model: ModelConfig) -> Iterator[str]:
         value = getattr(model, name)
         if name in used or value == default:
             continue
-        users = [kind for kind, names in PARAMETERS.items() if name.removeprefix("rope_scaling_") in names]
+        users = [
+            kind
+            for kind, names in PARAMETERS.items()
+            if name.removeprefix("rope_scaling_") in names
+        ]
         yield (
             f"config.model.{name}={value} has no effect with config.model.rope_scaling={model.rope_scaling!r}; use"
             f" --config.model.rope_scaling={' or '.join(users)} with it, or set it to {default}"

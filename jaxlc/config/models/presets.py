@@ -1,7 +1,7 @@
 """Published model shapes by name: the values of `config.model.preset`. Data only.
 
-Source: the `config.json` that the authors of each model publish with its weights. A test compares the parameter count
-of each entry with the published one.
+Source: the `config.json` that the authors of each model publish with its weights. A test compares
+the parameter count of each entry with the published one.
 """
 
 from typing import Any
@@ -10,9 +10,13 @@ from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import ModelConfig, model_from
 from jaxlc.config.values import flattened
 
-_LLAMA_3_1: dict[str, Any] = dict(rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192)
+_LLAMA_3_1: dict[str, Any] = dict(
+    rope_scaling="llama3", rope_scaling_factor=8.0, rope_scaling_original_tokens=8192
+)
 _LLAMA_3_2: dict[str, Any] = {**_LLAMA_3_1, "rope_scaling_factor": 32.0}
-_LLAMA_3: dict[str, Any] = dict(vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0)
+_LLAMA_3: dict[str, Any] = dict(
+    vocab_size=128_256, head_dim=128, norm_epsilon=1e-5, rope_theta=500_000.0
+)
 _LLAMA_3_2_1B: dict[str, Any] = {**_LLAMA_3, **_LLAMA_3_2, "head_dim": 64}
 
 _QWEN3_5: dict[str, Any] = dict(
@@ -171,8 +175,8 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["qwen3_moe"].settings,
     ),
     dict(
-        # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose numbers of
-        # layers and experts are those of gpt-oss-120b.
+        # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23,
+        # whose numbers of layers and experts are those of gpt-oss-120b.
         preset="gpt-oss-20b",
         vocab_size=201_088,
         num_layers=24,
@@ -198,8 +202,8 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["gpt_oss"].settings,
     ),
     dict(
-        # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
-        # that of THUDM/slime, scripts/models.
+        # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23;
+        # the base of RoPE is that of THUDM/slime, scripts/models.
         preset="qwen3.5-9b",
         num_layers=32,
         model_dim=4096,
@@ -211,8 +215,9 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["qwen3_5_text"].settings,
     ),
     dict(
-        # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23, whose
-        # docstring names this model; the base of RoPE is that of THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh.
+        # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers
+        # 5.23, whose docstring names this model; the base of RoPE is that of THUDM/slime,
+        # scripts/models/qwen3.5-35B-A3B.sh.
         preset="qwen3.5-35b-a3b",
         num_layers=40,
         model_dim=2048,
@@ -225,7 +230,8 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["qwen3_5_moe_text"].settings,
     ),
     dict(
-        # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without RoPE.
+        # allenai/Olmo-Hybrid-7B: the defaults of OlmoHybridConfig in transformers 5.23; without
+        # RoPE.
         preset="olmo-hybrid-7b",
         vocab_size=100_352,
         num_layers=32,
@@ -297,4 +303,6 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **_OLMO3,
     ),
 )
-PRESETS: dict[str, ModelConfig] = {preset["preset"]: model_from(flattened(preset)) for preset in _PRESETS}
+PRESETS: dict[str, ModelConfig] = {
+    preset["preset"]: model_from(flattened(preset)) for preset in _PRESETS
+}

@@ -1,4 +1,5 @@
-"""Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run. Imports no jax.
+"""Resolves `model.init_from`: a Hugging Face directory, a model of the hub, or a run. Imports no
+jax.
 
 The context length of pretrained models, and the warning about longer sequences. Imports no jax.
 """
@@ -12,8 +13,19 @@ from typing import Any
 
 from jaxlc.config.differences import setting_text
 from jaxlc.config.models import hub
-from jaxlc.config.models.config_json import CHANGEABLE_SETTINGS, language_model_of, settings_of, stored_settings
-from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from, model_name, with_scaling
+from jaxlc.config.models.config_json import (
+    CHANGEABLE_SETTINGS,
+    language_model_of,
+    settings_of,
+    stored_settings,
+)
+from jaxlc.config.models.model_schema import (
+    KindConfig,
+    ModelConfig,
+    model_from,
+    model_name,
+    with_scaling,
+)
 from jaxlc.config.values import defaults_of, flattened
 from jaxlc.core.errors import Unsupported, UserError, raise_all
 from jaxlc.core.files import (
@@ -26,13 +38,24 @@ from jaxlc.core.files import (
     read_json_file,
 )
 
-CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = "config.json", "tokenizer.json", "generation_config.json"
+CONFIG_FILE, TOKENIZER_FILE, GENERATION_FILE = (
+    "config.json",
+    "tokenizer.json",
+    "generation_config.json",
+)
 # Of the tokenizer, the chat template and generation.
 TEXT_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "tokenizer.model",
+    ),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
-COPY_DIRECTORY = "pretrained"  # in the workdir of a run: config.json and TEXT_FILES of the model it started from
+# in the workdir of a run: config.json and TEXT_FILES of the model it started from
+COPY_DIRECTORY = "pretrained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +77,9 @@ class Pretrained:
         return settings_of(self.config_json(), str(self.directory / CONFIG_FILE))
 
     def data_settings(self) -> dict[str, str]:
-        """The settings of `data` that belong to the model: tokenizer, whose file may not exist, and how texts start."""
+        """The settings of `data` that belong to the model: tokenizer, whose file may not exist, and
+        how texts start.
+        """
         if not self.is_run:
             return dict(tokenizer=str(self.directory / TOKENIZER_FILE))
         stored = self.run_config()["data"]
@@ -69,12 +94,15 @@ class Pretrained:
         """The config that a run stored in the checkpoint; not for Hugging Face models."""
         meta = read_json(self.directory / "meta" / "metadata")
         if "config" not in meta:
-            raise UserError(f"the checkpoint {self.directory} has no config; use a different model.init_from")
+            raise UserError(
+                f"the checkpoint {self.directory} has no config; use a different model.init_from"
+            )
         return meta["config"]
 
 
 def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
-    """Finds what `init_from` names; downloads a model of the hub, its weights only if `with_weights`.
+    """Finds what `init_from` names; downloads a model of the hub, its weights only if
+    `with_weights`.
 
     Raises:
       UserError: there is no such directory, or it contains no model.
@@ -86,21 +114,26 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
     if (path / "meta" / "metadata").is_file():
         return Pretrained(init_from=init_from, directory=path, is_run=True)
     checkpoints = path / "checkpoints"
-    steps = [int(child.name) for child in checkpoints.iterdir() if child.name.isdigit()] if checkpoints.is_dir() else []
+    steps = (
+        [int(child.name) for child in checkpoints.iterdir() if child.name.isdigit()]
+        if checkpoints.is_dir()
+        else []
+    )
     if steps:
         return Pretrained(init_from=init_from, directory=checkpoints / str(max(steps)), is_run=True)
     raise _no_model(init_from, what, f"{path} contains neither config.json nor checkpoints/")
 
 
 def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
-    """The directory `name`, or the copy of a model of the hub, which is downloaded if there is no such directory.
+    """The directory `name`, or the copy of a model of the hub, which is downloaded if there is no
+    such directory.
 
     Args:
       name: a path, or a hub id ORGANIZATION/NAME.
       what: the setting or argument that has this value, for errors.
     Raises:
-      UserError: there is no such directory, and no such model, or its files are pointers of Git LFS.
-      Unsupported: it has a model in another format.
+      UserError: there is no such directory, and no such model, or its files are pointers of Git
+      LFS. Unsupported: it has a model in another format.
     """
     path = local_path(name)
     if not path.exists():
@@ -124,11 +157,12 @@ def _no_model(name: str, what: str, problem: str) -> UserError:
 
 
 def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | None:
-    """The Hugging Face model that training started from, directly or through other runs; None: random weights.
+    """The Hugging Face model that training started from, directly or through other runs; None:
+    random weights.
 
     Args:
-      init_from: of the run.
-      workdir: of the run. If it has a copy of the model's files, the result is that copy, without weights.
+      init_from: of the run. workdir: of the run. If it has a copy of the model's files, the result
+      is that copy, without weights.
     Raises:
       UserError: there is no copy, and the model or one of the runs does not exist any more.
     """
@@ -140,11 +174,16 @@ def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | Non
         source = locate(init_from)
         if not source.is_run:
             return source
-        init_from, workdir = source.run_config()["model"]["init_from"], source.directory.parent.parent
+        init_from, workdir = (
+            source.run_config()["model"]["init_from"],
+            source.directory.parent.parent,
+        )
 
 
 def copy_description(init_from: str, workdir: Path) -> None:
-    """Copies config.json and the tokenizer of the original model to `workdir`, so that an export does not need it."""
+    """Copies config.json and the tokenizer of the original model to `workdir`, so that an export
+    does not need it.
+    """
     original = original_of(init_from)
     if original is None:
         return
@@ -170,7 +209,8 @@ def copy_file(directory: Path, name: str, target: Path) -> None:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """The tokens that end generation: of generation_config.json or, if it names none, of config.json.
+    """The tokens that end generation: of generation_config.json or, if it names none, of
+    config.json.
 
     Raises:
       UserError: a file cannot be read.
@@ -186,7 +226,8 @@ def eos_token_ids(directory: Path) -> list[int]:
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the model, with those of `explicit` that may differ from it: RoPE and the window.
+    """The settings of the model, with those of `explicit` that may differ from it: RoPE and the
+    window.
 
     Raises:
       UserError: other settings of `explicit` differ; the message names all differences.
@@ -203,7 +244,9 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
                 f" {setting_text(known)}: remove that setting, or use --config.model.{path}={setting_text(known)}"
             )
     raise_all(problems)
-    return with_scaling(settings, {name: value for name, value in explicit.items() if name != "kinds"})
+    return with_scaling(
+        settings, {name: value for name, value in explicit.items() if name != "kinds"}
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -225,14 +268,16 @@ _BY_FACTOR = ("linear", "ntk", "llama3")  # kinds of scaling that a larger facto
 
 
 def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
-    """The longest sequence in tokens for which the weights and the RoPE of `model` are meant; None: unlimited, unknown.
+    """The longest sequence in tokens for which the weights and the RoPE of `model` are meant; None:
+    unlimited, unknown.
 
-    It is the length of the base model (max_position_embeddings of its config.json, or data.seq_len of a run), times the
-    scaling that the settings add. It is unknown with another rope_theta, which extends the context as well, and without
-    layers of kind full there is no limit.
+    It is the length of the base model (max_position_embeddings of its config.json, or data.seq_len
+    of a run), times the scaling that the settings add. It is unknown with another rope_theta, which
+    extends the context as well, and without layers of kind full there is no limit.
 
     Args:
-      trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of model.init_from.
+      trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of
+        model.init_from.
     """
     if "full" not in model.attentions or model.rope_scaling == "dynamic_ntk":
         return None
@@ -257,12 +302,12 @@ def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
 def context_warning(
     model: ModelConfig, num_tokens: int, *, trained_tokens: int | None = None, stage: str = ""
 ) -> str | None:
-    """One sentence if sequences of `num_tokens` are longer than the context of `model`, with the settings that extend
-    it; None if they are not.
+    """One sentence if sequences of `num_tokens` are longer than the context of `model`, with the
+    settings that extend it; None if they are not.
 
     Args:
-      trained_tokens: None: a run is going to train the model. Otherwise, the model is used as it is; see
-        `context_tokens`.
+      trained_tokens: None: a run is going to train the model. Otherwise, the model is used as it
+        is; see `context_tokens`.
       stage: the name of the stage that trains, "" in a run without stages.
     """
     context = context_tokens(model, trained_tokens or 0)
@@ -270,7 +315,8 @@ def context_warning(
         return None
     prefix = f"config.stages.{stage}." if stage else "config."
     flags = " ".join(
-        f"--{prefix}model.{name}={value}" for name, value in _extending_settings(model, context, num_tokens).items()
+        f"--{prefix}model.{name}={value}"
+        for name, value in _extending_settings(model, context, num_tokens).items()
     )
     limit = f"{context:,} tokens with its RoPE"
     if trained_tokens is None:
@@ -290,16 +336,24 @@ def _extending_settings(model: ModelConfig, context: int, num_tokens: int) -> di
         return dict(rope_scaling_factor=math.ceil(model.rope_scaling_factor * num_tokens / context))
     original = model.rope_scaling_original_tokens or context
     return dict(
-        rope_scaling="yarn", rope_scaling_factor=math.ceil(num_tokens / original), rope_scaling_original_tokens=original
+        rope_scaling="yarn",
+        rope_scaling_factor=math.ceil(num_tokens / original),
+        rope_scaling_original_tokens=original,
     )
 
 
 def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
-    """The settings and the context length of model.init_from; None if it is gone or does not name its length."""
+    """The settings and the context length of model.init_from; None if it is gone or does not name
+    its length.
+    """
     try:
         source = locate(model.init_from)
         settings = source.model_settings()
-        length = _context_of_run(source, settings) if source.is_run else source.config_json()["max_position_embeddings"]
+        length = (
+            _context_of_run(source, settings)
+            if source.is_run
+            else source.config_json()["max_position_embeddings"]
+        )
     except (UserError, KeyError):
         return None
     return (settings, length) if length else None
@@ -307,7 +361,11 @@ def _base_of(model: ModelConfig) -> tuple[Mapping[str, Any], int] | None:
 
 def _context_of_run(source: Pretrained, settings: Mapping[str, Any]) -> int | None:
     stored = source.run_config()
-    kinds = tuple(KindConfig(name=name, **fields) for name, fields in settings.get("kinds", {}).items())
+    kinds = tuple(
+        KindConfig(name=name, **fields) for name, fields in settings.get("kinds", {}).items()
+    )
     names = {name: stored["model"][name] for name in ("preset", "init_from")}
     fields: dict[str, Any] = {**settings, **names, "kinds": kinds}
-    return context_tokens(model_from(fields), stored["data"]["seq_len"]) or stored["data"]["seq_len"]
+    return (
+        context_tokens(model_from(fields), stored["data"]["seq_len"]) or stored["data"]["seq_len"]
+    )

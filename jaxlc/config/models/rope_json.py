@@ -1,7 +1,9 @@
-"""Converts between the RoPE of a Hugging Face config.json and the settings of `ModelConfig`. Imports no jax.
+"""Converts between the RoPE of a Hugging Face config.json and the settings of `ModelConfig`.
+Imports no jax.
 
-Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope_local_base_freq` of transformers 4, and
-`rope_parameters` of transformers 5, which has one entry for each layer type in families with `rope_by_layer_type`.
+Two forms are read and written: `rope_theta`, `rope_scaling` and Gemma 3's `rope_local_base_freq` of
+transformers 4, and `rope_parameters` of transformers 5, which has one entry for each layer type in
+families with `rope_by_layer_type`.
 """
 
 import math
@@ -9,7 +11,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxlc.config.models.families import Family
-from jaxlc.config.models.model_schema import DEFAULTS, NO_EFFECT_AT_1, PARAMETERS, ModelConfig, attention_factor
+from jaxlc.config.models.model_schema import (
+    DEFAULTS,
+    NO_EFFECT_AT_1,
+    PARAMETERS,
+    ModelConfig,
+    attention_factor,
+)
 from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
@@ -40,7 +48,9 @@ _PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
 _OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate")
 
 
-def rope_settings(config: Mapping[str, Any], where: str, family: Family, kinds: Collection[str]) -> dict[str, Any]:
+def rope_settings(
+    config: Mapping[str, Any], where: str, family: Family, kinds: Collection[str]
+) -> dict[str, Any]:
     """The RoPE settings of the model that `config` describes.
 
     Args:
@@ -61,10 +71,15 @@ def rope_settings(config: Mapping[str, Any], where: str, family: Family, kinds: 
     stated = dict(rope_theta=config.get(_THETA), sliding_rope_theta=config.get(_LOCAL_THETA))
     if new and old:
         stated |= _one_rope({_THETA: settings["rope_theta"], **old}, config, where, family)
-    wrong = next((name for name, value in stated.items() if value is not None and value != settings[name]), None)
+    wrong = next(
+        (name for name, value in stated.items() if value is not None and value != settings[name]),
+        None,
+    )
     if wrong:
         fields = {
-            name: config[name] for name in (_THETA, _LOCAL_THETA, _SCALING, "rope_parameters") if config.get(name)
+            name: config[name]
+            for name in (_THETA, _LOCAL_THETA, _SCALING, "rope_parameters")
+            if config.get(name)
         }
         differ = " and ".join(f"{name}={value}" for name, value in fields.items())
         raise UserError(f"{where} has {differ}, which differ in {wrong}; remove the wrong ones")
@@ -100,10 +115,12 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def max_position_embeddings(model: ModelConfig, seq_len: int, base: int) -> int:
-    """The value of this field in the config.json of `model`: the longest context, at least that of the base model.
+    """The value of this field in the config.json of `model`: the longest context, at least that of
+    the base model.
 
-    transformers reads it as the original context length of dynamic NTK. For YaRN, transformers 4 divides it by the
-    original length to get the factor, which is exact unless one of the other lengths is longer.
+    transformers reads it as the original context length of dynamic NTK. For YaRN, transformers 4
+    divides it by the original length to get the factor, which is exact unless one of the other
+    lengths is longer.
 
     Args:
       seq_len: the longest sequences of training.
@@ -125,13 +142,19 @@ def _theta(config: Mapping[str, Any], family: Family) -> Any:
     return config.get(_THETA, family.defaults.get(_THETA, 10000.0))
 
 
-def _settings(parameters: Mapping[str, Any], config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
+def _settings(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], where: str, family: Family
+) -> dict[str, Any]:
     """The settings that rope_parameters or rope_scaling give, with the fields outside of them."""
     nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
     theta, full, sliding = _theta(config, family), parameters, dict[str, Any]()
     local = config.get(_LOCAL_THETA, family.defaults.get(_LOCAL_THETA))
     if nested or (family.rope_by_layer_type and config.get("rope_parameters")):
-        known = [f"{kind}_attention" for kind in ("full", "sliding")] if family.rope_by_layer_type else []
+        known = (
+            [f"{kind}_attention" for kind in ("full", "sliding")]
+            if family.rope_by_layer_type
+            else []
+        )
         unknown = sorted(name for name in parameters if name not in known)
         if unknown:
             raise Unsupported(
@@ -146,35 +169,57 @@ def _settings(parameters: Mapping[str, Any], config: Mapping[str, Any], where: s
         local = theta if nested else settings["rope_theta"]
     own = _one_rope({_THETA: local, **sliding}, config, where, family)
     if own["rope_scaling"] != "none":
-        raise Unsupported(f"unsupported: {where} scales RoPE of sliding_attention layers; only default is supported")
+        raise Unsupported(
+            f"unsupported: {where} scales RoPE of sliding_attention layers; only default is supported"
+        )
     return settings | dict(sliding_rope_theta=own["rope_theta"])
 
 
-def _of_kinds(settings: dict[str, Any], where: str, family: Family, kinds: Collection[str]) -> dict[str, Any]:
+def _of_kinds(
+    settings: dict[str, Any], where: str, family: Family, kinds: Collection[str]
+) -> dict[str, Any]:
     """`settings`, with those of sliding layers if there are any."""
     if "sliding" not in kinds:
         return {name: value for name, value in settings.items() if name != "sliding_rope_theta"}
     if family.rope_by_layer_type and not settings["rope_scaling_truncate"]:
-        raise Unsupported(f"unsupported: {where} has truncate=false, which transformers ignores in this model_type")
+        raise Unsupported(
+            f"unsupported: {where} has truncate=false, which transformers ignores in this model_type"
+        )
     scales_sliding = not family.rope_by_layer_type and settings["rope_scaling"] != "none"
     return settings | dict(sliding_rope_scaling=scales_sliding)
 
 
-def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str, family: Family) -> dict[str, Any]:
-    """The settings rope_... that one dict of parameters gives; `type` is the older name of `rope_type`."""
+def _one_rope(
+    parameters: dict[str, Any], config: Mapping[str, Any], where: str, family: Family
+) -> dict[str, Any]:
+    """The settings rope_... that one dict of parameters gives; `type` is the older name of
+    `rope_type`.
+    """
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
     if rope_type not in _TYPES:
-        raise Unsupported(f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}")
+        raise Unsupported(
+            f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}"
+        )
     theta, default = parameters.pop(_THETA), family.defaults.get(_PARTIAL, 1)
     if theta is None:
         raise Unsupported(f"unsupported: {where} has {_THETA}=null, a model without RoPE")
-    fraction = next((x for x in (parameters.pop(_PARTIAL, None), config.get(_PARTIAL)) if x is not None), default)
+    fraction = next(
+        (x for x in (parameters.pop(_PARTIAL, None), config.get(_PARTIAL)) if x is not None),
+        default,
+    )
     if fraction != 1 and _PARTIAL not in family.defaults:
         raise Unsupported(f"unsupported: {where} has {_PARTIAL}={fraction}; only 1 is supported")
-    parameters = {name: value for name, value in parameters.items() if name not in family.irrelevant}
+    parameters = {
+        name: value for name, value in parameters.items() if name not in family.irrelevant
+    }
     scaling = _TYPES[rope_type]
-    settings = {**DEFAULTS, "rope_theta": float(theta), "rope_fraction": float(fraction), "rope_scaling": scaling}
+    settings = {
+        **DEFAULTS,
+        "rope_theta": float(theta),
+        "rope_fraction": float(fraction),
+        "rope_scaling": scaling,
+    }
     names = _names_of(rope_type)
     values = _values(names, parameters, rope_type, config)
     if rope_type == "yarn":
@@ -184,18 +229,24 @@ def _one_rope(parameters: dict[str, Any], config: Mapping[str, Any], where: str,
             settings[f"rope_scaling_{parameter}"] = _converted(parameter, values[name])
         elif name not in _OPTIONAL:
             raise UserError(f"{where} has RoPE of type {rope_type} without {name}; add it")
-    unknown = sorted(name for name in parameters.keys() - values.keys() if parameters[name] is not None)
+    unknown = sorted(
+        name for name in parameters.keys() - values.keys() if parameters[name] is not None
+    )
     if unknown:
         raise Unsupported(
             f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]} for type"
             f" {rope_type}"
         )
-    is_unscaled = settings["rope_scaling_factor"] == 1 and settings["rope_scaling_attention_factor"] in (0, 1)
+    is_unscaled = settings["rope_scaling_factor"] == 1 and settings[
+        "rope_scaling_attention_factor"
+    ] in (0, 1)
     return settings | DEFAULTS if scaling in NO_EFFECT_AT_1 and is_unscaled else settings
 
 
 def _names_of(rope_type: str) -> dict[str, str]:
-    """The entries of _PARAMETERS for one type; the original length of dynamic NTK is max_position_embeddings."""
+    """The entries of _PARAMETERS for one type; the original length of dynamic NTK is
+    max_position_embeddings.
+    """
     used = PARAMETERS[_TYPES[rope_type]]
     names = {name: parameter for name, parameter in _PARAMETERS.items() if parameter in used}
     if rope_type == "dynamic":
@@ -206,11 +257,12 @@ def _names_of(rope_type: str) -> dict[str, str]:
 def _values(
     names: Iterable[str], parameters: Mapping[str, Any], rope_type: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of `names`, or None: those of `parameters`; lengths outside of rope_scaling take precedence.
+    """The values of `names`, or None: those of `parameters`; lengths outside of rope_scaling take
+    precedence.
 
-    The original length is max_position_embeddings if it is absent. The factor of longrope, or a null factor of YaRN, is
-    max_position_embeddings / original length. Longrope's only gives the attention factor, which is 1 for a factor below
-    1.
+    The original length is max_position_embeddings if it is absent. The factor of longrope, or a
+    null factor of YaRN, is max_position_embeddings / original length. Longrope's only gives the
+    attention factor, which is 1 for a factor below 1.
     """
     outside = {name: config[name] for name in (_LONGEST, _ORIGINAL) if config.get(name) is not None}
     values = {name: outside.get(name, parameters.get(name)) for name in names}
@@ -232,11 +284,15 @@ def _converted(parameter: str, value: Any) -> Any:
 
 
 def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Replaces DeepSeek's two factors by the attention factor that they give; one without the other has no effect."""
+    """Replaces DeepSeek's two factors by the attention factor that they give; one without the other
+    has no effect.
+    """
     mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
     if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
         log_factor = math.log(values["factor"])
-        values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (0.1 * mscale_all_dim * log_factor + 1)
+        values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (
+            0.1 * mscale_all_dim * log_factor + 1
+        )
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:
@@ -257,7 +313,8 @@ def _check_family(model: ModelConfig, family: Family) -> None:
                 f" {family.model_type} (supported: False)"
             )
     elif "sliding" in model.attentions and (
-        model.sliding_rope_scaling != (model.rope_scaling != "none") or model.sliding_rope_theta != model.rope_theta
+        model.sliding_rope_scaling != (model.rope_scaling != "none")
+        or model.sliding_rope_theta != model.rope_theta
     ):
         raise Unsupported(
             f"unsupported: export of a model of type {family.model_type} with another RoPE in sliding layers than in"

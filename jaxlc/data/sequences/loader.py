@@ -1,4 +1,6 @@
-"""Feeds sequences to the devices of all processes as sharded arrays, and measures how long training waits for them."""
+"""Feeds sequences to the devices of all processes as sharded arrays, and measures how long training
+waits for them.
+"""
 
 import contextlib
 import time
@@ -21,20 +23,32 @@ class Batch(NamedTuple):
     tokens: jax.Array  # int32
     targets: jax.Array  # int32: the next token of the same document
     loss_weights: jax.Array  # float32: 0 at a document's last token and on padding
-    positions: jax.Array  # int32: number of earlier tokens of the same document in the sequence, and of its prefix
+    # int32: number of earlier tokens of the same document in the sequence, and of its prefix
+    positions: jax.Array
     segment_ids: jax.Array  # int32: 0 is padding
-    # The next are None unless the config needs them: `array_dtypes`. Each has the values of the token's document or
-    # target.
-    prefix_ids: jax.Array | None = None  # int32: the segment id of the prefix that the document continues; 0: none
-    advantages: jax.Array | None = None  # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
-    answer_weights: jax.Array | None = None  # float32: 1 / number of targets of the answer; 0 outside of answers
-    old_log_probs: jax.Array | None = None  # float32; NaN: unknown, if posttrain.old_log_probs is not record
+    # The next are None unless the config needs them: `array_dtypes`. Each has the values of the
+    # token's document or target. int32: the segment id of the prefix that the document continues;
+    # 0: none
+    prefix_ids: jax.Array | None = None
+    # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
+    advantages: jax.Array | None = None
+    # float32: 1 / number of targets of the answer; 0 outside of answers
+    answer_weights: jax.Array | None = None
+    # float32; NaN: unknown, if posttrain.old_log_probs is not record
+    old_log_probs: jax.Array | None = None
     reference_log_probs: jax.Array | None = None  # float32
-    # int32, of the order of tokens, not of the data: `SequenceOrder.chained`; `Assignment.fragments`
+    # int32, of the order of tokens, not of the data: `SequenceOrder.chained`;
+    # `Assignment.fragments`
     fragment_ids: jax.Array | None = None
 
 
-ALWAYS = dict(tokens=np.int32, targets=np.int32, loss_weights=np.float32, positions=np.int32, segment_ids=np.int32)
+ALWAYS = dict(
+    tokens=np.int32,
+    targets=np.int32,
+    loss_weights=np.float32,
+    positions=np.int32,
+    segment_ids=np.int32,
+)
 OPTIONAL = dict(
     prefix_ids=np.int32,
     advantages=np.float32,
@@ -52,8 +66,11 @@ def array_dtypes(config: Config) -> dict[str, type]:
         names.append("prefix_ids")
     if posttrain.loss:
         names += ["advantages", "answer_weights"]
-    if posttrain.loss not in ("", "dpo") and (posttrain.old_log_probs == "record" or config.rollouts.source):
-        names.append("old_log_probs")  # with old_log_probs=policy for a metric only; NaN where a record has none
+    if posttrain.loss not in ("", "dpo") and (
+        posttrain.old_log_probs == "record" or config.rollouts.source
+    ):
+        # with old_log_probs=policy for a metric only; NaN where a record has none
+        names.append("old_log_probs")
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
     return ALWAYS | {name: OPTIONAL[name] for name in names}
@@ -65,8 +82,9 @@ T = TypeVar("T")
 class WaitingTime:
     """Measures the share of the time of a loop in which it waits for the next item of its iterable.
 
-    The first item is not counted: it is built while the program starts. With asynchronous dispatch the devices still
-    compute while the loop waits, so the share is an upper bound of the time in which they are idle for lack of data.
+    The first item is not counted: it is built while the program starts. With asynchronous dispatch
+    the devices still compute while the loop waits, so the share is an upper bound of the time in
+    which they are idle for lack of data.
     """
 
     def __init__(self) -> None:
@@ -97,13 +115,16 @@ class WaitingTime:
 
 
 _ENDLESS = 2**62
-MAX_THREADS = 8  # building a sequence is mostly copying; a few threads saturate the memory bandwidth
+# building a sequence is mostly copying; a few threads saturate the memory bandwidth
+MAX_THREADS = 8
 
 
-# The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S], whose index t has
-# the token at place t. A pure function, since processes that share a sequence call it independently; also in threads.
+# The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S],
+# whose index t has the token at place t. A pure function, since processes that share a sequence
+# call it independently; also in threads.
 OrderOf = Callable[[Mapping[str, np.ndarray]], np.ndarray]
-# The same, with the arrays of the batch in natural order: those of the sequence, and others that depend on the order.
+# The same, with the arrays of the batch in natural order: those of the sequence, and others that
+# depend on the order.
 Arranged = Callable[[Mapping[str, np.ndarray]], tuple[Mapping[str, np.ndarray], np.ndarray]]
 
 
@@ -118,15 +139,20 @@ def batches(
     sharding: jax.sharding.NamedSharding,
     prefetch_steps: int,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields endless batches of global arrays [A, B, S]: A microbatches of B sequences of S=seq_len tokens each.
+    """Yields endless batches of global arrays [A, B, S]: A microbatches of B sequences of S=seq_len
+    tokens each.
 
-    Sequence b of microbatch a of step n is `sequences[first_sequence + n * global_batch_size + a * B + b]`; position t
-    of the layout holds its token `order[t]`, where `arranged(sequence)` is (arrays, order). `sharding` shards B and S,
-    e.g. over fsdp and context.
-    A process builds only the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps ahead;
-    another thread copies the next batch to the devices (0: all on demand). Dropping the iterator ends the threads.
+    Sequence b of microbatch a of step n is `sequences[first_sequence + n * global_batch_size + a *
+    B + b]`; position t of the layout holds its token `order[t]`, where `arranged(sequence)` is
+    (arrays, order). `sharding` shards B and S, e.g. over fsdp and context. A process builds only
+    the sequences of which its devices hold a shard, in threads, `prefetch_steps` steps ahead;
+    another thread copies the next batch to the devices (0: all on demand). Dropping the iterator
+    ends the threads.
     """
-    assert global_batch_size % gradient_accumulation_steps == 0, (global_batch_size, gradient_accumulation_steps)
+    assert global_batch_size % gradient_accumulation_steps == 0, (
+        global_batch_size,
+        gradient_accumulation_steps,
+    )
     shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, seq_len)
     local_B, spans_T = local_part(sharding.addressable_devices_indices_map(shape).values(), shape)
     local_sequences = [(a, b) for a in range(gradient_accumulation_steps) for b in local_B]
@@ -137,7 +163,9 @@ def batches(
         sequence = sequences[first_sequence + step * global_batch_size + a * shape[1] + b]
         return spans_of(*arranged(sequence), spans_T)
 
-    def global_array(name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]) -> jax.Array:
+    def global_array(
+        name: str, step: dict[tuple[int, int], dict[str, list[np.ndarray]]]
+    ) -> jax.Array:
         def shard(index: tuple[slice, slice, slice]) -> np.ndarray:
             range_A, range_B = (range(*index[dim].indices(shape[dim])) for dim in (0, 1))
             span = spans_T.index(index[2].indices(shape[2])[:2])
@@ -146,13 +174,17 @@ def batches(
         return jax.make_array_from_callback(shape, sharding, shard)
 
     num_prefetched = prefetch_steps * len(local_sequences)
-    options = grain.ReadOptions(num_threads=min(MAX_THREADS, num_prefetched), prefetch_buffer_size=num_prefetched)
+    options = grain.ReadOptions(
+        num_threads=min(MAX_THREADS, num_prefetched), prefetch_buffer_size=num_prefetched
+    )
     built = iter(grain.MapDataset.range(_ENDLESS).map(local_spans).to_iter_dataset(options))
 
     def place_next_batch() -> dict[str, jax.Array]:
         try:
             step = {at: next(built) for at in local_sequences}
-        except UserError as error:  # without the frames and notes of the threads that build sequences
+        except (
+            UserError
+        ) as error:  # without the frames and notes of the threads that build sequences
             raise UserError(str(error)) from None
         return {name: global_array(name, step) for name in step[local_sequences[0]]}
 
@@ -170,13 +202,16 @@ def batches(
 def local_part(
     indices: Iterable[tuple[slice, ...]], shape: tuple[int, int, int]
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Which sequences of a microbatch a process builds, and which spans (begin, end) of each it keeps, layout order.
+    """Which sequences of a microbatch a process builds, and which spans (begin, end) of each it
+    keeps, layout order.
 
     Args:
       indices: of its devices in a batch of `shape` [A, B, S].
     """
     local_indices = list(indices)
-    local_B = sorted({b for _, slice_B, _ in local_indices for b in range(*slice_B.indices(shape[1]))})
+    local_B = sorted(
+        {b for _, slice_B, _ in local_indices for b in range(*slice_B.indices(shape[1]))}
+    )
     return local_B, sorted({slice_T.indices(shape[2])[:2] for _, _, slice_T in local_indices})
 
 
@@ -184,4 +219,7 @@ def spans_of(
     sequence: Mapping[str, np.ndarray], order_T: np.ndarray, spans_T: list[tuple[int, int]]
 ) -> dict[str, list[np.ndarray]]:
     """The spans (begin, end) of each array, in layout order."""
-    return {name: [array[order_T[begin:end]] for begin, end in spans_T] for name, array in sequence.items()}
+    return {
+        name: [array[order_T[begin:end]] for begin, end in spans_T]
+        for name, array in sequence.items()
+    }

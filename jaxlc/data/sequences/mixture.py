@@ -1,22 +1,21 @@
-"""The order of sequences: mixtures of several sources, and the places of a step's sequences in microbatches and
-replicas.
+"""The order of sequences: mixtures of several sources, and the places of a step's sequences in
+microbatches and replicas.
 
-Mixtures
---------
-Sequence i of the mixture is a sequence of one source. A fixed schedule selects the source: over any first n sequences,
-each source has less than one sequence more or less than its share. It solves the chairman assignment problem (Tijdeman
-1980, "The chairman assignment problem", Discrete Mathematics 32): at each place, of the sources that may be next, the
-one with the earliest deadline is next.
+Mixtures -------- Sequence i of the mixture is a sequence of one source. A fixed schedule selects
+the source: over any first n sequences, each source has less than one sequence more or less than its
+share. It solves the chairman assignment problem (Tijdeman 1980, "The chairman assignment problem",
+Discrete Mathematics 32): at each place, of the sources that may be next, the one with the earliest
+deadline is next.
 
-Balance
--------
-The places of a step's sequences follow from the work of attention. Replicas wait for each other in every layer, where
-FSDP gathers weights and reduces gradients. So a microbatch takes as long as the replica with the most pairs of a query
-and a key. The replica cost of a step is the sum over microbatches of the slowest replica's pairs, relative to the mean
-of the replicas; 1 is ideal. It is low if the sequences of a microbatch have similar numbers of pairs. All other work of
-a sequence is proportional to its tokens, padding included, and therefore equal.
+Balance ------- The places of a step's sequences follow from the work of attention. Replicas wait
+for each other in every layer, where FSDP gathers weights and reduces gradients. So a microbatch
+takes as long as the replica with the most pairs of a query and a key. The replica cost of a step is
+the sum over microbatches of the slowest replica's pairs, relative to the mean of the replicas; 1 is
+ideal. It is low if the sequences of a microbatch have similar numbers of pairs. All other work of a
+sequence is proportional to its tokens, padding included, and therefore equal.
 
-A step has the same sequences in any order, and its loss and gradients are means over the global batch.
+A step has the same sequences in any order, and its loss and gradients are means over the global
+batch.
 """
 
 import functools
@@ -31,7 +30,8 @@ from jaxlc.config import Config
 from jaxlc.config.flops import document_pairs
 from jaxlc.data.sequences.packing import PackedSequences
 
-PERIOD = 10_000  # sequences after which the schedule repeats; shares are rounded to multiples of 1 / PERIOD
+# sequences after which the schedule repeats; shares are rounded to multiples of 1 / PERIOD
+PERIOD = 10_000
 
 
 class PackedText(Protocol):
@@ -62,13 +62,19 @@ class MixedSequences:
         self.seq_len = sources[0].seq_len
         self.num_documents = sum(source.num_documents for source in sources)
         self.num_tokens = sum(source.num_tokens for source in sources)
-        # A source whose sequences have more padding needs more sequences for the same share of the tokens.
-        weights = [share * source.num_sequences / source.num_tokens for share, source in zip(shares, sources)]
+        # A source whose sequences have more padding needs more sequences for the same share of the
+        # tokens.
+        weights = [
+            share * source.num_sequences / source.num_tokens
+            for share, source in zip(shares, sources)
+        ]
         self._source_of, counts = schedule(tuple(_rounded(weights)))
         is_source = self._source_of == np.arange(len(sources))[:, None]
         self._counts = counts
         # int64 [sources, PERIOD + 1]: sequences of each source before a place of the schedule
-        self._before = np.concatenate([np.zeros((len(sources), 1), np.int64), np.cumsum(is_source, axis=1)], axis=1)
+        self._before = np.concatenate(
+            [np.zeros((len(sources), 1), np.int64), np.cumsum(is_source, axis=1)], axis=1
+        )
         self.num_sequences = self._sequences_before_repetition()
         self.epoch_tokens = sum(self.num_tokens_of_first(self.num_sequences))
 
@@ -86,7 +92,9 @@ class MixedSequences:
         """The source of sequence i, and its index there."""
         periods, place = divmod(i, PERIOD)
         source = self._source_of[place]
-        return self.sources[source], int(periods * self._counts[source] + self._before[source, place])
+        return self.sources[source], int(
+            periods * self._counts[source] + self._before[source, place]
+        )
 
     def num_sequences_of_first(self, num_sequences: int) -> np.ndarray:
         """Sequences of each source among the first ones, int64 [sources]."""
@@ -103,7 +111,9 @@ class MixedSequences:
         limits = []
         for source, count, before in zip(self.sources, self._counts.tolist(), self._before):
             periods, remainder = divmod(source.num_sequences, count)
-            limits.append(periods * PERIOD + int(np.searchsorted(before, remainder, side="right")) - 1)
+            limits.append(
+                periods * PERIOD + int(np.searchsorted(before, remainder, side="right")) - 1
+            )
         return max(1, min(limits))
 
 
@@ -138,7 +148,8 @@ def schedule(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         deadlines = [
             (Fraction((placed[source] + 1) * unit - slack, count), source)
             for source, count in enumerate(counts)
-            # May be next: its share up to here is more than it has by at least 1 / (2 num_sources - 2).
+            # May be next: its share up to here is more than it has by at least 1 / (2 num_sources -
+            # 2).
             if place * count * scale - placed[source] * unit >= slack
         ]
         _, best = min(deadlines)
@@ -148,10 +159,11 @@ def schedule(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def balanced_order(config: Config, pairs: Sequence[int]) -> np.ndarray:
-    """The sequence at each place of a global batch, int64 [sequences]: microbatch by microbatch, in each one replica by
-    replica. A pure function, since every process calls it.
+    """The sequence at each place of a global batch, int64 [sequences]: microbatch by microbatch, in
+    each one replica by replica. A pure function, since every process calls it.
 
-    The natural order remains if it has no higher replica cost, as with one replica or with sequences of equal work.
+    The natural order remains if it has no higher replica cost, as with one replica or with
+    sequences of equal work.
 
     Args:
       pairs: of each sequence of the batch, in the order of their indices (`document_pairs`).
@@ -166,18 +178,24 @@ def balanced_order(config: Config, pairs: Sequence[int]) -> np.ndarray:
 
 
 def replica_cost(config: Config, pairs: np.ndarray) -> float:
-    """The replica cost of a step with `pairs` int64 [sequences], by place; see the docstring of the module."""
+    """The replica cost of a step with `pairs` int64 [sequences], by place; see the docstring of the
+    module.
+    """
     replicas = config.mesh.data * config.mesh.fsdp
-    by_replica = np.reshape(pairs, (config.train.gradient_accumulation_steps, replicas, -1)).sum(axis=2)
+    by_replica = np.reshape(pairs, (config.train.gradient_accumulation_steps, replicas, -1)).sum(
+        axis=2
+    )
     return float(by_replica.max(axis=1).sum() * replicas / max(by_replica.sum(), 1))
 
 
 def _spread(microbatch: np.ndarray, pairs: np.ndarray, num_replicas: int) -> list[int]:
-    """The sequences of a microbatch, given by descending work, replica by replica: each goes to the replica with the
-    least work that has space for it (LPT, Graham 1969)."""
+    """The sequences of a microbatch, given by descending work, replica by replica: each goes to the
+    replica with the least work that has space for it (LPT, Graham 1969)."""
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     for sequence in microbatch.tolist():
-        with_space = [replica for replica in replicas if len(replica) * num_replicas < len(microbatch)]
+        with_space = [
+            replica for replica in replicas if len(replica) * num_replicas < len(microbatch)
+        ]
         min(with_space, key=lambda replica: pairs[replica].sum()).append(sequence)
     return sum(replicas, [])
 

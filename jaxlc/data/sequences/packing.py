@@ -1,9 +1,11 @@
-"""Selects documents by length, splits a corpus into training and held-out documents, and packs them into sequences.
+"""Selects documents by length, splits a corpus into training and held-out documents, and packs them
+into sequences.
 
-A document longer than a sequence is cut into full sequences and a remainder. All chunks shorter than a sequence are
-packed by best-fit decreasing: the longest chunk first, each into the sequence where it leaves the least free space.
-A document is therefore cut only where it must be, and there is little padding (Ding et al. 2024, "Fewer Truncations
-Improve Language Modeling", https://arxiv.org/abs/2404.10830).
+A document longer than a sequence is cut into full sequences and a remainder. All chunks shorter
+than a sequence are packed by best-fit decreasing: the longest chunk first, each into the sequence
+where it leaves the least free space. A document is therefore cut only where it must be, and there
+is little padding (Ding et al. 2024, "Fewer Truncations Improve Language Modeling",
+https://arxiv.org/abs/2404.10830).
 """
 
 import functools
@@ -21,21 +23,28 @@ from jaxlc.data.tokens.store import TokenStore
 
 
 class Split(NamedTuple):
-    store: TokenStore  # that train_ids refers to: with one more document if a document's tail is held out
+    # that train_ids refers to: with one more document if a document's tail is held out
+    store: TokenStore
     train_ids: np.ndarray  # int64 [training documents]
-    heldout_store: TokenStore  # that heldout_ids refers to: `store`, or that of separate evaluation sources
+    # that heldout_ids refers to: `store`, or that of separate evaluation sources
+    heldout_store: TokenStore
     heldout_ids: np.ndarray  # int64 [held-out documents]
     tail_tokens: int  # length of the held-out tail; 0 if entire documents are held out
 
 
 def split_documents(
-    store: TokenStore, eval_fraction: float, eval_store: TokenStore | None = None, setting: str = "data.sources"
+    store: TokenStore,
+    eval_fraction: float,
+    eval_store: TokenStore | None = None,
+    setting: str = "data.sources",
 ) -> Split:
-    """Holds out all documents of `eval_store`, or else those whose split hash is below `eval_fraction`, 0 to 1.
+    """Holds out all documents of `eval_store`, or else those whose split hash is below
+    `eval_fraction`, 0 to 1.
 
-    The hash depends only on a document's name, so adding documents does not move others across the split. If it puts
-    all documents on one side, as with a single large document, the last `eval_fraction` of the longest document is
-    held out instead. It becomes a document of its own, so training never predicts its tokens.
+    The hash depends only on a document's name, so adding documents does not move others across the
+    split. If it puts all documents on one side, as with a single large document, the last
+    `eval_fraction` of the longest document is held out instead. It becomes a document of its own,
+    so training never predicts its tokens.
 
     Args:
       setting: that names the corpus; in errors.
@@ -43,14 +52,21 @@ def split_documents(
       UserError: the longest document is too short to hold out its tail.
     """
     if eval_store is not None:
-        return Split(store, np.arange(store.num_documents), eval_store, np.arange(eval_store.num_documents), 0)
+        return Split(
+            store,
+            np.arange(store.num_documents),
+            eval_store,
+            np.arange(eval_store.num_documents),
+            0,
+        )
     is_heldout = store.split_hashes < eval_fraction
     if is_heldout.any() and not is_heldout.all():
         return Split(store, np.flatnonzero(~is_heldout), store, np.flatnonzero(is_heldout), 0)
     lengths = np.diff(store.offsets)
     longest = int(lengths.argmax())
     tail_tokens = math.ceil(lengths[longest] * eval_fraction)
-    if min(tail_tokens, lengths[longest] - tail_tokens) < 2:  # one token to predict, and one to predict it from
+    # one token to predict, and one to predict it from
+    if min(tail_tokens, lengths[longest] - tail_tokens) < 2:
         raise UserError(
             f"{setting}: too little text to hold out data.eval_fraction={eval_fraction}: {len(lengths)}"
             f" documents, the longest of {lengths[longest]} tokens; add documents or change data.eval_fraction"
@@ -65,11 +81,12 @@ def split_documents(
 
 
 class PackedSequences:
-    """An endless dataset: `sequences[i]` for any i >= 0 is a pure function of (documents, seq_len, seed, i).
+    """An endless dataset: `sequences[i]` for any i >= 0 is a pure function of (documents, seq_len,
+    seed, i).
 
-    Sequence i belongs to epoch i // num_sequences. An epoch contains every sequence once, in an order that depends on
-    the seed and the epoch. With `seed=None` all epochs have the same order, which is shuffled too, so that the first
-    few sequences are a fair sample.
+    Sequence i belongs to epoch i // num_sequences. An epoch contains every sequence once, in an
+    order that depends on the seed and the epoch. With `seed=None` all epochs have the same order,
+    which is shuffled too, so that the first few sequences are a fair sample.
     """
 
     def __init__(
@@ -86,18 +103,26 @@ class PackedSequences:
     ):
         """
         Args:
-          document_ids: int64, the documents of `store` to pack, at least one; a document may occur several times.
-          chunk_tokens: documents are cut into chunks of at most this length; 0: `seq_len`.
-          max_document_tokens: only the first tokens of a longer document are used; 0: all.
-          is_full_length: chunks shorter than `seq_len` are not used.
-          weighs_answers_equally: the loss weights of each answer of a chat have the same sum, instead of being 1; they
+          document_ids: int64, the documents of `store` to pack, at least one; a document may occur
+          several times. chunk_tokens: documents are cut into chunks of at most this length; 0:
+          `seq_len`. max_document_tokens: only the first tokens of a longer document are used; 0:
+          all. is_full_length: chunks shorter than `seq_len` are not used. weighs_answers_equally:
+          the loss weights of each answer of a chat have the same sum, instead of being 1; they
             are 1 on average over the answers of the store.
         """
-        assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (len(document_ids), chunk_tokens, seq_len)
+        assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (
+            len(document_ids),
+            chunk_tokens,
+            seq_len,
+        )
         self.store, self.document_ids, self.seq_len, self.seed = store, document_ids, seq_len, seed
         self.num_documents = len(document_ids)
         begins, document_ends = store.offsets[document_ids], store.offsets[document_ids + 1]
-        used_ends = np.minimum(document_ends, begins + max_document_tokens) if max_document_tokens else document_ends
+        used_ends = (
+            np.minimum(document_ends, begins + max_document_tokens)
+            if max_document_tokens
+            else document_ends
+        )
         begins, ends, chunk_documents = _chunks(begins, used_ends, chunk_tokens or seq_len)
         is_document_end = ends == document_ends[chunk_documents]
         if is_full_length:
@@ -108,12 +133,19 @@ class PackedSequences:
         order = np.argsort(sequence_of_chunk, kind="stable")
         self.num_tokens = self.epoch_tokens = int((ends - begins).sum())  # without padding
         self.num_sequences = int(sequence_of_chunk[order[-1]]) + 1  # per epoch
-        self._chunk_begins, self._chunk_ends = begins[order], ends[order]  # int64 [chunks], offsets into the store
+        # int64 [chunks], offsets into the store
+        self._chunk_begins, self._chunk_ends = begins[order], ends[order]
         self._is_document_end = is_document_end[order]  # bool [chunks]
         # int64 [sequences + 1]
-        self._first_chunks = np.searchsorted(sequence_of_chunk[order], np.arange(self.num_sequences + 1))
+        self._first_chunks = np.searchsorted(
+            sequence_of_chunk[order], np.arange(self.num_sequences + 1)
+        )
         self._counting = np.arange(seq_len, dtype=np.int32)
-        self._answer_weights = None if store.answers is None else _answer_weights(store.answers, weighs_answers_equally)
+        self._answer_weights = (
+            None
+            if store.answers is None
+            else _answer_weights(store.answers, weighs_answers_equally)
+        )
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, arrays [S]:
@@ -153,7 +185,9 @@ class PackedSequences:
         }
 
     def _weigh_answers(self, weights: np.ndarray, begin: int, is_document_end: bool) -> None:
-        """Sets the loss weights [chunk] of one chunk of chat tokens that starts at `begin` of the store."""
+        """Sets the loss weights [chunk] of one chunk of chat tokens that starts at `begin` of the
+        store.
+        """
         answers = self.store.answers
         end = begin + len(weights) + (not is_document_end)  # end of the targets
         first = int(np.searchsorted(answers[:, 1], begin + 1, side="right"))
@@ -170,7 +204,9 @@ class PackedSequences:
         if answers is None:
             return len(begins), 0
         first = np.searchsorted(answers[:, 1], begins + 1, side="right")
-        last = np.searchsorted(answers[:, 0], self._chunk_ends + ~self._is_document_end, side="left")
+        last = np.searchsorted(
+            answers[:, 0], self._chunk_ends + ~self._is_document_end, side="left"
+        )
         return len(begins), int((first >= last).sum())
 
     def document_lengths(self, i: int) -> np.ndarray:
@@ -197,15 +233,18 @@ class PackedSequences:
 def _answer_weights(answers: np.ndarray, weighs_answers_equally: bool) -> np.ndarray:
     """The loss weight of the tokens of each answer, float32 [answers]."""
     lengths = answers[:, 1] - answers[:, 0]
-    return (lengths.mean() / lengths if weighs_answers_equally else np.ones(len(answers))).astype(np.float32)
+    return (lengths.mean() / lengths if weighs_answers_equally else np.ones(len(answers))).astype(
+        np.float32
+    )
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Best-fit decreasing bin packing: lengths int64 [items] in 1..capacity -> bin of each item, int64 [items].
+    """Best-fit decreasing bin packing: lengths int64 [items] in 1..capacity -> bin of each item,
+    int64 [items].
 
-    Takes O(items x log bins) time: open bins are indexed by their free space. The sorted list of distinct free spaces
-    is at most as long as the capacity and as the number of bins, hence at most the square root of the total length, so
-    inserting into it is cheap.
+    Takes O(items x log bins) time: open bins are indexed by their free space. The sorted list of
+    distinct free spaces is at most as long as the capacity and as the number of bins, hence at most
+    the square root of the total length, so inserting into it is cheap.
     """
     bin_of_item = np.empty(len(lengths), np.int64)
     open_bins: dict[int, list[int]] = {}  # free space -> bins that have it
@@ -232,7 +271,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bin_of_item
 
 
-def _chunks(begins: np.ndarray, ends: np.ndarray, chunk_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _chunks(
+    begins: np.ndarray, ends: np.ndarray, chunk_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts spans int64 [documents] into chunks of at most `chunk_tokens`.
 
     Returns:
@@ -240,20 +281,27 @@ def _chunks(begins: np.ndarray, ends: np.ndarray, chunk_tokens: int) -> tuple[np
     """
     num_chunks = -(-(ends - begins) // chunk_tokens)
     documents = np.repeat(np.arange(len(begins)), num_chunks)
-    chunk_in_document = np.arange(len(documents)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    chunk_in_document = np.arange(len(documents)) - np.repeat(
+        np.cumsum(num_chunks) - num_chunks, num_chunks
+    )
     chunk_begins = begins[documents] + chunk_in_document * chunk_tokens
     return chunk_begins, np.minimum(chunk_begins + chunk_tokens, ends[documents]), documents
 
 
 @functools.lru_cache(maxsize=64)  # one per source of a mixture, and two at an epoch's boundary
 def epoch_order(num_sequences: int, seed: int | None, epoch: int) -> np.ndarray:
-    # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same order (NEP 19).
+    # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same
+    # order (NEP 19).
     generator = np.random.RandomState([0] if seed is None else [seed % 2**32, epoch])
     return generator.permutation(num_sequences)
 
 
 def packed_source(
-    store: TokenStore, document_ids: np.ndarray, source: SourceConfig, seq_len: int, seed: int | None
+    store: TokenStore,
+    document_ids: np.ndarray,
+    source: SourceConfig,
+    seq_len: int,
+    seed: int | None,
 ) -> PackedSequences | None:
     """Packs the documents that `source` selects; None if it selects none.
 
@@ -278,12 +326,16 @@ def packed_source(
 
 
 def num_copies(
-    store: TokenStore, document_ids: np.ndarray, lengths: np.ndarray, source: SourceConfig, seq_len: int
+    store: TokenStore,
+    document_ids: np.ndarray,
+    lengths: np.ndarray,
+    source: SourceConfig,
+    seq_len: int,
 ) -> np.ndarray:
     """How often each document occurs in an epoch, int64 [documents]: 0 if it is not used.
 
-    A weight of 2.5 gives each document 2 copies, and one more to the half of the documents with the smallest hashes of
-    their names among those of their length class.
+    A weight of 2.5 gives each document 2 copies, and one more to the half of the documents with the
+    smallest hashes of their names among those of their length class.
     """
     min_tokens = max(source.min_tokens, seq_len if source.pool == "full_length" else 0)
     is_used = lengths >= min_tokens

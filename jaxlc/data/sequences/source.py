@@ -1,4 +1,6 @@
-"""The contract of a data source: what a run trains on and is evaluated on, and what `jaxlc data` shows of it."""
+"""The contract of a data source: what a run trains on and is evaluated on, and what `jaxlc data`
+shows of it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,14 +13,17 @@ import numpy as np
 from jaxlc.core.text import Update, count_text, no_progress
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
-MANY = 0.1  # a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
+# a larger fraction of the data without a loss is worth a warning, and one of invalid text an error
+MANY = 0.1
 
 Batches = Iterable[Mapping]  # each maps "tokens" and optional names to arrays [sequences, tokens]
 
 
 class Sequences(Protocol):
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several threads."""
+        """Returns sequence i, for any i >= 0, in natural order, arrays [S]. Called from several
+        threads.
+        """
 
 
 class FiniteSequences(Sequences, Protocol):
@@ -35,7 +40,9 @@ class Inputs:
     batches: Batches | None = None
     eval_batches: Batches | None = None
     absolute_positions: bool = False  # of batches; see `complete_batch`
-    progress: Callable[[str], AbstractContextManager[Update]] = lambda what: nullcontext(no_progress)
+    progress: Callable[[str], AbstractContextManager[Update]] = lambda what: nullcontext(
+        no_progress
+    )
     log: Callable[[str], None] = lambda line: None
 
 
@@ -97,7 +104,9 @@ class DataSource:
         raise NotImplementedError
 
     def shares(self, num_sequences: int) -> Sequence[SourceShare]:
-        """The parts of the first `num_sequences` training sequences; none if they are not known before the run."""
+        """The parts of the first `num_sequences` training sequences; none if they are not known
+        before the run.
+        """
         return ()
 
     def details(self) -> Sequence[str]:

@@ -1,5 +1,5 @@
-"""User-provided batches as sequences for the data loader, with the arrays of post-training that they may have: shared
-prefixes, advantages, log-probabilities.
+"""User-provided batches as sequences for the data loader, with the arrays of post-training that
+they may have: shared prefixes, advantages, log-probabilities.
 """
 
 import threading
@@ -14,24 +14,29 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import ALWAYS, MAX_THREADS, array_dtypes
 from jaxlc.data.sequences.source import DataSource, Inputs
 
-CALLER_BATCHES = "batches of the caller"  # in the meta of a checkpoint instead of the fingerprint of a corpus
+# in the meta of a checkpoint instead of the fingerprint of a corpus
+CALLER_BATCHES = "batches of the caller"
 _TRACE_BATCHES_REQUIRED = ("advantages", "old_log_probs", "reference_log_probs")
 
 
 def complete_traces(arrays: dict[str, np.ndarray], dtypes: Mapping[str, type], where: str) -> None:
-    """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in natural order.
+    """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in
+    natural order.
 
-    "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none). "answer_weights"
-    is 1 / number of weighted targets of the document (default: from the loss weights). "advantages", "old_log_probs"
-    and "reference_log_probs" are values of the token's target; there is no default.
+    "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0,
+    none). "answer_weights" is 1 / number of weighted targets of the document (default: from the
+    loss weights). "advantages", "old_log_probs" and "reference_log_probs" are values of the token's
+    target; there is no default.
 
     Raises:
-      UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
-        invalid: unknown, nested, or continued by documents that are not neighbors.
+      UserError: an array without default is missing or not finite, a segment id is larger than S,
+        or prefixes are invalid: unknown, nested, or continued by documents that are not neighbors.
     """
     for name in set(dtypes) & set(_TRACE_BATCHES_REQUIRED):
         if name not in arrays:
-            raise UserError(f"invalid {where}: no {name}, which config.posttrain needs; pass float32 [B, S]")
+            raise UserError(
+                f"invalid {where}: no {name}, which config.posttrain needs; pass float32 [B, S]"
+            )
         if not np.isfinite(arrays[name]).all():
             raise UserError(f"invalid {where}: {name} are not all finite")
     segments = arrays["segment_ids"]
@@ -44,7 +49,9 @@ def complete_traces(arrays: dict[str, np.ndarray], dtypes: Mapping[str, type], w
     if "prefix_ids" in dtypes:
         _check_prefixes(arrays.setdefault("prefix_ids", np.zeros_like(segments)), segments, where)
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
-        arrays["answer_weights"] = np.stack([_answer_weights(*x) for x in zip(segments, arrays["loss_weights"])])
+        arrays["answer_weights"] = np.stack(
+            [_answer_weights(*x) for x in zip(segments, arrays["loss_weights"])]
+        )
 
 
 def _answer_weights(segments_S: np.ndarray, weights_S: np.ndarray) -> np.ndarray:
@@ -58,10 +65,14 @@ def _check_prefixes(prefixes: np.ndarray, segments: np.ndarray, where: str) -> N
         documents = np.unique(np.stack([segments_S, prefixes_S]), axis=1)
         prefix_of = dict(documents.T.tolist())
         if len(prefix_of) < documents.shape[1] or prefix_of.get(0):
-            raise UserError(f"invalid {where}: sequence {row} has several prefix_ids in one document, or in padding")
+            raise UserError(
+                f"invalid {where}: sequence {row} has several prefix_ids in one document, or in padding"
+            )
         for segment, prefix in prefix_of.items():
             if prefix and prefix not in prefix_of:
-                raise UserError(f"invalid {where}: sequence {row} has no document {prefix}, the prefix of {segment}")
+                raise UserError(
+                    f"invalid {where}: sequence {row} has no document {prefix}, the prefix of {segment}"
+                )
             if prefix and prefix_of[prefix]:
                 raise UserError(
                     f"invalid {where}: document {prefix} of sequence {row} is a prefix and has the prefix"
@@ -87,8 +98,9 @@ class EndOfBatches(Exception):
 class StreamedSequences:
     """The sequences of an iterable of batches, in order: sequence i is in batch i // batch_size.
 
-    It is thread-safe. Only the latest batches are kept in memory, as many as the loader's threads may need at a time.
-    Batches before the first requested sequence are skipped without a check, as after a resume.
+    It is thread-safe. Only the latest batches are kept in memory, as many as the loader's threads
+    may need at a time. Batches before the first requested sequence are skipped without a check, as
+    after a resume.
     """
 
     def __init__(
@@ -102,11 +114,15 @@ class StreamedSequences:
         dtypes: Mapping[str, type] = ALWAYS,
         absolute_positions: bool = False,
     ):
-        """dtypes: of the arrays of a batch, see `array_dtypes`. absolute_positions: see `complete_batch`."""
+        """dtypes: of the arrays of a batch, see `array_dtypes`. absolute_positions: see
+        `complete_batch`.
+        """
         self._options = dict(dtypes=dtypes, absolute_positions=absolute_positions)
         self._batches: Iterator[Mapping] = iter(batches)
         self._batch_size, self._seq_len, self._vocab_size = batch_size, seq_len, vocab_size
-        self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(maxlen=prefetch_steps + MAX_THREADS + 2)
+        self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(
+            maxlen=prefetch_steps + MAX_THREADS + 2
+        )
         self._num_read, self._lock = 0, threading.Lock()
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
@@ -131,7 +147,9 @@ class StreamedSequences:
 
     def _checked(self, batch: Mapping) -> dict[str, np.ndarray]:
         where = f"batch {self._num_read - 1}"
-        return complete_batch(batch, (self._batch_size, self._seq_len), self._vocab_size, where, **self._options)
+        return complete_batch(
+            batch, (self._batch_size, self._seq_len), self._vocab_size, where, **self._options
+        )
 
 
 class ListedSequences:
@@ -144,11 +162,15 @@ class ListedSequences:
     def __init__(self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int, **options):
         """`options`: as of `complete_batch`."""
         parts = [
-            complete_batch(batch, (None, seq_len), vocab_size, f"evaluation batch {number}", **options)
+            complete_batch(
+                batch, (None, seq_len), vocab_size, f"evaluation batch {number}", **options
+            )
             for number, batch in enumerate(batches)
         ]
         if not parts:
-            raise UserError("eval_batches is empty: pass at least one batch, or None for no evaluation")
+            raise UserError(
+                "eval_batches is empty: pass at least one batch, or None for no evaluation"
+            )
         self._arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         self.num_sequences = len(self._arrays[_REQUIRED])
 
@@ -172,8 +194,12 @@ class OwnBatches(DataSource):
             dtypes=array_dtypes(config),
             absolute_positions=inputs.absolute_positions,
         )
-        heldout = None if inputs.eval_batches is None else ListedSequences(inputs.eval_batches, **options)
-        evaluated = "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
+        heldout = (
+            None if inputs.eval_batches is None else ListedSequences(inputs.eval_batches, **options)
+        )
+        evaluated = (
+            "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
+        )
         train = StreamedSequences(
             inputs.batches,
             batch_size=config.train.global_batch_size,
@@ -183,7 +209,9 @@ class OwnBatches(DataSource):
         try:
             train[0]  # raises an error before the step is compiled
         except EndOfBatches:
-            raise UserError("batches is empty: pass an iterable that starts with the batch of step 1") from None
+            raise UserError(
+                "batches is empty: pass an iterable that starts with the batch of step 1"
+            ) from None
         return cls(
             tokenizer=inputs.tokenizer,
             train=train,
@@ -205,23 +233,24 @@ def complete_batch(
     """The arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
-      batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens of a document are
-        contiguous, 0 is padding), "positions" (default: counted within each document, where they increase, on from the
-        prefix that it continues), "targets"
-        (default: the next token of the same document; any number where the loss weight is 0), and "loss_weights"
-        (default: 1, but 0 on padding and at each document's last token). Those of post-training are in
-        user_batches.py.
-      shape: the expected B (None: any) and S.
-      where: names the batch in errors.
-      dtypes: of the arrays of the batch, see `array_dtypes`.
-      absolute_positions: the model depends on more than the differences of positions: they remain as they are. The
-        decoder does not, so its positions count from the first token of each document or of its prefix.
+      batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens
+        of a document are contiguous, 0 is padding), "positions" (default: counted within each
+        document, where they increase, on from the prefix that it continues), "targets" (default:
+        the next token of the same document; any number where the loss weight is 0), and
+        "loss_weights" (default: 1, but 0 on padding and at each document's last token). Those of
+        post-training are in user_batches.py.
+      shape: the expected B (None: any) and S. where: names the batch in errors. dtypes: of the
+      arrays of the batch, see `array_dtypes`. absolute_positions: the model depends on more than
+      the differences of positions: they remain as they are. The
+        decoder does not, so its positions count from the first token of each document or of its
+        prefix.
     Returns:
       The arrays named in `dtypes`, [B, S].
     Raises:
-      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or weighted target that
-        is not in the vocabulary, a negative or infinite loss weight, a document that is not contiguous, or positions
-        that do not increase, or are S or more after the first one.
+      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or
+        weighted target that is not in the vocabulary, a negative or infinite loss weight, a
+        document that is not contiguous, or positions that do not increase, or are S or more after
+        the first one.
     """
     arrays = _arrays(batch, shape, where, dtypes)
     tokens = arrays[_REQUIRED]
@@ -248,7 +277,9 @@ def complete_batch(
 def _arrays(
     batch: Mapping, shape: tuple[int | None, int], where: str, dtypes: Mapping[str, type]
 ) -> dict[str, np.ndarray]:
-    """The arrays of a batch. Raises UserError for an unknown or missing one, or a wrong shape or type."""
+    """The arrays of a batch. Raises UserError for an unknown or missing one, or a wrong shape or
+    type.
+    """
     expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
     if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(dtypes):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -260,8 +291,15 @@ def _arrays(
     tokens = arrays[_REQUIRED]
     for name, array in arrays.items():
         kind = np.integer if dtypes[name] is np.int32 else np.number
-        if array.ndim != 2 or not array.size or array.shape[1] != shape[1] or shape[0] not in (None, array.shape[0]):
-            raise UserError(f"invalid {where}: {name} has shape {list(array.shape)}, expected {expected}")
+        if (
+            array.ndim != 2
+            or not array.size
+            or array.shape[1] != shape[1]
+            or shape[0] not in (None, array.shape[0])
+        ):
+            raise UserError(
+                f"invalid {where}: {name} has shape {list(array.shape)}, expected {expected}"
+            )
         if array.shape != tokens.shape or not np.issubdtype(array.dtype, kind):
             raise UserError(
                 f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtypes[name])}"
@@ -271,25 +309,31 @@ def _arrays(
 
 
 def check_range(name: str, values: np.ndarray, end: int, where: str, expected: str = "") -> None:
-    """Raises UserError unless all integers are in 0 <= value < end. JAX clamps indices out of range without an error.
+    """Raises UserError unless all integers are in 0 <= value < end. JAX clamps indices out of range
+    without an error.
 
     Args:
       expected: the range in words; "" for that of `end`.
     """
     for wrong in (values.min(initial=0), values.max(initial=0)):
         if not 0 <= wrong < end:
-            raise UserError(f"invalid {where}: {name} {wrong}, expected {expected or f'0 to {end - 1}'}")
+            raise UserError(
+                f"invalid {where}: {name} {wrong}, expected {expected or f'0 to {end - 1}'}"
+            )
 
 
 def _check_contiguous(segments: np.ndarray, continues: np.ndarray, where: str) -> None:
-    """Raises UserError if the tokens of a document are not contiguous; attention and per-document sharding rely on it.
+    """Raises UserError if the tokens of a document are not contiguous; attention and per-document
+    sharding rely on it.
 
     Arrays [B, S]; `continues` as in `_positions`.
     """
     is_first = segments != 0
     is_first[:, 1:] &= ~continues[:, :-1]
     rows, columns = np.nonzero(is_first)
-    documents, counts = np.unique(np.stack([rows, segments[rows, columns]]), axis=1, return_counts=True)
+    documents, counts = np.unique(
+        np.stack([rows, segments[rows, columns]]), axis=1, return_counts=True
+    )
     if (counts > 1).any():
         row, segment = documents[:, counts.argmax()].tolist()
         raise UserError(
@@ -298,7 +342,9 @@ def _check_contiguous(segments: np.ndarray, continues: np.ndarray, where: str) -
         )
 
 
-def _positions(arrays: Mapping[str, np.ndarray], continues: np.ndarray, where: str, *, absolute: bool) -> np.ndarray:
+def _positions(
+    arrays: Mapping[str, np.ndarray], continues: np.ndarray, where: str, *, absolute: bool
+) -> np.ndarray:
     """The positions of a batch, int64 [B, S]; 0 on padding, unless they are absolute.
 
     Args:
@@ -312,18 +358,23 @@ def _positions(arrays: Mapping[str, np.ndarray], continues: np.ndarray, where: s
     index_S = np.arange(segments.shape[1])
     is_first = np.ones(segments.shape, bool)
     is_first[:, 1:] = ~continues[:, :-1]
-    first = np.maximum.accumulate(np.where(is_first, index_S, 0), axis=1)  # index of the first token of the document
-    root, prefix_end = first, first  # indices of the first token of the prefix, or of the document, and its end
+    # index of the first token of the document
+    first = np.maximum.accumulate(np.where(is_first, index_S, 0), axis=1)
+    # indices of the first token of the prefix, or of the document, and its end
+    root, prefix_end = first, first
     if prefixes.any():
-        first_of, end_of = np.zeros((2, len(segments), segments.shape[1] + 1), np.int64)  # by segment id
+        # by segment id
+        first_of, end_of = np.zeros((2, len(segments), segments.shape[1] + 1), np.int64)
         np.put_along_axis(first_of, segments, first, axis=1)
-        np.put_along_axis(end_of, segments, np.broadcast_to(index_S + 1, first.shape), axis=1)  # the last one remains
+        # the last one remains
+        np.put_along_axis(end_of, segments, np.broadcast_to(index_S + 1, first.shape), axis=1)
         root = np.where(prefixes > 0, np.take_along_axis(first_of, prefixes, axis=1), first)
         prefix_end = np.where(prefixes > 0, np.take_along_axis(end_of, prefixes, axis=1), first)
     if "positions" not in arrays:
         return np.where(segments != 0, index_S - first + prefix_end - root, 0)
     positions = arrays["positions"].astype(np.int64)
-    previous = np.where(is_first, prefix_end - 1, index_S - 1)  # the token before, also that of the prefix
+    # the token before, also that of the prefix
+    previous = np.where(is_first, prefix_end - 1, index_S - 1)
     has_previous = (segments != 0) & (~is_first | (prefixes > 0))
     before = np.take_along_axis(positions, np.maximum(previous, 0), axis=1)
     is_wrong = has_previous & (before >= positions)

@@ -1,17 +1,20 @@
-"""Reads the documents of files: text, token ids, or chats, as the messages that chat templates take.
+"""Reads the documents of files: text, token ids, or chats, as the messages that chat templates
+take.
 
 The formats of chats in records:
 
 messages  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}: as the API of OpenAI. The content may
-          be a list of parts, of which all are text; it is null in a message of the assistant with `tool_calls`.
+          be a list of parts, of which all are text; it is null in a message of the assistant with
+          `tool_calls`.
 sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "...", "tools": [...]}
 alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."], ...]}: a
           question and its answer, after earlier ones
-completion {"prompt": ..., "completion": ...}: texts or lists of messages, as in TRL; only the completion has a loss
+completion {"prompt": ..., "completion": ...}: texts or lists of messages, as in TRL; only the
+completion has a loss
 
-`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON. A
-message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss. Fields of other programs that change what is
-trained on (`_UNSUPPORTED`) are refused.
+`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates
+write them as JSON. A message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss.
+Fields of other programs that change what is trained on (`_UNSUPPORTED`) are refused.
 """
 
 import contextlib
@@ -54,15 +57,26 @@ OTHER_FIELDS = {
     "alpaca": ("tools", "system", "input", "output", "history"),
     "completion": ("tools", "system", "prompt"),
 }
-LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")  # names in OpenAI's API, ms-swift and Axolotl
+# names in OpenAI's API, ms-swift and Axolotl
+LOSS_FLAGS = ("weight", "loss", "train", "training", "trainable")
 _KTO_LABELS = ("label", "kto_tag")
 # Field of a record or message -> what to do instead.
 _UNSUPPORTED = {
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"),
-    **dict.fromkeys(("train_detail", "training_detail", "loss_scale"), "only whole messages can be without a loss"),
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"), "only text can be trained on"
+    ),
+    **dict.fromkeys(
+        ("train_detail", "training_detail", "loss_scale"),
+        "only whole messages can be without a loss",
+    ),
     **dict.fromkeys(("function_call", "functions"), "write tool_calls and tools"),
-    **dict.fromkeys(("rejected_response", "rejected_messages"), "write pairs as prompt, chosen and rejected"),
-    **dict.fromkeys(_KTO_LABELS, "false marks an answer to be avoided; write pairs as prompt, chosen and rejected"),
+    **dict.fromkeys(
+        ("rejected_response", "rejected_messages"), "write pairs as prompt, chosen and rejected"
+    ),
+    **dict.fromkeys(
+        _KTO_LABELS,
+        "false marks an answer to be avoided; write pairs as prompt, chosen and rejected",
+    ),
     "chat_template_kwargs": "write a template with these values",
 }
 UNSUPPORTED_FIELDS = tuple(_UNSUPPORTED)
@@ -82,18 +96,25 @@ _SHAREGPT_ROLES = {
 
 
 class Chat(NamedTuple):
-    messages: list[dict[str, Any]]  # role and content, and what else a message has, such as tool_calls
+    # role and content, and what else a message has, such as tool_calls
+    messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     masked: frozenset[int] = frozenset()  # numbers of the messages that have no loss
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a value is a message or a list of messages, with role and content or with from and value."""
+    """Whether a value is a message or a list of messages, with role and content or with from and
+    value.
+    """
     items = value if isinstance(value, list) else [value]
-    return bool(items) and all(isinstance(x, dict) and (x.get("role") or x.get("from")) for x in items)
+    return bool(items) and all(
+        isinstance(x, dict) and (x.get("role") or x.get("from")) for x in items
+    )
 
 
-def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: str, where: str) -> Chat:
+def read_chat(
+    value: Any, values: Mapping[str, Any], chat_format: str, field: str, where: str
+) -> Chat:
     """The chat of a record.
 
     Args:
@@ -102,7 +123,8 @@ def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: st
       chat_format: a key of CHAT_FIELDS; "": messages or sharegpt.
       where: FILE:NUMBER of the record, for errors.
     Raises:
-      BadRecord: the record has another form, a part of it cannot be trained on, or an answer is empty.
+      BadRecord: the record has another form, a part of it cannot be trained on, or an answer is
+        empty.
     """
     if chat_format == "completion":
         return read_answer(values, field, where)
@@ -119,8 +141,8 @@ def read_chat(value: Any, values: Mapping[str, Any], chat_format: str, field: st
 def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
     """The chat of a prompt and its answer; only the answer has a loss.
 
-    The answer may repeat the prompt: start with its messages, or have a message with its text. Without a prompt, only
-    the last answer of a pair has a loss.
+    The answer may repeat the prompt: start with its messages, or have a message with its text.
+    Without a prompt, only the last answer of a pair has a loss.
 
     Args:
       field: of the answer.
@@ -128,7 +150,10 @@ def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
       BadRecord: as `read_chat`, or the answer starts with another prompt.
     """
     with located(where):
-        prompt = next((values[name] for name in ("prompt", "messages", "conversations") if name in values), None)
+        prompt = next(
+            (values[name] for name in ("prompt", "messages", "conversations") if name in values),
+            None,
+        )
         before, turns = _turns(prompt, "prompt", "user"), _turns(values[field], field, ASSISTANT)
         num_before, contents = len(before), [message.get("content") for message in turns.values()]
         if list(turns.values())[:num_before] == list(before.values()):
@@ -138,8 +163,11 @@ def read_answer(values: Mapping[str, Any], field: str, where: str) -> Chat:
         elif before and next(iter(turns.values()))["role"] != ASSISTANT:
             raise BadRecord(f"the messages of {field!r} are another chat than those of the prompt")
         chat = _chat(before | turns, values)
-        answers = [number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
-        first = num_before + len(chat.messages) - len(before | turns)  # with the message of the field system
+        answers = [
+            number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT
+        ]
+        # with the message of the field system
+        first = num_before + len(chat.messages) - len(before | turns)
         first = first if num_before or field == "completion" else max(answers, default=0)
         return chat._replace(masked=chat.masked | {number for number in answers if number < first})
 
@@ -169,7 +197,9 @@ def _chat(messages: "_Messages", values: Mapping[str, Any]) -> Chat:
         if first["role"] != "system":
             messages = {"system": {"role": "system", "content": system}} | messages
         elif first.get("content") != system:
-            raise BadRecord("the field 'system' and the first message, of the system, differ: remove one of them")
+            raise BadRecord(
+                "the field 'system' and the first message, of the system, differ: remove one of them"
+            )
     checked = [_checked(message, path) for path, message in messages.items()]
     masked = frozenset(number for number, (_, has_loss) in enumerate(checked) if not has_loss)
     return Chat([message for message, _ in checked], _tools(values), masked)
@@ -183,19 +213,31 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
     """The messages of a list: messages with role and content, or turns of sharegpt."""
     is_sharegpt = chat_format == "sharegpt"
     keys, items, rest = _ITEMS[chat_format]
-    others = [name for name, (others, *_) in _ITEMS.items() if name != chat_format and _starts_with(value, others[0])]
+    others = [
+        name
+        for name, (others, *_) in _ITEMS.items()
+        if name != chat_format and _starts_with(value, others[0])
+    ]
     if isinstance(value, str) and "output" in values:
         others.append("alpaca")
     advice = f"; set chat_format={others[0]} for such records" if others else ""
     if not isinstance(value, list) or not value:
         kind = "an empty list" if isinstance(value, list) else kind_of(value)
-        raise BadRecord(f"the field {field!r} is {kind}, expected a list of {items}s {rest}{advice}")
+        raise BadRecord(
+            f"the field {field!r} is {kind}, expected a list of {items}s {rest}{advice}"
+        )
     messages = _Messages()
     for i, message in enumerate(value):
         path = f"{field}[{i}]"
-        if not isinstance(message, dict) or not {*keys} <= message.keys() or message[keys[0]] is None:
+        if (
+            not isinstance(message, dict)
+            or not {*keys} <= message.keys()
+            or message[keys[0]] is None
+        ):
             is_dictionary = isinstance(message, dict)
-            kind = f"a dictionary with the fields {[*message]}" if is_dictionary else kind_of(message)
+            kind = (
+                f"a dictionary with the fields {[*message]}" if is_dictionary else kind_of(message)
+            )
             raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
         messages[path] = _message_of_turn(message, path) if is_sharegpt else message
     return messages
@@ -204,7 +246,9 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
 def _message_of_turn(turn: dict[str, Any], path: str) -> dict[str, Any]:
     role = _SHAREGPT_ROLES.get(str(turn["from"]))
     if role is None:
-        raise BadRecord(f"{path}.from is {turn['from']!r}, expected one of {', '.join(_SHAREGPT_ROLES)}")
+        raise BadRecord(
+            f"{path}.from is {turn['from']!r}, expected one of {', '.join(_SHAREGPT_ROLES)}"
+        )
     others = {name: x for name, x in turn.items() if name not in ("from", "value")}
     return {"role": role, "content": turn["value"], **others}
 
@@ -222,33 +266,41 @@ def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
     turns |= texts | {field: f"{value}\n\n{texts['input']}" if texts["input"] else value}
     del turns["input"]
     roles = itertools.cycle(("user", ASSISTANT))
-    return {name: {"role": role, "content": text} for (name, text), role in zip(turns.items(), roles)}
+    return {
+        name: {"role": role, "content": text} for (name, text), role in zip(turns.items(), roles)
+    }
 
 
 def _turns(value: Any, field: str, role: str) -> "_Messages":
-    """The messages of a field: a text of `role`, a message, or a list of messages with role and content or with from
-    and value; none without the field."""
+    """The messages of a field: a text of `role`, a message, or a list of messages with role and
+    content or with from and value; none without the field."""
     if value is None or (isinstance(value, list) and not value):
         return {}
     if isinstance(value, str):
         return {field: {"role": role, "content": value}}
     turns = [value] if isinstance(value, dict) else value
-    return _conversation(turns, {}, field, "sharegpt" if _starts_with(turns, "from") else "messages")
+    return _conversation(
+        turns, {}, field, "sharegpt" if _starts_with(turns, "from") else "messages"
+    )
 
 
 def _starts_with(value: Any, key: str) -> bool:
     """Whether a value is a list whose first item is a dictionary with this key."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
+    )
 
 
 def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
-    """A message with its content as one text and with the arguments of its calls as dictionaries, without empty fields
-    and flags, and whether it has a loss.
+    """A message with its content as one text and with the arguments of its calls as dictionaries,
+    without empty fields and flags, and whether it has a loss.
 
     Args:
       path: of the message in the record, for errors.
     """
-    message = {name: x for name, x in message.items() if x is not None and (name, x) != ("tool_calls", [])}
+    message = {
+        name: x for name, x in message.items() if x is not None and (name, x) != ("tool_calls", [])
+    }
     check_fields(message, f"{path}.")
     content, is_answer = message.get("content"), message["role"] == ASSISTANT
     if content is None and not (is_answer and "tool_calls" in message):
@@ -270,11 +322,21 @@ def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
 def _text(content: Any, path: str) -> str:
     if not isinstance(content, list):
         if not isinstance(content, str):
-            raise BadRecord(f"{path} is {kind_of(content)}, expected text or a list of parts of text")
+            raise BadRecord(
+                f"{path} is {kind_of(content)}, expected text or a list of parts of text"
+            )
         return content
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = f"a part of the type {part.get('type')!r}" if isinstance(part, dict) else kind_of(part)
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            kind = (
+                f"a part of the type {part.get('type')!r}"
+                if isinstance(part, dict)
+                else kind_of(part)
+            )
             raise BadRecord(f"{path}[{i}] is {kind}, expected a part of the type 'text' with text")
     return "".join(part["text"] for part in content)
 
@@ -290,7 +352,9 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):
-            raise BadRecord(f"{path}[{i}]: the arguments of {function['name']!r} are not a JSON object")
+            raise BadRecord(
+                f"{path}[{i}]: the arguments of {function['name']!r} are not a JSON object"
+            )
         outer = call if function is not call else {"type": "function"}
         checked.append({**outer, "function": {**function, "arguments": arguments}})
     return checked
@@ -300,7 +364,9 @@ def _tools(values: Mapping[str, Any]) -> list[Any] | None:
     """The field `tools`; None if it is missing or empty."""
     tools = values.get("tools") or None
     tools = _parsed(tools) if isinstance(tools, str) else tools
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
         raise BadRecord("the field 'tools' is not a list of JSON objects")
     return tools or None
 
@@ -314,13 +380,17 @@ def _parsed(text: str) -> Any:
 
 
 # Fields beside token IDs -> the value of tokens that are not in the loss.
-_MASKS = {"labels": -100} | dict.fromkeys(("loss_mask", "attention_mask", "completion_mask", "assistant_masks"), 0)
+_MASKS = {"labels": -100} | dict.fromkeys(
+    ("loss_mask", "attention_mask", "completion_mask", "assistant_masks"), 0
+)
 _SKIP_ADVICE = "or skip such records with data.max_bad_records"
 _BLOCK_BYTES = 1 << 20  # text of a file in memory at one time
 
 
 class Fields(NamedTuple):
-    """Which field of a record holds the document; one of `tokens` and `chat` may be set, which replaces `text`."""
+    """Which field of a record holds the document; one of `tokens` and `chat` may be set, which
+    replaces `text`.
+    """
 
     text: str = "text"
     tokens: str = ""  # token IDs
@@ -345,7 +415,9 @@ class Fields(NamedTuple):
         return (*OTHER_FIELDS[self.chat_format], *UNSUPPORTED_FIELDS) if self.chat else ()
 
     def setting(self, files_setting: str) -> str:
-        """The setting that names the field of the files that `files_setting` lists: "data.text_field"."""
+        """The setting that names the field of the files that `files_setting` lists:
+        "data.text_field".
+        """
         name = "token_field" if self.tokens else "chat_field" if self.chat else "text_field"
         is_mixture = files_setting.startswith("data.mixture.")
         section = files_setting if is_mixture else files_setting.rpartition(".")[0]
@@ -356,17 +428,21 @@ class Fields(NamedTuple):
 class Document:
     """A document; of `blocks`, `ids` and `chat`, one is set."""
 
-    name: str  # the file's name; `name:number` (from 1) of the line or record if a file holds several documents
+    # the file's name; `name:number` (from 1) of the line or record if a file holds several
+    # documents
+    name: str
     where: str = ""  # FILE:NUMBER of its record, for errors
-    # The text, to be read once, before the next document. No UTF-8 sequence crosses the end of a block, so each can be
-    # decoded on its own, also if the text contains invalid UTF-8. The first one is not empty.
+    # The text, to be read once, before the next document. No UTF-8 sequence crosses the end of a
+    # block, so each can be decoded on its own, also if the text contains invalid UTF-8. The first
+    # one is not empty.
     blocks: Iterable[bytes] = ()
     ids: np.ndarray | None = None  # int [tokens]
     chat: Chat | None = None
 
 
 BAD_RECORDS = "skipped records"
-# Text that is not UTF-8, such as latin-1 or UTF-16: documents with it, and characters that decoding replaces.
+# Text that is not UTF-8, such as latin-1 or UTF-16: documents with it, and characters that decoding
+# replaces.
 INVALID_DOCUMENTS, INVALID_CHARACTERS = "documents that are not valid UTF-8", "invalid characters"
 
 
@@ -414,7 +490,8 @@ class Notes:
 
 
 def read_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[Document]:
-    """Yields the documents of a file in order and skips empty ones. Memory: one block of text, or one batch of records.
+    """Yields the documents of a file in order and skips empty ones. Memory: one block of text, or
+    one batch of records.
 
     Raises:
       UserError: the file cannot be read or decoded, or it has more bad records than allowed.
@@ -443,8 +520,12 @@ def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
     """Yields the rest of a file of which `first` is read; see `Document.blocks`."""
     block = first
     while following := opened.read(_BLOCK_BYTES):
-        # The last sequence may continue: it starts with the last byte of 0xC0 or more, at most 3 bytes before the end.
-        end = next((i for i in range(len(block) - 1, max(len(block) - 4, -1), -1) if block[i] >= 0xC0), len(block))
+        # The last sequence may continue: it starts with the last byte of 0xC0 or more, at most 3
+        # bytes before the end.
+        end = next(
+            (i for i in range(len(block) - 1, max(len(block) - 4, -1), -1) if block[i] >= 0xC0),
+            len(block),
+        )
         if end:
             yield block[:end]
         block = block[end:] + following
@@ -454,8 +535,14 @@ def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
 def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[Document]:
     if file.path.name.endswith(MEGATRON_SUFFIX) and not fields.tokens:
         is_mixture = file.setting.startswith("data.mixture.")
-        advice = f"set config.{file.setting}." if is_mixture else "use a source of config.data.mixture with "
-        raise UserError(f"{file.setting}: {str(file.path)!r} contains token IDs: {advice}token_field=tokens")
+        advice = (
+            f"set config.{file.setting}."
+            if is_mixture
+            else "use a source of config.data.mixture with "
+        )
+        raise UserError(
+            f"{file.setting}: {str(file.path)!r} contains token IDs: {advice}token_field=tokens"
+        )
     field_setting = fields.setting(file.setting)
     records = read_records(
         file.path,
@@ -509,4 +596,8 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
             f" or set {field_setting} to another field"
         )
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
-    return Document(name=name, where=record.where, blocks=[value.encode(errors="replace")]) if value else None
+    return (
+        Document(name=name, where=record.where, blocks=[value.encode(errors="replace")])
+        if value
+        else None
+    )

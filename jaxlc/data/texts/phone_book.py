@@ -1,11 +1,13 @@
-"""The built-in source `phone-book`: names with numbers that later lines of the same document repeat.
+"""The built-in source `phone-book`: names with numbers that later lines of the same document
+repeat.
 
     Alma 48 29 17 . of the one more Boris 10 33 44 . what Alma 48 29 17 .
 
-Numbers are random, so a model predicts one only if the document has contained the entry before, up to a whole sequence
-earlier, and if its attention reaches that far (multi-query associative recall, Arora et al. 2023, arXiv:2312.04927).
-Short documents have from one name to a few, because a model learns to repeat a number before it learns to match names;
-long documents have all names, so that many repetitions are thousands of tokens apart.
+Numbers are random, so a model predicts one only if the document has contained the entry before, up
+to a whole sequence earlier, and if its attention reaches that far (multi-query associative recall,
+Arora et al. 2023, arXiv:2312.04927). Short documents have from one name to a few, because a model
+learns to repeat a number before it learns to match names; long documents have all names, so that
+many repetitions are thousands of tokens apart.
 """
 
 import itertools
@@ -63,11 +65,15 @@ def entry(name: str, number: int) -> list[str]:
 def _document(rng: random.Random, num_tokens: int) -> list[str]:
     max_names = max(1, min(len(NAMES), num_tokens // _TOKENS_PER_NAME))
     num_names = round(max_names ** rng.uniform(min(1.0, num_tokens / _ALL_NAMES_TOKENS), 1.0))
-    return list(itertools.chain.from_iterable(_parts(rng, num_tokens, rng.sample(NAMES, num_names))))[:num_tokens]
+    return list(
+        itertools.chain.from_iterable(_parts(rng, num_tokens, rng.sample(NAMES, num_names)))
+    )[:num_tokens]
 
 
 def _parts(rng: random.Random, num_tokens: int, names: Sequence[str]) -> Iterator[list[str]]:
-    """Entries of `names` in random order, and runs of filler words between them, of at least `num_tokens` words."""
+    """Entries of `names` in random order, and runs of filler words between them, of at least
+    `num_tokens` words.
+    """
     numbers = {name: rng.randrange(10**6) for name in names}
     filler = rng.uniform(0.0, _MAX_FILLER)
     num_words = 0
@@ -79,16 +85,20 @@ def _parts(rng: random.Random, num_tokens: int, names: Sequence[str]) -> Iterato
 
 
 def _filler(rng: random.Random) -> list[str]:
-    """A run of words, of which those at the start of FILLERS are the most frequent, and a full stop."""
-    return [FILLERS[int(len(FILLERS) * rng.random() ** 2)] for _ in range(rng.randrange(5, 15))] + ["."]
+    """A run of words, of which those at the start of FILLERS are the most frequent, and a full
+    stop.
+    """
+    return [FILLERS[int(len(FILLERS) * rng.random() ** 2)] for _ in range(rng.randrange(5, 15))] + [
+        "."
+    ]
 
 
 def retrieval_prompt(rng: random.Random, num_tokens: int, distance: int) -> tuple[str, str]:
     """A document that ends with a name, and the number of that name.
 
     Args:
-      num_tokens: of the document.
-      distance: tokens from the only entry of the name to the end, plus at most the length of one part.
+      num_tokens: of the document. distance: tokens from the only entry of the name to the end, plus
+      at most the length of one part.
     """
     asked, *others = rng.sample(NAMES, len(NAMES))
     name, *number = entry(asked, rng.randrange(10**6))
@@ -101,7 +111,8 @@ def retrieval_prompt(rng: random.Random, num_tokens: int, distance: int) -> tupl
 
 
 def phone_book_file(config: DataConfig) -> Path:
-    """The file of the source in data.cache_dir, with documents that fill a sequence; written if it does not exist.
+    """The file of the source in data.cache_dir, with documents that fill a sequence; written if it
+    does not exist.
 
     Raises:
       UserError: it cannot be written.
@@ -110,9 +121,14 @@ def phone_book_file(config: DataConfig) -> Path:
     num_documents = max(_MIN_DOCUMENTS, _NUM_TOKENS // num_tokens)
     path = local_path(config.cache_dir) / f"{PHONE_BOOK}-{_FORMAT}-{num_tokens}.jsonl"
     if not path.exists():
-        with write_errors_explained(f"data.cache_dir {config.cache_dir!r}", "use a writable directory"):
+        with write_errors_explained(
+            f"data.cache_dir {config.cache_dir!r}", "use a writable directory"
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             documents = itertools.islice(phone_book_documents(num_tokens), num_documents)
-            with replacing(path) as out:  # several processes may write the same content at the same time
-                out.writelines(json.dumps({"text": " ".join(words)}).encode() + b"\n" for words in documents)
+            # several processes may write the same content at the same time
+            with replacing(path) as out:
+                out.writelines(
+                    json.dumps({"text": " ".join(words)}).encode() + b"\n" for words in documents
+                )
     return path

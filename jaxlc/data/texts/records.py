@@ -1,4 +1,5 @@
-"""Records of files that hold several documents each: JSON lines, Parquet, Arrow, and Megatron's indexed datasets.
+"""Records of files that hold several documents each: JSON lines, Parquet, Arrow, and Megatron's
+indexed datasets.
 
 .jsonl .jsonl.gz .jsonl.zst    one record per line; a list of messages is a record with the field `messages`
 .json                          a list of such records, or one per line; read only where it is named, not in directories
@@ -27,12 +28,14 @@ ARRAY_SUFFIX = ".json"
 LISTED_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow", MEGATRON_SUFFIX)  # in directories
 RECORD_SUFFIXES = (*LISTED_SUFFIXES, ARRAY_SUFFIX)
 _RECORDS_AT_ONCE, _NESTED_RECORDS_AT_ONCE = 256, 32
-# A file may be much smaller than its records: compressed ones are read in a stream, and each record has these limits.
+# A file may be much smaller than its records: compressed ones are read in a stream, and each record
+# has these limits.
 MAX_LINE_BYTES = 128 << 20
 _MAX_ARRAY_BYTES = 1 << 30  # a list in a .json file is read as a whole
 _MAX_TOKEN_BYTES = 1 << 30  # of a document of Megatron-LM
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
-_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # code in the .idx file -> dtype
+# code in the .idx file -> dtype
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 
 
 class BadRecord(UserError):
@@ -54,7 +57,8 @@ def read_records(
     field_setting: str,
     lines: tuple[int, int, int] | None = None,
 ) -> Iterator[Record]:
-    """Yields the records of a file in order; of columns, only those that `field` needs are read, and `others`.
+    """Yields the records of a file in order; of columns, only those that `field` needs are read,
+    and `others`.
 
     Args:
       field: dotted name of the field that holds the document; "": there is none.
@@ -112,7 +116,9 @@ def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[Rec
             if not line:
                 return
             if len(line) > MAX_LINE_BYTES:
-                raise UserError(f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes; split the record")
+                raise UserError(
+                    f"{path}:{number}: the line has more than {MAX_LINE_BYTES:,} bytes; split the record"
+                )
             begin += len(line)
             if line.strip():
                 yield Record(f"{path}:{number}", number, _json_object(line, f"{path}:{number}"))
@@ -127,10 +133,16 @@ def _json_object(line: bytes, where: str) -> dict[str, Any] | BadRecord:
 
 
 def _fields(values: Any, where: str) -> dict[str, Any] | BadRecord:
-    if isinstance(values, list) and values and all(isinstance(x, dict) and "role" in x for x in values):
+    if (
+        isinstance(values, list)
+        and values
+        and all(isinstance(x, dict) and "role" in x for x in values)
+    ):
         return {"messages": values}
     if not isinstance(values, dict):
-        return BadRecord(f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this record")
+        return BadRecord(
+            f"{where}: expected a JSON object, not a {type(values).__name__}; fix or remove this record"
+        )
     return values
 
 
@@ -205,7 +217,9 @@ def _column_records(
                 try:
                     values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
                 except UnicodeDecodeError as error:
-                    values = BadRecord(f"{path}:{number}: invalid text ({reason_of(error)}); fix or remove this row")
+                    values = BadRecord(
+                        f"{path}:{number}: invalid text ({reason_of(error)}); fix or remove this row"
+                    )
                 yield Record(f"{path}:{number}", number, values)
     except pyarrow.ArrowException as error:
         raise UserError(
@@ -216,8 +230,8 @@ def _column_records(
 def _value(scalar: Any) -> Any:
     """A value of a column as a Python object, and a list of integers as an array.
 
-    Dictionaries in lists, such as messages, have all fields of the column, null where the record has none; such fields
-    are removed.
+    Dictionaries in lists, such as messages, have all fields of the column, null where the record
+    has none; such fields are removed.
     """
     import pyarrow
 
@@ -230,11 +244,17 @@ def _value(scalar: Any) -> Any:
 def _without_nulls(value: Any, in_list: bool = False) -> Any:
     """`value` without null fields of dictionaries in lists."""
     if isinstance(value, dict):
-        return {name: _without_nulls(x, in_list) for name, x in value.items() if x is not None or not in_list}
+        return {
+            name: _without_nulls(x, in_list)
+            for name, x in value.items()
+            if x is not None or not in_list
+        }
     return [_without_nulls(x, in_list=True) for x in value] if isinstance(value, list) else value
 
 
-def _batches(path: Path, field: str, others: Sequence[str] | None, field_setting: str) -> Iterator[Any]:
+def _batches(
+    path: Path, field: str, others: Sequence[str] | None, field_setting: str
+) -> Iterator[Any]:
     """Batches of rows with the needed columns."""
     import pyarrow
     import pyarrow.parquet
@@ -243,11 +263,14 @@ def _batches(path: Path, field: str, others: Sequence[str] | None, field_setting
         with pyarrow.parquet.ParquetFile(path) as table:
             schema = table.schema_arrow
             columns = _needed_columns(path, field, others, field_setting, schema.names)
-        # A text that is stored once and repeated in many rows is not copied: a small file could need much memory.
+        # A text that is stored once and repeated in many rows is not copied: a small file could
+        # need much memory.
         texts = [name for name in columns if pyarrow.types.is_string(schema.field(name).type)]
         is_nested = any(pyarrow.types.is_nested(schema.field(name).type) for name in columns)
         with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as table:
-            yield from table.iter_batches(_NESTED_RECORDS_AT_ONCE if is_nested else _RECORDS_AT_ONCE, columns=columns)
+            yield from table.iter_batches(
+                _NESTED_RECORDS_AT_ONCE if is_nested else _RECORDS_AT_ONCE, columns=columns
+            )
         return
     with pyarrow.memory_map(str(path)) as mapped:
         schema, batches = _arrow_batches(mapped)
@@ -260,7 +283,9 @@ def _batches(path: Path, field: str, others: Sequence[str] | None, field_setting
 
 
 def _arrow_batches(mapped: Any) -> tuple[Any, Iterator[Any]]:
-    """The schema and the batches of a file in Arrow's streaming format, which `datasets` writes, or its file format."""
+    """The schema and the batches of a file in Arrow's streaming format, which `datasets` writes, or
+    its file format.
+    """
     import pyarrow.ipc
 
     magic = mapped.read(6)
@@ -291,9 +316,10 @@ def _needed_columns(
 def _megatron_records(path: Path) -> Iterator[Record]:
     """The documents of an indexed dataset of Megatron-LM, as arrays in the field `tokens`.
 
-    The .idx file has a magic number, the version (u8), the code of the dtype (u1), the numbers of sequences and of
-    document boundaries (u8 each), the length of each sequence (i4), its offset in bytes in the .bin file (i8), and the
-    index of the first sequence of each document (i8), with one more at the end.
+    The .idx file has a magic number, the version (u8), the code of the dtype (u1), the numbers of
+    sequences and of document boundaries (u8 each), the length of each sequence (i4), its offset in
+    bytes in the .bin file (i8), and the index of the first sequence of each document (i8), with one
+    more at the end.
 
     Raises:
       UserError: the .idx file is not of this format, or one of the files is truncated.
@@ -306,23 +332,37 @@ def _megatron_records(path: Path) -> Iterator[Record]:
             f"{str(path)!r} is not an index of Megatron-LM of version 1 with integer tokens; convert it to Parquet"
             " or JSON lines"
         )
-    num_sequences, num_boundaries = (int.from_bytes(header[at : at + 8], "little") for at in (18, 26))
+    num_sequences, num_boundaries = (
+        int.from_bytes(header[at : at + 8], "little") for at in (18, 26)
+    )
     try:
         lengths = np.memmap(path, "<i4", "r", 34, (num_sequences,))
         offsets = np.memmap(path, "<i8", "r", 34 + 4 * num_sequences, (num_sequences,))
         boundaries = np.memmap(path, "<i8", "r", 34 + 12 * num_sequences, (num_boundaries,))
-        tokens = np.memmap(path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r")
+        tokens = np.memmap(
+            path.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]).newbyteorder("<"), "r"
+        )
     except (ValueError, OverflowError) as error:  # a file that is shorter than the array, or empty
-        raise UserError(f"{str(path)!r} or its .bin file is truncated ({reason_of(error)}); copy both again") from error
+        raise UserError(
+            f"{str(path)!r} or its .bin file is truncated ({reason_of(error)}); copy both again"
+        ) from error
     for number in range(1, num_boundaries):
         first, end = (int(x) for x in boundaries[number - 1 : number + 1])
         counts, begins = lengths[first:end].astype(np.int64), offsets[first:end] // tokens.itemsize
         ends = begins + counts
-        is_inside = 0 <= first <= end <= num_sequences and (counts >= 0).all() and (begins >= 0).all()
-        if not is_inside or (ends > len(tokens)).any() or counts.sum() * tokens.itemsize > _MAX_TOKEN_BYTES:
+        is_inside = (
+            0 <= first <= end <= num_sequences and (counts >= 0).all() and (begins >= 0).all()
+        )
+        if (
+            not is_inside
+            or (ends > len(tokens)).any()
+            or counts.sum() * tokens.itemsize > _MAX_TOKEN_BYTES
+        ):
             raise UserError(
                 f"{path}:{number}: the document is outside of the .bin file, or has more than {_MAX_TOKEN_BYTES:,}"
                 " bytes; copy both files again"
             )
         parts = [tokens[begin:stop] for begin, stop in zip(begins, ends)]
-        yield Record(f"{path}:{number}", number, {"tokens": np.concatenate(parts) if parts else tokens[:0]})
+        yield Record(
+            f"{path}:{number}", number, {"tokens": np.concatenate(parts) if parts else tokens[:0]}
+        )

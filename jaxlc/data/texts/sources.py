@@ -1,10 +1,12 @@
 """Lists source files, in an order and under names that are equal on every machine.
 
-A source is a file, a directory (read recursively, without hidden directories), a glob (`**` matches any depth), or the
-built-in `python-stdlib`: the source files of Python's standard library, which exist wherever Python is installed.
+A source is a file, a directory (read recursively, without hidden directories), a glob (`**` matches
+any depth), or the built-in `python-stdlib`: the source files of Python's standard library, which
+exist wherever Python is installed.
 
-The suffix of a file selects its format: .txt, .py, .md and .rst are one document each; `data.records` describes
-files of many documents. `text_suffixes` of a source add others, such as .c or .java.
+The suffix of a file selects its format: .txt, .py, .md and .rst are one document each;
+`data.records` describes files of many documents. `text_suffixes` of a source add others, such as .c
+or .java.
 """
 
 import glob
@@ -31,7 +33,8 @@ _CODE_SUFFIXES = (
     ".scala", ".sh", ".sql", ".swift", ".tex", ".toml", ".ts", ".tsx", ".vue", ".yaml", ".yml", ".zig",
 )  # fmt: skip
 _CACHE_OF_DATASETS = "cache-"  # start of the names of files with results of the package `datasets`
-_INSTALLED_PACKAGES = ("site-packages", "dist-packages")  # not the standard library, and different on every machine
+# not the standard library, and different on every machine
+_INSTALLED_PACKAGES = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +44,22 @@ class SourceFile:
     size_bytes: int
     modified_ns: int
     setting: str = "data.sources"  # that lists it; named in errors
-    # Only some lines of a .jsonl file: begin and end in bytes, and the number of the first line. None: the entire file.
+    # Only some lines of a .jsonl file: begin and end in bytes, and the number of the first line.
+    # None: the entire file.
     lines: tuple[int, int, int] | None = None
 
 
 class FileList(NamedTuple):
     files: list[SourceFile]
-    num_duplicates: int  # files that a source lists although an earlier one already has; they are not repeated
+    # files that a source lists although an earlier one already has; they are not repeated
+    num_duplicates: int
 
 
-def list_files(sources: Sequence[str], setting: str = "data.sources", text_suffixes: Sequence[str] = ()) -> FileList:
-    """Lists the files of `sources`, sorted by name within a source, each file once even if sources overlap.
+def list_files(
+    sources: Sequence[str], setting: str = "data.sources", text_suffixes: Sequence[str] = ()
+) -> FileList:
+    """Lists the files of `sources`, sorted by name within a source, each file once even if sources
+    overlap.
 
     Args:
       setting: that lists the sources; named in errors.
@@ -59,12 +67,18 @@ def list_files(sources: Sequence[str], setting: str = "data.sources", text_suffi
     Raises:
       UserError: a source does not exist, contains no file of a supported type, or cannot be read.
     """
-    more = [suffix for item in text_suffixes for suffix in (_CODE_SUFFIXES if item == "code" else (item,))]
+    more = [
+        suffix
+        for item in text_suffixes
+        for suffix in (_CODE_SUFFIXES if item == "code" else (item,))
+    ]
     suffixes = (*_TEXT_SUFFIXES, *more, *LISTED_SUFFIXES)
     files: dict[Path, SourceFile] = {}  # by real path
     num_listed = 0
     for source in sources:
-        named_paths = _stdlib_files() if source == PYTHON_STDLIB else _files_of(source, setting, suffixes)
+        named_paths = (
+            _stdlib_files() if source == PYTHON_STDLIB else _files_of(source, setting, suffixes)
+        )
         if not named_paths:
             raise UserError(
                 f"{setting}: {source!r} contains no file with a supported suffix ({', '.join(suffixes)});"
@@ -79,13 +93,19 @@ def list_files(sources: Sequence[str], setting: str = "data.sources", text_suffi
 
 
 def split_hash(name: str) -> float:
-    """A number in [0, 1) that depends only on a document's name; documents below `eval_fraction` are held out."""
-    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:6]) / 2**48
+    """A number in [0, 1) that depends only on a document's name; documents below `eval_fraction`
+    are held out.
+    """
+    return (
+        int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:6]) / 2**48
+    )
 
 
 def unreadable(path: Path, error: Exception, setting: str) -> UserError:
     """The error for a file that cannot be read."""
-    return UserError(f"cannot read {str(path)!r} ({reason_of(error)}); fix it or remove it from {setting}")
+    return UserError(
+        f"cannot read {str(path)!r} ({reason_of(error)}); fix it or remove it from {setting}"
+    )
 
 
 def _source_file(name: str, path: Path, setting: str) -> SourceFile:
@@ -93,12 +113,18 @@ def _source_file(name: str, path: Path, setting: str) -> SourceFile:
         stat = path.stat()
     except OSError as error:
         raise unreadable(path, error, setting) from error
-    return SourceFile(name=name, path=path, size_bytes=stat.st_size, modified_ns=stat.st_mtime_ns, setting=setting)
+    return SourceFile(
+        name=name, path=path, size_bytes=stat.st_size, modified_ns=stat.st_mtime_ns, setting=setting
+    )
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
     files = _files_below(Path(sysconfig.get_paths()["stdlib"]), (".py",))
-    return [(name, path) for name, path in files if not any(part in _INSTALLED_PACKAGES for part in path.parts)]
+    return [
+        (name, path)
+        for name, path in files
+        if not any(part in _INSTALLED_PACKAGES for part in path.parts)
+    ]
 
 
 def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
@@ -115,13 +141,19 @@ def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tupl
         raise UserError(f"{setting}: {source!r} does not exist; {advice}")
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts[:-1]))
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    return [(m.relative_to(root).as_posix(), m) for m in matches if m.is_file() and m.name.endswith(suffixes)]
+    return [
+        (m.relative_to(root).as_posix(), m)
+        for m in matches
+        if m.is_file() and m.name.endswith(suffixes)
+    ]
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
     named_paths = []
     for directory, subdirectories, file_names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if not name.startswith(".") and name != "__pycache__"]
+        subdirectories[:] = [
+            name for name in subdirectories if not name.startswith(".") and name != "__pycache__"
+        ]
         paths = [
             Path(directory, name)
             for name in file_names

@@ -1,16 +1,20 @@
-"""Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the rendered text.
+"""Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the
+rendered text.
 
-Only the answers of the assistant are trained on. Their place in the rendered text is found in one of two ways:
+Only the answers of the assistant are trained on. Their place in the rendered text is found in one
+of two ways:
 
-- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that support the assistant
-  masks of transformers.
-- Otherwise, answer k is the text between the prompt of message k, rendered from the messages before it with
-  `add_generation_prompt`, and the end of the text rendered from the messages up to it. White space behind its last
-  end-of-turn token belongs to the template and not to the answer. A template may render earlier messages differently,
-  for instance without their reasoning; then the answer ends at the next end-of-turn token. If that makes a prompt
-  differ, as after a call of a tool and another question, answer k follows the header of an answer number k.
+- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that
+  support the assistant masks of transformers.
+- Otherwise, answer k is the text between the prompt of message k, rendered from the messages before
+  it with `add_generation_prompt`, and the end of the text rendered from the messages up to it.
+  White space behind its last end-of-turn token belongs to the template and not to the answer. A
+  template may render earlier messages differently, for instance without their reasoning; then the
+  answer ends at the next end-of-turn token. If that makes a prompt differ, as after a call of a
+  tool and another question, answer k follows the header of an answer number k.
 
-So every answer is trained on as the template renders it at the end of the chat. What it leaves out is counted.
+So every answer is trained on as the template renders it at the end of the chat. What it leaves out
+is counted.
 
 A template fits a tokenizer if its markers, such as <|im_end|>, are single tokens: a model learns to end its answers
 with one token, at which inference engines stop.
@@ -35,7 +39,8 @@ from jaxlc.data.texts.documents import ASSISTANT, Chat
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.tokens.tokenizers import Tokenizer, named_tokens, read_tokenizer_config
 
-# Tools have the markup of Hermes and Qwen in chatml, and that of Llama 3.1 in llama3, which has one call in an answer.
+# Tools have the markup of Hermes and Qwen in chatml, and that of Llama 3.1 in llama3, which has one
+# call in an answer.
 _CHATML = (
     "{% if tools %}<|im_start|>system\n"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
@@ -86,7 +91,8 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which mark answer
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <|im_end|>, </s>, [/INST]
 _END_OF_TURN = re.compile(f"({_MARKER.pattern})$")
 _MAX_SOURCE_CHARACTERS = 1 << 18
-_QUESTION, _ANSWER = "Question", "Answer"  # the messages of a chat that shows which markers a template has
+# the messages of a chat that shows which markers a template has
+_QUESTION, _ANSWER = "Question", "Answer"
 # A tag, or a comment, which may contain the text of one.
 _COMMENT_OR_TAG = re.compile(r"\{#.*?#\}|\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", re.DOTALL)
 _NO_TEXT = ("role", "name", "tool_call_id")  # fields of messages that templates need not render
@@ -102,9 +108,13 @@ class MarkedText(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template in Jinja, rendered in a sandbox with the settings and functions that transformers has."""
+    """A chat template in Jinja, rendered in a sandbox with the settings and functions that
+    transformers has.
+    """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], name: str = "the chat template"):
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], name: str = "the chat template"
+    ):
         """
         Args:
           special_tokens: variables of the template, such as bos_token.
@@ -117,14 +127,17 @@ class ChatTemplate:
 
         self.name, self.source = name, source
         self._special_tokens = special_tokens
-        self.identity = (source, sorted(special_tokens.items()))  # what the rendered text depends on
+        # what the rendered text depends on
+        self.identity = (source, sorted(special_tokens.items()))
         env = environment(_BEGIN, _END)
         try:
             if len(source) > _MAX_SOURCE_CHARACTERS:
                 raise ValueError(f"it has more than {_MAX_SOURCE_CHARACTERS:,} characters")
             self._template = env.from_string(source)
             self._has_markers = "generation" in {token for _, _, token in env.lex(source)}
-        except Exception as error:  # SyntaxError, MemoryError, ValueError and others of Python's compiler, too
+        except (
+            Exception
+        ) as error:  # SyntaxError, MemoryError, ValueError and others of Python's compiler, too
             raise UserError(f"{name} is not a valid Jinja template ({reason_of(error)})") from error
 
     def render(self, chat: Chat, where: str) -> MarkedText:
@@ -133,13 +146,17 @@ class ChatTemplate:
         Args:
           where: FILE:NUMBER of the record, for errors.
         Raises:
-          BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
-            answer as nothing.
+          BadRecord: the template raises an error for the messages or does not know a part of them,
+            or it renders an answer as nothing.
         """
         messages, _, masked = chat
-        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        numbers = [
+            number for number, message in enumerate(messages) if message["role"] == ASSISTANT
+        ]
         if masked.issuperset(numbers):
-            kind = "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
+            kind = (
+                "all answers have no loss" if numbers else f"no message has the role {ASSISTANT!r}"
+            )
             raise BadRecord(f"{where}: {kind}, so there is nothing to train on")
         self._check(chat, where)
         marked = self._render(chat, where)
@@ -171,12 +188,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def markers(self) -> tuple[str, ...]:
-        """The markers of a chat of one question and its answer, in order, such as <|im_start|> and <|im_end|>."""
+        """The markers of a chat of one question and its answer, in order, such as <|im_start|> and
+        <|im_end|>.
+        """
         return tuple(dict.fromkeys(_MARKER.findall(self._example)))
 
     @functools.cached_property
     def end_of_turn(self) -> str:
-        """The marker that follows an answer, such as <|im_end|>, after which generation stops; "" if there is none."""
+        """The marker that follows an answer, such as <|im_end|>, after which generation stops; ""
+        if there is none.
+        """
         marker = _MARKER.match(self._example.rpartition(_ANSWER)[2].lstrip())
         return marker[0] if marker else ""
 
@@ -187,7 +208,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def _header(self) -> str:
-        """What precedes every answer, such as <|im_start|>assistant and a newline; "" if there is nothing."""
+        """What precedes every answer, such as <|im_start|>assistant and a newline; "" if there is
+        nothing.
+        """
         answered, question, prompt, following = self._examples
         texts = (answered, prompt, following)
         if not all(text.startswith(question) for text in texts):
@@ -198,10 +221,14 @@ class ChatTemplate:
     @functools.cached_property
     def _examples(self) -> Sequence[str]:
         """A question and its answer, the question, its prompt, and both with another question."""
-        messages = [dict(role=role, content=x) for role, x in (("user", _QUESTION), (ASSISTANT, _ANSWER))]
+        messages = [
+            dict(role=role, content=x) for role, x in (("user", _QUESTION), (ASSISTANT, _ANSWER))
+        ]
         try:
             chat = Chat([*messages, messages[0]])
-            return [self._text(chat, *cut) for cut in ((2, False), (1, False), (1, True), (3, False))]
+            return [
+                self._text(chat, *cut) for cut in ((2, False), (1, False), (1, True), (3, False))
+            ]
         except BadRecord:
             with contextlib.suppress(BadRecord):
                 return [self._text(Chat(messages), 2, False), "", "", ""]
@@ -217,16 +244,24 @@ class ChatTemplate:
         try:
             text = json.dumps([messages, tools], ensure_ascii=False, default=str)
         except RecursionError as error:
-            raise BadRecord(f"{where}: the messages are nested too deeply ({reason_of(error)})") from error
+            raise BadRecord(
+                f"{where}: the messages are nested too deeply ({reason_of(error)})"
+            ) from error
         if _BEGIN in text or _END in text:
-            raise BadRecord(f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+            raise BadRecord(
+                f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it"
+            )
         for problem in self._problems(messages, tools):
             raise BadRecord(f"{where}: {problem}")
 
     def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
         """Parts of a chat that the template does not know."""
         for number, role in enumerate(message["role"] for message in messages):
-            if role not in ROLES and f"'{role}'" not in self.source and f'"{role}"' not in self.source:
+            if (
+                role not in ROLES
+                and f"'{role}'" not in self.source
+                and f'"{role}"' not in self.source
+            ):
                 yield (
                     f"message {number} has the unknown role {role!r}, expected one of {', '.join(ROLES)}, or a role"
                     f" that {self.name} names"
@@ -245,7 +280,8 @@ class ChatTemplate:
         *,
         continues_last: bool = False,
     ) -> MarkedText:
-        """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the last message.
+        """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the
+        last message.
 
         Raises:
           BadRecord: the template raises an error or does not know a part of the chat.
@@ -260,8 +296,8 @@ class ChatTemplate:
     def _answers_by_prompts(
         self, text: str, chat: Chat, numbers: Sequence[int], where: str
     ) -> list[tuple[int, int]] | None:
-        """The begin and end of each answer in the rendered text, for a template without markers; None: a prompt is not
-        the start of the text.
+        """The begin and end of each answer in the rendered text, for a template without markers;
+        None: a prompt is not the start of the text.
 
         Args:
           numbers: of the messages that are answers.
@@ -271,7 +307,8 @@ class ChatTemplate:
             prompt = self._render(chat, where, number, has_prompt=True)
             through = self._render(chat, where, number + 1)
             if not text.startswith(prompt) or not through.startswith(prompt):
-                # The prompt of the template may begin the answer, for instance with an empty reasoning.
+                # The prompt of the template may begin the answer, for instance with an empty
+                # reasoning.
                 prompt = _common_start(prompt, through)
                 if not text.startswith(prompt):
                     return None
@@ -282,22 +319,38 @@ class ChatTemplate:
                 end_of_turn = _END_OF_TURN.search(answer)
                 end = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
                 if end_of_turn is None or end < 0:
-                    raise BadRecord(f"{where}: the end of message {number} cannot be found; {_ADVICE}")
+                    raise BadRecord(
+                        f"{where}: the end of message {number} cannot be found; {_ADVICE}"
+                    )
                 spans.append((len(prompt), end + len(end_of_turn[0])))
         return spans
 
-    def _answers_by_header(self, text: str, chat: Chat, numbers: Sequence[int], where: str) -> list[tuple[int, int]]:
+    def _answers_by_header(
+        self, text: str, chat: Chat, numbers: Sequence[int], where: str
+    ) -> list[tuple[int, int]]:
         roles = [message["role"] for message in chat.messages]
-        begins = [match.end() for match in re.finditer(re.escape(self._header), text)] if self._header else []
+        begins = (
+            [match.end() for match in re.finditer(re.escape(self._header), text)]
+            if self._header
+            else []
+        )
         ends = [text.find(self.end_of_turn, begin) + len(self.end_of_turn) for begin in begins]
-        if len(begins) != roles.count(ASSISTANT) or not self.end_of_turn or any(e < b for b, e in zip(begins, ends)):
+        if (
+            len(begins) != roles.count(ASSISTANT)
+            or not self.end_of_turn
+            or any(e < b for b, e in zip(begins, ends))
+        ):
             raise BadRecord(
                 f"{where}: {self.name} renders a message differently in its prompt and in the chat, and its answers"
                 f" cannot be found by their headers; {_ADVICE}"
             )
-        return [(begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in numbers)]
+        return [
+            (begins[at], ends[at]) for at in (roles[:number].count(ASSISTANT) for number in numbers)
+        ]
 
-    def _render(self, chat: Chat, where: str, num_messages: int | None = None, has_prompt: bool = False) -> str:
+    def _render(
+        self, chat: Chat, where: str, num_messages: int | None = None, has_prompt: bool = False
+    ) -> str:
         """The text of the first messages, or of all, with the marks of answers.
 
         Raises:
@@ -308,15 +361,25 @@ class ChatTemplate:
 
         messages, tools, _ = chat
         try:
-            return render(self._template, messages[:num_messages], tools, has_prompt, **self._special_tokens)
+            return render(
+                self._template, messages[:num_messages], tools, has_prompt, **self._special_tokens
+            )
         except Exception as error:  # it may contain any expression
-            raise BadRecord(f"{where}: {self.name} raises an error for the messages ({reason_of(error)})") from error
+            raise BadRecord(
+                f"{where}: {self.name} raises an error for the messages ({reason_of(error)})"
+            ) from error
 
 
 def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
-    """The fields of messages, and tools, that have a text which is not in the rendered one; white space is ignored."""
+    """The fields of messages, and tools, that have a text which is not in the rendered one; white
+    space is ignored.
+    """
     functions = [tool.get("function", tool) for tool in chat.tools or ()]
-    names = [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
+    names = [
+        str(function["name"])
+        for function in functions
+        if isinstance(function, dict) and "name" in function
+    ]
     missing = dict.fromkeys([] if all(name in text for name in names) else ["tools"])
     squeezed, at = "", 0
     for message in chat.messages:
@@ -326,7 +389,9 @@ def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
                 at = found
                 continue
             squeezed = squeezed or _squeezed(text)
-            if not any(_squeezed(x) in squeezed for x in (part, json.dumps(part, ensure_ascii=False)[1:-1])):
+            if not any(
+                _squeezed(x) in squeezed for x in (part, json.dumps(part, ensure_ascii=False)[1:-1])
+            ):
                 missing[f"{field} of {message['role']}"] = None
     return tuple(missing)
 
@@ -346,7 +411,11 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
-        items = value if isinstance(value, list) else [x for name, x in value.items() if name not in ("id", "type")]
+        items = (
+            value
+            if isinstance(value, list)
+            else [x for name, x in value.items() if name not in ("id", "type")]
+        )
         yield from itertools.chain.from_iterable(map(_strings, items))
 
 
@@ -359,13 +428,15 @@ def _common_start(a: str, b: str) -> str:
     return a[:length]
 
 
-def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str = ADVICE) -> ChatTemplate:
+def load_chat_template(
+    setting: str, tokenizer_file: Path | None, *, advice: str = ADVICE
+) -> ChatTemplate:
     """The template of data.chat_template, or else of the tokenizer.
 
     Args:
       setting: data.chat_template: a path, a key of TEMPLATES, the text of a template, or "".
-      tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
-      advice: how to set a template, for errors.
+      tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and
+      chat_template.jinja are; None: bytes. advice: how to set a template, for errors.
     Raises:
       UserError: there is no template, or it cannot be read.
     """
@@ -381,14 +452,18 @@ def load_chat_template(setting: str, tokenizer_file: Path | None, *, advice: str
         return ChatTemplate(read_template(path, advice), special_tokens, str(path))
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = (item for item in template if isinstance(item, dict) and item.get("name") == "default")
+        named = (
+            item for item in template if isinstance(item, dict) and item.get("name") == "default"
+        )
         template = next((item.get("template") for item in named), None)
     if not isinstance(template, str):
         raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")
 
 
-def fitting_template(setting: str, tokenizer: Tokenizer, *, flag: str = "--config.data.chat_template") -> ChatTemplate:
+def fitting_template(
+    setting: str, tokenizer: Tokenizer, *, flag: str = "--config.data.chat_template"
+) -> ChatTemplate:
     """The template of data.chat_template, or else of the tokenizer.
 
     Bytes have no special tokens, so every template fits them.
@@ -397,10 +472,15 @@ def fitting_template(setting: str, tokenizer: Tokenizer, *, flag: str = "--confi
       setting: as in `load_chat_template`.
       flag: that sets a template, for errors.
     Raises:
-      UserError: there is no template, it cannot be read, or it does not fit; the message names those that fit.
+      UserError: there is no template, it cannot be read, or it does not fit; the message names
+        those that fit.
     """
     named = (load_chat_template(name, tokenizer.file) for name in TEMPLATES)
-    fitting = [name for name, template in zip(TEMPLATES, named) if not _split_markers(template, name, tokenizer)]
+    fitting = [
+        name
+        for name, template in zip(TEMPLATES, named)
+        if not _split_markers(template, name, tokenizer)
+    ]
     advice = f"set {flag} to {', '.join(fitting)}{' or ' if fitting else ''}a Jinja file"
     template = load_chat_template(setting, tokenizer.file, advice=advice)
     if split := _split_markers(template, setting, tokenizer):
@@ -412,15 +492,19 @@ def fitting_template(setting: str, tokenizer: Tokenizer, *, flag: str = "--confi
 
 
 def end_of_turn_id(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The token that ends an answer; None: the template has no such marker, or the tokenizer splits it."""
+    """The token that ends an answer; None: the template has no such marker, or the tokenizer splits
+    it.
+    """
     return _token_id(template.end_of_turn, tokenizer)
 
 
 def _split_markers(template: ChatTemplate, setting: str, tokenizer: Tokenizer) -> list[str]:
-    """The markers that are not single tokens: all of a template in TEMPLATES; of other templates, the one that ends an
-    answer, because published ones have headers of several tokens."""
+    """The markers that are not single tokens: all of a template in TEMPLATES; of other templates,
+    the one that ends an answer, because published ones have headers of several tokens."""
     markers = template.markers if setting in TEMPLATES else [template.end_of_turn]
-    return [x for x in markers if x and tokenizer.file is not None and _token_id(x, tokenizer) is None]
+    return [
+        x for x in markers if x and tokenizer.file is not None and _token_id(x, tokenizer) is None
+    ]
 
 
 def _token_id(marker: str, tokenizer: Tokenizer) -> int | None:
@@ -429,7 +513,8 @@ def _token_id(marker: str, tokenizer: Tokenizer) -> int | None:
 
 
 def without_generation_tags(source: str) -> str:
-    """A template that renders the same text and has no tags `generation`, which most inference engines cannot parse.
+    """A template that renders the same text and has no tags `generation`, which most inference
+    engines cannot parse.
 
     Each tag becomes an empty comment, which removes the white space around it as the tag does.
     """

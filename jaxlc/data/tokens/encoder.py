@@ -1,7 +1,8 @@
-"""Encodes texts and chats, and says what ends an answer: the one place where corpora, traces, rollouts, generation,
-evaluation and export get their tokens.
+"""Encodes texts and chats, and says what ends an answer: the one place where corpora, traces,
+rollouts, generation, evaluation and export get their tokens.
 
-A prompt and its answer are encoded as one text. A token that contains a character of an answer belongs to the answer.
+A prompt and its answer are encoded as one text. A token that contains a character of an answer
+belongs to the answer.
 """
 
 import functools
@@ -32,7 +33,10 @@ class Stops(NamedTuple):
 
 
 def stops_of(
-    config: Config, tokenizer: Tokenizer, original: Pretrained | None, template: ChatTemplate | None = None
+    config: Config,
+    tokenizer: Tokenizer,
+    original: Pretrained | None,
+    template: ChatTemplate | None = None,
 ) -> Stops:
     """What ends the answers of a model.
 
@@ -60,12 +64,17 @@ def trained_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | Non
       UserError: the template of data.chat_template cannot be read.
     """
     data = config.data
-    has_chats = any(source.has_chats for source in data.mixture) or data.traces or config.rollouts.prompts
-    return template_if_any(data.chat_template, tokenizer) if data.chat_template or has_chats else None
+    has_chats = (
+        any(source.has_chats for source in data.mixture) or data.traces or config.rollouts.prompts
+    )
+    return (
+        template_if_any(data.chat_template, tokenizer) if data.chat_template or has_chats else None
+    )
 
 
 def template_if_any(setting: str, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of data.chat_template, or else of the tokenizer; None: it has none that can be used.
+    """The template of data.chat_template, or else of the tokenizer; None: it has none that can be
+    used.
 
     Raises:
       UserError: the template of `setting` cannot be used.
@@ -84,14 +93,21 @@ _SPECIAL_AS_TEXT = (
     "texts that contain the text of a special token, which is encoded as text (set data.parse_special_tokens=True to"
     " encode it as the token)"
 )
-_SPECIAL_IN_CHAT = "chats with a message that contains the text of a special token, which becomes that token"
+_SPECIAL_IN_CHAT = (
+    "chats with a message that contains the text of a special token, which becomes that token"
+)
 _STRADDLING = "answers that begin within a token, which is in the loss"
 
 
 class Encoder:
     """Turns texts and chats into token ids and the spans of their answers."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | ChatTemplate = "", notes: Notes | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | ChatTemplate = "",
+        notes: Notes | None = None,
+    ):
         """
         Args:
           chat_template: the setting data.chat_template, or a template.
@@ -109,7 +125,11 @@ class Encoder:
           UserError: there is none, or it does not fit the tokenizer.
         """
         template = self._chat_template
-        return template if isinstance(template, ChatTemplate) else fitting_template(template, self.tokenizer)
+        return (
+            template
+            if isinstance(template, ChatTemplate)
+            else fitting_template(template, self.tokenizer)
+        )
 
     def render(self, chat: Chat, where: str) -> MarkedText:
         """Renders a chat; see `ChatTemplate.render`."""
@@ -120,16 +140,23 @@ class Encoder:
     def encode(
         self, texts: Sequence[tuple[MarkedText, str]], *, special_tokens: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The token IDs, int32 [tokens], and the answers, int64 [answers, 2], begin and end in the tokens, of each one.
+        """The token IDs, int32 [tokens], and the answers, int64 [answers, 2], begin and end in the
+        tokens, of each one.
 
         Args:
           texts: each with the place of its record.
           special_tokens: the text of a special token means this token, as in rendered chats.
         """
-        encoded = self.tokenizer.encode_with_offsets([text.text for text, _ in texts], special_tokens)
-        spans = [_token_spans(offsets, text.answers) for (_, offsets), (text, _) in zip(encoded, texts)]
+        encoded = self.tokenizer.encode_with_offsets(
+            [text.text for text, _ in texts], special_tokens
+        )
+        spans = [
+            _token_spans(offsets, text.answers) for (_, offsets), (text, _) in zip(encoded, texts)
+        ]
         for (_, offsets), found, (text, where) in zip(encoded, spans, texts):
-            if any(offsets[begin, 0] < start for (begin, _), (start, _) in zip(found, text.answers)):
+            if any(
+                offsets[begin, 0] < start for (begin, _), (start, _) in zip(found, text.answers)
+            ):
                 self.notes.add(_STRADDLING, where)
         return [(ids, found) for (ids, _), found in zip(encoded, spans)]
 
@@ -145,9 +172,11 @@ class Encoder:
         self.note_text(text, where)
         return self.tokenizer.encode(text.encode(errors="replace"))
 
-    def prompt(self, prompt: str | Chat, where: str, answer_prefix: str = "") -> tuple[np.ndarray, str]:
-        """The token IDs of a prompt, up to the start of its answer, and its text. An answer that ends a chat is
-        continued.
+    def prompt(
+        self, prompt: str | Chat, where: str, answer_prefix: str = ""
+    ) -> tuple[np.ndarray, str]:
+        """The token IDs of a prompt, up to the start of its answer, and its text. An answer that
+        ends a chat is continued.
 
         Args:
           answer_prefix: the start of the answer.
@@ -155,7 +184,9 @@ class Encoder:
           BadRecord: see `ChatTemplate.prompt`.
         """
         if isinstance(prompt, str):
-            return with_start(self.plain(prompt + answer_prefix, where), self.tokenizer), prompt + answer_prefix
+            return with_start(
+                self.plain(prompt + answer_prefix, where), self.tokenizer
+            ), prompt + answer_prefix
         messages, tools, _ = prompt
         is_continued = messages[-1]["role"] == ASSISTANT
         rendered = self.template.prompt(messages, tools, where, continues_last=is_continued)
@@ -166,8 +197,13 @@ class Encoder:
 
     def _note_chat(self, chat: Chat, rendered: MarkedText, where: str) -> None:
         for name in rendered.left_out:
-            self.notes.add(f"chats with a part that {self.template.name} does not render ({name})", where)
-        if any(self.tokenizer.has_special_text(message.get("content") or "") for message in chat.messages):
+            self.notes.add(
+                f"chats with a part that {self.template.name} does not render ({name})", where
+            )
+        if any(
+            self.tokenizer.has_special_text(message.get("content") or "")
+            for message in chat.messages
+        ):
             self.notes.add(_SPECIAL_IN_CHAT, where)
 
 

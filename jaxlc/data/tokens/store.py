@@ -11,12 +11,13 @@ Making it takes memory for two batches of text with their tokens, and 24 bytes p
 
 Tokenizes a large corpus in shards, by several processes.
 
-A shard is a run of small files, or a range of the lines of a large .jsonl file; a process writes its tokens to a store
-of its own. A file that is large and cannot be cut is a shard as well, which the process that writes the store of the
-corpus tokenizes itself, with all cores. A process that is killed leaves the complete shards, and the next one continues
-with the others.
+A shard is a run of small files, or a range of the lines of a large .jsonl file; a process writes
+its tokens to a store of its own. A file that is large and cannot be cut is a shard as well, which
+the process that writes the store of the corpus tokenizes itself, with all cores. A process that is
+killed leaves the complete shards, and the next one continues with the others.
 
-The cache of tokenized corpora, data.cache_dir: each is tokenized once, by one of the processes that share the cache.
+The cache of tokenized corpora, data.cache_dir: each is tokenized once, by one of the processes that
+share the cache.
 
 The key of a token store is a hash of the source files, the tokenizer and the settings.
 """
@@ -44,7 +45,13 @@ from jaxlc.core import processes
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path, locked, read_arrays, replacing, write_errors_explained
 from jaxlc.core.text import Update, no_progress
-from jaxlc.data.texts.documents import BAD_RECORDS, INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields, Notes
+from jaxlc.data.texts.documents import (
+    BAD_RECORDS,
+    INVALID_CHARACTERS,
+    INVALID_DOCUMENTS,
+    Fields,
+    Notes,
+)
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile, split_hash
 from jaxlc.data.tokens.encoder import Encoder
@@ -64,18 +71,25 @@ class StorePaths(NamedTuple):
 
     @classmethod
     def of(cls, directory: Path, key: str) -> "StorePaths":
-        return cls(*(directory / f"{key}.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt")))
+        return cls(
+            *(directory / f"{key}.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt"))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """Document d is `tokens[offsets[d] : offsets[d + 1]]`; its last token is the end-of-document token."""
+    """Document d is `tokens[offsets[d] : offsets[d + 1]]`; its last token is the end-of-document
+    token.
+    """
 
-    tokens: np.ndarray  # [tokens of the corpus] memory-mapped, the smallest unsigned dtype for the vocabulary size
+    # [tokens of the corpus] memory-mapped, the smallest unsigned dtype for the vocabulary size
+    tokens: np.ndarray
     offsets: np.ndarray  # int64 [documents + 1]
     split_hashes: np.ndarray  # float64 [documents] in [0, 1)
-    fingerprint: str  # hash of document names and tokens: equal on machines that hold the same corpus
-    # int64 [answers, 2]: begin and end in `tokens` of the answers of chats, in order; None: text without answers
+    # hash of document names and tokens: equal on machines that hold the same corpus
+    fingerprint: str
+    # int64 [answers, 2]: begin and end in `tokens` of the answers of chats, in order; None: text
+    # without answers
     answers: np.ndarray | None = None
     notes: Notes = field(default_factory=Notes)
     names: tuple[str, ...] = ()  # of the documents, in the store of a shard
@@ -85,8 +99,8 @@ class TokenStore:
         return len(self.split_hashes)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """`tokens[begin:end]`, read from the file: page faults of the mapping cost several times more in a large file,
-        and its pages count as memory of the process."""
+        """`tokens[begin:end]`, read from the file: page faults of the mapping cost several times
+        more in a large file, and its pages count as memory of the process."""
         if self._file is None:
             return self.tokens[begin:end]
         itemsize, offset = self.tokens.itemsize, self.tokens.offset
@@ -113,13 +127,16 @@ def read_store(paths: StorePaths, tokenizer: Tokenizer) -> TokenStore | None:
             names=tuple(json.loads(str(index["names"]))) if "names" in index else (),
         )
         is_valid = _is_valid(store)
-    except Exception:  # NumPy raises many types for damaged files: OSError, ValueError, TokenError...
+    except (
+        Exception
+    ):  # NumPy raises many types for damaged files: OSError, ValueError, TokenError...
         return None
     if not is_valid:
         return None
     stride = max(1, -(-store.num_documents // _SAMPLED_DOCUMENTS))
     last_tokens = store.tokens[store.offsets[:0:-stride] - 1]
-    if (last_tokens != tokenizer.end_of_document_id).any():  # a machine crash can leave pages of zeros
+    # a machine crash can leave pages of zeros
+    if (last_tokens != tokenizer.end_of_document_id).any():
         return None
     return store
 
@@ -139,13 +156,25 @@ def _stored_notes(index: dict[str, np.ndarray], paths: StorePaths) -> Notes:
 
 
 def _is_valid(store: TokenStore) -> bool:
-    """Whether the arrays have the dtypes and shapes of a store, and all documents and answers are in its tokens."""
-    tokens, offsets, hashes, answers = store.tokens, store.offsets, store.split_hashes, store.answers
+    """Whether the arrays have the dtypes and shapes of a store, and all documents and answers are
+    in its tokens.
+    """
+    tokens, offsets, hashes, answers = (
+        store.tokens,
+        store.offsets,
+        store.split_hashes,
+        store.answers,
+    )
     is_valid = tokens.ndim == 1 and tokens.dtype.kind == "u"
     is_valid &= hashes.dtype == np.float64 and hashes.ndim == 1
     is_valid &= offsets.dtype == np.int64 and offsets.shape == (len(hashes) + 1,)
     is_valid &= not store.names or len(store.names) == len(hashes)
-    is_valid = is_valid and offsets[0] == 0 and offsets[-1] == len(tokens) and bool((np.diff(offsets) > 0).all())
+    is_valid = (
+        is_valid
+        and offsets[0] == 0
+        and offsets[-1] == len(tokens)
+        and bool((np.diff(offsets) > 0).all())
+    )
     if answers is None or not is_valid:
         return is_valid
     is_valid = answers.dtype == np.int64 and answers.ndim == 2 and answers.shape[1] == 2
@@ -218,7 +247,8 @@ class TokenWriter:
         self.num_tokens = 0  # tokens of all documents
         self._out, self._dtype = out, dtype
         self._document_bytes = 0  # bytes of the current document
-        self._kept: list[bytes] = []  # its tokens, to be hashed; empty for a long document, which is read again
+        # its tokens, to be hashed; empty for a long document, which is read again
+        self._kept: list[bytes] = []
         _write_header(out, dtype, 0)
 
     def add(self, ids: np.ndarray) -> None:
@@ -228,12 +258,16 @@ class TokenWriter:
         self.num_tokens += len(ids)
         is_kept = self._document_bytes == sum(map(len, self._kept))
         self._document_bytes += len(stored)
-        self._kept = [*self._kept, stored] if is_kept and self._document_bytes <= _MAX_KEPT_BYTES else []
+        self._kept = (
+            [*self._kept, stored] if is_kept and self._document_bytes <= _MAX_KEPT_BYTES else []
+        )
 
     def end_document(self, name: str, end_id: int) -> None:
         self.add(np.array([end_id]))
         # The hash starts with the length, which is known only now.
-        self.content_hash.update(f"{name}\0{self._document_bytes}\0".encode(errors="surrogateescape"))
+        self.content_hash.update(
+            f"{name}\0{self._document_bytes}\0".encode(errors="surrogateescape")
+        )
         for stored in self._kept or self._read_document():
             self.content_hash.update(stored)
         self.lengths.append(self._document_bytes // self._dtype.itemsize)
@@ -250,13 +284,18 @@ class TokenWriter:
 
 
 def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:
-    """Writes the .npy header at the start of `out`. Its size is fixed, so that it can be rewritten with the length."""
+    """Writes the .npy header at the start of `out`. Its size is fixed, so that it can be rewritten
+    with the length.
+    """
     out.seek(0)
     descr = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)})
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)}
+    )
 
 
-MIN_BYTES = 64 << 20  # a smaller corpus is tokenized by the threads of one process, which starts sooner
+# a smaller corpus is tokenized by the threads of one process, which starts sooner
+MIN_BYTES = 64 << 20
 _SHARD_BYTES = 32 << 20
 _MAX_SHARD_BYTES = 128 << 20
 _SECONDS_BETWEEN_COUNTS = 1.0
@@ -271,8 +310,8 @@ class Shard:
 
 
 def plan_shards(files: Sequence[SourceFile], shard_bytes: int, max_shard_bytes: int) -> list[Shard]:
-    """Cuts files into shards of about `shard_bytes`, in order. Files above `max_shard_bytes` that cannot be cut are
-    shards of their own."""
+    """Cuts files into shards of about `shard_bytes`, in order. Files above `max_shard_bytes` that
+    cannot be cut are shards of their own."""
     shards: list[Shard] = []
     pending: list[SourceFile] = []
 
@@ -303,7 +342,9 @@ def _size_of(files: Sequence[SourceFile]) -> int:
 
 
 def _line_spans(path: Path, shard_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yields ranges of whole lines: begin and end in bytes, and the number of the first line, from 1."""
+    """Yields ranges of whole lines: begin and end in bytes, and the number of the first line, from
+    1.
+    """
     begin, number = 0, 1
     with open(path, "rb") as lines:
         while block := lines.read(shard_bytes):
@@ -322,7 +363,8 @@ def sharded_pieces(
     log: Log,
     progress: Update = no_progress,
 ) -> Iterator[TokenizedPiece]:
-    """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize them.
+    """Yields the documents of all files in order, as `tokenized_pieces`; several processes tokenize
+    them.
 
     Args:
       directory: of the stores of the shards; complete ones in it, of an earlier process, are used.
@@ -336,7 +378,9 @@ def sharded_pieces(
     own = [number for number, shard in enumerate(shards) if not shard.is_inline]
     waiting = [number for number in own if read_store(paths[number], encoder.tokenizer) is None]
     if len(waiting) < len(own):
-        log(f"continuing to tokenize: {len(own) - len(waiting):,} of {len(shards):,} parts are complete")
+        log(
+            f"continuing to tokenize: {len(own) - len(waiting):,} of {len(shards):,} parts are complete"
+        )
     done_bytes = [shard.num_bytes for shard in shards]
     for number, shard in enumerate(shards):
         if shard.is_inline or number in waiting:
@@ -373,7 +417,9 @@ def _check(value: object) -> None:
     if isinstance(value, UserError):
         raise value
     if isinstance(value, processes.Died):
-        raise UserError(f"a process that tokenizes ended with status {value.exit_code}: {value.output[-2000:]}")
+        raise UserError(
+            f"a process that tokenizes ended with status {value.exit_code}: {value.output[-2000:]}"
+        )
 
 
 def _add_notes(store: TokenStore, notes: Notes) -> None:
@@ -394,10 +440,14 @@ def _stored_pieces(store: TokenStore) -> Iterator[TokenizedPiece]:
         yield TokenizedPiece(Piece(b"", name, is_last=True), store.read(begin, end), answers)
 
 
-def tokenize_shard(shard: Shard, paths: StorePaths, fields: Fields, config: DataConfig) -> Iterator[int]:
-    """Writes the store of a shard, in a process of its own; yields the amount of text so far about once a second.
+def tokenize_shard(
+    shard: Shard, paths: StorePaths, fields: Fields, config: DataConfig
+) -> Iterator[int]:
+    """Writes the store of a shard, in a process of its own; yields the amount of text so far about
+    once a second.
 
-    The process ends with its stacks if a batch takes too long, for instance in the loops of a chat template.
+    The process ends with its stacks if a batch takes too long, for instance in the loops of a chat
+    template.
 
     Raises:
       UserError: as `tokenized_pieces`.
@@ -406,7 +456,9 @@ def tokenize_shard(shard: Shard, paths: StorePaths, fields: Fields, config: Data
     pieces = tokenized_pieces(shard.files, fields, encoder, lambda line: None)
     faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
     due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
-    for num_bytes in write_store(paths, pieces, encoder, has_answers=bool(fields.chat), keeps_names=True):
+    for num_bytes in write_store(
+        paths, pieces, encoder, has_answers=bool(fields.chat), keeps_names=True
+    ):
         if time.monotonic() >= due_seconds:
             yield num_bytes
             faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
@@ -417,7 +469,8 @@ def tokenize_shard(shard: Shard, paths: StorePaths, fields: Fields, config: Data
 
 Progress = Update  # called with the bytes of text that are tokenized, and in total
 
-_FORMAT = 2  # increment it when the stored content changes; files of an older format are then ignored
+# increment it when the stored content changes; files of an older format are then ignored
+_FORMAT = 2
 _LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
 
 
@@ -429,10 +482,12 @@ def open_store(
     progress: Progress = no_progress,
     log: Log = lambda line: None,
 ) -> TokenStore:
-    """Opens the tokenized corpus of `files` from the cache; tokenizes it first if the cache has no valid copy.
+    """Opens the tokenized corpus of `files` from the cache; tokenizes it first if the cache has no
+    valid copy.
 
-    Files that changed since (size or modification time) make another store. Of several processes that share the cache,
-    one tokenizes and the others wait for it. If it fails or is killed, the next one tokenizes.
+    Files that changed since (size or modification time) make another store. Of several processes
+    that share the cache, one tokenizes and the others wait for it. If it fails or is killed, the
+    next one tokenizes.
 
     Args:
       log: prints that this process waits, and warnings.
@@ -445,7 +500,9 @@ def open_store(
     paths = StorePaths.of(directory, key)
 
     def on_wait(holder: str) -> None:
-        log(f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}")
+        log(
+            f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
+        )
 
     store = read_store(paths, tokenizer)
     if store is None:
@@ -453,13 +510,25 @@ def open_store(
         with write_errors_explained(f"data.cache_dir {config.cache_dir!r}", advice):
             directory.mkdir(parents=True, exist_ok=True)
             with locked(directory / f"{key}.lock.tmp", on_wait):
-                if read_store(paths, tokenizer) is None:  # no other process has written it meanwhile
+                # no other process has written it meanwhile
+                if read_store(paths, tokenizer) is None:
                     _delete_leftovers(directory, key)
-                    _tokenize(paths, directory / f"{key}.shards", files, fields, encoder, config, progress, log)
+                    _tokenize(
+                        paths,
+                        directory / f"{key}.shards",
+                        files,
+                        fields,
+                        encoder,
+                        config,
+                        progress,
+                        log,
+                    )
         store = read_store(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
     if not store.num_documents:
-        raise UserError(f"{files[0].setting}: no text, all documents are empty; use different sources")
+        raise UserError(
+            f"{files[0].setting}: no text, all documents are empty; use different sources"
+        )
     num_bad_records, first = store.notes.counts.get(BAD_RECORDS, (0, ""))
     if num_bad_records > config.max_bad_records:  # it was written with a higher limit
         raise UserError(
@@ -470,7 +539,9 @@ def open_store(
 
 
 def _cache_key(files: Sequence[SourceFile], fields: Fields, encoder: Encoder) -> str:
-    described = [(file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files]
+    described = [
+        (file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files
+    ]
     if fields.chat:
         read = (*fields, encoder.template.identity)
     else:  # as in older versions
@@ -498,7 +569,8 @@ def _tokenize(
         pieces = tokenized_pieces(files, fields, encoder, log)
     for num_bytes in write_store(paths, pieces, encoder, has_answers=bool(fields.chat)):
         if not is_large:  # the processes are ahead of what is written
-            progress(min(num_bytes, total_bytes), total_bytes)  # a compressed file contains more text than its size
+            # a compressed file contains more text than its size
+            progress(min(num_bytes, total_bytes), total_bytes)
     progress(total_bytes, total_bytes)
     shutil.rmtree(shards_directory, ignore_errors=True)
 

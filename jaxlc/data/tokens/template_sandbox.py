@@ -1,7 +1,8 @@
 """The sandbox of chat templates in Jinja: settings, functions, limits, and the tag `generation`.
 
-A template is a program that somebody else has written. Jinja's sandbox keeps it from Python and limits `range`; here
-are limits of the rendered text and of products and powers, which otherwise may take any memory and time.
+A template is a program that somebody else has written. Jinja's sandbox keeps it from Python and
+limits `range`; here are limits of the rendered text and of products and powers, which otherwise may
+take any memory and time.
 """
 
 import json
@@ -34,9 +35,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 def environment(begin: str, end: str) -> jinja2.Environment:
     """A sandbox in which `{% generation %}text{% endgeneration %}` renders as begin + text + end.
 
-    `strftime_now` is undefined, so that templates with a date use their fixed one, and tokens do not depend on the day.
+    `strftime_now` is undefined, so that templates with a date use their fixed one, and tokens do
+    not depend on the day.
     """
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    env = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
     env.globals.update(
         raise_exception=_raise,
         mark_generation=lambda caller: f"{begin}{caller()}{end}",
@@ -61,7 +65,9 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -72,10 +78,16 @@ def render(
     add_generation_prompt: bool,
     **variables: Any,
 ) -> str:
-    """The text of a chat. Any exception may be raised, since the template may contain any expression."""
+    """The text of a chat. Any exception may be raised, since the template may contain any
+    expression.
+    """
     parts, num_characters = [], 0
     for part in template.generate(
-        messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **variables
+        messages=messages,
+        tools=tools,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
     ):
         parts.append(part)
         num_characters += len(part)

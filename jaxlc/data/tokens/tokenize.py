@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Chat, Document, Fields, read_documents
+from jaxlc.data.texts.documents import (
+    INVALID_CHARACTERS,
+    INVALID_DOCUMENTS,
+    Chat,
+    Document,
+    Fields,
+    read_documents,
+)
 from jaxlc.data.texts.records import BadRecord
 from jaxlc.data.texts.sources import SourceFile
 from jaxlc.data.tokens.chat_templates import MarkedText
@@ -39,7 +46,8 @@ class Piece(NamedTuple):
 class TokenizedPiece(NamedTuple):
     piece: Piece
     ids: np.ndarray  # int [tokens]
-    answers: np.ndarray | None = None  # int64 [answers, 2], begin and end in `ids`; None: not a chat
+    # int64 [answers, 2], begin and end in `ids`; None: not a chat
+    answers: np.ndarray | None = None
 
 
 def tokenized_pieces(
@@ -47,8 +55,8 @@ def tokenized_pieces(
 ) -> Iterator[TokenizedPiece]:
     """Yields the pieces of all documents with their token IDs, in order.
 
-    Each batch of pieces is tokenized by all cores, while the caller uses the batch before it. `encoder.notes` gets what
-    is noticed in documents, and bad records.
+    Each batch of pieces is tokenized by all cores, while the caller uses the batch before it.
+    `encoder.notes` gets what is noticed in documents, and bad records.
 
     Raises:
       UserError: as `read_documents`.
@@ -64,17 +72,23 @@ def tokenized_pieces(
             yield from _with_answers(pending.result(), encoder)
 
 
-def _with_answers(tokenized: Iterable[TokenizedPiece], encoder: Encoder) -> Iterator[TokenizedPiece]:
+def _with_answers(
+    tokenized: Iterable[TokenizedPiece], encoder: Encoder
+) -> Iterator[TokenizedPiece]:
     """All pieces but chats of which no token has a loss, which are bad records."""
     for item in tokenized:
         if item.answers is None or len(item.answers):
             yield item
         else:
-            encoder.notes.skip(BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer"))
+            encoder.notes.skip(
+                BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer")
+            )
 
 
 def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
-    chats = [(piece.content, piece.where) for piece in batch if isinstance(piece.content, MarkedText)]
+    chats = [
+        (piece.content, piece.where) for piece in batch if isinstance(piece.content, MarkedText)
+    ]
     texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
     encoded_chats = iter(encoder.encode(chats))
     encoded_texts = iter(encoder.tokenizer.encode_pieces(texts) if texts else ())
@@ -84,11 +98,15 @@ def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
             tokenized.append(TokenizedPiece(piece, *next(encoded_chats)))
             continue
         ids = piece.content if isinstance(piece.content, np.ndarray) else next(encoded_texts)
-        tokenized.append(TokenizedPiece(piece, with_start(ids, encoder.tokenizer) if piece.is_first else ids))
+        tokenized.append(
+            TokenizedPiece(piece, with_start(ids, encoder.tokenizer) if piece.is_first else ids)
+        )
     return tokenized
 
 
-def _pieces(files: Sequence[SourceFile], fields: Fields, encoder: Encoder, log: Log) -> Iterator[Piece]:
+def _pieces(
+    files: Sequence[SourceFile], fields: Fields, encoder: Encoder, log: Log
+) -> Iterator[Piece]:
     for file in files:
         for document in read_documents(file, fields, encoder.notes):
             try:
@@ -121,7 +139,9 @@ def _text_pieces(document: Document, encoder: Encoder, log: Log) -> Iterator[Pie
             has_special = encoder.note_text(text, document.name)
         if len(text) > _LONG_PIECE:
             log(_long_piece_warning(document.name, len(text), tokenizer))
-        yield Piece(text, document.name, is_last=following is None, is_first=is_first, num_bytes=num_bytes)
+        yield Piece(
+            text, document.name, is_last=following is None, is_first=is_first, num_bytes=num_bytes
+        )
         text, is_first = following, False
     if num_invalid:
         encoder.notes.add(INVALID_DOCUMENTS, document.name)
@@ -132,14 +152,18 @@ def _id_piece(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piec
     """The token IDs of a document without its end-of-document token, which the store appends."""
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
         wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise BadRecord(f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer")
+        raise BadRecord(
+            f"{document.where}: token {wrong}, expected 0 to {tokenizer.vocab_size - 1} of data.tokenizer"
+        )
     content = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
     return Piece(content, document.name, is_last=True, is_first=True, num_bytes=ids.nbytes)
 
 
 def _chat_piece(document: Document, chat: Chat, encoder: Encoder) -> Piece:
     rendered = encoder.render(chat, document.where)
-    return Piece(rendered, document.name, is_last=True, where=document.where, num_bytes=len(rendered.text))
+    return Piece(
+        rendered, document.name, is_last=True, where=document.where, num_bytes=len(rendered.text)
+    )
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -1,24 +1,29 @@
-"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`; long text in pieces that encode to the same tokens.
+"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`; long text in pieces that encode to
+the same tokens.
 
-`safe_cuts` gives the positions at which text may be cut for a tokenizer: between a letter or digit, and a newline,
-punctuation or a space before another letter. It accepts two kinds of BPE tokenizers. Equality follows from their
-stages.
+`safe_cuts` gives the positions at which text may be cut for a tokenizer: between a letter or digit,
+and a newline, punctuation or a space before another letter. It accepts two kinds of BPE tokenizers.
+Equality follows from their stages.
 
-Added tokens: none matches across a cut, strips whitespace, or tests its neighbors. Special ones are text here.
+Added tokens: none matches across a cut, strips whitespace, or tests its neighbors. Special ones are
+text here.
 
 Byte-level BPE with a known pre-tokenization regex (GPT-2, Llama 3, Qwen, o200k, Tekken, SmolLM):
 
-- Normalization: none, or NFC, which neither composes nor reorders the characters on both sides of a cut.
-- Pre-tokenization: in the known regexes, no alternative matches a letter or digit followed by one of the other
-  characters, and none looks behind. A match that ends at the cut is the same at the end of a piece, and the next match
-  starts at the cut.
+- Normalization: none, or NFC, which neither composes nor reorders the characters on both sides of a
+cut.
+- Pre-tokenization: in the known regexes, no alternative matches a letter or digit followed by one
+  of the other characters, and none looks behind. A match that ends at the cut is the same at the
+  end of a piece, and the next match starts at the cut.
 - BPE merges apply within a pre-token.
 
 BPE as in SentencePiece, where "▁" replaces each space (Llama 2, Mistral, Gemma):
 
-- No token of the vocabulary contains the characters on both sides of a cut one after the other, so no merge crosses it.
-  Merges on its two sides do not depend on each other, because BPE applies them by rank.
-- If the normalizer prepends "▁" to the text, it also prepends it to each piece, where it replaces the space at the cut.
+- No token of the vocabulary contains the characters on both sides of a cut one after the other, so
+  no merge crosses it. Merges on its two sides do not depend on each other, because BPE applies them
+  by rank.
+- If the normalizer prepends "▁" to the text, it also prepends it to each piece, where it replaces
+the space at the cut.
 """
 
 import functools
@@ -44,7 +49,8 @@ from jaxlc.core.text import nearest_name
 _PIECE_CHARACTERS = 1 << 16
 _UNDERSCORE = "▁"  # U+2581, which SentencePiece writes for a space
 _PUNCTUATION = ".,;:!?。，、！？"  # without apostrophes, with which contractions start
-# The regexes of Llama 3 (cl100k), Qwen 2 and 3, o200k, and Tekken. GPT-2's is built into the ByteLevel pre-tokenizer.
+# The regexes of Llama 3 (cl100k), Qwen 2 and 3, o200k, and Tekken. GPT-2's is built into the
+# ByteLevel pre-tokenizer.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WHITESPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -61,27 +67,37 @@ _KNOWN_REGEXES = (
 
 
 def safe_cuts(tokenizer: dict) -> re.Pattern[str] | None:
-    """The cuts of a tokenizer, from the content of its tokenizer.json; None if it is of neither kind described above.
+    """The cuts of a tokenizer, from the content of its tokenizer.json; None if it is of neither
+    kind described above.
 
-    A piece ends where a match begins, and the next piece begins where the match ends. Special tokens must be disabled,
-    as `encode_special_tokens` of the package does.
+    A piece ends where a match begins, and the next piece begins where the match ends. Special
+    tokens must be disabled, as `encode_special_tokens` of the package does.
     """
-    model, pre_tokenizer, normalizer = (tokenizer.get(key) or {} for key in ("model", "pre_tokenizer", "normalizer"))
-    stages = pre_tokenizer.get("pretokenizers") if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    model, pre_tokenizer, normalizer = (
+        tokenizer.get(key) or {} for key in ("model", "pre_tokenizer", "normalizer")
+    )
+    stages = (
+        pre_tokenizer.get("pretokenizers")
+        if pre_tokenizer.get("type") == "Sequence"
+        else [pre_tokenizer]
+    )
     if model.get("type") != "BPE" or model.get("dropout"):
         return None
     if normalizer.get("type") in (None, "NFC") and _cuts_at_regex(stages):
         cuts = _cut_pattern("\n" + _PUNCTUATION)
     else:
         cuts = _sentencepiece_cuts(model, stages, normalizer)
-    is_safe = cuts and all(_is_independent(token, cuts) for token in tokenizer.get("added_tokens", ()))
+    is_safe = cuts and all(
+        _is_independent(token, cuts) for token in tokenizer.get("added_tokens", ())
+    )
     return cuts if is_safe else None
 
 
 def text_pieces(
     blocks: Iterable[str], cuts: re.Pattern[str], piece_characters: int = _PIECE_CHARACTERS
 ) -> Iterator[str]:
-    """Cuts the text "".join(blocks) at the first safe position after each `piece_characters` characters.
+    """Cuts the text "".join(blocks) at the first safe position after each `piece_characters`
+    characters.
 
     Memory: one piece and one block.
     """
@@ -98,8 +114,8 @@ def text_pieces(
 
 
 def _cuts_at_regex(stages: list[dict]) -> bool:
-    """Whether all stages of a pre-tokenizer are known. One of them applies a regex: ByteLevel without one returns the
-    entire text as one pre-token."""
+    """Whether all stages of a pre-tokenizer are known. One of them applies a regex: ByteLevel
+    without one returns the entire text as one pre-token."""
     has_regex = any(stage.get("type") == "Split" or stage.get("use_regex") for stage in stages)
     return has_regex and all(_is_known(stage) for stage in stages)
 
@@ -117,17 +133,34 @@ def _is_known(stage: dict) -> bool:
     )
 
 
-def _sentencepiece_cuts(model: dict, stages: list[dict], normalizer: dict) -> re.Pattern[str] | None:
-    normalizers = normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
+def _sentencepiece_cuts(
+    model: dict, stages: list[dict], normalizer: dict
+) -> re.Pattern[str] | None:
+    normalizers = (
+        normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
+    )
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _UNDERSCORE}
     prepend = {"type": "Prepend", "prepend": _UNDERSCORE}
-    no_effect = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    no_effect = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
     scheme = None  # the scheme of a Metaspace pre-tokenizer
-    if len(stages) == 1 and stages[0].get("type") == "Metaspace" and stages[0]["replacement"] == _UNDERSCORE:
+    if (
+        len(stages) == 1
+        and stages[0].get("type") == "Metaspace"
+        and stages[0]["replacement"] == _UNDERSCORE
+    ):
         scheme = stages[0]["prepend_scheme"]
         is_known = normalizers in ([], [{}])
     else:
-        is_known = stages in ([{}], [no_effect]) and normalizers in ([replace], [prepend, replace], [replace, prepend])
+        is_known = stages in ([{}], [no_effect]) and normalizers in (
+            [replace],
+            [prepend, replace],
+            [replace, prepend],
+        )
     depends_on_ends = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if not is_known or depends_on_ends or model.get("ignore_merges"):
         return None
@@ -139,11 +172,15 @@ def _sentencepiece_cuts(model: dict, stages: list[dict], normalizer: dict) -> re
         return _prepending_cuts()
     if scheme not in (None, "never"):  # prepended to a piece that does not start with a space
         return _cut_pattern("")
-    return _cut_pattern("".join(c for c in "\n" + _PUNCTUATION if c in model["vocab"] and c not in unsafe))
+    return _cut_pattern(
+        "".join(c for c in "\n" + _PUNCTUATION if c in model["vocab"] and c not in unsafe)
+    )
 
 
 def _cut_pattern(characters: str) -> re.Pattern[str]:
-    """Matches, with length 0, between a letter or digit and one of `characters`, or a space before another one."""
+    """Matches, with length 0, between a letter or digit and one of `characters`, or a space before
+    another one.
+    """
     following = [f" [{_letters()}]", *map(re.escape, characters)]
     return re.compile(rf"(?<=[{_letters()}])(?={'|'.join(following)})")
 
@@ -155,13 +192,15 @@ def _prepending_cuts() -> re.Pattern[str]:
 
 @functools.cache
 def _letters() -> str:
-    """The letters and digits that Unicode 3.2 has and that are still ones, as ranges of a regex character class. The
-    regex engine of a tokenizer may have another version of Unicode; its classes contain these characters as well."""
+    """The letters and digits that Unicode 3.2 has and that are still ones, as ranges of a regex
+    character class. The regex engine of a tokenizer may have another version of Unicode; its
+    classes contain these characters as well."""
     kinds = ("Lu", "Ll", "Lo", "Nd")
     letters = [
         code
         for code in range(0x10000)
-        if unicodedata.ucd_3_2_0.category(chr(code)) in kinds and unicodedata.category(chr(code)) in kinds
+        if unicodedata.ucd_3_2_0.category(chr(code)) in kinds
+        and unicodedata.category(chr(code)) in kinds
     ]
     runs = itertools.groupby(enumerate(letters), lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
@@ -171,9 +210,14 @@ def _letters() -> str:
 def _is_independent(token: dict, cuts: re.Pattern[str]) -> bool:
     """Whether an added token matches the same places of the text and of its pieces."""
     depends_on_neighbors = token["lstrip"] or token["rstrip"] or token["single_word"]
-    crosses_cut = re.search(rf"[{_letters()}][\n {_UNDERSCORE}{re.escape(_PUNCTUATION)}]", token["content"])
-    # The "▁" of a piece is prepended to its text before the first added token, which must not be empty.
-    is_first = cuts.pattern == _prepending_cuts().pattern and re.match(f"[{_letters()}]", token["content"])
+    crosses_cut = re.search(
+        rf"[{_letters()}][\n {_UNDERSCORE}{re.escape(_PUNCTUATION)}]", token["content"]
+    )
+    # The "▁" of a piece is prepended to its text before the first added token, which must not be
+    # empty.
+    is_first = cuts.pattern == _prepending_cuts().pattern and re.match(
+        f"[{_letters()}]", token["content"]
+    )
     return not crosses_cut and (token["special"] or not (depends_on_neighbors or is_first))
 
 
@@ -195,7 +239,9 @@ _EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, o
 
 
 class Tokenizer(Protocol):
-    """`encode` adds no special tokens; the token store appends `end_of_document_id` to each document."""
+    """`encode` adds no special tokens; the token store appends `end_of_document_id` to each
+    document.
+    """
 
     name: str  # the value of config.data.tokenizer
     fingerprint: str  # equal for two tokenizers if the same documents give the same IDs
@@ -204,15 +250,16 @@ class Tokenizer(Protocol):
     file: Path | None  # its tokenizer.json; None: it has no file
     # Why long text is not cut into pieces, for a warning; empty if it is cut.
     no_pieces_reason: str
-    start_ids: np.ndarray  # int32, before each document and each prompt of plain text; `encode` adds none
+    # int32, before each document and each prompt of plain text; `encode` adds none
+    start_ids: np.ndarray
     own_start_ids: np.ndarray  # int32, that transformers puts there
 
     def encode(self, text: bytes) -> np.ndarray:
         """Converts UTF-8 text to int32 IDs [tokens]."""
 
     def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes | str]:
-        """Cuts a document, given in blocks as `documents.Document` has them, into pieces whose IDs, one after the
-        other, equal those of the entire text."""
+        """Cuts a document, given in blocks as `documents.Document` has them, into pieces whose IDs,
+        one after the other, equal those of the entire text."""
 
     def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
         """Converts pieces to int32 IDs [tokens] each, in parallel."""
@@ -220,17 +267,22 @@ class Tokenizer(Protocol):
     def has_special_text(self, text: str) -> bool:
         """Whether a text contains that of a special token, which `encode` converts as text."""
 
-    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_offsets(
+        self, texts: Sequence[str], special_tokens: bool
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Converts texts.
 
         Args:
           special_tokens: the text of a special token means this token, as in rendered chats.
         Returns:
-          For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
+          For each text, int32 IDs [tokens], and the begin and end of each token in its characters,
+          int [tokens, 2].
         """
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
-        """Converts IDs [tokens] to text, with or without special tokens; invalid UTF-8 is replaced with U+FFFD."""
+        """Converts IDs [tokens] to text, with or without special tokens; invalid UTF-8 is replaced
+        with U+FFFD.
+        """
 
 
 def load_tokenizer(
@@ -240,16 +292,20 @@ def load_tokenizer(
 
     Args:
       name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
-      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
+      end_token: text of the end-of-document token; empty: the first of the usual names that is a
+      special token, or the
         eos_token of tokenizer_config.json in the same directory.
       parse_special_tokens: `encode` converts the text of a special token to this token.
       start_token: as data.start_token.
     Raises:
-      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
+      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such
+        end-of-document token.
     """
     if name != "bytes":
         return HuggingFaceTokenizer(name, end_token, parse_special_tokens, start_token)
-    for setting, token in dict(end_token=end_token, start_token=start_token if start_token != AUTO else "").items():
+    for setting, token in dict(
+        end_token=end_token, start_token=start_token if start_token != AUTO else ""
+    ).items():
         if token:
             raise UserError(
                 f"config.data.{setting}={token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
@@ -260,7 +316,9 @@ def load_tokenizer(
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of a config. Raises UserError as `load_tokenizer`."""
-    return load_tokenizer(data.tokenizer, data.end_token, data.parse_special_tokens, data.start_token)
+    return load_tokenizer(
+        data.tokenizer, data.end_token, data.parse_special_tokens, data.start_token
+    )
 
 
 class ByteTokenizer:
@@ -285,12 +343,16 @@ class ByteTokenizer:
     def has_special_text(self, text: str) -> bool:
         return False
 
-    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_offsets(
+        self, texts: Sequence[str], special_tokens: bool
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
         end = _END_OF_BYTES if special_tokens else b""
-        return b"".join(bytes([i]) if i < 256 else end for i in np.asarray(ids).tolist()).decode(errors="replace")
+        return b"".join(bytes([i]) if i < 256 else end for i in np.asarray(ids).tolist()).decode(
+            errors="replace"
+        )
 
 
 def _byte_offsets(text: str) -> np.ndarray:
@@ -303,7 +365,13 @@ def _byte_offsets(text: str) -> np.ndarray:
 class HuggingFaceTokenizer:
     """A tokenizer.json, loaded with the package `tokenizers`."""
 
-    def __init__(self, name: str, end_token: str = "", parse_special_tokens: bool = False, start_token: str = AUTO):
+    def __init__(
+        self,
+        name: str,
+        end_token: str = "",
+        parse_special_tokens: bool = False,
+        start_token: str = AUTO,
+    ):
         errors.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
@@ -311,7 +379,9 @@ class HuggingFaceTokenizer:
         content = _read(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the package raises plain Exception if it cannot parse the content
+        except (
+            Exception
+        ) as error:  # the package raises plain Exception if it cannot parse the content
             raise UserError(
                 f"data.tokenizer {name!r} is not a valid tokenizer.json ({reason_of(error)}); {_EXPECTED}"
             ) from error
@@ -324,14 +394,22 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # IDs may have gaps
         if self.vocab_size > _MAX_VOCAB_SIZE:  # the package would list the gaps
-            raise UserError(f"data.tokenizer {name!r} has the token ID {self.vocab_size - 1}; {_EXPECTED}")
-        self._cuts = None if parse_special_tokens else safe_cuts(parse_json(self._tokenizer.to_str()))
-        self.no_pieces_reason = "" if self._cuts else "is not known to give the same tokens for text in pieces"
+            raise UserError(
+                f"data.tokenizer {name!r} has the token ID {self.vocab_size - 1}; {_EXPECTED}"
+            )
+        self._cuts = (
+            None if parse_special_tokens else safe_cuts(parse_json(self._tokenizer.to_str()))
+        )
+        self.no_pieces_reason = (
+            "" if self._cuts else "is not known to give the same tokens for text in pieces"
+        )
         usual = self._usual_end_token(path)
         self.end_of_document_id = self._end_token_id(end_token or usual)
         self.fingerprint = hashlib.sha256(content).hexdigest()
         if end_token not in ("", usual) or parse_special_tokens:
-            self._add_to_fingerprint(self.end_of_document_id, *["special tokens"] * parse_special_tokens)
+            self._add_to_fingerprint(
+                self.end_of_document_id, *["special tokens"] * parse_special_tokens
+            )
         self.start_ids = self.own_start_ids
         if start_token != AUTO:
             ids = [self._token_id("data.start_token", start_token)] if start_token else []
@@ -365,10 +443,15 @@ class HuggingFaceTokenizer:
     def _special_text(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, filter(None, self._special_tokens()))) or r"(?!)")
 
-    def encode_with_offsets(self, texts: Sequence[str], special_tokens: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_offsets(
+        self, texts: Sequence[str], special_tokens: bool
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         tokenizer = self._with_special_tokens if special_tokens else self._tokenizer
         encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [(np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64)) for encoding in encodings]
+        return [
+            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64))
+            for encoding in encodings
+        ]
 
     @functools.cached_property
     def _with_special_tokens(self):
@@ -382,15 +465,21 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def own_start_ids(self) -> np.ndarray:
-        """Those of the post-processor; transformers 5 ignores add_bos_token if there is a tokenizer.json."""
+        """Those of the post-processor; transformers 5 ignores add_bos_token if there is a
+        tokenizer.json.
+        """
         try:
             encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        except Exception:  # the package raises plain Exception for a letter that is not in the vocabulary
+        except (
+            Exception
+        ):  # the package raises plain Exception for a letter that is not in the vocabulary
             return np.empty(0, np.int32)
         return np.array(encoding.ids[: (*encoding.special_tokens_mask, 0).index(0)], np.int32)
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=not special_tokens)
+        return self._tokenizer.decode(
+            np.asarray(ids).tolist(), skip_special_tokens=not special_tokens
+        )
 
     def _usual_end_token(self, path: Path) -> str:
         """The end-of-document token of this tokenizer, or "" if it has none."""
@@ -410,7 +499,9 @@ class HuggingFaceTokenizer:
     def _token_id(self, setting: str, token: str) -> int:
         number = self._tokenizer.token_to_id(token)
         if number is None:
-            added = sorted(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+            added = sorted(
+                token.content for token in self._tokenizer.get_added_tokens_decoder().values()
+            )
             expected = f"a token of {self.name}, such as {', '.join(map(repr, self._special_tokens()[:4]))}"
             names = added if nearest_name(token, added) else self._tokenizer.get_vocab()
             raise UserError(invalid_value(setting, token, expected, names))
@@ -424,7 +515,11 @@ class HuggingFaceTokenizer:
 def with_start(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """The IDs of a text with the start IDs of the tokenizer before them, unless they are there."""
     start_ids = tokenizer.start_ids
-    return ids if np.array_equal(ids[: len(start_ids)], start_ids) else np.concatenate([start_ids, ids])
+    return (
+        ids
+        if np.array_equal(ids[: len(start_ids)], start_ids)
+        else np.concatenate([start_ids, ids])
+    )
 
 
 def starting_with(start_ids: np.ndarray, content: dict[str, Any]) -> dict[str, Any]:
@@ -466,7 +561,9 @@ def _read(path: Path) -> bytes:
         advice = _EXPECTED
         if (path.parent / "tokenizer.model").is_file():
             advice = "convert its tokenizer.model: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        raise UserError(f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}") from error
+        raise UserError(
+            f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}"
+        ) from error
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 The 13 tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654) as prompts of an exact length.
 
-The tasks, their settings and templates are from https://github.com/NVIDIA/RULER (ruler_templates.json and NOTICE).
-Two differences: sentences are split by a rule instead of NLTK's model, and for lists longer than the words of
-`wonderwords`, common-words extraction uses its pairs ADJECTIVE-NOUN. An example depends only on its task, length, seed,
-index and tokenizer.
+The tasks, their settings and templates are from https://github.com/NVIDIA/RULER
+(ruler_templates.json and NOTICE). Two differences: sentences are split by a rule instead of NLTK's
+model, and for lists longer than the words of `wonderwords`, common-words extraction uses its pairs
+ADJECTIVE-NOUN. An example depends only on its task, length, seed, index and tokenizer.
 
-The tasks are needles in a haystack and variable tracking, extraction of common and of frequent coded words, and
-question answering over documents of a data set of the user: SQuAD or HotpotQA.
+The tasks are needles in a haystack and variable tracking, extraction of common and of frequent
+coded words, and question answering over documents of a data set of the user: SQuAD or HotpotQA.
 """
 
 import bisect
@@ -41,7 +41,9 @@ _CODED_LENGTH = 6
 _NOISE_WORD = "..."
 
 
-def common_words(settings: dict, texts: tuple[str, str], is_short: bool, size: int, rng: random.Random) -> Example:
+def common_words(
+    settings: dict, texts: tuple[str, str], is_short: bool, size: int, rng: random.Random
+) -> Example:
     """A numbered list in which ten words are more common. One solved example comes first.
 
     Args:
@@ -60,12 +62,18 @@ def common_words(settings: dict, texts: tuple[str, str], is_short: bool, size: i
         return template.format(context=context, query=""), chosen[:num_common]
 
     shot, answer = problem(20, 3, 1) if is_short else problem(40, 10, 3)
-    solved = f"{shot}{prefix} {' '.join(f'{number}. {word}' for number, word in enumerate(answer, 1))}\n"
-    question, answer = problem(size, *((6, 1) if is_short else (settings["freq_cw"], settings["freq_ucw"])))
+    solved = (
+        f"{shot}{prefix} {' '.join(f'{number}. {word}' for number, word in enumerate(answer, 1))}\n"
+    )
+    question, answer = problem(
+        size, *((6, 1) if is_short else (settings["freq_cw"], settings["freq_ucw"]))
+    )
     return Example(prompt=solved + question, answer_prefix=prefix, references=tuple(answer))
 
 
-def coded_words(settings: dict, texts: tuple[str, str], vocab_size: int, size: int, rng: random.Random) -> Example:
+def coded_words(
+    settings: dict, texts: tuple[str, str], vocab_size: int, size: int, rng: random.Random
+) -> Example:
     """Random words whose frequencies follow a zeta distribution; the most frequent one is noise.
 
     Args:
@@ -86,7 +94,9 @@ def coded_words(settings: dict, texts: tuple[str, str], vocab_size: int, size: i
     words = [word for word, count in zip(vocab, counts) for _ in range(count)]
     rng.shuffle(words)
     return Example(
-        prompt=template.format(context=" ".join(words), query=""), answer_prefix=prefix, references=tuple(vocab[1:4])
+        prompt=template.format(context=" ".join(words), query=""),
+        answer_prefix=prefix,
+        references=tuple(vocab[1:4]),
     )
 
 
@@ -97,7 +107,9 @@ _WORDS_PER_SIZE = 20  # words of prose; other haystacks have one line per size
 _SOLVED_TOKENS, _MIN_SOLVED_LINES = 500, 5  # the solved example of variable tracking
 
 
-def needles(settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng: random.Random) -> Example:
+def needles(
+    settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng: random.Random
+) -> Example:
     """Questions about sentences that are hidden in a text; `settings` as in RULER's synthetic.yaml."""
     key_kind, value_kind = settings["type_needle_k"], settings["type_needle_v"]
     num_queries = settings["num_needle_q"]
@@ -118,7 +130,11 @@ def needles(settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng
         lines = [_NOISE] * size
         if settings["type_haystack"] == "needle":
             lines = [
-                _NEEDLE.format(type_needle_v=value_kind, key=_random(key_kind, rng), value=_random(value_kind, rng))
+                _NEEDLE.format(
+                    type_needle_v=value_kind,
+                    key=_random(key_kind, rng),
+                    value=_random(value_kind, rng),
+                )
                 for _ in lines
             ]
         for at, text in zip(sorted(rng.sample(range(size + 1), len(hidden)), reverse=True), hidden):
@@ -141,7 +157,12 @@ def needles(settings: dict, texts: tuple[str, str], prose: Prose, size: int, rng
 
 
 def _singular(text: str) -> str:
-    return text.replace("Some", "A").replace("are all", "is").replace("are", "is").replace("answers", "answer")
+    return (
+        text.replace("Some", "A")
+        .replace("are all", "is")
+        .replace("are", "is")
+        .replace("answers", "answer")
+    )
 
 
 def _random(kind: str, rng: random.Random) -> str:
@@ -161,7 +182,9 @@ def _in_prose(hidden: list[str], prose: Prose, size: int, rng: random.Random) ->
     return " ".join(sentences)
 
 
-def variables(settings: dict, texts: tuple[str, str], solved_lines: int, size: int, rng: random.Random) -> Example:
+def variables(
+    settings: dict, texts: tuple[str, str], solved_lines: int, size: int, rng: random.Random
+) -> Example:
     """Chains of assignments: which variables have a value? One solved example comes first.
 
     Args:
@@ -177,9 +200,11 @@ def variables(settings: dict, texts: tuple[str, str], solved_lines: int, size: i
 def lines_of_solved_example(
     settings: dict, texts: tuple[str, str], count_tokens: CountTokens, rng: random.Random
 ) -> int:
-    """The lines of noise in the solved example of `variables`, as scripts/data/synthetic/variable_tracking.py of
-    NVIDIA/RULER chooses them: as many as 500 tokens allow, without the solution, and at least 5."""
-    extra_tokens = count_tokens("")  # from the chat template or BOS, which the solved example does not have
+    """The lines of noise in the solved example of `variables`, as
+    scripts/data/synthetic/variable_tracking.py of NVIDIA/RULER chooses them: as many as 500 tokens
+    allow, without the solution, and at least 5."""
+    # from the chat template or BOS, which the solved example does not have
+    extra_tokens = count_tokens("")
 
     def num_tokens(num_lines: int) -> int:
         return count_tokens("".join(_chains(settings, texts, num_lines, 3, rng)[:2])) - extra_tokens
@@ -191,20 +216,31 @@ def lines_of_solved_example(
 def _chains(
     settings: dict, texts: tuple[str, str], num_lines: int, name_length: int, rng: random.Random
 ) -> tuple[str, str, tuple[str, ...]]:
-    """(question, start of the answer, names that have the value) of a text with `num_lines` lines of noise."""
+    """(question, start of the answer, names that have the value) of a text with `num_lines` lines
+    of noise.
+    """
     template, prefix = texts
     num_hops = settings["num_hops"]
     lines, chains = [_NOISE] * num_lines, []
     for _ in range(settings["num_chains"]):
         names = _names(num_hops + 1, name_length, rng)
         value = str(rng.randrange(10_000, 99_999))
-        chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:]))]
-        for offset, (place, text) in enumerate(zip(sorted(rng.sample(range(num_lines), len(chain))), chain)):
+        chain = [
+            f"VAR {names[0]} = {value}",
+            *(f"VAR {b} = VAR {a} " for a, b in zip(names, names[1:])),
+        ]
+        for offset, (place, text) in enumerate(
+            zip(sorted(rng.sample(range(num_lines), len(chain))), chain)
+        ):
             lines.insert(place + offset, text)
         chains.append((names, value))
     names, value = chains[0]
     context = "\n".join(lines).replace(". \n", ".\n")
-    return template.format(context=context, query=value), prefix.format(num_v=num_hops + 1, query=value), tuple(names)
+    return (
+        template.format(context=context, query=value),
+        prefix.format(num_v=num_hops + 1, query=value),
+        tuple(names),
+    )
 
 
 def _names(count: int, length: int, rng: random.Random) -> list[str]:
@@ -271,11 +307,16 @@ def read_hotpotqa(path: str) -> Questions:
     """Raises UserError if the file cannot be read or has another form."""
 
     def parse(data: Any) -> Questions:
-        texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]] for item in data]
+        texts = [
+            [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+            for item in data
+        ]
         documents = sorted({text for item_texts in texts for text in item_texts})
         index = {document: i for i, document in enumerate(documents)}
         questions = [
-            Question(item["question"], (item["answer"],), tuple(index[text] for text in item_texts), ())
+            Question(
+                item["question"], (item["answer"],), tuple(index[text] for text in item_texts), ()
+            )
             for item, item_texts in zip(data, texts, strict=True)
         ]
         return Questions(tuple(documents), tuple(questions))
@@ -293,21 +334,29 @@ def _read(path: str, parse) -> Questions:
     return questions
 
 
-def question(data: Questions, texts: tuple[str, str], index: int, size: int, rng: random.Random) -> Example:
+def question(
+    data: Questions, texts: tuple[str, str], index: int, size: int, rng: random.Random
+) -> Example:
     """Question `index` over `size` documents, besides those that contain the answer."""
     template, prefix = texts
     asked = data.questions[index % len(data.questions)]
     related = list(asked.related)
     rng.shuffle(related)
     known = {*asked.needed, *related}
-    others = [i for i in range(len(data.documents)) if i not in known] if size > len(related) else []
+    others = (
+        [i for i in range(len(data.documents)) if i not in known] if size > len(related) else []
+    )
     rng.shuffle(others)
     repeats = -(-max(0, size - len(related)) // len(others)) if others else 0
     chosen = [*asked.needed, *(related + others * repeats)[:size]]
     rng.shuffle(chosen)
-    context = "\n\n".join(f"Document {number}:\n{data.documents[i]}" for number, i in enumerate(chosen, 1))
+    context = "\n\n".join(
+        f"Document {number}:\n{data.documents[i]}" for number, i in enumerate(chosen, 1)
+    )
     return Example(
-        prompt=template.format(context=context, query=asked.text), answer_prefix=prefix, references=asked.answers
+        prompt=template.format(context=context, query=asked.text),
+        answer_prefix=prefix,
+        references=asked.answers,
     )
 
 
@@ -337,7 +386,14 @@ class Task:
         return match_any if self.kind == "qa" else match_all
 
 
-def _niah(haystack: str, key: str = "words", value: str = "numbers", keys: int = 1, values: int = 1, queries: int = 1):
+def _niah(
+    haystack: str,
+    key: str = "words",
+    value: str = "numbers",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+):
     return Task(
         kind="niah",
         settings=dict(
@@ -360,7 +416,9 @@ TASKS: dict[str, Task] = {
     "niah_multikey_3": _niah("needle", key="uuids", value="uuids"),
     "niah_multivalue": _niah("essay", values=4),
     "niah_multiquery": _niah("essay", queries=4),
-    "vt": Task(kind="variable_tracking", settings=dict(type_haystack="noise", num_chains=1, num_hops=4)),
+    "vt": Task(
+        kind="variable_tracking", settings=dict(type_haystack="noise", num_chains=1, num_hops=4)
+    ),
     "cwe": Task(kind="common_words_extraction", settings=dict(freq_cw=30, freq_ucw=3, num_cw=10)),
     "fwe": Task(kind="freq_words_extraction", settings=dict(alpha=2.0)),
     "qa_1": Task(kind="qa", settings=dict(dataset="squad")),
@@ -370,18 +428,28 @@ TASKS: dict[str, Task] = {
 
 @functools.cache
 def _templates() -> dict:
-    return json.loads((importlib.resources.files("jaxlc.evals.ruler") / "ruler_templates.json").read_text())
+    return json.loads(
+        (importlib.resources.files("jaxlc.evals.ruler") / "ruler_templates.json").read_text()
+    )
 
 
 def example(
-    name: str, index: int, length: int, count_tokens: CountTokens, materials: Materials, *, seed: int = 42
+    name: str,
+    index: int,
+    length: int,
+    count_tokens: CountTokens,
+    materials: Materials,
+    *,
+    seed: int = 42,
 ) -> Example:
     """Example `index` of a task.
 
     Args:
-      length: tokens of prompt, answer prefix and the new tokens of the task together, which are not exceeded.
+      length: tokens of prompt, answer prefix and the new tokens of the task together, which are not
+        exceeded.
     Raises:
-      UserError: the length is too small for the task, or a package or data set that it needs is missing.
+      UserError: the length is too small for the task, or a package or data set that it needs is
+        missing.
     """
     task, template = TASKS[name], _templates()[TASKS[name].kind]
     budget = length - task.new_tokens
@@ -405,5 +473,10 @@ def example(
         questions = required(getattr(materials, task.settings["dataset"]), name)
         make, smallest = functools.partial(question, questions, texts, index), 1
     return largest_example(
-        lambda size: make(size, rng()), count_tokens, length, new_tokens=task.new_tokens, smallest=smallest, task=name
+        lambda size: make(size, rng()),
+        count_tokens,
+        length,
+        new_tokens=task.new_tokens,
+        smallest=smallest,
+        task=name,
     )

@@ -1,21 +1,24 @@
 """The kinds of layers: a module for each, with parameters, forward, tiles and cached generation.
 
-`jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses ranks. A kind outside
-this package is registered with `register`.
+`jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses
+ranks. A kind outside this package is registered with `register`.
 
-Today a layer is two residual branches with one block each, a mixer and a feed-forward block, and the layers are the
-segments `core.axes.LAYER_STACKS`. The interfaces admit, with these signatures:
+Today a layer is two residual branches with one block each, a mixer and a feed-forward block, and
+the layers are the segments `core.axes.LAYER_STACKS`. The interfaces admit, with these signatures:
 
     Branch(mixers: tuple[Mixer, ...], input_norm, output_norm, multiplier)    branches(model) -> tuple[Branch, ...]
-        one or more mixers in parallel, whose outputs `projected` are summed. Nemotron-H has one branch, Falcon-H1 two
-        mixers in one.
+        one or more mixers in parallel, whose outputs `projected` are summed. Nemotron-H has one
+        branch, Falcon-H1 two mixers in one.
     operands(x_BTD, *, shard, earlier=None) -> (operands, kept)    an interface `SharesOperands`, beside `Rotary`
-        `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be handed to a later one.
+        `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be
+          handed to a later one.
     attend(*operands, ranges) -> out    projected(out, kept) -> out_BTD    abstract_cache(on, layout, ..) -> tree
-        what is sent and cached is up to the kind: latent vectors that are expanded on arrival, keys and values of
-        different dims, states. `out` has any shape, and the cache is any tree of arrays [B, layers, ...].
+        what is sent and cached is up to the kind: latent vectors that are expanded on arrival, keys
+        and values of different dims, states. `out` has any shape, and the cache is any tree of
+        arrays [B, layers, ...].
     segments(model) -> tuple[Segment, ...]    run_stack(segment, x_BTD, positions_BT, kinds, context, is_frozen)
-        a segment is a scanned group: its name in the parameter tree, the kinds of an iteration, the iterations.
+        a segment is a scanned group: its name in the parameter tree, the kinds of an iteration, the
+          iterations.
 """
 
 from collections.abc import Sequence
@@ -48,12 +51,16 @@ def mixer_of(model: ModelConfig) -> type[Mixer]:
 
 
 def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict[str, KindOnMesh]:
-    """The kinds of layers of a config on a mesh, by name; `settings` are further fields of `KindOnMesh`.
+    """The kinds of layers of a config on a mesh, by name; `settings` are further fields of
+    `KindOnMesh`.
 
     Raises:
       Unsupported: a kind does not support tiles or trees, and the config has them.
     """
-    model, shared = config.model, dict(config=config, mesh=mesh, compute_dtype=compute_dtype, **settings)
+    model, shared = (
+        config.model,
+        dict(config=config, mesh=mesh, compute_dtype=compute_dtype, **settings),
+    )
     needs = {
         OnTiles: ("memory.tile_tokens", config.memory.tile_tokens),
         OnTrees: ("attention.shared_prefixes", config.attention.shared_prefixes),
@@ -66,29 +73,46 @@ def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict
                 f"unsupported: config.{setting}={value} with {min(lacking)} layers; use --config.{setting}={off}"
             )
     return {
-        kind: KindOnMesh(model=model.of_kind(kind), window=model.window_of(kind), **shared) for kind in model.used_kinds
+        kind: KindOnMesh(model=model.of_kind(kind), window=model.window_of(kind), **shared)
+        for kind in model.used_kinds
     }
 
 
 def kinds_with(interface: type, model: ModelConfig) -> list[str]:
     """The kinds of layers whose mixer or feed-forward block has an interface of `contract`."""
     layers = {kind: model.of_kind(kind) for kind in model.used_kinds}
-    parts = {kind: (MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]) for kind, layer in layers.items()}
-    return [kind for kind, classes in parts.items() if any(issubclass(part, interface) for part in classes)]
+    parts = {
+        kind: (MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward])
+        for kind, layer in layers.items()
+    }
+    return [
+        kind
+        for kind, classes in parts.items()
+        if any(issubclass(part, interface) for part in classes)
+    ]
 
 
 def reach(model: ModelConfig) -> int:
-    """The largest `ReadsBefore.reach` of all layers; 0: no layer reads the tokens directly before a token."""
+    """The largest `ReadsBefore.reach` of all layers; 0: no layer reads the tokens directly before a
+    token.
+    """
     layers = [model.of_kind(kind) for kind in kinds_with(ReadsBefore, model)]
     return max((mixer_of(layer).reach(layer) for layer in layers), default=0)
 
 
 def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:
     """`rope_tables` of each kind of layers that is `Rotary`."""
-    return {kind: rope_tables(model, kind, max_tokens, rope_tokens) for kind in kinds_with(Rotary, model)}
+    return {
+        kind: rope_tables(model, kind, max_tokens, rope_tokens)
+        for kind in kinds_with(Rotary, model)
+    }
 
 
-def stacked_tables(model: ModelConfig, max_tokens: int, rope_tokens_B: Sequence[int]) -> TablesOfKinds:
+def stacked_tables(
+    model: ModelConfig, max_tokens: int, rope_tokens_B: Sequence[int]
+) -> TablesOfKinds:
     """As `tables_of_kinds`, with a leading dimension B: each sequence has its own `rope_tokens`."""
     tables = {number: tables_of_kinds(model, max_tokens, number) for number in set(rope_tokens_B)}
-    return jax.tree.map(lambda *arrays: np.stack(arrays), *(tables[number] for number in rope_tokens_B))
+    return jax.tree.map(
+        lambda *arrays: np.stack(arrays), *(tables[number] for number in rope_tokens_B)
+    )

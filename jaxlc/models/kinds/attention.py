@@ -1,7 +1,7 @@
 """Softmax attention: N query heads share K key/value heads (Ainslie et al. 2023).
 
-Parameters and projections, layers in tiles, and attention of new tokens over the KV cache. What crosses ranks in
-training is in `jaxlc.attention`.
+Parameters and projections, layers in tiles, and attention of new tokens over the KV cache. What
+crosses ranks in training is in `jaxlc.attention`.
 """
 
 import math
@@ -20,7 +20,14 @@ from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.models.block import InitKeys, RMSNorm, add_bias, bias_vector, residual_depth_scale, weight
+from jaxlc.models.block import (
+    InitKeys,
+    RMSNorm,
+    add_bias,
+    bias_vector,
+    residual_depth_scale,
+    weight,
+)
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import (
     BatchTokens,
@@ -46,7 +53,13 @@ from jaxlc.sharding.rules import Sharder
 class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
     """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
 
-    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
         super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
         D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
         weights = mixer_matrices(model)
@@ -58,23 +71,31 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         self.bk = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
         self.bv = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
         self.bo = bias_vector(bias=D) if model.attention_out_bias else None
-        self.sinks = nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention_sinks else None
+        self.sinks = (
+            nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention_sinks else None
+        )
         self.has_gate = model.attention_gate
         self.q_norm = _qk_norm(model, heads=N)
         self.k_norm = _qk_norm(model, kv_heads=K)
         # Attention divides its logits by sqrt(head_dim).
         self.query_multiplier = (H / model.query_scale_dim) ** 0.5 if model.query_scale_dim else 1.0
 
-    def operands(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> tuple[tuple, jax.Array | None]:
-        """Returns (q_BTNH, k_BTKH, v_BTKH, sinks_N or None), and the gate_BTNH of `projected`, or None."""
+    def operands(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[tuple, jax.Array | None]:
+        """Returns (q_BTNH, k_BTKH, v_BTKH, sinks_N or None), and the gate_BTNH of `projected`, or
+        None.
+        """
         q_BTNH, gate_BTNH = self.queries(x_BTD, rotation, shard=shard)
         k_BTKH, v_BTKH = self.keys_values(x_BTD, rotation, shard=shard)
         return (q_BTNH, k_BTKH, v_BTKH, self.sinks_N), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
-    def queries(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> tuple[jax.Array, jax.Array | None]:
-        """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the input of the block,
-        gathered over tensor."""
+    def queries(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the
+        input of the block, gathered over tensor."""
         q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
         q_BTNH, gate_BTNH = add_bias(q_BTNH, self.bq), None
         if self.has_gate:
@@ -87,23 +108,35 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)
-    def keys_values(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> tuple[jax.Array, jax.Array]:
-        """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over tensor."""
+    def keys_values(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over
+        tensor.
+        """
         k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
         v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
         k_BTKH, v_BTKH = add_bias(k_BTKH, self.bk), add_bias(v_BTKH, self.bv)
         if self.k_norm is not None:
             k_BTKH = self.k_norm(k_BTKH)
-        return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(v_BTKH, "value")
+        return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(
+            v_BTKH, "value"
+        )
 
     @jax.named_scope(scopes.ATTENTION)
-    def projected(self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder) -> jax.Array:
+    def projected(
+        self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder
+    ) -> jax.Array:
         """The output projection, out_BTD. With a gate, out_BTNH is multiplied by its sigmoid first."""
         out_BTNH = shard.heads(out_BTNH)
         if gate_BTNH is not None:
-            gated_BTNH = out_BTNH.astype(jnp.float32) * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32))
+            gated_BTNH = out_BTNH.astype(jnp.float32) * jax.nn.sigmoid(
+                gate_BTNH.astype(jnp.float32)
+            )
             out_BTNH = gated_BTNH.astype(out_BTNH.dtype)
-        out_BTD = self.project("attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard)
+        out_BTD = self.project(
+            "attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard
+        )
         return checkpoint_name(add_bias(shard.residual(out_BTD), self.bo), "attention_projected")
 
     @property
@@ -127,7 +160,9 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             if tokens.segments_BT is None:  # the mask is implicit
                 return None
             q_like = _abstract_queries(on, tokens.positions_BT.shape)
-            return sharded.prepare(tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BT)
+            return sharded.prepare(
+                tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BT
+            )
 
         def attend(q_BTNH, k_BTKH, v_BTKH, sinks_N, *, ranges):
             return sharded(q_BTNH, k_BTKH, v_BTKH, ranges, sinks_N)[0]
@@ -168,19 +203,30 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             dtype=on.compute_dtype,
             head_dim=on.model.head_dim,
             window=on.window,
-            packed=config.attention.document_mask or (on.window is not None and config.memory.tile_tokens > 0),
-            num_elements=num_sequences * num_tokens * on.model.num_heads // sizes[TENSOR] * on.model.head_dim,
+            packed=config.attention.document_mask
+            or (on.window is not None and config.memory.tile_tokens > 0),
+            num_elements=num_sequences
+            * num_tokens
+            * on.model.num_heads
+            // sizes[TENSOR]
+            * on.model.head_dim,
         )
 
     @classmethod
-    def abstract_cache(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype) -> "KV":
+    def abstract_cache(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
+    ) -> "KV":
         num_tokens, num_heads = on.window or layout.max_tokens, _num_cached_heads(on)
         shape = batch_size, num_layers, num_tokens, num_heads, on.model.head_dim
-        array = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(on.mesh, kv_spec(on.window)))
+        array = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(on.mesh, kv_spec(on.window))
+        )
         return KV(array, array)
 
     @classmethod
-    def cached(cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int) -> "CachedAttention":
+    def cached(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
+    ) -> "CachedAttention":
         return CachedAttention(
             config=on.config.attention,
             mesh=on.mesh,
@@ -205,7 +251,9 @@ def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
     """The norm of queries or keys; `heads` has the name and size of the dimension of heads."""
     if model.qk_norm == "none":
         return None
-    dims = {"norm": model.head_dim} if model.qk_norm == "head" else {**heads, "norm": model.head_dim}
+    dims = (
+        {"norm": model.head_dim} if model.qk_norm == "head" else {**heads, "norm": model.head_dim}
+    )
     return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, **dims)
 
 
@@ -213,9 +261,11 @@ class AttentionLayer(TiledLayer):
     """A layer with attention: only x, K and V exist at full sequence length.
 
     forward    for each tile: K and V
-               for each tile: queries, attention to all K and V, and the rest of the layer; y overwrites x
+               for each tile: queries, attention to all K and V, and the rest of the layer; y
+                 overwrites x
     backward   for each tile: recompute K and V
-               for each tile: recompute queries, and attention unless it was saved; gradients of x, of the weights,
+               for each tile: recompute queries, and attention unless it was saved; gradients of x,
+                 of the weights,
                               and of all K and V that the tile attends to; dx overwrites dy
                for each tile: add the gradients that its dK and dV give to dx and to the weights
     """
@@ -231,18 +281,34 @@ class AttentionLayer(TiledLayer):
             x_BtD = at(x_nBtD, tile)
             q_BtNH, gate_BtNH, sinks_N = self._queries(weights, x_BtD, positions_Bt)
             results = attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
-            (y_BtD, sums), chosen_Btk = self.after_attention(weights, x_BtD, results[0], gate_BtNH, positions_Bt)
-            return put_at(x_nBtD, y_BtD, tile), (results if self.saves_attention else None, sums, chosen_Btk)
+            (y_BtD, sums), chosen_Btk = self.after_attention(
+                weights, x_BtD, results[0], gate_BtNH, positions_Bt
+            )
+            return put_at(x_nBtD, y_BtD, tile), (
+                results if self.saves_attention else None,
+                sums,
+                chosen_Btk,
+            )
 
-        output, saved, chosen_nBtk, next_weights = self.scan_tiles(run_tile, x_nBtD, (positions_nBt,), prefetch)
-        return (output, next_weights), (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
+        output, saved, chosen_nBtk, next_weights = self.scan_tiles(
+            run_tile, x_nBtD, (positions_nBt,), prefetch
+        )
+        return (output, next_weights), (
+            weights,
+            x_nBtD,
+            positions_nBt,
+            ranges,
+            saved,
+            chosen_nBtk,
+            prefetch,
+        )
 
     def backward(self, residuals, gradients):
         weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
         attention, trainable, all_of = self.attention, weights.trainable, weights.with_trainable
-        # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
-        # the same time.
+        # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer
+        # would be live at the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
         kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 
@@ -257,9 +323,15 @@ class AttentionLayer(TiledLayer):
                 lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
                 *(trainable, x_BtD, results[0], gate_BtNH),
             )
-            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
-            dq_BtNH, dkv, dsinks_N = attention.backward(q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N)
-            dweights_queries, dx_queries = queries_vjp((dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N))
+            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(
+                LayerOutput(at(dx_nBtD, tile), dsums)
+            )
+            dq_BtNH, dkv, dsinks_N = attention.backward(
+                q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N
+            )
+            dweights_queries, dx_queries = queries_vjp(
+                (dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N)
+            )
             dweights = add(add(dweights, dweights_rest), dweights_queries)
             return (put_at(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
 
@@ -269,20 +341,29 @@ class AttentionLayer(TiledLayer):
             k_v, keys_values_vjp = jax.vjp(
                 lambda w, x: self._tile_keys_values(all_of(w), x, positions_Bt), trainable, x_BtD
             )
-            dk_dv = jax.tree.map(lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v)
+            dk_dv = jax.tree.map(
+                lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v
+            )
             dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
-            return (put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile), add(dweights, dweights_tile)), None
+            return (
+                put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile),
+                add(dweights, dweights_tile),
+            ), None
 
         tiles = tile_indices(x_nBtD)
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
-        carry, _ = lax.scan(tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved, chosen_nBtk))
+        carry, _ = lax.scan(
+            tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved, chosen_nBtk)
+        )
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         dx_nBtD, dkv, dweights = carry
         dkv = attention.add_exchanged(dkv, ranges)
-        carry, _ = lax.scan(keys_values_backward, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt))
+        carry, _ = lax.scan(
+            keys_values_backward, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt)
+        )
         dx_nBtD, dweights = carry
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
@@ -294,7 +375,9 @@ class AttentionLayer(TiledLayer):
 
         def put(kv, operands):
             tile, x_BtD, positions_Bt = operands
-            return attention.put(kv, *self._tile_keys_values(weights, x_BtD, positions_Bt), tile), None
+            return attention.put(
+                kv, *self._tile_keys_values(weights, x_BtD, positions_Bt), tile
+            ), None
 
         batch, tile_tokens, _, head_dim = abstract_tile[0].shape
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
@@ -306,11 +389,15 @@ class AttentionLayer(TiledLayer):
     def _tile_keys_values(self, weights, x_BtD, positions_Bt):
         layer = self.layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.keys_values(input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard)
+        return layer.attention.keys_values(
+            input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard
+        )
 
     def _queries(self, weights, x_BtD, positions_Bt):
         """(q_BtNH, gate_BtNH or None, sinks_N or None)"""
         layer = self.layer(weights)
         input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        queries = layer.attention.queries(input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard)
+        queries = layer.attention.queries(
+            input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard
+        )
         return *queries, layer.attention.sinks_N

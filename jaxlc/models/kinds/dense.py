@@ -1,4 +1,6 @@
-"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a layer with experts."""
+"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a
+layer with experts.
+"""
 
 import functools
 
@@ -26,20 +28,32 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 class MLP(Block):
-    """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times w_down."""
+    """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times
+    w_down.
+    """
 
-    def __init__(self, model: ModelConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
         super().__init__(model, keys, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
         D, F = model.model_dim, model.ffn_dim
         self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F)
         self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)
-        self.w_down = matrix(keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D)
+        self.w_down = matrix(
+            keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D
+        )
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)
     def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """Returns out_BTD; `x_BTD` is the input of the block, gathered over tensor."""
-        gate_BTF = shard.ffn(self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard))
+        gate_BTF = shard.ffn(
+            self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard)
+        )
         up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = gated(self.activation, gate_BTF, up_BTF)

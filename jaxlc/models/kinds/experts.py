@@ -1,7 +1,9 @@
-"""A mixture of experts: a router, gated feed-forward blocks of which each token uses some, and a shared one.
+"""A mixture of experts: a router, gated feed-forward blocks of which each token uses some, and a
+shared one.
 
-Routers are computed in float32: a rounded logit changes the choice of experts. Weights of experts are gathered as those
-of other layers, and every rank computes the experts of its own tokens: no token is sent, and none is dropped.
+Routers are computed in float32: a rounded logit changes the choice of experts. Weights of experts
+are gathered as those of other layers, and every rank computes the experts of its own tokens: no
+token is sent, and none is dropped.
 
 The products with their weights are in `models.expert_products`.
 """
@@ -36,20 +38,29 @@ class Routing(NamedTuple):
 
     chosen_BTk: jax.Array  # int32
     weights_BTk: jax.Array  # float32: factors of their outputs
-    probs_BTE: jax.Array  # float32: softmax of all logits, or their sigmoids divided by the sum of these
+    # float32: softmax of all logits, or their sigmoids divided by the sum of these
+    probs_BTE: jax.Array
     logits_BTE: jax.Array  # float32
 
 
 class Experts(nnx.Module, Routed):
     """The router [D, E] and the weights of E experts; see `config/kinds/experts.py`."""
 
-    def __init__(self, model: LayerConfig, keys: InitKeys, fp8: Fp8 | None = None, lora: LoraConfig | None = None):
+    def __init__(
+        self,
+        model: LayerConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
         D, E, F = model.model_dim, model.experts.num_experts, model.experts.ffn_dim
         depth_scale = residual_depth_scale(model)
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
         self.expert_gate = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
         self.expert_up = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
-        self.expert_down = matrix(keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=D)
+        self.expert_down = matrix(
+            keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=D
+        )
         has_bias = model.experts.bias
         self.choice_bias = bias_vector(bias=E) if model.experts.choice_bias else None
         self.router_bias = bias_vector(bias=E) if has_bias else None
@@ -57,10 +68,16 @@ class Experts(nnx.Module, Routed):
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
         self.lora = make_adapters(model, lora, EXPERT_PROJECTIONS, keys.lora)
-        self.fp8_names = () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
-        shared = dataclasses.replace(model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense")
+        self.fp8_names = (
+            () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
+        )
+        shared = dataclasses.replace(
+            model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense"
+        )
         self.shared = MLP(shared, keys, fp8, lora) if model.experts.shared_ffn_dim else None
-        self.shared_gate = matrix(keys, fan_in=D, model=D, experts=1) if model.experts.shared_gate else None
+        self.shared_gate = (
+            matrix(keys, fan_in=D, model=D, experts=1) if model.experts.shared_gate else None
+        )
         self.num_chosen = model.experts.experts_per_token
         self.router_kind, self.renormalizes, self.scale = (
             model.experts.router,
@@ -72,9 +89,15 @@ class Experts(nnx.Module, Routed):
 
     @jax.named_scope(scopes.MLP)
     def __call__(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        chosen_BTk: jax.Array | None = None,
+        *,
+        shard: Sharder,
     ) -> RoutedOutput:
-        """`x_BTD` is the input of the block, gathered over tensor; sums are over the tokens with a position >= 0.
+        """`x_BTD` is the input of the block, gathered over tensor; sums are over the tokens with a
+        position >= 0.
 
         Args:
           chosen_BTk: the experts of each token, instead of those that the router chooses.
@@ -86,7 +109,9 @@ class Experts(nnx.Module, Routed):
         def of_params(function) -> ExpertWeights:
             return jax.tree.map(function, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
 
-        weights = of_params(lambda param: param[...] if is_vector(param.dims) else in_use(param, shard, x_BTD.dtype))
+        weights = of_params(
+            lambda param: param[...] if is_vector(param.dims) else in_use(param, shard, x_BTD.dtype)
+        )
         dims = of_params(lambda param: param.dims)
         scale = 1.0 if self.lora is None else self.lora.scale
         settings = dict(activation=self.activation, adapter_scale=scale, fp8_names=self.fp8_names)
@@ -101,7 +126,10 @@ class Experts(nnx.Module, Routed):
         """The parameters of all experts in the places of their values."""
         adapters = dict.fromkeys(EXPERT_PROJECTIONS)
         if self.lora is not None:
-            adapters |= {name: LowRank(self.lora.of(name).a, self.lora.of(name).b) for name in self.lora.names}
+            adapters |= {
+                name: LowRank(self.lora.of(name).a, self.lora.of(name).b)
+                for name in self.lora.names
+            }
         return ExpertWeights(
             *(self.expert_gate, self.expert_up, self.expert_down),
             *(self.gate_bias, self.up_bias, self.down_bias),
@@ -109,7 +137,9 @@ class Experts(nnx.Module, Routed):
         )
 
     def shared_output(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
-        """out_BTD of the shared expert, times the sigmoid of its gate, which is computed in float32."""
+        """out_BTD of the shared expert, times the sigmoid of its gate, which is computed in
+        float32.
+        """
         out_BTD = self.shared(x_BTD, shard=shard)
         if self.shared_gate is None:
             return out_BTD
@@ -117,24 +147,36 @@ class Experts(nnx.Module, Routed):
         return (out_BTD.astype(jnp.float32) * gate_BT1).astype(out_BTD.dtype)
 
     @jax.named_scope(scopes.ROUTER)
-    def route(self, x_BTD: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder) -> Routing:
-        """Chooses the experts of each token, unless they are given. Gradients reach the logits through the weights."""
+    def route(
+        self, x_BTD: jax.Array, chosen_BTk: jax.Array | None = None, *, shard: Sharder
+    ) -> Routing:
+        """Chooses the experts of each token, unless they are given. Gradients reach the logits
+        through the weights.
+        """
         logits_BTE = _logits(x_BTD, self.router, shard=shard)
         if self.router_bias is not None:
             logits_BTE += self.router_bias[...]
         is_sigmoid = self.router_kind == "sigmoid"
-        scores_BTE = jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
+        scores_BTE = (
+            jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
+        )
         if chosen_BTk is None:
             # Of logits: the softmax of float32 logits may have equal results.
-            chosen_BTk = self.choose(jax.lax.stop_gradient(scores_BTE if is_sigmoid else logits_BTE))
+            chosen_BTk = self.choose(
+                jax.lax.stop_gradient(scores_BTE if is_sigmoid else logits_BTE)
+            )
             chosen_BTk = checkpoint_name(chosen_BTk, CHOICE)
         if self.router_kind == "topk_softmax":
-            weights_BTk = jax.nn.softmax(jnp.take_along_axis(logits_BTE, chosen_BTk, axis=-1), axis=-1)
+            weights_BTk = jax.nn.softmax(
+                jnp.take_along_axis(logits_BTE, chosen_BTk, axis=-1), axis=-1
+            )
         else:
             weights_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
             if self.renormalizes:  # sigmoids may all be 0
                 weights_BTk /= weights_BTk.sum(-1, keepdims=True) + (_TINY if is_sigmoid else 0)
-        probs_BTE = scores_BTE / (scores_BTE.sum(-1, keepdims=True) + _TINY) if is_sigmoid else scores_BTE
+        probs_BTE = (
+            scores_BTE / (scores_BTE.sum(-1, keepdims=True) + _TINY) if is_sigmoid else scores_BTE
+        )
         return Routing(chosen_BTk, self.scale * weights_BTk, probs_BTE, logits_BTE)
 
     def choose(self, scores_BTE: jax.Array) -> jax.Array:
@@ -147,7 +189,9 @@ class Experts(nnx.Module, Routed):
             of_groups_BTG = jax.lax.top_k(scores_BTGe, 2)[0].sum(-1)
             groups_BTg = jax.lax.top_k(of_groups_BTG, num_chosen_groups)[1]
             is_chosen_BTG = (groups_BTg[..., None] == jnp.arange(num_groups)).any(-2)
-            scores_BTE = jnp.where(is_chosen_BTG[..., None], scores_BTGe, -jnp.inf).reshape(scores_BTE.shape)
+            scores_BTE = jnp.where(is_chosen_BTG[..., None], scores_BTGe, -jnp.inf).reshape(
+                scores_BTE.shape
+            )
         return jax.lax.top_k(scores_BTE, self.num_chosen)[1]
 
 
@@ -159,16 +203,26 @@ def _logits(x_BTD: jax.Array, weight: nnx.Param, *, shard: Sharder) -> jax.Array
 
 
 def _local_outputs(
-    tokens, experts: ExpertWeights, *, activation: str, adapter_scale: float, fp8_names: tuple[str, ...], kernel: str
+    tokens,
+    experts: ExpertWeights,
+    *,
+    activation: str,
+    adapter_scale: float,
+    fp8_names: tuple[str, ...],
+    kernel: str,
 ) -> jax.Array:
     """out_btD of the tokens and the weights of one rank."""
     x_btD, chosen_btk, weights_btk = tokens
     if experts.down_bias_ED is not None:  # outputs are summed over tensor
         is_first = jax.lax.axis_index(TENSOR) == 0
         experts = experts._replace(down_bias_ED=jnp.where(is_first, experts.down_bias_ED, 0))
-    x_TD, chosen_Tk, weights_Tk = (x.reshape(-1, x.shape[-1]) for x in (x_btD, chosen_btk, weights_btk))
+    x_TD, chosen_Tk, weights_Tk = (
+        x.reshape(-1, x.shape[-1]) for x in (x_btD, chosen_btk, weights_btk)
+    )
     activate = functools.partial(gated, activation)
-    out_TD = expert_outputs(x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale, fp8_names, kernel)
+    out_TD = expert_outputs(
+        x_TD, chosen_Tk, weights_Tk, experts, activate, adapter_scale, fp8_names, kernel
+    )
     return out_TD.reshape(x_btD.shape)
 
 

@@ -1,5 +1,5 @@
-"""The report at the end of a run: figures, a summary that is printed, and the loads of all experts over the run, which
-are in WORKDIR/expert_loads.jsonl.
+"""The report at the end of a run: figures, a summary that is printed, and the loads of all experts
+over the run, which are in WORKDIR/expert_loads.jsonl.
 """
 
 import json
@@ -24,7 +24,8 @@ _MAX_ROWS = 32  # of a run; a row has as many numbers as the model has experts, 
 
 
 def is_recorded(step: int, every: int, end_step: int) -> bool:
-    """Whether the loads of a step are written: a function of the step, so a resumed run writes the same rows.
+    """Whether the loads of a step are written: a function of the step, so a resumed run writes the
+    same rows.
 
     Args:
       every: steps between two rows of metrics.
@@ -42,7 +43,8 @@ def write_loads(workdir: Path, step: int, load_LE: np.ndarray) -> None:
 
 
 def read_loads(workdir: Path) -> dict[int, np.ndarray]:
-    """Step -> load_LE, in the order of the steps; empty without a file. A run that was resumed writes steps again.
+    """Step -> load_LE, in the order of the steps; empty without a file. A run that was resumed
+    writes steps again.
 
     Raises:
       UserError: a line, other than a truncated last one, is not such a row.
@@ -55,12 +57,18 @@ def read_loads(workdir: Path) -> dict[int, np.ndarray]:
             row = parse_json(line)
             step, load_LE = int(row["step"]), np.array(row["loads"], np.float32)
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"line {number} of {path} has no loads of experts: remove that line") from error
+            raise UserError(
+                f"line {number} of {path} has no loads of experts: remove that line"
+            ) from error
         loads = {earlier: x for earlier, x in loads.items() if earlier < step} | {step: load_LE}
     return loads
 
 
-LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = "loss.png", "loss_by_position.png", "optimizer.png"
+LOSS_PLOT, LOSS_BY_POSITION_PLOT, OPTIMIZER_PLOT = (
+    "loss.png",
+    "loss_by_position.png",
+    "optimizer.png",
+)
 REWARD_PLOT, TIMES_PLOT, EXPERTS_PLOT = "reward.png", "process_times.png", "experts.png"
 
 
@@ -74,26 +82,33 @@ def write_report(
 ) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
 
-    Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary then has the
-    command that installs them.
+    Without matplotlib no plots are written, and without tensorboardX there are no event files; the
+    summary then has the command that installs them.
 
     Args:
-      num_tokens: of these steps, over all devices, padding included.
-      evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
-      waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
-      seconds_to_first_step: from the start of the run to the end of its first step; None if it has trained no step.
+      num_tokens: of these steps, over all devices, padding included. evaluation: of the parameters
+      after `step` optimizer steps; None if there are no held-out sequences. waiting_share: share of
+      the time of the steps that was spent waiting on data; None if it is not known.
+      seconds_to_first_step: from the start of the run to the end of its first step; None if it has
+      trained no step.
     """
     rows = read_rows(workdir / METRICS_FILE)
     stage = rows[-1].get("stage") if rows else None  # stages have their own held-out sequences
     history = History(rows)
-    earlier = History([row for row in rows if row["step"] < step and row.get("stage") == stage])  # not `evaluation`
+    # not `evaluation`
+    earlier = History([row for row in rows if row["step"] < step and row.get("stage") == stage])
     losses, eval_losses = history.column("loss")[1], earlier.column("eval_loss")[1]
     tokens_per_second = history.median("tokens_per_second")
     speed = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s (median)"
-    rate, utilization = history.median("flops_per_second_documents"), history.median("mfu_documents")
+    rate, utilization = (
+        history.median("flops_per_second_documents"),
+        history.median("mfu_documents"),
+    )
     first_step, flops = [], []
     if seconds_to_first_step is not None:
-        first_step.append(f"first step      ended {duration_text(seconds_to_first_step)} after the start")
+        first_step.append(
+            f"first step      ended {duration_text(seconds_to_first_step)} after the start"
+        )
     if rate is not None:
         peak = "" if utilization is None else f", {utilization:.1%} of the bf16 peak"
         flops.append(f"model FLOP/s    {flops_text(rate)} (documents{peak}; median)")
@@ -103,7 +118,9 @@ def write_report(
     heldout = []
     if evaluation is not None:
         losses_text = _arrow([*eval_losses[:1], evaluation.loss])
-        heldout.append(f"held-out loss   {losses_text}, over {count_text(evaluation.num_sequences, 'sequence')}")
+        heldout.append(
+            f"held-out loss   {losses_text}, over {count_text(evaluation.num_sequences, 'sequence')}"
+        )
         heldout += _gain_lines(evaluation)
     return "\n".join(
         [
@@ -111,7 +128,11 @@ def write_report(
             f"trained         {step} steps, {num_tokens:,} tokens{speed}",
             *first_step,
             *flops,
-            *([] if waiting_share is None else [f"waiting         {waiting_share:.2%} of the time, for data"]),
+            *(
+                []
+                if waiting_share is None
+                else [f"waiting         {waiting_share:.2%} of the time, for data"]
+            ),
             f"training loss   {_arrow([*losses[:1], *losses[1:][-1:]])} {history.loss_unit}".rstrip(),
             *heldout,
             *write_plots(workdir, rows, evaluation),
@@ -123,12 +144,15 @@ def write_report(
 
 
 def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -> list[str]:
-    """Writes loss.png, optimizer.png and what else there is data for; returns lines with their paths.
+    """Writes loss.png, optimizer.png and what else there is data for; returns lines with their
+    paths.
 
     If plots are skipped, the only line has the reason.
     """
     if not errors.is_installed("matplotlib"):
-        return [f"plots           skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}"]
+        return [
+            f"plots           skipped, matplotlib is not installed: {errors.install_hint('matplotlib')}"
+        ]
     from jaxlc.train.reports import plots  # imported here: matplotlib is slow
 
     figures = {LOSS_PLOT: plots.loss_figure(rows), OPTIMIZER_PLOT: plots.optimizer_figure(rows)}
@@ -136,13 +160,18 @@ def write_plots(workdir: Path, rows: list[Row], evaluation: Evaluation | None) -
         figures[REWARD_PLOT] = plots.reward_figure(rows)
     if evaluation is not None:
         figures[LOSS_BY_POSITION_PLOT] = plots.loss_by_position_figure(evaluation)
-    if (measurements := read_times(workdir)) and (figure := plots.times_figure(measurements)) is not None:
+    if (measurements := read_times(workdir)) and (
+        figure := plots.times_figure(measurements)
+    ) is not None:
         figures[TIMES_PLOT] = figure
     if loads := read_loads(workdir):
         figures[EXPERTS_PLOT] = plots.experts_figure(loads)
     for name, figure in figures.items():
         figure.savefig(workdir / name, bbox_inches="tight")
-    return [f"{'' if index else 'plots':<15} {displayed(workdir / name)}" for index, name in enumerate(figures)]
+    return [
+        f"{'' if index else 'plots':<15} {displayed(workdir / name)}"
+        for index, name in enumerate(figures)
+    ]
 
 
 def _gain_lines(evaluation: Evaluation) -> list[str]:
@@ -155,5 +184,7 @@ def _gain_lines(evaluation: Evaluation) -> list[str]:
 
 
 def _arrow(losses: list[float]) -> str:
-    """ "5.118 -> 2.491", "2.491" if there is one loss, "unknown" if there is none, as after a lost metrics file."""
+    """ "5.118 -> 2.491", "2.491" if there is one loss, "unknown" if there is none, as after a lost
+    metrics file.
+    """
     return " -> ".join(f"{loss:.3f}" for loss in losses) or "unknown"

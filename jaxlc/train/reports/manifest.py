@@ -1,5 +1,5 @@
-"""resolved_config.py in the workdir: all settings of a run as a config file, and what it was started with besides them:
-versions, commit, devices.
+"""resolved_config.py in the workdir: all settings of a run as a config file, and what it was
+started with besides them: versions, commit, devices.
 """
 
 import ast
@@ -41,7 +41,8 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
       before: that of the start before, whose identifier the run keeps.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    # A source tree that is not installed has no metadata. An import of the package, which imports this one, is a cycle.
+    # A source tree that is not installed has no metadata. An import of the package, which imports
+    # this one, is a cycle.
     versions = dict(jaxlc=sys.modules["jaxlc"].__version__) | versions
     return dict(
         run_id=before.get("run_id") or uuid.uuid4().hex[:12],
@@ -56,13 +57,14 @@ def make_manifest(before: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_summary(step: TrainStep, compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """What is known of a compiled step before it runs: sequence length, mesh, attention, FLOPs, and its memory on each
-    device and in host memory, in bytes."""
+    """What is known of a compiled step before it runs: sequence length, mesh, attention, FLOPs, and
+    its memory on each device and in host memory, in bytes."""
     stats, config = compiled.memory_analysis(), step.config
     summary: dict[str, Any] = dict(seq_len=config.data.seq_len, mesh=mesh_text(step.mesh.shape))
     if step.model is None:
         summary |= dict(
-            attention=f"{config.attention.strategy}, {step.kernel_choice}", flops_per_step=config.flops_per_step
+            attention=f"{config.attention.strategy}, {step.kernel_choice}",
+            flops_per_step=config.flops_per_step,
         )
     if stats is not None:  # some backends have none
         summary |= dict(
@@ -76,7 +78,8 @@ def plan_summary(step: TrainStep, compiled: jax.stages.Compiled) -> dict[str, An
 def _needed(stats: Any, memory: str) -> int:
     """Bytes of arguments, results that are not written over arguments, and temporaries."""
     argument, output, alias, temp = (
-        getattr(stats, f"{memory}{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")
+        getattr(stats, f"{memory}{name}_size_in_bytes")
+        for name in ("argument", "output", "alias", "temp")
     )
     return argument + output - alias + temp
 
@@ -97,15 +100,21 @@ def joined_text(settings: str, manifest: dict[str, Any]) -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that contains the package, with "+" if it has changes; "" outside a checkout."""
+    """The commit of the checkout that contains the package, with "+" if it has changes; "" outside
+    a checkout.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_PACKAGE), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+        ).stdout.strip()
 
     if not git("ls-files", "__init__.py"):  # an installed package below another checkout
         return ""
-    return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return git("rev-parse", "HEAD") + (
+        "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
 CONFIG_COPY = "resolved_config.py"
@@ -113,8 +122,8 @@ _MAX_NAMES = 8  # changed settings in one line
 
 
 def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
-    """Writes the settings and the manifest of this start to `workdir`. Different settings of an earlier start are kept
-    next to them, with a number.
+    """Writes the settings and the manifest of this start to `workdir`. Different settings of an
+    earlier start are kept next to them, with a number.
 
     Returns:
       What changed since that start, in one line; None if nothing did.
@@ -137,7 +146,9 @@ def keep_config(workdir: Path, stages: Sequence[Stage]) -> str | None:
     if not names:  # only their order or the text around them
         kept.unlink()
         return None
-    shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES))
+    shown = ", ".join(names[:_MAX_NAMES]) + (
+        f" and {len(names) - _MAX_NAMES} more" * (len(names) > _MAX_NAMES)
+    )
     return f"settings changed since the last start: {shown}; the earlier ones are in {kept.name}"
 
 
@@ -162,7 +173,9 @@ def read_manifest(workdir: Path) -> dict[str, Any]:
 
 def run_id_everywhere(workdir: Path) -> str:
     """The identifier of the run on all processes, as process 0 has written it."""
-    return text_of_process_0("run id", read_manifest(workdir)["run_id"] if jax.process_index() == 0 else "")
+    return text_of_process_0(
+        "run id", read_manifest(workdir)["run_id"] if jax.process_index() == 0 else ""
+    )
 
 
 def stored_settings(workdir: Path) -> dict[str, Any]:

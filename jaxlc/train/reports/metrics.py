@@ -1,27 +1,24 @@
-"""Metrics of a run: of steps in flight, on disk (WORKDIR/metrics.jsonl, one JSON object per line), for TensorBoard and
-for Weights & Biases, and as columns.
+"""Metrics of a run: of steps in flight, on disk (WORKDIR/metrics.jsonl, one JSON object per line),
+for TensorBoard and for Weights & Biases, and as columns.
 
-Rows
-----
-The rows of a step are written after its checkpoint is saved, since that may fail; so the checkpoint contains them. A
-run that resumes from it adds those that are missing and drops the later ones, so its file equals the file of an
-uninterrupted run. A row is passed to the operating system in one write, so killing the process truncates at most the
-last line.
+Rows ---- The rows of a step are written after its checkpoint is saved, since that may fail; so the
+checkpoint contains them. A run that resumes from it adds those that are missing and drops the later
+ones, so its file equals the file of an uninterrupted run. A row is passed to the operating system
+in one write, so killing the process truncates at most the last line.
 
-Time of a step
---------------
-Devices process steps in order. The time of a step is the time from the end of the step before it, or from its own
-dispatch if that is later, to its end. So it includes nothing that the host does while the devices are idle between two
-steps: evaluations, checkpoints, callbacks, the start and the end of a trace, and waiting for data. They have their own
-times (phases of `jaxlc.runtime.watchdog`).
+Time of a step -------------- Devices process steps in order. The time of a step is the time from
+the end of the step before it, or from its own dispatch if that is later, to its end. So it includes
+nothing that the host does while the devices are idle between two steps: evaluations, checkpoints,
+callbacks, the start and the end of a trace, and waiting for data. They have their own times (phases
+of `jaxlc.runtime.watchdog`).
 
-A thread waits for each step and records its end. The thread of the loop cannot do so: it may fetch the metrics of a
-step long after its end, since the dispatch of the next step, a report or a callback may take any time.
+A thread waits for each step and records its end. The thread of the loop cannot do so: it may fetch
+the metrics of a step long after its end, since the dispatch of the next step, a report or a
+callback may take any time.
 
-Weights & Biases
-----------------
-Needs the package wandb: pip install -e '.[wandb]'. All calls to it are made in a thread, so that neither a slow server
-nor an error of the package delays or ends a run.
+Weights & Biases ---------------- Needs the package wandb: pip install -e '.[wandb]'. All calls to
+it are made in a thread, so that neither a slow server nor an error of the package delays or ends a
+run.
 """
 
 import contextlib
@@ -55,7 +52,8 @@ class _Step(NamedTuple):
 
 
 class PendingMetrics:
-    """The metrics of the steps that were not fetched, in order, and the times of the steps since the last row.
+    """The metrics of the steps that were not fetched, in order, and the times of the steps since
+    the last row.
 
     Attributes:
       last: metrics of the newest fetched step, numpy; None before the first fetch.
@@ -88,10 +86,14 @@ class PendingMetrics:
 
     def add(self, step: int, metrics: StepMetrics) -> None:
         """The step was dispatched; `metrics` may still be computed."""
-        self._pending.append(_Step(step, metrics, self._dispatch_seconds, self._clock.submit(end_of, metrics)))
+        self._pending.append(
+            _Step(step, metrics, self._dispatch_seconds, self._clock.submit(end_of, metrics))
+        )
 
     def fetch(self, until: int) -> list[tuple[int, StepMetrics]]:
-        """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not fetched."""
+        """Waits for the steps up to `until` and returns (step, numpy metrics) of each that was not
+        fetched.
+        """
         steps = [step for step in self._pending if step.number <= until]
         with watchdog.fetching(until) as measured:
             fetched = [(step.number, jax.device_get(step.metrics)) for step in steps]
@@ -151,7 +153,12 @@ class WandbWriter:
     """Sends rows to a run of Weights & Biases; `WANDB_MODE=offline` keeps them in the workdir."""
 
     def __init__(
-        self, project: str, run_id: str, workdir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
+        self,
+        project: str,
+        run_id: str,
+        workdir: Path,
+        settings: Mapping[str, Any],
+        log: Callable[[str], None],
     ):
         """
         Args:
@@ -193,7 +200,9 @@ class WandbWriter:
             self._log(f"warning: Weights & Biases has not taken all metrics in {_CLOSE_SECONDS:.0f} s; they are in the"
                       " workdir, for `wandb sync`, and in metrics.jsonl")  # fmt: skip
         elif self._num_dropped:
-            self._log(f"warning: {self._num_dropped} rows were not sent to Weights & Biases; metrics.jsonl has them")
+            self._log(
+                f"warning: {self._num_dropped} rows were not sent to Weights & Biases; metrics.jsonl has them"
+            )
 
     def _send(self) -> None:
         try:
@@ -208,20 +217,31 @@ class WandbWriter:
         except Exception as error:
             self._has_failed = True
             reason = (str(error).splitlines() or [""])[0]
-            self._log(f"warning: no metrics for Weights & Biases from here on ({type(error).__name__}: {reason})")
+            self._log(
+                f"warning: no metrics for Weights & Biases from here on ({type(error).__name__}: {reason})"
+            )
 
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 
-# "step", "stage" (a string, only if the run has stages) and the values measured at it; None: the value was not finite.
+# "step", "stage" (a string, only if the run has stages) and the values measured at it; None: the
+# value was not finite.
 Row = dict[str, Any]
-_TIMINGS = ("tokens_per_second", "step_seconds", "flops_per_second_documents", "mfu_documents", "seconds")
+_TIMINGS = (
+    "tokens_per_second",
+    "step_seconds",
+    "flops_per_second_documents",
+    "mfu_documents",
+    "seconds",
+)
 _TIMING_GROUPS = ("checkpoint", "slowest")  # before a slash
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric depends on the speed of the machine, so that it differs when a run is repeated."""
+    """Whether a metric depends on the speed of the machine, so that it differs when a run is
+    repeated.
+    """
     group, _, last = name.rpartition("/")
     return last in _TIMINGS or group in _TIMING_GROUPS
 
@@ -229,7 +249,8 @@ def is_timing(name: str) -> bool:
 class Timings:
     """Times of what a run does between steps, which join the next row of a step.
 
-    A row of their own would be lost if the run is killed after a checkpoint, which contains the rows of its step.
+    A row of their own would be lost if the run is killed after a checkpoint, which contains the
+    rows of its step.
     """
 
     def __init__(self):
@@ -241,11 +262,18 @@ class Timings:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Measures how long steps wait for a checkpoint, and the share of the time since the checkpoint before."""
+        """Measures how long steps wait for a checkpoint, and the share of the time since the
+        checkpoint before.
+        """
         start = time.monotonic()
         yield
         now = time.monotonic()
-        self.add(**{"checkpoint/seconds": now - start, "checkpoint/share": (now - start) / (now - self._last_save)})
+        self.add(
+            **{
+                "checkpoint/seconds": now - start,
+                "checkpoint/share": (now - start) / (now - self._last_save),
+            }
+        )
         self._last_save = now
 
     def take(self) -> dict[str, float]:
@@ -258,7 +286,9 @@ class MetricsWriter(Protocol):
     """Where rows go besides metrics.jsonl."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Called with the finite values of a row; must neither wait nor raise for reasons outside of this machine."""
+        """Called with the finite values of a row; must neither wait nor raise for reasons outside
+        of this machine.
+        """
 
     def close(self) -> None:
         """Called at the end of the run."""
@@ -278,13 +308,12 @@ def open_metrics(
     """Opens the metrics of a run in `workdir`.
 
     Args:
-      resume_step: the step that the run resumes from: rows after it are dropped. None: a new run, all rows are dropped.
-      is_primary: False on all processes but one; they write nothing.
-      writers: get each row as well, besides the event files for TensorBoard.
-      warn: called with one line if the file is deleted during the run.
-      stage: of `resume_step`.
-      rows: of the last steps, with their losses; those that the file lacks are added.
-      repeated: names of metrics, or of their groups, that are measured again at `resume_step`: their rows are dropped.
+      resume_step: the step that the run resumes from: rows after it are dropped. None: a new run,
+      all rows are dropped. is_primary: False on all processes but one; they write nothing. writers:
+      get each row as well, besides the event files for TensorBoard. warn: called with one line if
+      the file is deleted during the run. stage: of `resume_step`. rows: of the last steps, with
+      their losses; those that the file lacks are added. repeated: names of metrics, or of their
+      groups, that are measured again at `resume_step`: their rows are dropped.
     Raises:
       UserError: a line of metrics.jsonl, other than a truncated last one, is not a metrics row.
     """
@@ -302,7 +331,9 @@ def open_metrics(
     with replacing(path) as out:
         out.write("".join(map(_line, kept)).encode())
     directory = Path(workdir) / TENSORBOARD_DIRECTORY
-    tensorboard = [_TensorBoard(directory, last_step)] if errors.is_installed("tensorboardX") else []
+    tensorboard = (
+        [_TensorBoard(directory, last_step)] if errors.is_installed("tensorboardX") else []
+    )
     log = MetricsLog(_RowFile(path, warn), [*tensorboard, *writers])
     known = {row["step"] for row in kept if "loss" in row}
     for row in rows:
@@ -320,7 +351,9 @@ class _RowFile:
 
     def append(self, line: str) -> None:
         if self._path.parent.exists() and not self._is_in_place():
-            self._warn(f"warning: {self._path} was deleted or replaced during the run: its rows are written again")
+            self._warn(
+                f"warning: {self._path} was deleted or replaced during the run: its rows are written again"
+            )
             self._file.seek(0)
             with replacing(self._path) as out:
                 out.write(self._file.read().encode())
@@ -330,7 +363,9 @@ class _RowFile:
         self._file.flush()
 
     def _is_in_place(self) -> bool:
-        return self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        return self._path.exists() and os.path.samestat(
+            self._path.stat(), os.fstat(self._file.fileno())
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -344,7 +379,9 @@ def finite(value: float | None) -> float | None:
 class MetricsLog:
     """Appends metrics rows; made by `open_metrics`."""
 
-    def __init__(self, file: _RowFile | None, writers: Sequence[MetricsWriter] = (), stage: str = ""):
+    def __init__(
+        self, file: _RowFile | None, writers: Sequence[MetricsWriter] = (), stage: str = ""
+    ):
         self._file, self._writers, self._stage = file, writers, stage
 
     def for_stage(self, name: str) -> "MetricsLog":
@@ -359,7 +396,9 @@ class MetricsLog:
         measured = {name: finite(value) for name, value in values.items()}
         self._file.append(_line(dict(step=step) | stage | measured))
         for writer in self._writers:
-            writer.write(step, {name: value for name, value in measured.items() if value is not None})
+            writer.write(
+                step, {name: value for name, value in measured.items() if value is not None}
+            )
 
     def close(self) -> None:
         for log in (self._file, *self._writers):
@@ -368,8 +407,8 @@ class MetricsLog:
 
 
 class _TensorBoard:
-    """Scalars for TensorBoard, which are in the file when `write` returns. tensorboardX's SummaryWriter queues them for
-    a thread, so a kill would lose values that metrics.jsonl has."""
+    """Scalars for TensorBoard, which are in the file when `write` returns. tensorboardX's
+    SummaryWriter queues them for a thread, so a kill would lose values that metrics.jsonl has."""
 
     def __init__(self, directory: Path, last_step: int):
         # tensorboardX is optional: pip install -e '.[tensorboard]'.
@@ -377,7 +416,8 @@ class _TensorBoard:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads event files in the order of their names, which start with the time in whole seconds.
+        # TensorBoard reads event files in the order of their names, which start with the time in
+        # whole seconds.
         self._events = EventsWriter(str(directory / "events"), filename_suffix=f".{last_step:09}")
         # Hides the scalars of earlier event files from this step on.
         restart = Event(step=last_step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -389,7 +429,9 @@ class _TensorBoard:
         from tensorboardX.summary import scalar
 
         for name, value in values.items():
-            self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._events.write_event(
+                Event(wall_time=time.time(), step=step, summary=scalar(name, value))
+            )
         self._events.flush()
 
     def close(self) -> None:
@@ -397,13 +439,16 @@ class _TensorBoard:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a metrics.jsonl, in order; none without the file. A truncated last line is skipped.
+    """The rows of a metrics.jsonl, in order; none without the file. A truncated last line is
+    skipped.
 
     Raises:
       UserError: another line is not a JSON object with a step.
     """
     lines = Path(path).read_text(errors="replace").split("\n") if Path(path).exists() else [""]
-    return [_parse(line, f"line {number} of {path}") for number, line in enumerate(lines[:-1], start=1)]
+    return [
+        _parse(line, f"line {number} of {path}") for number, line in enumerate(lines[:-1], start=1)
+    ]
 
 
 def _parse(line: str, where: str) -> Row:
@@ -411,7 +456,9 @@ def _parse(line: str, where: str) -> Row:
         row = parse_json(line)
         row["step"] + 0
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{where} is not a metrics row ({line[:40]!r}): remove that line") from error
+        raise UserError(
+            f"{where} is not a metrics row ({line[:40]!r}): remove that line"
+        ) from error
     return row
 
 
@@ -423,13 +470,15 @@ _SHOWN_ROWS = 5  # at the start and at the end of a table
 
 
 class History(dict[str, np.ndarray]):
-    """The rows of metrics.jsonl as columns: a dictionary of float64 arrays of equal length, "step" int64, "stage" str.
+    """The rows of metrics.jsonl as columns: a dictionary of float64 arrays of equal length, "step"
+    int64, "stage" str.
 
     Missing and non-finite values are NaN. `pandas.DataFrame(history)` gives a data frame.
     """
 
     def __init__(self, rows: Sequence[Row]):
-        names = dict.fromkeys(["step", *(name for row in rows for name in row)])  # in the order of their first use
+        # in the order of their first use
+        names = dict.fromkeys(["step", *(name for row in rows for name in row)])
         super().__init__({name: _column([row.get(name) for row in rows], name) for name in names})
 
     @property
@@ -438,7 +487,9 @@ class History(dict[str, np.ndarray]):
         return len(self["step"])
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values) of the rows that have a finite value of `name`; both empty if there are none."""
+        """(steps, values) of the rows that have a finite value of `name`; both empty if there are
+        none.
+        """
         if name not in self:
             return np.zeros(0, np.int64), np.zeros(0)
         is_finite = np.isfinite(self[name])
@@ -450,7 +501,9 @@ class History(dict[str, np.ndarray]):
         return "" if "ratio" in self or "margin" in self else "nats per token"
 
     def median(self, name: str) -> float | None:
-        """The median of the finite values of `name`, the upper one of an even number; None if there are none."""
+        """The median of the finite values of `name`, the upper one of an even number; None if there
+        are none.
+        """
         values = self.column(name)[1].tolist()
         return statistics.median_high(values) if values else None
 
@@ -463,7 +516,9 @@ class History(dict[str, np.ndarray]):
         indices = list(range(self.num_rows))
         if self.num_rows > 2 * _SHOWN_ROWS:
             indices = [*indices[:_SHOWN_ROWS], None, *indices[-_SHOWN_ROWS:]]
-        rows = [["…" if i is None else _cell(column[i]) for column in self.values()] for i in indices]
+        rows = [
+            ["…" if i is None else _cell(column[i]) for column in self.values()] for i in indices
+        ]
         return text.table(list(self), rows, caption=f"{self.num_rows} rows of metrics.jsonl")
 
 

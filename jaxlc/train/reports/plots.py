@@ -1,5 +1,5 @@
-"""The figures of a run: loss over steps, held-out loss by position, loads of experts, and times of processes and
-devices.
+"""The figures of a run: loss over steps, held-out loss by position, loads of experts, and times of
+processes and devices.
 
 Needs matplotlib, which is slow to import: import this module only where a figure is drawn.
 """
@@ -47,13 +47,17 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
 
 
 def reward_figure(rows: Sequence[Row]) -> Figure:
-    """Mean reward of the rollouts with its standard deviation, mean tokens of their answers, the ratio of new to old
-    probabilities, and the age of the policy that made the rollouts, over steps.
+    """Mean reward of the rollouts with its standard deviation, mean tokens of their answers, the
+    ratio of new to old probabilities, and the age of the policy that made the rollouts, over steps.
 
     Args:
       rows: of metrics.jsonl.
     """
-    labels = {"rollouts/reward": "reward", "rollouts/answer_tokens": "tokens of an answer", "ratio": "ratio"}
+    labels = {
+        "rollouts/reward": "reward",
+        "rollouts/answer_tokens": "tokens of an answer",
+        "ratio": "ratio",
+    }
     if any("rollouts/policy_age" in row for row in rows):
         labels["rollouts/policy_age"] = "age in steps"
     figure, panels, history = _over_steps(rows, "Rewards of rollouts", labels)
@@ -85,8 +89,11 @@ def optimizer_figure(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _over_steps(rows: Sequence[Row], title: str, labels: Mapping[str, str]) -> tuple[Figure, Sequence[Axes], History]:
-    """Panels with a column of metrics.jsonl each, over steps; the title names what is constant instead of a panel.
+def _over_steps(
+    rows: Sequence[Row], title: str, labels: Mapping[str, str]
+) -> tuple[Figure, Sequence[Axes], History]:
+    """Panels with a column of metrics.jsonl each, over steps; the title names what is constant
+    instead of a panel.
 
     Args:
       labels: of the y axes, by the name of the column.
@@ -103,8 +110,12 @@ def _over_steps(rows: Sequence[Row], title: str, labels: Mapping[str, str]) -> t
     title = f"{title} (constant: {', '.join(constants)})" if constants else title
     num_more = len(shown) - 1
     figure = new_figure(7.5, 3.2 + 1.6 * num_more, dpi=150)
-    panels = figure.subplots(1 + num_more, 1, sharex=True, height_ratios=(3, *[2] * num_more), squeeze=False)[:, 0]
-    for axes, (name, label), color in zip(panels, shown.items(), itertools.chain([BLUE], itertools.repeat(TEAL))):
+    panels = figure.subplots(
+        1 + num_more, 1, sharex=True, height_ratios=(3, *[2] * num_more), squeeze=False
+    )[:, 0]
+    for axes, (name, label), color in zip(
+        panels, shown.items(), itertools.chain([BLUE], itertools.repeat(TEAL))
+    ):
         axes.plot(*history.column(name), color=color, linewidth=1.2)
         axes.set_ylabel(label)
         style_axes(axes, grid="y")
@@ -138,9 +149,10 @@ def _draw_stages(axes: Axes, history: History) -> None:
 def loss_by_position_figure(evaluation: Evaluation) -> Figure:
     """Held-out loss against the number of earlier tokens of the same document in the sequence.
 
-    The band is the 95% interval of the mean, of a bootstrap over documents; means over fewer than 5 documents have none
-    and are hollow points. The bars show the number of documents per point. A second panel shows the gain of full
-    context over the last 256 to 511 tokens, if it was evaluated.
+    The band is the 95% interval of the mean, of a bootstrap over documents; means over fewer than 5
+    documents have none and are hollow points. The bars show the number of documents per point. A
+    second panel shows the gain of full context over the last 256 to 511 tokens, if it was
+    evaluated.
     """
     gain = evaluation.context_gain
     figure = new_figure(7.5 if gain is None else 10.4, 4.8, dpi=150)
@@ -174,7 +186,8 @@ def _draw_gain(axes: Axes, below: Axes, gain: ContextGain) -> None:
     axes.axhline(0, color=GRAY, linewidth=0.9)
     _draw_means(axes, below, columns, columns["gain"], TEAL)
     low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0 - 0.1 * high), max(high, 0 - 0.1 * low))  # with the line at zero in view
+    # with the line at zero in view
+    axes.set_ylim(min(low, 0 - 0.1 * high), max(high, 0 - 0.1 * low))
     axes.set_ylabel("loss with limited - full context, nats per token")
     (mean,), (low,), (high,), _ = gain.overall
     interval = f" [{low:z.3f}, {high:z.3f}]" if np.isfinite(low) else ""
@@ -191,26 +204,49 @@ def _draw_gain(axes: Axes, below: Axes, gain: ContextGain) -> None:
     )
 
 
-def _draw_means(axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: np.ndarray, color: str) -> None:
-    """Draws one point per bin with its band in `axes`, and the number of documents as bars in `below`."""
+def _draw_means(
+    axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: np.ndarray, color: str
+) -> None:
+    """Draws one point per bin with its band in `axes`, and the number of documents as bars in
+    `below`.
+    """
     first, last = columns["first_position"], columns["last_position"]
     documents, low, high = columns["documents"], columns["low"], columns["high"]
-    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)  # half a token more on both sides, so that bars touch
+    # half a token more on both sides, so that bars touch
+    left = np.where(first == 0, _ZERO_BIN[0], first - 0.5)
     center = np.where(first == 0, np.sqrt(np.prod(_ZERO_BIN)), np.sqrt(first * last))
     has_band = np.isfinite(low)
     label = "95% interval, bootstrap over documents"
     if has_band.any():
-        axes.fill_between(center, low, high, where=has_band, color=color, alpha=0.18, linewidth=0, label=label)
+        axes.fill_between(
+            center, low, high, where=has_band, color=color, alpha=0.18, linewidth=0, label=label
+        )
     axes.plot(center, mean, "o-", color=color, markersize=3.5, linewidth=1.3)
     if not has_band.all():
         label = f"no interval: fewer than {MIN_DOCUMENTS} documents"
-        axes.plot(center[~has_band], mean[~has_band], "o", color="white", mec=color, markersize=4, label=label)
+        axes.plot(
+            center[~has_band],
+            mean[~has_band],
+            "o",
+            color="white",
+            mec=color,
+            markersize=4,
+            label=label,
+        )
     if len(mean):
         axes.legend(frameon=False, fontsize=8)
     limits = _limits(mean, low, high)
     if limits is not None:
         axes.set_ylim(*limits)
-    below.bar(left, documents, width=last + 0.5 - left, align="edge", color=FAINT, edgecolor="white", linewidth=0.8)
+    below.bar(
+        left,
+        documents,
+        width=last + 0.5 - left,
+        align="edge",
+        color=FAINT,
+        edgecolor="white",
+        linewidth=0.8,
+    )
     below.set(yscale="log", ylim=(0.5, 2 * max(documents, default=1)))
     below.yaxis.set(major_formatter=_COUNT, minor_locator=NullLocator())
     axes.tick_params(axis="x", length=0)
@@ -219,7 +255,8 @@ def _draw_means(axes: Axes, below: Axes, columns: dict[str, np.ndarray], mean: n
 def _limits(mean: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, float] | None:
     """Limits of the loss axis; None if no mean is finite.
 
-    Bins of few documents may have bands of several nats: they are clipped, so that they do not flatten the curve.
+    Bins of few documents may have bands of several nats: they are clipped, so that they do not
+    flatten the curve.
     """
     is_finite, has_band = np.isfinite(mean), np.isfinite(low)
     if not is_finite.any():
@@ -238,8 +275,13 @@ def _show_zero(below: Axes, largest: float) -> None:
     powers = 10.0 ** np.arange(0, np.log10(largest))
     below.set_xscale("log")
     below.set_xlim(0.9 * _ZERO_BIN[0], 1.1 * largest)
-    below.xaxis.set(major_locator=FixedLocator([np.sqrt(np.prod(_ZERO_BIN)), *powers]), minor_locator=NullLocator())
-    below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "0"))
+    below.xaxis.set(
+        major_locator=FixedLocator([np.sqrt(np.prod(_ZERO_BIN)), *powers]),
+        minor_locator=NullLocator(),
+    )
+    below.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else "0")
+    )
 
 
 _MAX_PANELS = 6
@@ -253,19 +295,28 @@ def experts_figure(loads: Mapping[int, np.ndarray]) -> Figure:
       loads: as `read_loads` returns them, not empty.
     """
     steps = list(loads)
-    shown = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_PANELS).round().astype(int))]
+    shown = [
+        steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_PANELS).round().astype(int))
+    ]
     figure = new_figure(1.2 + 1.9 * len(shown), 2.8, dpi=150)
     panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
     for axes, step in zip(panels, shown):
         image = axes.imshow(
-            loads[step], aspect="auto", interpolation="nearest", cmap="cividis", vmin=0.0, vmax=_MAX_LOAD
+            loads[step],
+            aspect="auto",
+            interpolation="nearest",
+            cmap="cividis",
+            vmin=0.0,
+            vmax=_MAX_LOAD,
         )
         axes.set_title(f"step {step:,}", loc="left", fontsize=9)
         axes.set_xlabel("expert")
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     panels[0].set_ylabel("layer with experts")
-    figure.colorbar(image, ax=panels, extend="max", fraction=0.05, pad=0.02, label="multiple of the mean")
+    figure.colorbar(
+        image, ax=panels, extend="max", fraction=0.05, pad=0.02, label="multiple of the mean"
+    )
     set_title(figure, "Loads of experts")
     return figure
 
@@ -277,7 +328,8 @@ _MAX_RATIO = 2.0  # to the median; the same of devices
 def times_figure(measurements: Sequence[Sequence[Times]]) -> Figure | None:
     """A panel for each kind of time: rows are processes or devices, columns are measurements.
 
-    Phases are shown as a share of the time, products and copies as a multiple of the median of all devices.
+    Phases are shown as a share of the time, products and copies as a multiple of the median of all
+    devices.
 
     Args:
       measurements: as `read_times` returns them.
@@ -294,7 +346,9 @@ def times_figure(measurements: Sequence[Sequence[Times]]) -> Figure | None:
         return None
     figure = new_figure(7.5, 0.6 + 1.7 * len(panels), dpi=150)
     steps = [rows[0].step for rows in measurements]
-    for axes, (cause, values) in zip(np.atleast_1d(figure.subplots(len(panels), sharex=True)), panels.items()):
+    for axes, (cause, values) in zip(
+        np.atleast_1d(figure.subplots(len(panels), sharex=True)), panels.items()
+    ):
         is_device = cause in (PRODUCT, COPY)
         image = axes.imshow(
             values,
@@ -306,7 +360,11 @@ def times_figure(measurements: Sequence[Sequence[Times]]) -> Figure | None:
             extent=(-0.5, len(steps) - 0.5, len(values) - 0.5, -0.5),
         )
         axes.set_ylabel("device" if is_device else "process")
-        axes.set_title(f"{cause}: {'multiple of the median' if is_device else '% of the time'}", loc="left", fontsize=9)
+        axes.set_title(
+            f"{cause}: {'multiple of the median' if is_device else '% of the time'}",
+            loc="left",
+            fontsize=9,
+        )
         axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         figure.colorbar(image, ax=axes, extend="max", fraction=0.05, pad=0.02)
     ticks = np.unique(np.linspace(0, len(steps) - 1, 8).round().astype(int))
@@ -317,12 +375,17 @@ def times_figure(measurements: Sequence[Sequence[Times]]) -> Figure | None:
 
 def _values(measurements: Sequence[Sequence[Times]], cause: str) -> np.ndarray:
     """[processes or devices, measurements]; NaN where nothing was measured."""
-    columns = [[(row.seconds, seconds) for row, _, seconds in times_of(rows, cause)] for rows in measurements]
+    columns = [
+        [(row.seconds, seconds) for row, _, seconds in times_of(rows, cause)]
+        for rows in measurements
+    ]
     values = np.full((max(map(len, columns), default=0), len(columns)), np.nan)
     for index, column in enumerate(columns):
         if cause in (PRODUCT, COPY):
             median = np.median([seconds for _, seconds in column]) if column else 1.0
             values[: len(column), index] = [seconds / max(median, 1e-9) for _, seconds in column]
         else:
-            values[: len(column), index] = [100 * seconds / max(window, 1e-9) for window, seconds in column]
+            values[: len(column), index] = [
+                100 * seconds / max(window, 1e-9) for window, seconds in column
+            ]
     return values

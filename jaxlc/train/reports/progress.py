@@ -1,7 +1,7 @@
 """Progress output of a run. Only the primary process prints.
 
-A terminal has a live line, a notebook one display that is updated, and other outputs have plain lines. A log file gets
-plain lines in all cases.
+A terminal has a live line, a notebook one display that is updated, and other outputs have plain
+lines. A log file gets plain lines in all cases.
 """
 
 import shlex
@@ -114,7 +114,13 @@ class Progress:
       seconds_to_first_step: from the start of the run to the end of its first step; None before.
     """
 
-    def __init__(self, *, peak_flops_per_second: float | None, is_primary: bool, console: Console | None = None):
+    def __init__(
+        self,
+        *,
+        peak_flops_per_second: float | None,
+        is_primary: bool,
+        console: Console | None = None,
+    ):
         self._is_primary = is_primary
         self._log_file: Path | None = None
         self._unwritten: list[str] = []  # before `log_to`
@@ -124,7 +130,12 @@ class Progress:
         self._is_live = is_primary and self._console.is_terminal
         self._notebook = NotebookDisplay() if is_primary and self._console.is_jupyter else None
         self.peak_flops_per_second = peak_flops_per_second
-        columns = SpinnerColumn(), BarColumn(bar_width=12), TextColumn("{task.description}"), TimeElapsedColumn()
+        columns = (
+            SpinnerColumn(),
+            BarColumn(bar_width=12),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        )
         self._bars = LiveBars(*columns, console=self._console, transient=True)
         self._steps_bar = None  # created at the first step
         self._start_seconds = time.perf_counter()
@@ -144,10 +155,14 @@ class Progress:
             self._bars.update(self._steps_bar, total=total_steps)
 
     def first_step_ended(self, end_seconds: float) -> None:
-        """Prints how long the run took until the end of its first step, a time of `time.perf_counter`; once."""
+        """Prints how long the run took until the end of its first step, a time of
+        `time.perf_counter`; once.
+        """
         if self.seconds_to_first_step is None:
             self.seconds_to_first_step = end_seconds - self._start_seconds
-            self.log(f"time to the end of the first step: {duration_text(self.seconds_to_first_step)}")
+            self.log(
+                f"time to the end of the first step: {duration_text(self.seconds_to_first_step)}"
+            )
 
     def __enter__(self) -> "Progress":
         self._append(f"START {shlex.join(sys.argv)} (JAX {jax.__version__})")
@@ -155,7 +170,9 @@ class Progress:
             self._bars.start()
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if error_type is not None:
             self._append(f"{error_type.__name__}: {error}")
         if self._is_live:
@@ -192,7 +209,9 @@ class Progress:
                 out.write(text)
         except OSError as error:  # the run goes on until its disk has no space for a checkpoint
             self._is_log_closed = True
-            self.log(f"warning: cannot write to {displayed(self._log_file)} ({reason_of(error)}); the log ends here")
+            self.log(
+                f"warning: cannot write to {displayed(self._log_file)} ({reason_of(error)}); the log ends here"
+            )
 
     @contextmanager
     def spinner(self, what: str) -> Iterator[None]:
@@ -205,7 +224,9 @@ class Progress:
 
     @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Progress, and permanent lines before and after: compilation may take minutes, also without a terminal."""
+        """Progress, and permanent lines before and after: compilation may take minutes, also
+        without a terminal.
+        """
         if not self._is_live and self._notebook is None:
             self.log(f"compiling {what} ...")
         else:
@@ -218,7 +239,9 @@ class Progress:
 
     @contextmanager
     def progress_bar(self, what: str) -> Iterator[Update]:
-        """Shows a progress bar, or lines in a file; yields a function (done, total) that updates it."""
+        """Shows a progress bar, or lines in a file; yields a function (done, total) that updates
+        it.
+        """
         if not self._is_live and self._notebook is None:
             with progress_lines(what, is_shown=not self._console.quiet, log=self.log) as update:
                 yield update
@@ -243,7 +266,9 @@ class Progress:
         flops_per_second_documents: float | None = None,
         **_,
     ) -> None:
-        """Shows the progress after a step of the stage. Accepts a whole metrics row and ignores its other values."""
+        """Shows the progress after a step of the stage. Accepts a whole metrics row and ignores its
+        other values.
+        """
         text = (
             f"{self._stage}step {step}/{self._total_steps}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
             f"{self._utilization_text(step_seconds, flops_per_second_documents)}"

@@ -1,4 +1,6 @@
-"""The lines that a run prints before training: model, optimizer, devices, memory, batch, data, and how it resumes."""
+"""The lines that a run prints before training: model, optimizer, devices, memory, batch, data, and
+how it resumes.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from jaxlc.step.update import learning_rate_schedule
 
 
 def step_lines(step: TrainStep) -> list[str]:
-    """The model, the optimizer, the mesh, the attention kernel, the transport, host memory and the global batch.
+    """The model, the optimizer, the mesh, the attention kernel, the transport, host memory and the
+    global batch.
 
     Raises:
       UserError: no attention kernel supports the config on these devices.
@@ -59,7 +62,8 @@ def _model_lines(step: TrainStep) -> list[str]:
     """The name of the model, its parameters and its RoPE."""
     config, params = step.config, step.abstract_state.params
     num_trained, num_params = (
-        sum(x.size for x in jax.tree.leaves(tree)) for tree in (lora.split(params, step.frozen)[0], params)
+        sum(x.size for x in jax.tree.leaves(tree))
+        for tree in (lora.split(params, step.frozen)[0], params)
     )
     counts = f"{count_text(num_params, 'parameter')}, all trained"
     if step.frozen:
@@ -68,7 +72,10 @@ def _model_lines(step: TrainStep) -> list[str]:
     if step.model is not None:
         return [f"model      {type(step.model).__name__} (custom), {counts}"]
     weights = "" if config.model.init_from else " with random weights"
-    return [f"model      {model_name(vars(config.model))}{weights}, {counts}", f"rope       {_rope_text(config.model)}"]
+    return [
+        f"model      {model_name(vars(config.model))}{weights}, {counts}",
+        f"rope       {_rope_text(config.model)}",
+    ]
 
 
 def _rope_text(model: ModelConfig) -> str:
@@ -78,7 +85,11 @@ def _rope_text(model: ModelConfig) -> str:
         original = model.rope_scaling_original_tokens
         scaling = f"{model.rope_scaling}, factor {model.rope_scaling_factor:g}"
         scaling += f" from {original:,} tokens" if original else ""
-    sliding = f", {model.sliding_rope_theta:,.0f} in sliding layers" if "sliding" in model.attentions else ""
+    sliding = (
+        f", {model.sliding_rope_theta:,.0f} in sliding layers"
+        if "sliding" in model.attentions
+        else ""
+    )
     context = context_tokens(model)
     base = f"; context of the model: {context:,} tokens" if context else ""
     return f"{scaling}; theta {model.rope_theta:,.0f}{sliding}{base}"
@@ -88,14 +99,18 @@ def _optimizer_line(step: TrainStep) -> str:
     if step.custom_optimizer is not None:
         return "optimizer  custom"
     optimizer, num_steps = step.config.optimizer, step.config.train.steps
-    schedule = f"{optimizer.schedule} over {count_text(optimizer.schedule_steps or num_steps, 'step')}"
+    schedule = (
+        f"{optimizer.schedule} over {count_text(optimizer.schedule_steps or num_steps, 'step')}"
+    )
     if optimizer.schedule == "wsd":
         schedule += f", the last {optimizer.decay_steps:,} of decay"
     warmup = f", {optimizer.warmup_steps:,} of warm-up" if optimizer.warmup_steps else ""
     if optimizer.warmup_steps >= (steps := optimizer.schedule_steps or num_steps):
         rate = float(learning_rate_schedule(optimizer, steps)(optimizer.schedule_start + steps - 1))
         warmup += f" (warning: the schedule ends in it, at a learning rate of {rate:g})"
-    clipping = f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
+    clipping = (
+        f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
+    )
     return (
         f"optimizer  AdamW, learning rate {optimizer.learning_rate:g}, {schedule}{warmup}; weight"
         f" decay {optimizer.weight_decay:g}{clipping}"
@@ -109,13 +124,22 @@ def _precision_line(step: TrainStep) -> str:
     if config.lora.rank or config.train.trainable or config.train.frozen:
         frozen = f"; frozen matrices {precision.frozen}"
     return (
-        f"precision  {products}{step.compute_dtype} computation; trained parameters and optimizer state float32{frozen}"
+        f"precision  {products}{step.compute_dtype} computation; trained parameters and"
+        f" optimizer state float32{frozen}"
     )
 
 
 def _checkpoints_line(train: TrainConfig) -> str:
-    period = f"every {count_text(train.checkpoint_every_steps, 'step')} and " if train.checkpoint_every_steps else ""
-    every = f", every {train.keep_every_steps} steps (train.keep_every_steps)" if train.keep_every_steps else ""
+    period = (
+        f"every {count_text(train.checkpoint_every_steps, 'step')} and "
+        if train.checkpoint_every_steps
+        else ""
+    )
+    every = (
+        f", every {train.keep_every_steps} steps (train.keep_every_steps)"
+        if train.keep_every_steps
+        else ""
+    )
     number = train.keep_best_checkpoints
     best = f", the best {number} (train.keep_best_checkpoints)" if number else ""
     latest = f"the latest {train.keep_checkpoints} (train.keep_checkpoints)"
@@ -162,11 +186,18 @@ def corpus_lines(config: Config, corpus: Corpus, num_steps: int) -> list[str]:
 
 
 def start_token_lines(tokenizer: Tokenizer) -> list[str]:
-    """The token that documents and prompts start with; no line if neither the run nor the tokenizer has one."""
-    used, own = (tokenizer.decode(ids, special_tokens=True) for ids in (tokenizer.start_ids, tokenizer.own_start_ids))
+    """The token that documents and prompts start with; no line if neither the run nor the tokenizer
+    has one.
+    """
+    used, own = (
+        tokenizer.decode(ids, special_tokens=True)
+        for ids in (tokenizer.start_ids, tokenizer.own_start_ids)
+    )
     if used:
         return [f"start      {used} before each document and each prompt of plain text"]
-    return [f"start      no token (config.data.start_token), and {own} in transformers"] if own else []
+    return (
+        [f"start      no token (config.data.start_token), and {own} in transformers"] if own else []
+    )
 
 
 def _replicas_lines(config: Config, train: PackedText) -> list[str]:
@@ -175,18 +206,26 @@ def _replicas_lines(config: Config, train: PackedText) -> list[str]:
         return []
     pairs = np.array(step_pairs(train, config, 0))
     cost = replica_cost(config, pairs[balanced_order(config, pairs)])
-    return [f"replicas   attention work of the slowest, relative to the mean: {cost:.2f} in the first global batch"]
+    return [
+        f"replicas   attention work of the slowest, relative to the mean: {cost:.2f} in the first global batch"
+    ]
 
 
 def _epoch_text(train: PackedText) -> str:
-    sequences, tokens = count_text(train.num_sequences, "sequence"), count_text(train.epoch_tokens, "token")
+    sequences, tokens = (
+        count_text(train.num_sequences, "sequence"),
+        count_text(train.epoch_tokens, "token"),
+    )
     if train.epoch_tokens == train.num_tokens:
         return f"epoch      {sequences}"
     return f"epoch      of the mixture, until a source would repeat: {sequences}, {tokens}"
 
 
-def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, meta: dict, stage: str = "") -> list[str]:
-    """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that checkpoint.
+def resume_lines(
+    config: Config, workdir: Path, fingerprint: str, step: int, meta: dict, stage: str = ""
+) -> list[str]:
+    """What a run that resumes from the checkpoint of `step` prints; `meta` is stored in that
+    checkpoint.
 
     Args:
       fingerprint: of the data of this run.
@@ -194,20 +233,29 @@ def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, met
     """
     steps = config.train.steps
     if step >= steps:
-        more = f"a larger --config.stages.{stage}.steps" if stage else f"--config.train.steps={2 * step}"
+        more = (
+            f"a larger --config.stages.{stage}.steps"
+            if stage
+            else f"--config.train.steps={2 * step}"
+        )
         line = (
             f"{workdir} is already trained to step {step}: continue with {more},"
             " or use a different --workdir to start over"
         )
     else:
         line = (
-            f"resuming from step {step} (latest valid checkpoint) of {workdir}; use a different --workdir to start over"
+            f"resuming from step {step} (latest valid checkpoint) of {workdir}; use a"
+            " different --workdir to start over"
         )
     lines = [line]
     setting, schedule_steps = "train.steps", config.optimizer.schedule_steps
     old_steps, ends = meta["config"]["train"]["steps"], f"ends at step {steps}"
     if schedule_steps:
-        setting, steps, ends = "optimizer.schedule_steps", schedule_steps, f"has {schedule_steps} steps"
+        setting, steps, ends = (
+            "optimizer.schedule_steps",
+            schedule_steps,
+            f"has {schedule_steps} steps",
+        )
         old_steps = meta["config"]["optimizer"]["schedule_steps"] or old_steps
     if step < config.train.steps and steps != old_steps and config.optimizer.schedule != "constant":
         lines.append(
@@ -220,7 +268,9 @@ def resume_lines(config: Config, workdir: Path, fingerprint: str, step: int, met
             " training continues with different sequences, from the same sequence index"
         )
     if config.profile.steps and config.profile.traced_steps[-1] <= step:
-        lines.append(f"config.profile.steps={config.profile.steps}: these steps are done, so this run traces none")
+        lines.append(
+            f"config.profile.steps={config.profile.steps}: these steps are done, so this run traces none"
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""Reports on training steps: rows of metrics, progress, callbacks, and an error for a loss that is not finite."""
+"""Reports on training steps: rows of metrics, progress, callbacks, and an error for a loss that is
+not finite.
+"""
 
 import functools
 import math
@@ -16,13 +18,16 @@ from jaxlc.train.reports.final_report import is_recorded, write_loads
 from jaxlc.train.reports.metrics import PendingMetrics
 from jaxlc.train.stage import StageRun
 
-_STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")  # passed to `Callback.on_step`
-# Simulated CPU devices of JAX 0.10 and 0.11 hang with many steps in flight, so metrics are also fetched between logs.
+# passed to `Callback.on_step`
+_STEP_METRICS = ("loss", "grad_norm", "learning_rate", "target_tokens")
+# Simulated CPU devices of JAX 0.10 and 0.11 hang with many steps in flight, so metrics are also
+# fetched between logs.
 _MAX_STEPS_IN_FLIGHT = 8
 
 
 class StepReports:
-    """Fetches and checks the metrics of the steps that the loop adds to `pending`, then writes its reports on them.
+    """Fetches and checks the metrics of the steps that the loop adds to `pending`, then writes its
+    reports on them.
 
     Between both, the loop saves the state: a report may fail, and callbacks are code of the user.
 
@@ -41,18 +46,21 @@ class StepReports:
         self._reports: list[Callable[[], None]] = []  # in their order
 
     def fetch(self, until: int, *, waits: bool = False) -> None:
-        """Prepares the reports on the steps up to `until` that are due, and checks the metrics of the steps before
-        them.
+        """Prepares the reports on the steps up to `until` that are due, and checks the metrics of
+        the steps before them.
 
         Args:
-          waits: fetches the metrics of all steps up to `until`. That also happens if too many are in flight.
+          waits: fetches the metrics of all steps up to `until`. That also happens if too many are
+            in flight.
         Raises:
-          TrainingStopped: a loss or gradient is not finite, unless loss scaling retries the step or train.nonfinite is
-            "skip".
+          TrainingStopped: a loss or gradient is not finite, unless loss scaling retries the step or
+            train.nonfinite is "skip".
         """
         for step in range(self.pending.last_step + 1, until + 1):
             logs = is_period(step, self._config.train.log_every_steps)
-            if logs or (step == until and (waits or self.pending.num_steps >= _MAX_STEPS_IN_FLIGHT)):
+            if logs or (
+                step == until and (waits or self.pending.num_steps >= _MAX_STEPS_IN_FLIGHT)
+            ):
                 self._check_finite(self.pending.fetch(step))
                 self._add(self._run.progress.first_step_ended, self.pending.first_end_seconds)
             if logs:
@@ -71,7 +79,9 @@ class StepReports:
             report()
 
     def _log(self, step: int) -> None:
-        """Prepares a metrics row: the metrics of `step` and the mean time of the steps since the last row."""
+        """Prepares a metrics row: the metrics of `step` and the mean time of the steps since the
+        last row.
+        """
         metrics, seconds = self.pending.last, self.pending.seconds_per_step
         row = dict(
             step=step,
@@ -85,10 +95,16 @@ class StepReports:
         if not math.isnan(metrics.learning_rate):  # a custom optimizer may not store it
             row |= dict(learning_rate=float(metrics.learning_rate))
         if metrics.policy is not None:
-            means = {name: float(x) for name, x in metrics.policy._asdict().items() if x is not None and name != "loss"}
+            means = {
+                name: float(x)
+                for name, x in metrics.policy._asdict().items()
+                if x is not None and name != "loss"
+            }
             row |= {name: x for name, x in means.items() if not math.isnan(x)}  # NaN: it is unknown
         if metrics.loss_scale is not None:
-            row |= dict(loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps))
+            row |= dict(
+                loss_scale=float(metrics.loss_scale), skipped_steps=int(metrics.skipped_steps)
+            )
         if metrics.experts is not None:
             row |= _balance(metrics.experts)
             every, end_step = self._config.train.log_every_steps, self._run.stage.end_step
@@ -106,24 +122,35 @@ class StepReports:
         self._reports.append(functools.partial(report, *arguments))
 
     def _document_rates(self, step_seconds: float) -> dict[str, float]:
-        """Model FLOP/s with the query-key pairs of the documents, and as a fraction of the peak if that is known."""
-        pairs, peak = self.pending.attention_pairs_per_step, self._run.progress.peak_flops_per_second
+        """Model FLOP/s with the query-key pairs of the documents, and as a fraction of the peak if
+        that is known.
+        """
+        pairs, peak = (
+            self.pending.attention_pairs_per_step,
+            self._run.progress.peak_flops_per_second,
+        )
         rate = self._config.step_flops(pairs).total / step_seconds
         rates = dict(flops_per_second_documents=rate)
         return rates | dict(mfu_documents=rate / peak) if peak else rates
 
     def _check_finite(self, fetched: list[tuple[int, StepMetrics]]) -> None:
-        """Prepares the calls of `on_step`, and reports on steps whose loss or gradient is not finite, whose update was
-        skipped."""
+        """Prepares the calls of `on_step`, and reports on steps whose loss or gradient is not
+        finite, whose update was skipped."""
         for step, metrics in fetched:
             self._add(
-                self._run.callbacks, "on_step", step, {name: float(getattr(metrics, name)) for name in _STEP_METRICS}
+                self._run.callbacks,
+                "on_step",
+                step,
+                {name: float(getattr(metrics, name)) for name in _STEP_METRICS},
             )
             if metrics.is_finite:
                 continue
             if is_retried(metrics.loss_scale, self._config.precision):
                 scale = f"{metrics.loss_scale:g}"
-                self._add(self._run.progress.log, f"step {step} overflows at loss scale {scale}: its update is skipped")
+                self._add(
+                    self._run.progress.log,
+                    f"step {step} overflows at loss scale {scale}: its update is skipped",
+                )
                 continue
             problem = f"step {step} has loss {metrics.loss} and gradient norm {metrics.grad_norm}"
             if self._config.train.nonfinite == "skip":
@@ -132,7 +159,9 @@ class StepReports:
             self._run.checkpoints.wait()
             last_good = max(self._run.checkpoints.steps(), default=None)
             where = (
-                "there is no checkpoint yet" if last_good is None else f"the last good checkpoint is step {last_good}"
+                "there is no checkpoint yet"
+                if last_good is None
+                else f"the last good checkpoint is step {last_good}"
             )
             raise TrainingStopped(
                 f"{problem}, and its update was skipped; {where} in {self._run.workdir}; lower optimizer.learning_rate,"
@@ -141,8 +170,9 @@ class StepReports:
 
 
 def _balance(experts: ExpertMetrics) -> dict[str, float]:
-    """The losses of the router, and of each layer with experts the load of the most used expert as a multiple of the
-    mean, the entropy of the assignments as a fraction of that of equal loads, and the number of unused experts."""
+    """The losses of the router, and of each layer with experts the load of the most used expert as
+    a multiple of the mean, the entropy of the assignments as a fraction of that of equal loads, and
+    the number of unused experts."""
     load_LE = np.asarray(experts.load_LE, np.float64)
     num_experts = load_LE.shape[1]
     fraction_LE = load_LE / num_experts

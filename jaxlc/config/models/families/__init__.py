@@ -1,9 +1,19 @@
-"""Published model families: the fields of their Hugging Face config.json, and the names of their tensors.
+"""Published model families: the fields of their Hugging Face config.json, and the names of their
+tensors.
 
-One module per family. To add one, write its module, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
+One module per family. To add one, write its module, add it to FAMILIES, and add it to the cases of
+tests/hf/models.py.
 """
 
-from jaxlc.config.models.families.dense import GEMMA3_TEXT, LLAMA, MISTRAL, OLMO3, QWEN2, QWEN3, SMOLLM3
+from jaxlc.config.models.families.dense import (
+    GEMMA3_TEXT,
+    LLAMA,
+    MISTRAL,
+    OLMO3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
 from jaxlc.config.models.families.experts import GLM4_MOE, GPT_OSS, QWEN3_MOE
 from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family, Tensor
 from jaxlc.config.models.families.hybrid import OLMO_HYBRID, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
@@ -11,7 +21,18 @@ from jaxlc.config.models.families.hybrid import OLMO_HYBRID, QWEN3_5_MOE_TEXT, Q
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, SMOLLM3, GEMMA3_TEXT, OLMO3),
+        *(
+            LLAMA,
+            MISTRAL,
+            QWEN2,
+            QWEN3,
+            QWEN3_MOE,
+            QWEN3_5_TEXT,
+            QWEN3_5_MOE_TEXT,
+            SMOLLM3,
+            GEMMA3_TEXT,
+            OLMO3,
+        ),
         *(OLMO_HYBRID, GPT_OSS, GLM4_MOE),
     )
 }

@@ -4,7 +4,8 @@ Gemma 3: groups of five sliding layers and a full one (transformers: models/gemm
 
 Of models with images, the language model is loaded.
 
-Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers: models/mistral).
+Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers:
+models/mistral).
 
 Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo3).
 
@@ -12,7 +13,8 @@ Qwen 2 and 2.5, dense models (transformers: models/qwen2).
 
 Qwen 3, dense models (transformers: models/qwen3).
 
-SmolLM3: every fourth layer has no position embedding; layers may be sliding (transformers: models/smollm3).
+SmolLM3: every fourth layer has no position embedding; layers may be sliding (transformers:
+models/smollm3).
 """
 
 import functools
@@ -24,7 +26,8 @@ from jaxlc.config.models.model_schema import ModelConfig
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size / num_attention_heads.
+    # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size /
+    # num_attention_heads.
     fields={"attention_bias": "qkv_bias"},
     defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
     required_values=dict(
@@ -74,8 +77,15 @@ GEMMA3_TEXT = Family(
     ),
     multimodal_type="gemma3",
     multimodal_prefixes={"language_model.": "", "model.language_model.": "model."},
-    other_prefixes=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    irrelevant=frozenset({"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}),
+    other_prefixes=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+    irrelevant=frozenset(
+        {"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}
+    ),
 )
 
 
@@ -106,10 +116,18 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     layer_kinds=(frozenset({"sliding", "full"}), frozenset({"full"})),
-    read_kinds=functools.partial(read_layer_types, default=("sliding", "sliding", "sliding", "full")),
+    read_kinds=functools.partial(
+        read_layer_types, default=("sliding", "sliding", "sliding", "full")
+    ),
     write_kinds=write_layer_types,
     settings=dict(qk_norm="projection", norm_placement="post"),
-    defaults=dict(num_key_value_heads=None, head_dim=None, sliding_window=4096, rope_theta=5e5, rms_norm_eps=1e-5),
+    defaults=dict(
+        num_key_value_heads=None,
+        head_dim=None,
+        sliding_window=4096,
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+    ),
     rope_by_layer_type=True,
     required_values=dict(attention_bias=(False,)),
 )
@@ -121,7 +139,8 @@ QWEN2 = Family(
     settings=dict(qkv_bias=True),
     defaults=dict(num_key_value_heads=32, head_dim=None),
     required_values=dict(use_sliding_window=(False,), use_mrope=(False,)),
-    irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
+    # without effect: use_sliding_window is false
+    irrelevant=frozenset({"max_window_layers", "sliding_window"}),
 )
 
 
@@ -132,7 +151,8 @@ QWEN3 = Family(
     fields={"attention_bias": "qkv_bias"},
     defaults=dict(num_key_value_heads=32, head_dim=128, attention_bias=False),
     required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
-    irrelevant=frozenset({"max_window_layers", "sliding_window"}),  # without effect: use_sliding_window is false
+    # without effect: use_sliding_window is false
+    irrelevant=frozenset({"max_window_layers", "sliding_window"}),
 )
 
 
@@ -144,13 +164,18 @@ _KINDS = {  # (position embedding, mask) -> kind of layer
 
 
 def _smollm3_read_kinds(config: Fields) -> list[str]:
-    """no_rope_layers has a 0 for layers without RoPE. Masks follow layer_types, whatever use_sliding_window says; if
-    layer_types is absent, the layers without RoPE are sliding if use_sliding_window is true."""
+    """no_rope_layers has a 0 for layers without RoPE. Masks follow layer_types, whatever
+    use_sliding_window says; if layer_types is absent, the layers without RoPE are sliding if
+    use_sliding_window is true."""
     num_layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
     has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(num_layers)]
     positions = ["full" if x else "nope" for x in has_rope[:num_layers]]
     masks = read_layer_types(config)
-    if not config.get("layer_types") and config.get("use_sliding_window") and config.get("sliding_window") is not None:
+    if (
+        not config.get("layer_types")
+        and config.get("use_sliding_window")
+        and config.get("sliding_window") is not None
+    ):
         masks = ["full" if x == "full" else "sliding" for x in positions]
     return [_KINDS.get(pair, pair[1]) for pair in zip(positions, masks)]
 
@@ -159,7 +184,9 @@ def _smollm3_write_kinds(model: ModelConfig) -> dict[str, Any]:
     kinds = model.kinds_of_layers
     return dict(
         no_rope_layers=[int(kind != "nope") for kind in kinds],
-        layer_types=["sliding_attention" if kind == "sliding" else "full_attention" for kind in kinds],
+        layer_types=[
+            "sliding_attention" if kind == "sliding" else "full_attention" for kind in kinds
+        ],
         use_sliding_window="sliding" in kinds,
         sliding_window=model.window or None,
     )
@@ -168,12 +195,23 @@ def _smollm3_write_kinds(model: ModelConfig) -> dict[str, Any]:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    layer_kinds=tuple(map(frozenset, (("full", "nope"), ("full",), ("full", "sliding"), ("full", "nope", "sliding")))),
+    layer_kinds=tuple(
+        map(
+            frozenset,
+            (("full", "nope"), ("full",), ("full", "sliding"), ("full", "nope", "sliding")),
+        )
+    ),
     read_kinds=_smollm3_read_kinds,
     write_kinds=_smollm3_write_kinds,
     defaults=dict(num_key_value_heads=4, head_dim=None, rope_theta=2e6, tie_word_embeddings=True),
     required_values=dict(attention_bias=(False,), mlp_bias=(False,)),
     irrelevant=frozenset(
-        {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "max_window_layers", "pretraining_tp"}
+        {
+            "no_rope_layers",
+            "no_rope_layer_interval",
+            "use_sliding_window",
+            "max_window_layers",
+            "pretraining_tp",
+        }
     ),
 )

@@ -4,9 +4,11 @@ GLM 4.5 and 4.6: dense layers, then layers of experts with a sigmoid router and 
 
 Transformers: models/glm4_moe. Layers of multi-token prediction are left out.
 
-gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers: models/gpt_oss).
+gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers:
+models/gpt_oss).
 
-Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all weights in one data type.
+Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all weights in one data
+type.
 """
 
 from typing import Any
@@ -56,7 +58,8 @@ QWEN3_MOE = Family(
         {
             *("max_window_layers", "sliding_window"),  # without effect: use_sliding_window is false
             *("decoder_sparse_step", "mlp_only_layers"),  # `_read_kinds` reads them
-            *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
+            # train.balance_loss has its own value
+            *("router_aux_loss_coef", "output_router_logits"),
         }
     ),
     feed_forward_tensors=dict(experts=experts.TENSORS),
@@ -67,7 +70,9 @@ QWEN3_MOE = Family(
 
 def _glm4_moe_read_kinds(config: Fields) -> list[str]:
     num_dense = config.get("first_k_dense_replace", 1) or 0
-    return ["dense" if layer < num_dense else "full" for layer in range(config["num_hidden_layers"])]
+    return [
+        "dense" if layer < num_dense else "full" for layer in range(config["num_hidden_layers"])
+    ]
 
 
 def _glm4_moe_write_kinds(model: ModelConfig) -> dict[str, Any]:
@@ -76,7 +81,10 @@ def _glm4_moe_write_kinds(model: ModelConfig) -> dict[str, Any]:
 
 def _read_settings(config: Fields) -> dict[str, Any]:
     shared_ffn_dim = (config["n_shared_experts"] or 0) * config["moe_intermediate_size"]
-    return {"qk_norm": "head" if config["use_qk_norm"] else "none", "experts.shared_ffn_dim": shared_ffn_dim}
+    return {
+        "qk_norm": "head" if config["use_qk_norm"] else "none",
+        "experts.shared_ffn_dim": shared_ffn_dim,
+    }
 
 
 def _write_settings(model: ModelConfig) -> dict[str, Any]:
@@ -92,7 +100,11 @@ GLM4_MOE = Family(
     layer_kinds=(frozenset({"full"}), frozenset({"dense", "full"})),
     read_kinds=_glm4_moe_read_kinds,
     write_kinds=_glm4_moe_write_kinds,
-    settings={"experts.router": "sigmoid", "experts.choice_bias": True, "attention_out_bias": False},
+    settings={
+        "experts.router": "sigmoid",
+        "experts.choice_bias": True,
+        "attention_out_bias": False,
+    },
     fields={
         "attention_bias": "qkv_bias",
         "n_routed_experts": "experts.num_experts",
@@ -125,8 +137,14 @@ GLM4_MOE = Family(
     other_prefixes=("model.layers.{num_layers}.",),
     irrelevant=frozenset(
         {
-            *("first_k_dense_replace", "n_shared_experts", "use_qk_norm"),  # the functions above read them
-            *("num_nextn_predict_layers", "num_mtp_layers", "router_aux_loss_coef", "output_router_logits"),
+            # the functions above read them
+            *("first_k_dense_replace", "n_shared_experts", "use_qk_norm"),
+            *(
+                "num_nextn_predict_layers",
+                "num_mtp_layers",
+                "router_aux_loss_coef",
+                "output_router_logits",
+            ),
         }
     ),
     feed_forward_tensors=dict(
@@ -176,8 +194,10 @@ GPT_OSS = Family(
     required_values=dict(swiglu_alpha=(1.702,), swiglu_limit=(7.0,)),
     irrelevant=frozenset(
         {
-            *("router_aux_loss_coef", "output_router_logits"),  # train.balance_loss has its own value
-            *("initial_context_length", "experts_per_token"),  # repeat the fields of RoPE, and num_experts_per_tok
+            # train.balance_loss has its own value
+            *("router_aux_loss_coef", "output_router_logits"),
+            # repeat the fields of RoPE, and num_experts_per_tok
+            *("initial_context_length", "experts_per_token"),
         }
     ),
     quantization="mxfp4",

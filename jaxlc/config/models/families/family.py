@@ -12,14 +12,16 @@ from jaxlc.config.values import defaults_of, flattened
 
 Fields = Mapping[str, Any]  # the content of config.json
 
-# Settings of ModelConfig that are equal in all models of a family, with the values that most families have.
+# Settings of ModelConfig that are equal in all models of a family, with the values that most
+# families have.
 COMMON_SETTINGS: dict[str, Any] = {
     path: value
     for path, value in flattened(defaults_of(ModelConfig)).items()
     if path in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
     or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
     or path in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
-    or path in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")
+    or path
+    in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")
 }
 
 
@@ -27,33 +29,43 @@ COMMON_SETTINGS: dict[str, Any] = {
 class Tensor:
     """A tensor of a Hugging Face checkpoint and the parameter that it becomes.
 
-    `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one for head_dim. So a
-    linear weight is transposed, and reshaped to the dimensions of the parameter. If several parameters of a layer have
-    the same tensor, they are its rows, one after the other.
+    `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one
+    for head_dim. So a linear weight is transposed, and reshaped to the dimensions of the parameter.
+    If several parameters of a layer have the same tensor, they are its rows, one after the other.
     """
 
-    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
-    # the tensors of all experts, and the next fields describe that of one.
+    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the
+    # parameter of a layer has the tensors of all experts, and the next fields describe that of one.
     name: str
-    param: str  # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the layers
-    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
-    # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
+    # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the
+    # layers
+    param: str
+    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs
+    # of an nn.Linear. 0: a vector, such as a bias; stored with its dimensions flattened. None:
+    # stored with the dimensions of the parameter.
     num_inputs: int | None = None
-    is_convolution: bool = False  # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
-    # 0 or 1: the parameter is every second column of the tensor, from this one on. None: all columns.
+    # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
+    is_convolution: bool = False
+    # 0 or 1: the parameter is every second column of the tensor, from this one on. None: all
+    # columns.
     interleaved: int | None = None
     # The tensor has a first dimension for the experts; the other fields describe the part of one.
     is_stacked: bool = False
     is_float32: bool = False  # exports have it in float32, whatever the dtype of the other tensors
-    alias: "Tensor | None" = None  # the tensor that files of other programs may have in place of this one
+    # the tensor that files of other programs may have in place of this one
+    alias: "Tensor | None" = None
 
 
-LAYER_TYPES = {name: mixer.layer_types[name] for mixer in MIXERS.values() for name in mixer.layer_types}
+LAYER_TYPES = {
+    name: mixer.layer_types[name] for mixer in MIXERS.values() for name in mixer.layer_types
+}
 _KINDS = {layer_type: name for name, layer_type in LAYER_TYPES.items()}
 
 
 def read_layer_types(config: Fields, default: Sequence[str] = ("full",)) -> list[str]:
-    """The kinds of all layers by the field layer_types; if it is absent, the group `default`, repeated."""
+    """The kinds of all layers by the field layer_types; if it is absent, the group `default`,
+    repeated.
+    """
     if config.get("layer_types"):
         return [_KINDS.get(name, name) for name in config["layer_types"]]
     return [default[i % len(default)] for i in range(config["num_hidden_layers"])]
@@ -61,7 +73,10 @@ def read_layer_types(config: Fields, default: Sequence[str] = ("full",)) -> list
 
 def write_layer_types(model: ModelConfig) -> dict[str, Any]:
     """The fields layer_types and sliding_window."""
-    return dict(layer_types=[LAYER_TYPES[kind] for kind in model.kinds_of_layers], sliding_window=model.window or None)
+    return dict(
+        layer_types=[LAYER_TYPES[kind] for kind in model.kinds_of_layers],
+        sliding_window=model.window or None,
+    )
 
 
 def no_fields(model: ModelConfig) -> dict[str, Any]:
@@ -82,38 +97,43 @@ class Family:
 
     model_type: str
     architecture: str  # entry of "architectures"
-    layer_kinds: tuple[frozenset[str], ...] = (frozenset({"full"}),)  # the sets of kinds that models may have
+    # the sets of kinds that models may have
+    layer_kinds: tuple[frozenset[str], ...] = (frozenset({"full"}),)
     # The kind of each layer in config.json. An unknown type of layer is returned as it is.
     read_kinds: Callable[[Fields], Sequence[str]] = read_layer_types
     # The fields of config.json for the layers of a model, as `read_kinds` reads them.
     write_kinds: Callable[[ModelConfig], dict[str, Any]] = no_fields
-    settings: Mapping[str, Any] = field(default_factory=dict)  # those of COMMON_SETTINGS that differ from it
-    # More fields of config.json -> ModelConfig. attention_bias stands for qkv_bias and attention_out_bias.
+    # those of COMMON_SETTINGS that differ from it
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    # More fields of config.json -> ModelConfig. attention_bias stands for qkv_bias and
+    # attention_out_bias.
     fields: Mapping[str, str] = field(default_factory=dict)
     # Settings that several fields give, or fields of another form; and these fields of a model.
     read_settings: Callable[[Fields], dict[str, Any]] = no_settings
     write_settings: Callable[[ModelConfig], dict[str, Any]] = no_fields
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     activation_field: str = "hidden_act"
-    # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
-    # partial_rotary_factor, RoPE may rotate a part of a head.
+    # The values that transformers uses for fields that are absent; a needed field that is absent
+    # here is required. With partial_rotary_factor, RoPE may rotate a part of a head.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
-    # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
+    # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled
+    # then; its base is rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
     rope_by_layer_type: bool = False
-    # The model_type of models with images whose text_config describes this language model; prefixes of the names of its
-    # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read;
-    # "{num_layers}" stands for the number of layers.
+    # The model_type of models with images whose text_config describes this language model; prefixes
+    # of the names of its tensors there -> prefixes in `tensors`; and prefixes of the other tensors,
+    # which are not read; "{num_layers}" stands for the number of layers.
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
-    # Mixer -> its parameters whose tensors have other names than in `config.kinds` -> ends of these names.
+    # Mixer -> its parameters whose tensors have other names than in `config.kinds` -> ends of these
+    # names.
     tensor_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config,
-    # and conversion_mapping.py): another name of a field -> its name; other tensors of parameters; and the end of the
-    # name of a tensor -> those of the tensors that have its rows, one after the other.
+    # What files of other programs have in place of these fields and tensors (transformers:
+    # attribute_map of a config, and conversion_mapping.py): another name of a field -> its name;
+    # other tensors of parameters; and the end of the name of a tensor -> those of the tensors that
+    # have its rows, one after the other.
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     tensor_aliases: tuple[LayerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -125,13 +145,21 @@ class Family:
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def tensors_of(self, mixer: str, feed_forward: str = "dense") -> tuple[Tensor, ...]:
-        """The tensors that checkpoints may have, with the layers of an entry of `config.kinds.MIXERS` and one of
-        FEED_FORWARDS, in the order of the computation of a layer."""
+        """The tensors that checkpoints may have, with the layers of an entry of
+        `config.kinds.MIXERS` and one of FEED_FORWARDS, in the order of the computation of a layer.
+        """
         settings, kind = {**COMMON_SETTINGS, **self.settings}, MIXERS[mixer]
         names = self.tensor_names.get(mixer, {})
-        tensors = tuple(tensor._replace(tensor=names.get(tensor.param, tensor.tensor)) for tensor in kind.tensors)
+        tensors = tuple(
+            tensor._replace(tensor=names.get(tensor.param, tensor.tensor))
+            for tensor in kind.tensors
+        )
         is_own = feed_forward in self.feed_forward_tensors
-        mlp = self.feed_forward_tensors[feed_forward] if is_own else FEED_FORWARDS[feed_forward].tensors
+        mlp = (
+            self.feed_forward_tensors[feed_forward]
+            if is_own
+            else FEED_FORWARDS[feed_forward].tensors
+        )
         norm_placement = settings[kind.norm_setting] or settings["norm_placement"]
         return _tensors(norm_placement, tensors, mlp, self.tensor_aliases)
 
@@ -141,13 +169,17 @@ class Family:
 
     @property
     def has_one_attention_bias(self) -> bool:
-        """Whether the field attention_bias is that of all projections of attention; otherwise, not of the output."""
+        """Whether the field attention_bias is that of all projections of attention; otherwise, not
+        of the output.
+        """
         return "attention_bias" in self.fields and "attention_out_bias" not in self.settings
 
     @property
     def has_dense_layers(self) -> bool:
         """Whether models may have dense layers."""
-        return not self.feed_forward_tensors or any(kind.get("feed_forward") == "dense" for kind in self.kinds.values())
+        return not self.feed_forward_tensors or any(
+            kind.get("feed_forward") == "dense" for kind in self.kinds.values()
+        )
 
     def fits(self, model: ModelConfig) -> bool:
         """Whether models of this family have the layers of `model`."""
@@ -160,16 +192,22 @@ class Family:
         given = {*self.fields.values()} & COMMON_SETTINGS.keys() - {"qkv_bias"}
         settings |= {name: by_path[name] for name in given}
         has_settings = all(by_path[name] == value for name, value in settings.items())
-        has_scale = model.query_scale_dim in (0, model.head_dim) or "query_scale_dim" in self.fields.values()
+        has_scale = (
+            model.query_scale_dim in (0, model.head_dim)
+            or "query_scale_dim" in self.fields.values()
+        )
         has_shared = not model.experts.shared_ffn_dim or "experts.shared_ffn_dim" in {
             *self.fields.values(),
             *self.varying,
         }
         has_kinds = frozenset(model.used_kinds) in self.layer_kinds and all(
-            kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {})) for kind in model.kinds
+            kind == KindConfig(name=kind.name, **self.kinds.get(kind.name, {}))
+            for kind in model.kinds
         )
         if has_kinds and self.kinds:  # some fields can only have these layers in some places
-            written = self.read_kinds(dict(num_hidden_layers=model.num_layers, **self.write_kinds(model)))
+            written = self.read_kinds(
+                dict(num_hidden_layers=model.num_layers, **self.write_kinds(model))
+            )
             has_kinds = [*written] == [*model.kinds_of_layers]
         has_blocks = [model.default_feed_forward] == [*(self.feed_forward_tensors or ("dense",))]
         return has_settings and has_scale and has_kinds and has_blocks and has_shared
@@ -182,14 +220,22 @@ def _tensors(
     feed_forward: tuple[LayerTensor, ...],
     aliases: tuple[LayerTensor, ...],
 ) -> tuple[Tensor, ...]:
-    """The tensors of all layers, by the names that Llama introduced and all families use. A model has those of its
-    parameters."""
+    """The tensors of all layers, by the names that Llama introduced and all families use. A model
+    has those of its parameters."""
     alias_of = {alias.param: alias for alias in aliases}
 
     def tensor(block: str, x: LayerTensor, alias: LayerTensor | None) -> Tensor:
         fields = x._asdict()
-        name, param = f"model.layers.{{layer}}.{fields.pop('tensor')}", f"layers/{block}{fields.pop('param')}"
-        return Tensor(name=name, param=param, alias=None if alias is None else tensor(block, alias, None), **fields)
+        name, param = (
+            f"model.layers.{{layer}}.{fields.pop('tensor')}",
+            f"layers/{block}{fields.pop('param')}",
+        )
+        return Tensor(
+            name=name,
+            param=param,
+            alias=None if alias is None else tensor(block, alias, None),
+            **fields,
+        )
 
     def layer(block: str, tensors: Iterable[LayerTensor]) -> Iterator[Tensor]:
         return (tensor(block, x, alias_of.get(x.param)) for x in tensors)
@@ -206,13 +252,14 @@ def _tensors(
         *layer("mlp/", feed_forward),
         *layer("", after_mlp),
         Tensor(name="model.norm.weight", param="final_norm/scale", num_inputs=0),
-        Tensor(name="lm_head.weight", param="head", num_inputs=1),  # absent if the embeddings are tied
+        # absent if the embeddings are tied
+        Tensor(name="lm_head.weight", param="head", num_inputs=1),
     )
 
 
 _NORM_PARAMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-# norm_placement -> names of the norms before and after attention, before and after the MLP. post_attention_layernorm
-# is before the MLP in Llama and after attention in the others.
+# norm_placement -> names of the norms before and after attention, before and after the MLP.
+# post_attention_layernorm is before the MLP in Llama and after attention in the others.
 _NORM_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "pre": (("input_layernorm",), (), ("post_attention_layernorm",), ()),
     "post": ((), ("post_attention_layernorm",), (), ("post_feedforward_layernorm",)),

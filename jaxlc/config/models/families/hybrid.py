@@ -1,10 +1,14 @@
-"""Qwen 3.5, text models: groups of gated_delta_net layers and one with gated attention, dense or with experts.
+"""Qwen 3.5, text models: groups of gated_delta_net layers and one with gated attention, dense or
+with experts.
 
-Transformers: models/qwen3_5 and models/qwen3_5_moe. Of models with images, the language model is loaded.
+Transformers: models/qwen3_5 and models/qwen3_5_moe. Of models with images, the language model is
+loaded.
 
-Olmo Hybrid: groups of three gated_delta_net layers and one with attention (transformers: models/olmo_hybrid).
+Olmo Hybrid: groups of three gated_delta_net layers and one with attention (transformers:
+models/olmo_hybrid).
 
-The published models have no RoPE: the base, in rope_parameters or not, is null. Without this field, it is 10000.
+The published models have no RoPE: the base, in rope_parameters or not, is null. Without this field,
+it is 10000.
 """
 
 import dataclasses
@@ -49,19 +53,23 @@ QWEN3_5_TEXT = Family(
         linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
     ),
-    required_values=dict(attn_output_gate=(True,), output_gate_type=("swish",), mamba_ssm_dtype=("float32",)),
+    required_values=dict(
+        attn_output_gate=(True,), output_gate_type=("swish",), mamba_ssm_dtype=("float32",)
+    ),
     multimodal_type="qwen3_5",
     multimodal_prefixes={"model.language_model.": "model."},
     other_prefixes=("model.visual.", "mtp."),
     irrelevant=frozenset(
         {
             *("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-            *("mrope_section", "mrope_interleaved"),  # equal for all text: its positions have one dimension
+            # equal for all text: its positions have one dimension
+            *("mrope_section", "mrope_interleaved"),
         }
     ),
 )
 
-# Layers of experts with a shared one; the weights of the chosen experts are always divided by their sum.
+# Layers of experts with a shared one; the weights of the chosen experts are always divided by their
+# sum.
 QWEN3_5_MOE_TEXT = dataclasses.replace(
     QWEN3_5_TEXT,
     model_type="qwen3_5_moe_text",
@@ -85,7 +93,9 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     multimodal_type="qwen3_5_moe",
     # train.balance_loss has its own value
     irrelevant=QWEN3_5_TEXT.irrelevant | {"router_aux_loss_coef", "output_router_logits"},
-    feed_forward_tensors=dict(experts=(*experts.STACKED_LINEAR_TENSORS, *experts.shared_tensors("shared_expert"))),
+    feed_forward_tensors=dict(
+        experts=(*experts.STACKED_LINEAR_TENSORS, *experts.shared_tensors("shared_expert"))
+    ),
     tensor_aliases=experts.TENSORS,
 )
 
@@ -104,7 +114,10 @@ def _olmo_hybrid_read_kinds(config: Fields) -> list[str]:
 
 
 def _write_kinds(model: ModelConfig) -> dict[str, Any]:
-    types = ["linear_attention" if kind == _LINEAR else "full_attention" for kind in model.kinds_of_layers]
+    types = [
+        "linear_attention" if kind == _LINEAR else "full_attention"
+        for kind in model.kinds_of_layers
+    ]
     return dict(layer_types=types)
 
 
@@ -118,7 +131,8 @@ OLMO_HYBRID = Family(
         "qk_norm": "projection",
         "norm_placement": "post",
         "delta_net.norm_placement": "pre",
-        "delta_net.norm_epsilon": 1e-5,  # a constant of the model, which rms_norm_eps does not change
+        # a constant of the model, which rms_norm_eps does not change
+        "delta_net.norm_epsilon": 1e-5,
         "delta_net.negative_eigenvalues": True,
     },
     fields={
@@ -147,7 +161,8 @@ OLMO_HYBRID = Family(
             "wo": "linear_attn.o_proj.weight",
         }
     },
-    joined_tensors={  # save_pretrained writes three equal parts of the convolution, whatever the sizes of q, k and v
+    # save_pretrained writes three equal parts of the convolution, whatever the sizes of q, k and v
+    joined_tensors={
         "input_layernorm.weight": ("attention_layer_norm.weight",),
         "post_attention_layernorm.weight": ("feedforward_layer_norm.weight",),
         "linear_attn.conv1d.weight": tuple(f"linear_attn.{x}_conv1d.weight" for x in "qkv"),
