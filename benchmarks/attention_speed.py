@@ -31,7 +31,7 @@ from jaxlc.core import hardware
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.runtime.start import start
-from jaxlc.search.runner import environment_info, interleaved_seconds
+from jaxlc.search.measure import environment_info, interleaved_seconds
 from jaxlc.sharding.mesh import make_mesh
 
 RINGATTENTION = "ringattention"  # the package of that name (Liu et al.), used like a strategy

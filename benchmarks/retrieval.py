@@ -30,7 +30,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.core.plot_style import AMBER, BLUE, RED, new_figure, style_axes
 from jaxlc.data.texts.phone_book import retrieval_prompt
 from jaxlc.runtime.start import start
-from jaxlc.search.runner import environment_info
+from jaxlc.search.measure import environment_info
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
 from jaxlc.attention.strategies.ring import RingState
-from jaxlc.search.runner import seconds_of_calls
+from jaxlc.search.measure import seconds_of_calls
 from jaxlc.sharding.document_layout import zigzag_order
 from jaxlc.sharding.mesh import Ranks
 

@@ -1,4 +1,6 @@
-"""The size of the package, and the files that name a kind of layers. A change that needs more says by how much."""
+"""The size of the package, and the files that name a kind of layers. A change that needs more says
+by how much.
+"""
 
 import ast
 import io
@@ -13,9 +15,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 366_500  # without comments, docstrings and ends of lines
+MAX_TOKENS = 366_700  # without comments, docstrings and ends of lines
 MAX_TOKENS_PER_LINE = 8.8  # of lines with code
-MAX_FILES = 264
+MAX_FILES = 266
 MIN_MEDIAN_LINES = 230
 
 # Files that may name Gated DeltaNet; all others ask the description of a kind.

@@ -21,7 +21,7 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core import hardware
 from jaxlc.core.errors import is_installed
 from jaxlc.core.hardware import Device
-from jaxlc.search.runner import seconds_of_calls
+from jaxlc.search.measure import seconds_of_calls
 
 
 def is_main(kernel: str) -> bool:

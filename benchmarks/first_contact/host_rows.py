@@ -24,7 +24,7 @@ from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.config import MeshConfig, RuntimeConfig
 from jaxlc.runtime.start import start
-from jaxlc.search.runner import measure_step, random_batch, seconds_of_calls
+from jaxlc.search.measure import measure_step, random_batch, seconds_of_calls
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.state import DEVICE, PINNED_HOST, lacks_host_memory, memory_kind_of, to_memory_kind
 from jaxlc.step.step import build_step

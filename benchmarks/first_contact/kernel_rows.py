@@ -24,7 +24,7 @@ from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels import reference
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.kernels.packed_check import check_packed_cudnn, fill_free_memory_with_nan
-from jaxlc.search.runner import environment_info
+from jaxlc.search.measure import environment_info
 
 MAX_ERROR = 1e-2  # relative norm of the error; bfloat16 rounds to 2^-9
 _PACKAGES = re.compile(r"(jax|jaxlib|flax|optax|orbax|grain|nvidia|ml.collections|triton)", re.I)

@@ -24,7 +24,7 @@ from benchmarks.first_contact.sizes import Sizes
 from jaxlc.attention.contract import AttentionSpec, Kernel, KeyRanges, QueryResults
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.models.matmuls import fp8_product
-from jaxlc.search.runner import seconds_of_calls
+from jaxlc.search.measure import seconds_of_calls
 
 _NUM_LAUNCHES = 200
 _FP8_HISTORY = None  # current scaling

@@ -17,7 +17,7 @@ from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.kernels.choose import KERNELS
 from jaxlc.attention.query_tiles import make_tiled
 from jaxlc.config import AttentionConfig, MeshConfig
-from jaxlc.search.runner import seconds_of_calls
+from jaxlc.search.measure import seconds_of_calls
 from jaxlc.sharding.mesh import make_mesh
 
 

@@ -29,7 +29,7 @@ from jaxlc.plan.packing_estimates import mix_of_lengths
 from jaxlc.profile import trace_events
 from jaxlc.runtime import compilation_cache
 from jaxlc.runtime.start import start
-from jaxlc.search.runner import measure_step, random_batch
+from jaxlc.search.measure import measure_step, random_batch
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.simulate.packed_work import sequence_work
 from jaxlc.simulate.time_model import TimeModel

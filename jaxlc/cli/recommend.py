@@ -24,9 +24,9 @@ from jaxlc.config.frozen import Stage
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.settings import defaults
 from jaxlc.core.errors import UserError
-from jaxlc.core.processes import Row, default_num_workers
 from jaxlc.core.text import print_to_stderr as log
 from jaxlc.core.text import progress_lines
+from jaxlc.runtime.worker_processes import Row, default_num_workers
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import row_text
 from jaxlc.search.runner import IsOver

@@ -25,8 +25,8 @@ from jaxlc.config.values import Tokens, typed
 from jaxlc.core.axes import CONTEXT, FSDP, TENSOR, mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path
-from jaxlc.core.processes import Row, default_num_workers, run_in_processes
 from jaxlc.core.text import print_to_stderr as log
+from jaxlc.runtime.worker_processes import Row, default_num_workers, run_in_processes
 from jaxlc.search import runner, space
 from jaxlc.search.ranking import Ranking, ranked
 from jaxlc.search.space import Point

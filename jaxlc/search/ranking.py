@@ -26,8 +26,8 @@ from jaxlc.core import text as html
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import read_json_lines
-from jaxlc.core.processes import Row
 from jaxlc.core.text import aligned
+from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import row_name
 from jaxlc.simulate.interval import (
     PAIR_SPREAD,
