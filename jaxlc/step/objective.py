@@ -370,7 +370,7 @@ class Objective:
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
             run_layer={kind: self._run_layer(bound[kind], tables.get(kind)) for kind in bound},
-            ranges={kind: layer_stack.prepare(tokens) for kind, layers in bound.items()},
+            ranges={kind: layers.prepare(tokens) for kind, layers in bound.items()},
             shard=self._sharder(params.trainable),
             remat=make_remat(
                 self._memory,
