@@ -1,14 +1,12 @@
-"""Compares attention and a training step with PyTorch and transformers on the cores of this
-machine.
+"""Compares attention and a training step with PyTorch and transformers on the cores of this machine.
 
-    make .venv-transformers/.ready python -m benchmarks.cpu_comparison
-    --torch_python=.venv-transformers/bin/python --out=runs/cpu_comparison.jsonl
+    make .venv-transformers/.ready
+    python -m benchmarks.cpu_comparison --torch_python=.venv-transformers/bin/python --out=runs/cpu_comparison.jsonl
 
-Attention: causal, float32, forward and backward. Step: the model and the sequences of
-configs/quickstart.py, AdamW. The cases are PyTorch (`scaled_dot_product_attention`,
-`LlamaForCausalLM`), one device, and the mesh of quickstart of simulated devices, where attention is
-a ring over all of them. PyTorch runs in a process and an environment of its own. All cases
-alternate. CPU seconds depend less on other load than seconds.
+Attention: causal, float32, forward and backward. Step: the model and the sequences of configs/quickstart.py, AdamW.
+The cases are PyTorch (`scaled_dot_product_attention`, `LlamaForCausalLM`), one device, and the mesh of quickstart of
+simulated devices, where attention is a ring over all of them. PyTorch runs in a process and an environment of its own.
+All cases alternate. CPU seconds depend less on other load than seconds.
 """
 
 import dataclasses

@@ -1,13 +1,11 @@
 """Trains one config in several variants on the same data, and compares the losses.
 
-    python -m benchmarks.loss_curves --config=configs/quickstart.py --config.train.steps=300
-    --out=runs/precision python -m benchmarks.loss_curves --config=configs/quickstart.py --experts
-    --out=runs/experts
+    python -m benchmarks.loss_curves --config=configs/quickstart.py --config.train.steps=300 --out=runs/precision
+    python -m benchmarks.loss_curves --config=configs/quickstart.py --experts --out=runs/experts
 
-Precisions start from the same weights. With --experts, the dense model of the config is compared
-with 8 experts of half the width, of which each token uses 2: as many active parameters, with and
-without a balance loss. Prints a table; writes curves.jsonl, curves.png and one workdir per variant.
-The same command resumes an interrupted comparison.
+Precisions start from the same weights. With --experts, the dense model of the config is compared with 8 experts of half
+the width, of which each token uses 2: as many active parameters, with and without a balance loss. Prints a table;
+writes curves.jsonl, curves.png and one workdir per variant. The same command resumes an interrupted comparison.
 """
 
 import json

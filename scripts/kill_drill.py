@@ -1,22 +1,20 @@
-"""Kills a training run at random times and compares it with a run that is not disturbed: metrics
-and weights, bitwise.
+"""Kills a training run at random times and compares it with a run that is not disturbed: metrics and weights, bitwise.
 
     python scripts/kill_drill.py --config=extend_512k:mini --kills=20 --out=runs/kill_drill
     python scripts/kill_drill.py --all --kills=50
 
---all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them.
-Kills are SIGKILLs between steps, inside a save, at the borders of stages, and while the rollouts of
-the next step are made or awaited. Further arguments, such as --config.train.z_loss=0.0, are passed
-to `jaxlc train`. Prints a log; the exit status is 1 if the runs differ.
+--all kills four runs in turn: quickstart, stages, LoRA and GRPO, which divide the kills among them. Kills are SIGKILLs
+between steps, inside a save, at the borders of stages, and while the rollouts of the next step are made or awaited.
+Further arguments, such as --config.train.z_loss=0.0, are passed to `jaxlc train`. Prints a log; the exit status is 1
+if the runs differ.
 
-With config.rollouts.source=files, --rollouts names a directory of files STEP.jsonl, such as that of
-a run with source=model. Both runs get each file when they have trained the step before:
+With config.rollouts.source=files, --rollouts names a directory of files STEP.jsonl, such as that of a run with
+source=model. Both runs get each file when they have trained the step before:
 
     python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/model
     python scripts/kill_drill.py --config=grpo_128k:mini --kills=10 --out=runs/files \\
-        --rollouts=runs/model/undisturbed/rollouts --config.rollouts.source=files
-        --config.rollouts.prompts= \\ --config.rollouts.reward= --config.rollouts.prompts_per_step=8
-        --config.rollouts.max_tokens=256
+        --rollouts=runs/model/undisturbed/rollouts --config.rollouts.source=files --config.rollouts.prompts= \\
+        --config.rollouts.reward= --config.rollouts.prompts_per_step=8 --config.rollouts.max_tokens=256
 """
 
 import argparse

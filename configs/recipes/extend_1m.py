@@ -1,15 +1,12 @@
-r"""UltraLong: extends Llama 3.1 8B Instruct from 131,072 to 1,048,576 tokens in one stage, with
-YaRN. Variants: mini.
+r"""UltraLong: extends Llama 3.1 8B Instruct from 131,072 to 1,048,576 tokens in one stage, with YaRN. Variants: mini.
 
     jaxlc train --config=extend_1m:mini       # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=extend_1m --topology=h100:8x8 --price_per_gpu_hour=2.5
 
-RoPE scaling, masks, learning rate and the amount of data follow Xu et al. 2025 (arXiv:2504.06214);
-docs/recipes.md says what is ours. To train on 64 H100s, start one process per GPU
-(docs/clusters.md):
+RoPE scaling, masks, learning rate and the amount of data follow Xu et al. 2025 (arXiv:2504.06214); docs/recipes.md says
+what is ours. To train on 64 H100s, start one process per GPU (docs/clusters.md):
 
-    jaxlc train --config=extend_1m --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct
-    --config.data.sources=TEXTS
+    jaxlc train --config=extend_1m --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct --config.data.sources=TEXTS
 """
 
 from ml_collections import ConfigDict

@@ -1,16 +1,14 @@
-r"""Extends Qwen3-30B-A3B, a mixture of experts, from 32,768 to 262,144 tokens on 1 billion tokens.
-Variants: mini.
+r"""Extends Qwen3-30B-A3B, a mixture of experts, from 32,768 to 262,144 tokens on 1 billion tokens. Variants: mini.
 
     jaxlc train --config=extend_qwen3_moe_256k:mini        # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=extend_qwen3_moe_256k --topology=h100:1x8 --price_per_gpu_hour=2.5
 
-YaRN is what the model card of Qwen3-30B-A3B gives for 131,072 tokens (factor 4 from 32,768), with
-factor 8, and the weight of the balance loss that of its config.json; learning rate and amount of
-data are those of configs/recipes/extend_1m.py. AdamW's moments are in host memory. To train on 8
-H100s, start one process per GPU (docs/clusters.md):
+YaRN is what the model card of Qwen3-30B-A3B gives for 131,072 tokens (factor 4 from 32,768), with factor 8, and the
+weight of the balance loss that of its config.json; learning rate and amount of data are those of
+configs/recipes/extend_1m.py. AdamW's moments are in host memory. To train on 8 H100s, start one process per GPU
+(docs/clusters.md):
 
-    jaxlc train --config=extend_qwen3_moe_256k --config.model.init_from=Qwen/Qwen3-30B-A3B
-    --config.data.sources=TEXTS
+    jaxlc train --config=extend_qwen3_moe_256k --config.model.init_from=Qwen/Qwen3-30B-A3B --config.data.sources=TEXTS
 """
 
 from ml_collections import ConfigDict

@@ -1,19 +1,15 @@
-r"""GRPO with LoRA on prompts of up to 131,072 tokens, 8 answers each, on 8 H100s: Llama 3.1 8B.
-Variants: mini.
+r"""GRPO with LoRA on prompts of up to 131,072 tokens, 8 answers each, on 8 H100s: Llama 3.1 8B. Variants: mini.
 
     jaxlc train --config=grpo_128k:mini        # the policy makes the rollouts, in miniature, on 8 simulated CPU devices
     jaxlc plan --config=grpo_128k --topology=h100:1x8 --document_lengths=tree:131072+8x8192
 
-A prompt and its 8 answers of up to 8,192 tokens are one tree, whose prompt is computed once
-(docs/post_training.md). The loss has the clip limits and the mean over tokens of DAPO
-(arXiv:2503.14476); the number of answers, the learning rate and the rank are our choice. The limits
-have an effect with --config.posttrain.old_log_probs=record, for rollouts that are older than the
-policy. Another program makes the rollouts, such as an inference server that loads the adapters
-which the run exports after each step (config.rollouts.export_command). It writes
-runs/grpo_128k/rollouts/STEP.jsonl:
+A prompt and its 8 answers of up to 8,192 tokens are one tree, whose prompt is computed once (docs/post_training.md).
+The loss has the clip limits and the mean over tokens of DAPO (arXiv:2503.14476); the number of answers, the learning
+rate and the rank are our choice. The limits have an effect with --config.posttrain.old_log_probs=record, for rollouts
+that are older than the policy. Another program makes the rollouts, such as an inference server that loads the adapters
+which the run exports after each step (config.rollouts.export_command). It writes runs/grpo_128k/rollouts/STEP.jsonl:
 
-    jaxlc train --config=grpo_128k --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct
-    --workdir=runs/grpo_128k
+    jaxlc train --config=grpo_128k --config.model.init_from=meta-llama/Llama-3.1-8B-Instruct --workdir=runs/grpo_128k
 """
 
 from ml_collections import ConfigDict

@@ -1,15 +1,13 @@
-r"""Olmo 3: extends the 7B model from 8,192 to 65,536 tokens on 50 billion tokens. Variants: 32b,
-mini.
+r"""Olmo 3: extends the 7B model from 8,192 to 65,536 tokens on 50 billion tokens. Variants: 32b, mini.
 
     jaxlc train --config=olmo3_64k:mini       # the same features in miniature, on 8 simulated CPU devices
     jaxlc plan --config=olmo3_64k --topology=h100:8x8 --price_per_gpu_hour=2.5
 
-The figures are those of OLMo-3-1025-7B-long-context.py (github.com/allenai/OLMo-core) and of the
-report (arXiv:2512.13961); docs/recipes.md says what differs. To train on 64 H100s, start one
-process per GPU (docs/clusters.md):
+The figures are those of OLMo-3-1025-7B-long-context.py (github.com/allenai/OLMo-core) and of the report
+(arXiv:2512.13961); docs/recipes.md says what differs. To train on 64 H100s, start one process per GPU
+(docs/clusters.md):
 
-    jaxlc train --config=olmo3_64k --config.model.init_from=allenai/Olmo-3-1025-7B
-    --config.data.sources=TEXTS
+    jaxlc train --config=olmo3_64k --config.model.init_from=allenai/Olmo-3-1025-7B --config.data.sources=TEXTS
 """
 
 from ml_collections import ConfigDict

@@ -3,9 +3,8 @@
     forward:  (q_BTNH, k_BSKH, v_BSKH, ranges, spec) -> (out_BTNH, lse_BNT)
     backward: (q, k, v, ranges, spec, QueryResults(out, lse, dout, dlse)) -> (dq, dk, dv)
 
-`ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents,
-sliding windows, and the blocks of these that strategies compute, all have this form. Kernels get
-neither positions nor segment ids.
+`ranges` is the mask: one contiguous range of keys per query. Causal masks, packed documents, sliding windows, and the
+blocks of these that strategies compute, all have this form. Kernels get neither positions nor segment ids.
 
 A kernel may have these functions, too:
 
@@ -13,32 +12,30 @@ A kernel may have these functions, too:
                        every layer; forward and backward then take its result as `ranges`
     forward_calls, backward_calls    return `CallResults` instead
     forward_in_layer(q_BTNH, k_BLSKH, v_BLSKH, layer, ranges, spec)    forward over the keys of one layer of a KV cache,
-                       without a copy of the layer. The ranges are [B, P]: T/P consecutive queries,
-                       a power of 2 from 16, share one
+                       without a copy of the layer. The ranges are [B, P]: T/P consecutive queries, a power of 2 from
+                       16, share one
 
-`lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With
-it, results over two disjoint sets of keys merge exactly (`merge.py`), so the same two functions
-compose over KV blocks, ring steps and tiles. The backward takes out and lse over *all* keys on all
-devices, even where k and v are one block. Its dk and dv are the gradients of that block, its dq is
-the contribution of that block to dq.
+`lse` is the natural logarithm of the sum of exponentials of a query's scaled scores, float32. With it, results over
+two disjoint sets of keys merge exactly (`merge.py`), so the same two functions compose over KV blocks, ring steps and
+tiles. The backward takes out and lse over *all* keys on all devices, even where k and v are one block. Its dk and dv
+are the gradients of that block, its dq is the contribution of that block to dq.
 
-Results are in q's dtype or in float32, whichever the kernel writes. Callers sum and merge them in
-float32.
+Results are in q's dtype or in float32, whichever the kernel writes. Callers sum and merge them in float32.
 
 A query without visible keys (a fully masked row) has out 0, lse -inf and gradient 0.
 
-Attention sinks --------------- Each query head may have a logit that joins the denominator of its
-softmax and has no value (gpt-oss).
+Attention sinks
+---------------
+Each query head may have a logit that joins the denominator of its softmax and has no value (gpt-oss).
 
     out' = out exp(lse - lse')        lse' = log(e^lse + e^sink)
     dsink = -sum over batch and tokens of exp(sink - lse') (dout' . out' - dlse')
 
-out and lse are the results over all keys: a sink joins once, after the last merge over blocks, ring
-steps and ranks. The probabilities with the sink are exp(score - lse'), which a kernel's backward
-computes from the lse that it is given. So the backward calls the same kernels with out' and lse',
-and gives exact dq, dk and dv. Automatic differentiation of the product above would be exact, too,
-but its gradient of the lse costs a second backward call of some kernels. A fully masked row has
-out' 0, lse' equal to the sink, and gradient 0.
+out and lse are the results over all keys: a sink joins once, after the last merge over blocks, ring steps and ranks.
+The probabilities with the sink are exp(score - lse'), which a kernel's backward computes from the lse that it is given.
+So the backward calls the same kernels with out' and lse', and gives exact dq, dk and dv. Automatic differentiation of
+the product above would be exact, too, but its gradient of the lse costs a second backward call of some kernels.
+A fully masked row has out' 0, lse' equal to the sink, and gradient 0.
 """
 
 import math

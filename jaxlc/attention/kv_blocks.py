@@ -1,28 +1,28 @@
-"""Attention of a tile's queries inside `shard_map`: to the KV blocks of all groups, or to the keys
-in a sliding window.
+"""Attention of a tile's queries inside `shard_map`: to the KV blocks of all groups, or to the keys in a sliding window.
 
-All keys -------- A tile's queries attend to the group's own KV block and to the blocks of all other
-groups. query_tiles.py has the definitions of tile, group and block. A block consists of J
-sub-chunks of equal length, and a tile's queries are P of them: sub-chunk 2i of a tile is from rank
-i's chunk lo, 2i + 1 from its chunk hi.
+All keys
+--------
+A tile's queries attend to the group's own KV block and to the blocks of all other groups. query_tiles.py has the
+definitions of tile, group and block. A block consists of J sub-chunks of equal length, and a tile's queries are P of
+them: sub-chunk 2i of a tile is from rank i's chunk lo, 2i + 1 from its chunk hi.
 
 A KV block step is one kernel call: one sub-chunk of queries attends to one sub-chunk of keys, or to
-m = `subchunks_per_step` neighboring ones. The more keys a step has, the less the merges of partial
-results cost. In its own block, a rank's two query sub-chunks have index p and J - 1 - p, and as
-many fully visible sub-chunks before them. That makes J/m - 1 steps of m sub-chunks and m - 1 steps
-of one sub-chunk for every p, since the two remainders of a division by m add up to m - 1.
+m = `subchunks_per_step` neighboring ones. The more keys a step has, the less the merges of partial results cost. In its
+own block, a rank's two query sub-chunks have index p and J - 1 - p, and as many fully visible sub-chunks before them.
+That makes J/m - 1 steps of m sub-chunks and m - 1 steps of one sub-chunk for every p, since the two remainders of a
+division by m add up to m - 1.
 
 K and V are one array, so that one permute sends both. Arrays without a shape suffix:
 
     kv_block, dkv_block, block, dblock    [2, b, s, k, H]: K and V, or their gradients; s: tokens of a block
 
-Sliding windows --------------- A tile's queries attend to the keys in their window; sequence by
-sequence, sub-chunk by sub-chunk, with one kernel call for each. A call has as many keys as a
-sub-chunk can need: its own tokens, the window - 1 before it, and the tokens that were received
-(strategies/window_exchange.py). They are one slice of the extended keys, or of the whole sequence
-on a single group. The prefix of the first branches of a sub-chunk may end before this slice, so the
-call has one more slice, of the last window - 1 tokens of that prefix. The prefixes of the other
-branches are in the sub-chunk.
+Sliding windows
+---------------
+A tile's queries attend to the keys in their window; sequence by sequence, sub-chunk by sub-chunk, with one kernel call
+for each. A call has as many keys as a sub-chunk can need: its own tokens, the window - 1 before it, and the tokens that
+were received (strategies/window_exchange.py). They are one slice of the extended keys, or of the whole sequence on a
+single group. The prefix of the first branches of a sub-chunk may end before this slice, so the call has one more slice,
+of the last window - 1 tokens of that prefix. The prefixes of the other branches are in the sub-chunk.
 
     kv_ext, dkv_ext    [2, b, S, k, H]: K and V of the extended keys, or their gradients
 """

@@ -10,31 +10,28 @@
     dkv = tiled.add_exchanged(dkv, ranges)                  after the last query
     dk_BtKH, dv_BtKH = tiled.take(dkv, tile)                for each tile
 
-Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be
-traced. `tiles_of` splits a sequence in layout order into tiles. dkv has the shape of kv in float32.
-JAX differentiates none of these functions: forward and backward are separate calls.
+Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, and `tile` may be traced. `tiles_of`
+splits a sequence in layout order into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
+functions: forward and backward are separate calls.
 
-A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j
-consists of sub- chunk j of lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks
-exchange heads for tokens, and the groups form a ring of size `outer`: inner is 1 for strategy ring,
-outer is 1 for ulysses. So a group has a block of J = 2 inner n sub-chunks in natural order. Of tile
-j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and J-1-p (the mirror
-image) in the block. Every tile then has the same work:
+A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j consists of sub-
+chunk j of lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups
+form a ring of size `outer`: inner is 1 for strategy ring, outer is 1 for ulysses. So a group has a block of J = 2 inner
+n sub-chunks in natural order. Of tile j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and
+J-1-p (the mirror image) in the block. Every tile then has the same work:
 
     own block                  sub-chunk p attends to the p sub-chunks before it and causally to itself; so does J-1-p
     block of an earlier group  both sub-chunks attend to the first half of the block
     block of a later group     the mirror image attends to the whole block
 
-The work is done in KV block steps (kv_blocks.py): kernel calls of a sub-chunk of queries over some
-sub-chunks of keys, so that a kernel's workspace does not grow with the sequence. Sends of K/V
-overlap with these steps, as in ring.py. Of K and V, a device stores its own block, the current one
-and the one in flight.
+The work is done in KV block steps (kv_blocks.py): kernel calls of a sub-chunk of queries over some sub-chunks of keys,
+so that a kernel's workspace does not grow with the sequence. Sends of K/V overlap with these steps, as in ring.py. Of K
+and V, a device stores its own block, the current one and the one in flight.
 
-In the backward pass, dK/dV are sent along with their block. The array that is sent is the sum over
-all tiles so far, the owner's accumulator itself, so that there is no second array of its size. It
-is sent sub-chunk by sub-chunk, in place, before the steps instead of overlapping with them. The
-time of these sends is small compared with the steps of a long sequence; a second float32 array
-would not be small.
+In the backward pass, dK/dV are sent along with their block. The array that is sent is the sum over all tiles so far,
+the owner's accumulator itself, so that there is no second array of its size. It is sent sub-chunk by sub-chunk, in
+place, before the steps instead of overlapping with them. The time of these sends is small compared with the steps of a
+long sequence; a second float32 array would not be small.
 """
 
 import functools

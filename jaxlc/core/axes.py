@@ -2,21 +2,20 @@
 
 An *axis* belongs to the device mesh, a *dimension* to an array.
 
-Shape letters, used as suffixes of names: `q_BTNH` has shape [batch, query positions, query heads,
-head dim].
+Shape letters, used as suffixes of names: `q_BTNH` has shape [batch, query positions, query heads, head dim].
 
     B batch                   T query positions        S key positions
     N query heads             K key/value heads        G query heads per key/value head
     H head dim                D model dim              F feed-forward dim
     V vocabulary              L layers               R rank of an adapter
 
-    In jaxlc/attention: M layer tiles, P query sub-chunks of a tile, I query blocks, J KV blocks, R
-    rows of a query block (G x T) In linear attention: G key heads, H value heads, K key dim, V
-    value dim, L consecutive tokens, C tokens of a chunk, N chunks, W channels, P taps
+    In jaxlc/attention: M layer tiles, P query sub-chunks of a tile, I query blocks, J KV blocks,
+    R rows of a query block (G x T)
+    In linear attention: G key heads, H value heads, K key dim, V value dim, L consecutive tokens, C tokens of
+    a chunk, N chunks, W channels, P taps
 
-Inside `shard_map` the letter of a dimension that is split over devices is lower case: `k_bskH` is
-the local shard of `k_BSKH`. The case makes it visible where local and global lengths are mixed, a
-common bug of sequence parallelism.
+Inside `shard_map` the letter of a dimension that is split over devices is lower case: `k_bskH` is the local shard of
+`k_BSKH`. The case makes it visible where local and global lengths are mixed, a common bug of sequence parallelism.
 """
 
 from collections.abc import Mapping

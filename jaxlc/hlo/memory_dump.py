@@ -1,17 +1,17 @@
-"""Reads the reports that XLA writes with the compile option `xla_dump_to`: memory, and how
-instructions run.
+"""Reads the reports that XLA writes with the compile option `xla_dump_to`: memory, and how instructions run.
 
-Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12:
-`*memory-usage-report.txt` has the bytes of each memory space, `*live-range.txt` the arrays that are
-alive at peak memory, `*_after_optimizations.txt` the program with all instruction names (in newer
-versions, `compiled.as_text()` omits the computations that asynchronous instructions wrap), and two
-files the commands of the executable. Writing the files takes less time than compile times vary.
+Five of the files are read, whose format is the same in JAX 0.10.1 and 0.12: `*memory-usage-report.txt` has the bytes
+of each memory space, `*live-range.txt` the arrays that are alive at peak memory, `*_after_optimizations.txt` the
+program with all instruction names (in newer versions, `compiled.as_text()` omits the computations that asynchronous
+instructions wrap), and two files the commands of the executable. Writing the files takes less time than compile times
+vary.
 
-Thunks ------ A thunk is a command of the executable: a kernel, a copy by a copy engine, a
-collective, a loop. The HLO text does not say which of them an instruction becomes. A slice of an
-array in host memory, for example, is a copy if XLA knows its offset, and otherwise a kernel whose
-threads read host memory. `*thunk_sequence_after_thunk_passes.txt` lists the commands, and below
-each of them, indented, those that it runs:
+Thunks
+------
+A thunk is a command of the executable: a kernel, a copy by a copy engine, a collective, a loop. The HLO text does not
+say which of them an instruction becomes. A slice of an array in host memory, for example, is a copy if XLA knows its
+offset, and otherwise a kernel whose threads read host memory. `*thunk_sequence_after_thunk_passes.txt` lists the
+commands, and below each of them, indented, those that it runs:
 
     000: kCommandBuffer [...]
         029: kCustomKernel [...] loop_gather_fusion_17 grid: [512, 1, 1] threads: [128, 1, 1]
@@ -22,8 +22,8 @@ each of them, indented, those that it runs:
         070: kAsyncStart   [...] stream=computation_stream[2], async_id=1
             069: kCopy [...]
 
-A command buffer is a CUDA graph, which the host launches as one. `*thunk_metadata.txt` has the
-instruction of each number:
+A command buffer is a CUDA graph, which the host launches as one. `*thunk_metadata.txt` has the instruction of each
+number:
 
     thunk_metadata {
       thunk_info { profile_annotation: "dynamic-slice-start.55" thunk_id: 70 }

@@ -1,37 +1,36 @@
-"""Parses the HLO text of a compiled program (`compiled.as_text()`) into computations and
-instructions.
+"""Parses the HLO text of a compiled program (`compiled.as_text()`) into computations and instructions.
 
     HloModule jit_step, is_scheduled=true, ...
     %body (...) -> ... {
-      %name = shape opcode(%operand, ...), attribute=value, calls=%computation, metadata={...},
-      backend_config={...} ...
+      %name = shape opcode(%operand, ...), attribute=value, calls=%computation, metadata={...}, backend_config={...}
+      ...
     }
     ENTRY %main (...) -> ... {
 
-A computation precedes its callers. In a scheduled module, instructions are listed in the order in
-which they run. A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory
-space; a tuple lists several.
+A computation precedes its callers. In a scheduled module, instructions are listed in the order in which they run.
+A shape is written `bf16[1,32768,32,128]{3,2,1,0:S(5)}`, where S(5) is the memory space; a tuple lists several.
 
-Names ----- Scopes, pass and a readable label of an instruction are read from its `op_name`. An
-`op_name` is the path of a JAX operation:
+Names
+-----
+Scopes, pass and a readable label of an instruction are read from its `op_name`. An `op_name` is the path of a JAX
+operation:
 
     jit(_step)/while/body/closed_call/transpose(jvp())/while/body/checkpoint/attention/shard_map/core_attention/ppermute
 
-Its components are of three kinds: scopes that this package sets (`jaxlc.core.scopes`), marks that
-JAX adds for its own transformations and control flow, and, last, the primitive. Membership in a
-part of the model is read from scopes only. Two things are known from JAX's marks alone, and all
-knowledge of these marks is in this module:
+Its components are of three kinds: scopes that this package sets (`jaxlc.core.scopes`), marks that JAX adds for its
+own transformations and control flow, and, last, the primitive. Membership in a part of the model is read from scopes
+only. Two things are known from JAX's marks alone, and all knowledge of these marks is in this module:
 
-- the pass. `jax.checkpoint` marks what it recomputes with "rematted_computation"; the transpose of
-  differentiation is marked "transpose(...)". A scope could not tell: the same Python code is traced
-  once for all three passes.
+- the pass. `jax.checkpoint` marks what it recomputes with "rematted_computation"; the transpose of differentiation
+  is marked "transpose(...)". A scope could not tell: the same Python code is traced once for all three passes.
 - which components carry no information for a reader (`_MARKS`).
 
 Where XLA merges instructions it merges their names too: "prefix/(path:path:path)".
 
-Schedule -------- An asynchronous operation is a pair of a start and a done, with the instructions
-that the schedule puts between them. The trip counts of loops say how often each computation runs in
-one run of the program.
+Schedule
+--------
+An asynchronous operation is a pair of a start and a done, with the instructions that the schedule puts between them.
+The trip counts of loops say how often each computation runs in one run of the program.
 """
 
 import math

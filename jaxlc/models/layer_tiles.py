@@ -164,11 +164,10 @@ class RecurrentLayer(TiledLayer):
     """A layer with a recurrent state: only x and one map of states per tile are stored.
 
     forward    for each tile: the maps of its states
-               the states that enter all tiles, with the exchange between ranks for each tile: the
-               outputs of the recurrence, and the rest of the layer; y overwrites x
+               the states that enter all tiles, with the exchange between ranks
+               for each tile: the outputs of the recurrence, and the rest of the layer; y overwrites x
     backward   recompute maps and states
-               for each tile: recompute the outputs, unless they were saved; gradients of x, of the
-                 weights, and of
+               for each tile: recompute the outputs, unless they were saved; gradients of x, of the weights, and of
                               the states that enter the tile; dx overwrites dy
                the gradients of the maps, with the exchange backwards
                for each tile: add the gradients that those of its maps give to dx and to the weights

@@ -112,22 +112,19 @@ def run_layers(
     shared,
     fetch,
 ) -> tuple[jax.Array, Any]:
-    """Runs all layers; returns the x_BTD of the last one, and the sums of all of them:
-    [iterations], in a list if an iteration has several layers.
+    """Runs all layers; returns the x_BTD of the last one, and the sums of all of them: [iterations], in a list if an
+    iteration has several layers.
 
     Args:
-      runs: the functions of the layers, or of the remat group, of an iteration: `(x_BTD, weights,
-        shared, prefetch) -> ((x_BTD, sums), prefetch.in_forward)`, which calls
-        `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, stops the
-        gradient of weights.frozen within, and closes over no arrays of the sequence length: they
-        would be stored once per layer.
-      places: of the weights of each function. None: `runs` has one function, which gets those of an
-      iteration. stacked: pytrees of weights with a leading dimension of iterations; with `places`,
-      dictionaries of stacks with a
-        second dimension of the layers in an iteration. Gradients are stored in the same memory as
-        the weights.
-      shared: pytree of arrays that are equal for all layers and not differentiated. None may be a
-        constant of the traced program, since constants become its arguments.
+      runs: the functions of the layers, or of the remat group, of an iteration:
+        `(x_BTD, weights, shared, prefetch) -> ((x_BTD, sums), prefetch.in_forward)`, which calls
+        `overlap_with_prefetch` around its attention. It applies `jax.checkpoint` itself, stops the gradient of
+        weights.frozen within, and closes over no arrays of the sequence length: they would be stored once per layer.
+      places: of the weights of each function. None: `runs` has one function, which gets those of an iteration.
+      stacked: pytrees of weights with a leading dimension of iterations; with `places`, dictionaries of stacks with a
+        second dimension of the layers in an iteration. Gradients are stored in the same memory as the weights.
+      shared: pytree of arrays that are equal for all layers and not differentiated. None may be a constant of the
+        traced program, since constants become its arguments.
       fetch: the function that copies the weights of one layer to the device.
     """
     layers = _PrefetchedLayers(

@@ -1,12 +1,12 @@
-"""The order of a sequence's tokens on the context ranks: zigzag order and per-document sharding.
-Pure NumPy.
+"""The order of a sequence's tokens on the context ranks: zigzag order and per-document sharding. Pure NumPy.
 
-Per-document sharding --------------------- Zigzag order over the whole sequence balances one
-document. In a sequence of many documents, a rank that holds the end of a long document has several
-times the work of a rank that holds short documents. Here, each long document is cut into 2 x
-context pieces of its own, and rank r holds its pieces r and 2 x context - 1 - r, so that every rank
-has the same work in every ring step (per-document sharding: WLB-LLM, arXiv:2503.17924, section 5).
-Short documents are placed whole, by work. Every rank holds exactly the same number of tokens:
+Per-document sharding
+---------------------
+Zigzag order over the whole sequence balances one document. In a sequence of many documents, a rank that holds the end
+of a long document has several times the work of a rank that holds short documents. Here, each long document is cut into
+2 x context pieces of its own, and rank r holds its pieces r and 2 x context - 1 - r, so that every rank has the same
+work in every ring step (per-document sharding: WLB-LLM, arXiv:2503.17924, section 5). Short documents are placed whole,
+by work. Every rank holds exactly the same number of tokens:
 
     sharded documents   pieces of multiples of `block_tokens`, as far as the balance permits
     whole documents     longest first, to the rank with the least work that has space for it (LPT, Graham 1969)
@@ -14,32 +14,31 @@ Short documents are placed whole, by work. Every rank holds exactly the same num
                         part is on rank r, the rest on rank r + 1. Only ring step 1 has work for it
     padding             at the end of each rank
 
-On a rank, sharded documents come first, each with its two pieces next to each other, then cut
-documents. So the tokens of a document are contiguous on every rank, and the tokens that other ranks
-need are a prefix of the rank's tokens. Sharded documents whose pieces on this rank have whole
-blocks come first. With the documents in the same order on all ranks, a kernel computes 5% more
-blocks of 128 x 128 (Python's standard library, context 8).
+On a rank, sharded documents come first, each with its two pieces next to each other, then cut documents. So the tokens
+of a document are contiguous on every rank, and the tokens that other ranks need are a prefix of the rank's tokens.
+Sharded documents whose pieces on this rank have whole blocks come first. With the documents in the same order on all
+ranks, a kernel computes 5% more blocks of 128 x 128 (Python's standard library, context 8).
 
-Ring cost: ring steps are synchronized by the transfers, so the time of a sequence is the sum over
-ring steps of the maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal.
-The number of sharded documents is the smallest whose ring cost is below a limit: each sharded
-document makes the pieces shorter that kernels work on.
+Ring cost: ring steps are synchronized by the transfers, so the time of a sequence is the sum over ring steps of the
+maximum over ranks of the work, relative to the mean work of a rank. 1 is ideal. The number of sharded documents is the
+smallest whose ring cost is below a limit: each sharded document makes the pieces shorter that kernels work on.
 
-Without sharded documents, no rank needs the keys of another one but of the rank before it. A ring
-that skips the steps after step 1 in this case saves more than a better balance of short documents
-does.
+Without sharded documents, no rank needs the keys of another one but of the rank before it. A ring that skips the steps
+after step 1 in this case saves more than a better balance of short documents does.
 
-Zigzag order ------------ Under a causal mask a query attends to all earlier keys, so a rank with
-late tokens would have more work than one with early tokens. Zigzag order cuts the sequence into 2 x
-context chunks and assigns the chunks r and 2 x context - 1 - r to rank r, so that every rank has
-the same work (Llama 3, arXiv:2407.21783, section 3.3.2; zhuzilin/ring-flash-attention).
+Zigzag order
+------------
+Under a causal mask a query attends to all earlier keys, so a rank with late tokens would have more work than one with
+early tokens. Zigzag order cuts the sequence into 2 x context chunks and assigns the chunks r and 2 x context - 1 - r to
+rank r, so that every rank has the same work (Llama 3, arXiv:2407.21783, section 3.3.2; zhuzilin/ring-flash-attention).
 
-Sliding windows --------------- The exchange of the tokens that windows need of other ranks
-(attention/strategies/window_exchange.py) has static shapes: each rank sends a fixed number of
-tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it always needs
-the same tokens. Under per-document sharding each piece of a document has a predecessor, and pieces
-that are shorter than the window need several. So the exchange has room for several windows, and a
-layout of documents that needs more is not used.
+Sliding windows
+---------------
+The exchange of the tokens that windows need of other ranks (attention/strategies/window_exchange.py) has static shapes:
+each rank sends a fixed number of tokens to the rank at each distance. Zigzag order has one predecessor per chunk, so it
+always needs the same tokens. Under per-document sharding each piece of a document has a predecessor, and pieces that
+are shorter than the window need several. So the exchange has room for several windows, and a layout of documents that
+needs more is not used.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,24 +1,24 @@
-"""Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at
-a time.
+"""Final norm and cross entropy over a long sequence and a large vocabulary, one chunk of tokens at a time.
 
-At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB.
-Each rank loops over chunks of its tokens: it norms the chunk, gathers it over tensor, multiplies by
-its shard of the head, and reduces (max, sum of exponentials, target logit) over tensor
-(Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3). The gradient of the chunk
-is computed in the same iteration, so the backward pass recomputes nothing and the head is read
-once. It overwrites the chunk of x, so only one array of full sequence length exists.
+At a million tokens the logits of Llama 3 would take 538 GB, and the normed hidden states 8 GiB. Each rank loops over
+chunks of its tokens: it norms the chunk, gathers it over tensor, multiplies by its shard of the head, and reduces (max,
+sum of exponentials, target logit) over tensor (Megatron-LM's vocabulary-parallel loss, Shoeybi et al. 2019, section 3).
+The gradient of the chunk is computed in the same iteration, so the backward pass recomputes nothing and the head is
+read once. It overwrites the chunk of x, so only one array of full sequence length exists.
 
-Size of a chunk --------------- The memory that the training state leaves free decides how many
-tokens have their logits computed at once. Each chunk adds its gradient to the float32 gradient of
-the output head [D, V], in device memory: 4.2 GB of traffic for an 8B model, about as long as the
-chunk's matrix products with 1,024 tokens. Larger chunks do that less often.
+Size of a chunk
+---------------
+The memory that the training state leaves free decides how many tokens have their logits computed at once. Each chunk
+adds its gradient to the float32 gradient of the output head [D, V], in device memory: 4.2 GB of traffic for an 8B
+model, about as long as the chunk's matrix products with 1,024 tokens. Larger chunks do that less often.
 
-Losses of experts ----------------- They are computed from the sums that layers with experts return.
-Sums are over the tokens of a microbatch on all ranks: text, prompts without loss included, a shared
-prefix once, and no padding. The balance loss of a microbatch, E sum_e f_e P_e with the fraction f_e
-of assignments and the mean probability P_e of expert e (Fedus et al. 2021, arXiv:2101.03961,
-equations 4 to 6), is not linear in the sums: it is computed from the sums of all ranks (Qiu et al.
-2025, arXiv:2501.11873). The balance loss of a step is the mean over its microbatches.
+Losses of experts
+-----------------
+They are computed from the sums that layers with experts return. Sums are over the tokens of a microbatch on all ranks:
+text, prompts without loss included, a shared prefix once, and no padding. The balance loss of a microbatch, E sum_e f_e
+P_e with the fraction f_e of assignments and the mean probability P_e of expert e (Fedus et al. 2021, arXiv:2101.03961,
+equations 4 to 6), is not linear in the sums: it is computed from the sums of all ranks (Qiu et al. 2025,
+arXiv:2501.11873). The balance loss of a step is the mean over its microbatches.
 """
 
 import dataclasses

@@ -2,8 +2,10 @@
 site itself.
 """
 
+import dataclasses
 import json
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,6 @@ import pytest
 import jaxlc
 from benchmarks.site import links, notebook_page, pages, reference
 from jaxlc.config.frozen import SECTIONS
-from jaxlc.config.settings import fields_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,12 @@ def test_reference_pages_match_the_code():
     outdated = [path.name for path, text in pages_with_text.items() if path.read_text() != text]
     assert outdated == [], "run `make reference`"
     by_name = {path.name: text for path, text in pages_with_text.items()}
-    keys = [f"{section}.{name}" for section in SECTIONS for name in fields_of(SECTIONS[section])]
+    keys = [
+        f"{section}.{name}"
+        for section in SECTIONS
+        for name, kind in typing.get_type_hints(SECTIONS[section]).items()
+        if not dataclasses.is_dataclass(kind)  # a nested section has rows of its own
+    ]
     assert [key for key in keys if f"\n| `{key}` | " not in by_name["config.md"]] == []
     assert (
         "| float32 | dtype float32 (supported: bfloat16, float16) | yes | yes | yes |"

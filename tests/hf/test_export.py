@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import operator
 import os
 import re
 import shutil
@@ -360,7 +361,7 @@ def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
     content = json.loads((out / "config.json").read_text())
     assert (content["model_type"], content["max_position_embeddings"]) == ("qwen3", 64)
     shape = settings_of(content, "config.json")
-    assert {name: getattr(config.model, name) for name in shape} == shape
+    assert {name: operator.attrgetter(name)(config.model) for name in shape} == shape
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ def hidden_layer_by_layer(params, recipes):
         lambda *stacks: jnp.concatenate(stacks), params["layers"], params["last_layers"]
     )
     for place, fp8 in enumerate(recipes):
-        layer_def, _ = nnx.split(DecoderLayer(MODEL, InitKeys(jax.random.key(0)), fp8))
+        layer_def, _ = nnx.split(
+            DecoderLayer(MODEL.of_kind("full"), InitKeys(jax.random.key(0)), fp8)
+        )
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
         how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, "full", small.T))
         (x_BTD, _), _ = layer(x_BTD, positions_BT, attend=small.dense_attend, **how)

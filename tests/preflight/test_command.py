@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 _WITH_FAULTS = """
 import sys, types, time
 from jaxlc.cli import preflight as program
-from jaxlc.preflight import check, facts, shared_directory
+from jaxlc.preflight import check, facts
 from jaxlc.runtime import peers
 from jaxlc.train import stragglers
 
-shared_directory._VISIBLE_SECONDS = 0.0
+check._VISIBLE_SECONDS = 0.0
 if "--config.runtime.process_id=1" in sys.argv:
     versions, device_times = facts.versions, stragglers.device_times
     facts.versions = lambda driver: versions(driver) | {"NCCL": "2.18.1"}

@@ -214,4 +214,4 @@ def test_compiled_ring_uses_selected_transport(name, transport):
             choose(RuntimeConfig(transport=name), devices)
     else:
         selection = choose(RuntimeConfig(transport=name), devices)
-        assert compiled_transports(selection.name, devices_per_process) == {xla_flags}
+        assert compiled_transports(selection.name, devices_per_process) == {transport}

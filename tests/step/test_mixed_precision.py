@@ -261,7 +261,7 @@ def test_resume_from_checkpoint_is_bitwise(precision, tmp_path):
 
 
 @pytest.mark.parametrize(("sections", "sentence"), [
-    (dict(precision=dict(compute="fp8", fp8_matmuls=("mlp",))), "fp8_matmuls names 'mlp', which is not one of"),
+    (dict(precision=dict(compute="fp8", fp8_matmuls=("mlp",))), "'mlp' for config.precision.fp8_matmuls"),
     (dict(precision=dict(compute="bf16", fp8_scaling="delayed")), "fp8_scaling='delayed' is for compute='fp8'"),
     (dict(precision=dict(compute="fp8", loss_scale=2.0)), "loss_scale=2.0 is for compute='fp16'"),
     (dict(precision=dict(loss_scale_growth_interval=5)), "loss_scale_growth_interval=5 is for compute='fp16'"),

@@ -1,33 +1,32 @@
-"""cuDNN's attention for packed documents: a few calls per kernel call, with lengths and offsets
-from key ranges.
+"""cuDNN's attention for packed documents: a few calls per kernel call, with lengths and offsets from key ranges.
 
-Calls ----- The first calls take the longest documents, a loop the others, if there are any: the
-host waits for the condition of each round. Ring steps with few documents
-(`AttentionSpec.few_documents`) have no loop. A sequence of one document is one call of the same
-FLOPs as one with an implicit mask.
+Calls
+-----
+The first calls take the longest documents, a loop the others, if there are any: the host waits for the condition of
+each round. Ring steps with few documents (`AttentionSpec.few_documents`) have no loop. A sequence of one document is
+one call of the same FLOPs as one with an implicit mask.
 
-cuDNN writes the rows of the documents of a call only. `CallResults.joined` selects the call that
-has a row. Rows without any, of fully masked queries and of keys that no query attends to, are 0 in
-out and gradients, -inf in the lse.
+cuDNN writes the rows of the documents of a call only. `CallResults.joined` selects the call that has a row. Rows
+without any, of fully masked queries and of keys that no query attends to, are 0 in out and gradients, -inf in the lse.
 
-Operands -------- A packed call computes attention for several documents without moving data. Each
-document is a rectangle: consecutive queries, consecutive keys, and the places of both in their
-arrays. With a causal mask it is the lower triangle of a square.
+Operands
+--------
+A packed call computes attention for several documents without moving data. Each document is a rectangle: consecutive
+queries, consecutive keys, and the places of both in their arrays. With a causal mask it is the lower triangle of a
+square.
 
     own KV block         causal; a document's first query on the rank is its own first key
     other ring steps     all queries of a document have the same keys: a document is cut into zigzag pieces (lo, hi), so
-                         both pieces attend to lo of an earlier rank, and hi attends to both pieces
-                         of a later rank
+                         both pieces attend to lo of an earlier rank, and hi attends to both pieces of a later rank
 
-cuDNN pads: the lse of a call is [documents, N, T], and its backward has a float32 dq of [documents,
-T, N, H] as its workspace, where T is the longest document that the call permits. Both shapes are
-static, documents are not. So a call for documents of up to T / r tokens takes r x DOCUMENTS_PER_ROW
-of them: these sizes are the same for every r. `buckets` are powers of 4 of r. Documents are sorted
-by bucket, and a call takes as many as it can, so a few calls compute a typical sequence, and a loop
-of calls any number of documents.
+cuDNN pads: the lse of a call is [documents, N, T], and its backward has a float32 dq of [documents, T, N, H] as its
+workspace, where T is the longest document that the call permits. Both shapes are static, documents are not. So a call
+for documents of up to T / r tokens takes r x DOCUMENTS_PER_ROW of them: these sizes are the same for every r. `buckets`
+are powers of 4 of r. Documents are sorted by bucket, and a call takes as many as it can, so a few calls compute a
+typical sequence, and a loop of calls any number of documents.
 
-With the order of per-document sharding, which limits the documents that two ranks share, two calls
-take all documents of a ring step, and of a typical own block (`calls_for`).
+With the order of per-document sharding, which limits the documents that two ranks share, two calls take all documents
+of a ring step, and of a typical own block (`calls_for`).
 """
 
 import functools

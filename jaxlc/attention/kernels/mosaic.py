@@ -75,8 +75,8 @@ class KernelMask(NamedTuple):
 class Modules(NamedTuple):
     """tokamax's modules of one GPU generation."""
 
-    tokamax_forward: ModuleType
-    tokamax_backward: ModuleType
+    forward: ModuleType
+    backward: ModuleType
 
 
 def tokamax_forward(

@@ -24,13 +24,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from jaxlc.attention.contract import AttentionProblem, AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels.block_mask import (
@@ -49,6 +49,12 @@ LOG2_E = math.log2(math.e)  # the hardware has exponentials to base 2 only
 LN_2 = math.log(2.0)
 
 
+def _triton() -> ModuleType:
+    from jax.experimental.pallas import triton
+
+    return triton
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelParams:
     """What a kernel computes besides its operands, and how it is compiled."""
@@ -60,7 +66,7 @@ class KernelParams:
 
     def pallas_call(self, kernel: Callable, **options: Any) -> Callable:
         """`pl.pallas_call` with these parameters of the compiler."""
-        compiler_params = pltriton.CompilerParams(
+        compiler_params = _triton().CompilerParams(
             num_warps=self.tuning.num_warps, num_stages=self.tuning.num_stages
         )
         return pl.pallas_call(
@@ -78,21 +84,21 @@ def padded(width: int) -> int:
 def load_2d(ref, first, num_rows: int, width: int) -> jax.Array:
     """[block, H] from a reference to one block, whose first row is row `first` of `num_rows`."""
     inside = _inside(ref.shape, first, num_rows, width)
-    return pltriton.load(ref, mask=inside, other=None if inside is None else 0.0)
+    return _triton().load(ref, mask=inside, other=None if inside is None else 0.0)
 
 
 def store_2d(ref, x_TH: jax.Array, first, num_rows: int, width: int) -> None:
-    pltriton.store(ref, x_TH, mask=_inside(ref.shape, first, num_rows, width))
+    _triton().store(ref, x_TH, mask=_inside(ref.shape, first, num_rows, width))
 
 
 def load_1d(ref, first, num_rows: int) -> jax.Array:
     """[block], one element per token."""
     inside = _inside_rows(ref.shape[0], first, num_rows)
-    return pltriton.load(ref, mask=inside, other=None if inside is None else 0)
+    return _triton().load(ref, mask=inside, other=None if inside is None else 0)
 
 
 def store_1d(ref, x_T: jax.Array, first, num_rows: int) -> None:
-    pltriton.store(ref, x_T, mask=_inside_rows(ref.shape[0], first, num_rows))
+    _triton().store(ref, x_T, mask=_inside_rows(ref.shape[0], first, num_rows))
 
 
 def _inside_rows(block: int, first, num_rows: int) -> jax.Array | None:

@@ -1,21 +1,22 @@
-"""The order of sequences: mixtures of several sources, and the places of a step's sequences in
-microbatches and replicas.
+"""The order of sequences: mixtures of several sources, and the places of a step's sequences in microbatches and
+replicas.
 
-Mixtures -------- Sequence i of the mixture is a sequence of one source. A fixed schedule selects
-the source: over any first n sequences, each source has less than one sequence more or less than its
-share. It solves the chairman assignment problem (Tijdeman 1980, "The chairman assignment problem",
-Discrete Mathematics 32): at each place, of the sources that may be next, the one with the earliest
-deadline is next.
+Mixtures
+--------
+Sequence i of the mixture is a sequence of one source. A fixed schedule selects the source: over any first n sequences,
+each source has less than one sequence more or less than its share. It solves the chairman assignment problem (Tijdeman
+1980, "The chairman assignment problem", Discrete Mathematics 32): at each place, of the sources that may be next, the
+one with the earliest deadline is next.
 
-Balance ------- The places of a step's sequences follow from the work of attention. Replicas wait
-for each other in every layer, where FSDP gathers weights and reduces gradients. So a microbatch
-takes as long as the replica with the most pairs of a query and a key. The replica cost of a step is
-the sum over microbatches of the slowest replica's pairs, relative to the mean of the replicas; 1 is
-ideal. It is low if the sequences of a microbatch have similar numbers of pairs. All other work of a
-sequence is proportional to its tokens, padding included, and therefore equal.
+Balance
+-------
+The places of a step's sequences follow from the work of attention. Replicas wait for each other in every layer, where
+FSDP gathers weights and reduces gradients. So a microbatch takes as long as the replica with the most pairs of a query
+and a key. The replica cost of a step is the sum over microbatches of the slowest replica's pairs, relative to the mean
+of the replicas; 1 is ideal. It is low if the sequences of a microbatch have similar numbers of pairs. All other work of
+a sequence is proportional to its tokens, padding included, and therefore equal.
 
-A step has the same sequences in any order, and its loss and gradients are means over the global
-batch.
+A step has the same sequences in any order, and its loss and gradients are means over the global batch.
 """
 
 import functools

@@ -233,24 +233,23 @@ def complete_batch(
     """The arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
 
     Args:
-      batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens
-        of a document are contiguous, 0 is padding), "positions" (default: counted within each
-        document, where they increase, on from the prefix that it continues), "targets" (default:
-        the next token of the same document; any number where the loss weight is 0), and
-        "loss_weights" (default: 1, but 0 on padding and at each document's last token). Those of
-        post-training are in user_batches.py.
-      shape: the expected B (None: any) and S. where: names the batch in errors. dtypes: of the
-      arrays of the batch, see `array_dtypes`. absolute_positions: the model depends on more than
-      the differences of positions: they remain as they are. The
-        decoder does not, so its positions count from the first token of each document or of its
-        prefix.
+      batch: "tokens" is required; "segment_ids" (default: each sequence is one document; the tokens of a document are
+        contiguous, 0 is padding), "positions" (default: counted within each document, where they increase, on from the
+        prefix that it continues), "targets"
+        (default: the next token of the same document; any number where the loss weight is 0), and "loss_weights"
+        (default: 1, but 0 on padding and at each document's last token). Those of post-training are in
+        user_batches.py.
+      shape: the expected B (None: any) and S.
+      where: names the batch in errors.
+      dtypes: of the arrays of the batch, see `array_dtypes`.
+      absolute_positions: the model depends on more than the differences of positions: they remain as they are. The
+        decoder does not, so its positions count from the first token of each document or of its prefix.
     Returns:
       The arrays named in `dtypes`, [B, S].
     Raises:
-      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or
-        weighted target that is not in the vocabulary, a negative or infinite loss weight, a
-        document that is not contiguous, or positions that do not increase, or are S or more after
-        the first one.
+      UserError: the batch lacks "tokens", has an unknown array, a wrong shape or type, a token or weighted target that
+        is not in the vocabulary, a negative or infinite loss weight, a document that is not contiguous, or positions
+        that do not increase, or are S or more after the first one.
     """
     arrays = _arrays(batch, shape, where, dtypes)
     tokens = arrays[_REQUIRED]

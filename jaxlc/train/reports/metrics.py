@@ -1,24 +1,27 @@
-"""Metrics of a run: of steps in flight, on disk (WORKDIR/metrics.jsonl, one JSON object per line),
-for TensorBoard and for Weights & Biases, and as columns.
+"""Metrics of a run: of steps in flight, on disk (WORKDIR/metrics.jsonl, one JSON object per line), for TensorBoard and
+for Weights & Biases, and as columns.
 
-Rows ---- The rows of a step are written after its checkpoint is saved, since that may fail; so the
-checkpoint contains them. A run that resumes from it adds those that are missing and drops the later
-ones, so its file equals the file of an uninterrupted run. A row is passed to the operating system
-in one write, so killing the process truncates at most the last line.
+Rows
+----
+The rows of a step are written after its checkpoint is saved, since that may fail; so the checkpoint contains them. A
+run that resumes from it adds those that are missing and drops the later ones, so its file equals the file of an
+uninterrupted run. A row is passed to the operating system in one write, so killing the process truncates at most the
+last line.
 
-Time of a step -------------- Devices process steps in order. The time of a step is the time from
-the end of the step before it, or from its own dispatch if that is later, to its end. So it includes
-nothing that the host does while the devices are idle between two steps: evaluations, checkpoints,
-callbacks, the start and the end of a trace, and waiting for data. They have their own times (phases
-of `jaxlc.runtime.watchdog`).
+Time of a step
+--------------
+Devices process steps in order. The time of a step is the time from the end of the step before it, or from its own
+dispatch if that is later, to its end. So it includes nothing that the host does while the devices are idle between two
+steps: evaluations, checkpoints, callbacks, the start and the end of a trace, and waiting for data. They have their own
+times (phases of `jaxlc.runtime.watchdog`).
 
-A thread waits for each step and records its end. The thread of the loop cannot do so: it may fetch
-the metrics of a step long after its end, since the dispatch of the next step, a report or a
-callback may take any time.
+A thread waits for each step and records its end. The thread of the loop cannot do so: it may fetch the metrics of a
+step long after its end, since the dispatch of the next step, a report or a callback may take any time.
 
-Weights & Biases ---------------- Needs the package wandb: pip install -e '.[wandb]'. All calls to
-it are made in a thread, so that neither a slow server nor an error of the package delays or ends a
-run.
+Weights & Biases
+----------------
+Needs the package wandb: pip install -e '.[wandb]'. All calls to it are made in a thread, so that neither a slow server
+nor an error of the package delays or ends a run.
 """
 
 import contextlib
