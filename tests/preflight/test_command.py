@@ -21,7 +21,8 @@ if "--config.runtime.process_id=1" in sys.argv:
     versions, device_times = facts.versions, stragglers.device_times
     facts.versions = lambda driver: versions(driver) | {"NCCL": "2.18.1"}
     facts.free_host_bytes = lambda: 2**20
-    check.time = types.SimpleNamespace(time=lambda: time.time() + 60)
+    late = dict(time=lambda: time.time() + 60)
+    check.time = types.SimpleNamespace(**vars(time) | late)
 
     def slow_times(devices):
         times = device_times(devices)
