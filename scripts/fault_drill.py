@@ -58,7 +58,7 @@ from pathlib import Path
 
 from jaxlc.config import defaults
 from jaxlc.step.step import TrainStep
-from jaxlc.train.callbacks import StepProfiler
+from jaxlc.train.step_profiler import StepProfiler
 
 FAULT, OUT = os.environ.get("DRILL_FAULT", ""), Path(__file__).parent
 IS_VICTIM = os.environ.get("DRILL_VICTIM") == os.environ["JAX_PROCESS_ID"]

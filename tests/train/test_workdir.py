@@ -45,7 +45,7 @@ def test_train_beside_another_run_is_refused(tmp_path):
 def test_two_processes_beside_another_run_end(tmp_path):
     config = runs.write_config(tmp_path)
     config.write_text(
-        config.read_text() + "\nfrom jaxlc.train import workdir\nworkdir.LOCK_SECONDS = 1.0\n"
+        config.read_text() + "\nfrom jaxlc.train import stage\nstage.LOCK_SECONDS = 1.0\n"
     )
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run" / LOCK_FILE, pytest.fail):
