@@ -14,11 +14,12 @@ Arrays are global, for use under `jit`. t counts a tile's tokens on all ranks, a
 splits a sequence in layout order into tiles. dkv has the shape of kv in float32. JAX differentiates none of these
 functions: forward and backward are separate calls.
 
-A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j consists of sub-
-chunk j of lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks exchange heads for tokens, and the groups
-form a ring of size `outer`: inner is 1 for strategy ring, outer is 1 for ulysses. So a group has a block of J = 2 inner
-n sub-chunks in natural order. Of tile j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and
-J-1-p (the mirror image) in the block. Every tile then has the same work:
+A rank's chunks lo and hi (sharding/document_layout.py) are split into n sub-chunks each. Its tile j
+consists of sub-chunk j of lo and sub-chunk n-1-j of hi. Groups of `inner` neighboring ranks
+exchange heads for tokens, and the groups form a ring of size `outer`: inner is 1 for strategy ring,
+outer is 1 for ulysses. So a group has a block of J = 2 inner n sub-chunks in natural order. Of tile
+j, it has two sub-chunks of each of its ranks i: those with index p = i n + j and J-1-p (the mirror
+image) in the block. Every tile then has the same work:
 
     own block                  sub-chunk p attends to the p sub-chunks before it and causally to itself; so does J-1-p
     block of an earlier group  both sub-chunks attend to the first half of the block
