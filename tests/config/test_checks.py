@@ -414,3 +414,13 @@ def test_check_without_devices_accepts_a_mesh_that_does_not_divide_the_model():
         ).config.mesh.tensor
         == 3
     )
+
+
+def test_activations_of_a_shared_expert_can_be_saved():
+    config = defaults()
+    config.model.update(num_experts=4, experts_per_token=2, expert_ffn_dim=16, shared_ffn_dim=16)
+    config.memory.update(remat="full", save=("mlp_gate",))
+    assert load(config).memory.save == ("mlp_gate",)
+    config.model.shared_ffn_dim = 0
+    with pytest.raises(UserError, match="'mlp_gate'"):
+        load(config)

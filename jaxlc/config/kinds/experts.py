@@ -168,8 +168,9 @@ class ExpertsKind(FeedForward):
         return sizes.num_experts * (sizes.choice_bias + sizes.bias * entries)
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
-        """None: experts name no activations, and those of the shared expert are not counted."""
-        return {}
+        """Activations of the shared expert; experts name none."""
+        width = layer.section(ExpertsConfig).shared_ffn_dim
+        return dict.fromkeys(self.saved, float(itemsize * width)) if width else {}
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         sizes = layer.section(ExpertsConfig)
