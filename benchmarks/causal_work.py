@@ -11,13 +11,13 @@ TILE = 128
 
 
 def computed_pairs(num_tokens: int, context: int, num_queries: int, num_keys: int) -> list[int]:
-    """Pairs that one causal kernel call computes on each rank, in whole tiles. The sequence is one
-    document.
+    """Pairs that one causal kernel call computes on each rank, in whole tiles. The sequence is one document.
 
     Args:
-      num_tokens: sequence length over all ranks. context: number of ranks. num_queries: queries of
-      the call: those of one rank, or those of a group of ranks after an all-to-all. num_keys: keys
-      of the call: num_queries (the same tokens) or num_tokens (the whole sequence).
+      num_tokens: sequence length over all ranks.
+      context: number of ranks.
+      num_queries: queries of the call: those of one rank, or those of a group of ranks after an all-to-all.
+      num_keys: keys of the call: num_queries (the same tokens) or num_tokens (the whole sequence).
     """
     num_blocks = num_tokens // num_queries
     order_RT = zigzag_order(num_tokens, num_blocks).reshape(num_blocks, num_queries)

@@ -23,8 +23,8 @@ from jaxlc.simulate.interval import TIME_SCALE
 
 TABLES = ("ablation", "baselines", "max_seq_len")
 PLOT = "memory_longest.png"
-# Maximum sequence lengths of an 8B Llama on H100s with 80 GB, as reported by DeepSpeed ALST (Bekman
-# et al. 2025, arXiv:2506.13996), UPipe, and TRL (Qwen3 8B): (GPUs, tokens).
+# Maximum sequence lengths of an 8B Llama on H100s with 80 GB, as reported by DeepSpeed ALST (Bekman et al. 2025,
+# arXiv:2506.13996), UPipe, and TRL (Qwen3 8B): (GPUs, tokens).
 REPORTED = {
     "ALST": ((1, 500_000), (8, 3_700_000), (32, 15_000_000)),
     "UPipe": ((8, 5_000_000),),

@@ -93,8 +93,7 @@ def program(run: PublishedRun, directory: Path | None = None) -> AnalyzedProgram
     """The step of `run`, AOT-compiled.
 
     Args:
-      directory: where compiled programs are kept as text; a program in it is not compiled again.
-        None: nowhere.
+      directory: where compiled programs are kept as text; a program in it is not compiled again. None: nowhere.
     """
     path = directory / f"{run.key}.hlo.gz" if directory else None
     if path is not None and path.exists():

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from jaxlc.train import Result
 
 WINDOW = 256
-# Tokens from an entry to the question. In zigzag order over 4 ranks, the rank of the last 512
-# tokens also has the first 512, which no distance reaches.
+# Tokens from an entry to the question. In zigzag order over 4 ranks, the rank of the last 512 tokens also has the first
+# 512, which no distance reaches.
 DISTANCES = (100, 200, 400, 700, 1500, 2500, 3300)
 # Name -> (label, color)
 VARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -119,12 +119,10 @@ def variant_row(name: str, result: "Result", num_examples: int) -> dict[str, Any
 
 
 def score(result: "Result", distance: int, num_examples: int) -> float:
-    """Percent of questions at the end of a sequence of full length whose number is the most
-    probable continuation.
+    """Percent of questions at the end of a sequence of full length whose number is the most probable continuation.
 
     Args:
-      distance: tokens from the only entry of a name to the question. Those that the sequence does
-        not contain give NaN.
+      distance: tokens from the only entry of a name to the question. Those that the sequence does not contain give NaN.
     """
     num_tokens = result.config.data.seq_len - 3  # length of the prompt; the others are the number
     if distance >= num_tokens:

@@ -23,8 +23,8 @@ def measure(
     """Times forward and backward of causal attention, as ring steps and as one call.
 
     Returns:
-      ring_seconds (all steps of all ranks) and whole_seconds (one call), the minimum over `repeats`
-      calls; their ratio ring_over_whole; seq_len and num_ranks.
+      ring_seconds (all steps of all ranks) and whole_seconds (one call), the minimum over `repeats` calls; their ratio
+      ring_over_whole; seq_len and num_ranks.
     """
     one_call = jax.jit(functools.partial(_one_call, kernel, spec))
     blocks = [_blocks(x, num_ranks) for x in (q_BTNH, k_BTKH, v_BTKH)]
@@ -41,14 +41,12 @@ def measure(
 
 
 def run_rank(kernel: Kernel, spec: AttentionSpec, q_blocks, k_blocks, v_blocks, *, rank: int):
-    """Runs the steps of one rank of a causal ring, forward and then backward with `out` as the
-    cotangent.
+    """Runs the steps of one rank of a causal ring, forward and then backward with `out` as the cotangent.
 
     Args:
       q_blocks, k_blocks, v_blocks: the blocks of all ranks, in zigzag order.
     Returns:
-      out_btnH, lse_bnt and dq_btnH of the rank, and per ring step the (dk, dv) of the block that it
-      used.
+      out_btnH, lse_bnt and dq_btnH of the rank, and per ring step the (dk, dv) of the block that it used.
     """
     num_ranks, q = len(q_blocks), q_blocks[rank]
     ring = RingState(kernel, spec, Ranks("", num_ranks), rank, None)

@@ -108,12 +108,11 @@ def cudnn_attention_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """One call of cuDNN's fused attention: (out_BTNH in q's dtype, lse_BNT float32).
 
-    The public `jax.nn.dot_product_attention` rounds the lse and discards its gradient, so it cannot
-    be used for blocks that are merged later.
+    The public `jax.nn.dot_product_attention` rounds the lse and discards its gradient, so it cannot be used for blocks
+    that are merged later.
 
     Args:
-      window: a query attends to itself and the window - 1 tokens before it. None: all earlier
-        tokens.
+      window: a query attends to itself and the window - 1 tokens before it. None: all earlier tokens.
 
     Private: `jax._src.cudnn.fused_attention_stablehlo`. Checked: JAX 0.10.1, 0.12.0.1.
     """
@@ -170,19 +169,16 @@ def cudnn_packed_forward(
     scale: float,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """One call of cuDNN's fused attention over B x M documents: (out_BTNH in q's dtype, lse [B x M,
-    N, T] float32).
+    """One call of cuDNN's fused attention over B x M documents: (out_BTNH in q's dtype, lse [B x M, N, T] float32).
 
-    Document i has the first T rows at most from element q_offsets[i] of q on, and the first S rows
-    at most from element kv_offsets[i] of k and v on. Rows of out and lse that belong to no document
-    are undefined. The primitives are called directly: JAX's wrapper computes offsets itself, for
-    grouped queries wrongly in 0.10.1, and in int32.
+    Document i has the first T rows at most from element q_offsets[i] of q on, and the first S rows at most from element
+    kv_offsets[i] of k and v on. Rows of out and lse that belong to no document are undefined. The primitives are called
+    directly: JAX's wrapper computes offsets itself, for grouped queries wrongly in 0.10.1, and in int32.
 
     Args:
-      q_lengths_BM, kv_lengths_BM: int32 [B, M], M > 1: number of queries and of keys of each
-      document, at most T and S. q_offsets, kv_offsets: int32 [B, M + 1], in elements. cuDNN reads
-      the first B x M + 1 of them, in row-major order. causal: query j of a document attends to its
-      first j + 1 keys. False: to all of its keys.
+      q_lengths_BM, kv_lengths_BM: int32 [B, M], M > 1: number of queries and of keys of each document, at most T and S.
+      q_offsets, kv_offsets: int32 [B, M + 1], in elements. cuDNN reads the first B x M + 1 of them, in row-major order.
+      causal: query j of a document attends to its first j + 1 keys. False: to all of its keys.
 
     Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
     """
@@ -208,12 +204,10 @@ def cudnn_packed_backward(
     scale: float,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One call of cuDNN's backward over B x M documents: (dq, dk, dv) in q's dtype, without the
-    gradient of the lse.
+    """One call of cuDNN's backward over B x M documents: (dq, dk, dv) in q's dtype, without the gradient of the lse.
 
     Args:
-      lse: [B x M, N, T] float32, of each document. The other arguments and undefined rows as in
-        `cudnn_packed_forward`.
+      lse: [B x M, N, T] float32, of each document. The other arguments and undefined rows as in `cudnn_packed_forward`.
 
     Private: as `cudnn_attention_forward`. Checked: JAX 0.10.1, 0.12.0.1.
     """

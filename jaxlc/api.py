@@ -35,19 +35,17 @@ def start(
 ) -> None:
     """Starts JAX on GPUs, or on simulated CPU devices. Call it before anything uses a device.
 
-    `jaxlc.train.run` starts JAX itself, with the settings of its config. Calling this again with
-    equal arguments has no effect.
+    `jaxlc.train.run` starts JAX itself, with the settings of its config. Calling this again with equal arguments has no
+    effect.
 
     Args:
       simulated_devices: 0, or the number of CPU devices to simulate, over all processes.
-      num_processes: more than 1: joins the processes of a run with `jax.distributed`. 0: from the
-      launcher (Slurm, Open
+      num_processes: more than 1: joins the processes of a run with `jax.distributed`. 0: from the launcher (Slurm, Open
         MPI, Kubernetes), and 1 without one; so are the next two by default.
       process_id: the index of this process, from 0.
       coordinator_address: host:port of process 0.
     Raises:
-      jaxlc.core.errors.UserError: JAX has already started with other settings, or a number is out
-      of range.
+      jaxlc.core.errors.UserError: JAX has already started with other settings, or a number is out of range.
     """
     config = RuntimeConfig(
         simulated_devices=simulated_devices,
@@ -112,35 +110,31 @@ def generate(
     chat: bool = False,
     chat_template: str = "",
 ) -> Generation | list[Generation]:
-    """Continues prompts of any length with a model, whose KV cache is split over the context and
-    tensor axes.
+    """Continues prompts of any length with a model, whose KV cache is split over the context and tensor axes.
 
-    All prompts are one batch; their lengths may differ. Every process of a run must make the same
-    call. Later calls with the same `Result` use the same compiled programs.
+    All prompts are one batch; their lengths may differ. Every process of a run must make the same call. Later calls
+    with the same `Result` use the same compiled programs.
 
     Args:
-      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of
-      `train.run` or `load`. prompts: one text, or a list of texts or of token ids [tokens]. Text is
-      encoded as in training, with
-        the start token of the run (data.start_token) or, for a Hugging Face directory, as
-        `transformers` does.
-      max_tokens: largest number of new tokens of each prompt. temperature: logits are divided by
-      it. 0: the token with the largest logit. top_p: sample from the smallest set of tokens with at
-      least this probability. stop: strings that end a continuation, besides the end-of-document
-      token of the tokenizer and the tokens that
+      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
+      prompts: one text, or a list of texts or of token ids [tokens]. Text is encoded as in training, with
+        the start token of the run (data.start_token) or, for a Hugging Face directory, as `transformers` does.
+      max_tokens: largest number of new tokens of each prompt.
+      temperature: logits are divided by it. 0: the token with the largest logit.
+      top_p: sample from the smallest set of tokens with at least this probability.
+      stop: strings that end a continuation, besides the end-of-document token of the tokenizer and the tokens that
         the generation_config.json of a pretrained model names, or its config.json.
       seed: of random sampling. A prompt's tokens do not depend on the other prompts or on the mesh.
-      step, mesh: as in `load`; only with a path. chunk_tokens: tokens of a prompt that are computed
-      at once. 0: 2,048 per context rank. stream: called with the index of a prompt and its new text
-      as soon as the text is known. chat: texts are messages of a user, in the chat template of the
-      model; answers end at its end-of-turn token. chat_template: with `chat`, replaces the template
-      of the model: "chatml", "llama3" or a Jinja file.
+      step, mesh: as in `load`; only with a path.
+      chunk_tokens: tokens of a prompt that are computed at once. 0: 2,048 per context rank.
+      stream: called with the index of a prompt and its new text as soon as the text is known.
+      chat: texts are messages of a user, in the chat template of the model; answers end at its end-of-turn token.
+      chat_template: with `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
     Returns:
-      The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list
-      of prompts.
+      The `Generation` of the prompt (text, tokens, log_probs, finish_reason), or a list for a list of prompts.
     Raises:
-      jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out
-      of range. jaxlc.core.errors.Unsupported: a custom model.
+      jaxlc.core.errors.UserError: the source cannot be read, a prompt is empty, or a value is out of range.
+      jaxlc.core.errors.Unsupported: a custom model.
     """
     # raises before the model is loaded
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
@@ -174,30 +168,30 @@ def evaluate(
 ) -> list[ScoreRow]:
     """Scores a model at chosen context lengths on its mesh; docs/evaluation.md.
 
-    Predictions are stored as they are made, so that an interrupted evaluation resumes. Every
-    process of a run must make the same call.
+    Predictions are stored as they are made, so that an interrupted evaluation resumes. Every process of a run must make
+    the same call.
 
     Args:
-      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of
-      `train.run` or `load`. out: directory of predictions and scores. None: `evals` in the workdir,
-      and runs/NAME/evals for a hub id. step, mesh: as in `load`; only with a path. report: called
-      with each score. chat_template: with the setting `chat`, replaces the template of the model:
-      "chatml", "llama3" or a Jinja file. settings: fields of `jaxlc.config.EvalsConfig`:
-        lengths: in tokens of the tokenizer, prompt and new tokens together. tasks: "needle" (the
-        default), "passkey", "loss", "ruler" (all its tasks), or names of RULER's tasks.
-        num_examples: of each task and length; of each depth, too; with "loss", the largest number
-        of documents. depths: of "needle" and "passkey", from 0 (start) to 1 (end of the text).
-        num_needles: of "needle": numbers in a text, of which one is asked for. haystack: files with
-        prose that fill the prompts. Empty: docstrings of Python's standard library. squad,
-        hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
-        documents, text_field: of "loss": paths in the formats of data.sources, and the field of
-        records with the text. context_limits: of "loss": numbers of tokens to which the context is
-        limited, for the gain of full context. chat: prompts are messages of a user, in the chat
-        template of the tokenizer or of data.chat_template. batch_size: examples that are computed
-        together. seed: of the examples.
+      source: the workdir of a run, a Hugging Face directory, a hub id, or the `Result` of `train.run` or `load`.
+      out: directory of predictions and scores. None: `evals` in the workdir, and runs/NAME/evals for a hub id.
+      step, mesh: as in `load`; only with a path.
+      report: called with each score.
+      chat_template: with the setting `chat`, replaces the template of the model: "chatml", "llama3" or a Jinja file.
+      settings: fields of `jaxlc.config.EvalsConfig`:
+        lengths: in tokens of the tokenizer, prompt and new tokens together.
+        tasks: "needle" (the default), "passkey", "loss", "ruler" (all its tasks), or names of RULER's tasks.
+        num_examples: of each task and length; of each depth, too; with "loss", the largest number of documents.
+        depths: of "needle" and "passkey", from 0 (start) to 1 (end of the text).
+        num_needles: of "needle": numbers in a text, of which one is asked for.
+        haystack: files with prose that fill the prompts. Empty: docstrings of Python's standard library.
+        squad, hotpotqa: the data sets of RULER's qa_1 and qa_2, without which they are not evaluated.
+        documents, text_field: of "loss": paths in the formats of data.sources, and the field of records with the text.
+        context_limits: of "loss": numbers of tokens to which the context is limited, for the gain of full context.
+        chat: prompts are messages of a user, in the chat template of the tokenizer or of data.chat_template.
+        batch_size: examples that are computed together.
+        seed: of the examples.
     Raises:
-      jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is
-      too small for a task,
+      jaxlc.core.errors.UserError: the source cannot be read, a value is out of range, a length is too small for a task,
         or `out` has predictions of other settings.
     """
     checked_settings, target = eval_settings(settings), local_path(out) if out else None
@@ -225,25 +219,23 @@ def export(
     max_shard_gb: float = 5.0,
     adapters: bool = False,
 ) -> Path:
-    """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and
-    returns its path.
+    """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
 
-    Models whose layers no supported family has are written with model_type "jaxlc", which jaxlc
-    alone opens. The directory has safetensors files, config.json, generation_config.json, and the
-    tokenizer files of the model that the run started from. Parameters are restored and written one
-    at a time. Call it in one process only. Adapters of LoRA are merged into the weights, unless
-    `adapters` is true.
+    Models whose layers no supported family has are written with model_type "jaxlc", which jaxlc alone opens.
+    The directory has safetensors files, config.json, generation_config.json, and the tokenizer files of the model that
+    the run started from. Parameters are restored and written one at a time. Call it in one process only. Adapters of
+    LoRA are merged into the weights, unless `adapters` is true.
 
     Args:
-      workdir: the directory that the run was given. out: the directory to write, which must not
-      exist or be empty. step: the checkpoint to export. None: the latest one. dtype: of the
-      weights, "bf16" or "fp32". max_shard_gb: size limit of a safetensors file in GB. adapters:
-      write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of
-      `peft`.
+      workdir: the directory that the run was given.
+      out: the directory to write, which must not exist or be empty.
+      step: the checkpoint to export. None: the latest one.
+      dtype: of the weights, "bf16" or "fp32".
+      max_shard_gb: size limit of a safetensors file in GB.
+      adapters: write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of `peft`.
     Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot
-      be written. jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the
-      model.
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
+      jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the model.
     """
     start_runtime(RuntimeConfig(num_processes=1))
 

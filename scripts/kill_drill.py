@@ -55,8 +55,8 @@ class Kill:
     """A SIGKILL of the run."""
 
     step: int
-    # "step": after this step; "save": inside the first save from this step on; "border": as stages
-    # start; "rollouts": after this step, before the rollouts of the next one are there
+    # "step": after this step; "save": inside the first save from this step on; "border": as stages start; "rollouts":
+    # after this step, before the rollouts of the next one are there
     place: str
 
 

@@ -16,9 +16,8 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 
-# Tests spend most of their time in compilation, not in the programs: the optimizer and, where it
-# can be switched off (JAX 0.10), the slower of XLA's two code generators for CPU fusions are off.
-# That makes compilation 3 times as fast.
+# Tests spend most of their time in compilation, not in the programs: the optimizer and, where it can be switched off
+# (JAX 0.10), the slower of XLA's two code generators for CPU fusions are off. That makes compilation 3 times as fast.
 FAST_COMPILATION = " ".join([
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",

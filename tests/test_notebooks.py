@@ -37,8 +37,8 @@ PRIVATE = re.compile(r"(?<![\w.:/<~-])/[\w.-]+/[\w.-]|0x[0-9a-f]{6,}")
 # a short one may be a part of a word
 HOSTNAME = re.compile(rf"\b{re.escape(socket.gethostname())}\b")
 
-# JAX does not write entries of the compilation cache atomically. It ignores an entry that another
-# process is writing, or was writing when it was killed.
+# JAX does not write entries of the compilation cache atomically. It ignores an entry that another process is writing,
+# or was writing when it was killed.
 INCOMPLETE_CACHE_ENTRY = re.compile(
     r".*Error reading persistent compilation cache entry .*incomplete or truncated stream\n( +warnings\.warn\(\n)?"
 )
@@ -48,8 +48,8 @@ PROGRESS_LINE = re.compile(r"^reading the prompt: .*(left|so far)\n", re.MULTILI
 # more than 20 CPU seconds
 HEAVY = {"extend_context", "hybrid", "long_context_chat", "own_model", "use_of_context"}
 
-# Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer
-# steps and less data. `make test-full` runs the notebooks as they are stored.
+# Texts of cells and what `make test` runs instead, because unoptimized programs are slow: fewer steps and less data.
+# `make test-full` runs the notebooks as they are stored.
 SHORTER = {
     "extend_context": {
         "steps=150, global_batch_size=16, eval_every_steps=0, eval_sequences=32": "steps=12, global_batch_size=4, "

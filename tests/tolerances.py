@@ -11,12 +11,12 @@ FLOAT32_LOSS = 1e-6
 # relative_norm_error of all gradients of a step, of sums in a different order: 6e-7 to 1.3e-6,
 # depending on the CPU.
 FLOAT32_GRADIENTS = 2e-6
-# Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 1.1e-5 between shared
-# prefixes and separate rows.
+# Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 1.1e-5 between shared prefixes and
+# separate rows.
 FLOAT32_DECAY_GRADIENT = 2e-5
-# bfloat16 has 8 bits of mantissa (a relative rounding error of 2^-9 = 0.002). Operands are rounded,
-# sums are float32: a few roundings for an attention output, and a few per layer for a parameter's
-# gradient. Neither depends on the number of ring steps.
+# bfloat16 has 8 bits of mantissa (a relative rounding error of 2^-9 = 0.002). Operands are rounded, sums are float32: a
+# few roundings for an attention output, and a few per layer for a parameter's gradient. Neither depends on the number
+# of ring steps.
 BFLOAT16_ATTENTION = 2e-2
 BFLOAT16_GRADIENT = 5e-2
 # float16 has 11 bits (a relative rounding error of 2^-12 = 0.00024), and as many roundings.

@@ -213,12 +213,10 @@ def _run_process(
     out: Path,
     deadline_seconds: float,
 ) -> int | None:
-    """Runs a part from a row on, or one row of it. An abnormal end becomes a row with the end of
-    its messages.
+    """Runs a part from a row on, or one row of it. An abnormal end becomes a row with the end of its messages.
 
     Returns:
-      The index of the row that ended the process; None if it ended normally, or before its first
-      row.
+      The index of the row that ended the process; None if it ended normally, or before its first row.
     """
     left_seconds = deadline_seconds - time.monotonic()
     if left_seconds < _MIN_SECONDS:

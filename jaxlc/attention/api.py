@@ -59,37 +59,34 @@ def attend(
     token_order: TokenOrder = "natural",
     return_lse: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention over a sequence split on a mesh axis. Works under `jit`, `grad`, `vmap` and
-    `jax.checkpoint`.
+    """Exact attention over a sequence split on a mesh axis. Works under `jit`, `grad`, `vmap` and `jax.checkpoint`.
 
-    Inside a `shard_map` over `context_axis`, arrays are local shards, and the ranks of the axis
-    hold consecutive parts of `token_order`. Elsewhere they are global arrays.
+    Inside a `shard_map` over `context_axis`, arrays are local shards, and the ranks of the axis hold consecutive parts
+    of `token_order`. Elsewhere they are global arrays.
 
     Args:
-      q_BTNH: queries, any float dtype. N must be a multiple of K. k_BSKH, v_BSKH: keys and values,
-      S == T. mesh: a mesh with axes of type Auto. None: only inside `shard_map`; kernels are chosen
-      for `jax.devices()[0]`. strategy: how the sequence is split: "ring", "all_gather", "ulysses"
-      or "hybrid" (not inside `shard_map`). kernel: "auto", or the name of a kernel, which then
-      never falls back to another one. causal: whether a query attends to its own and earlier
-      positions only. window: a query attends to itself and the window - 1 tokens before it;
-      requires causal. None: all earlier tokens. segment_ids: [B, T] int32. Tokens attend within
-      their own segment only; 0 is padding. The tokens of a segment must
-        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under
-        `jit`, are not checked, and the results for other segments are undefined. None: one segment.
-      ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the
-      context size. scale: multiplies q . k. None: 1/sqrt(H). sinks: [N], a logit per query head in
-      the denominator of the softmax, as in gpt-oss. None: no sinks. context_axis, batch_axes,
-      head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
+      q_BTNH: queries, any float dtype. N must be a multiple of K.
+      k_BSKH, v_BSKH: keys and values, S == T.
+      mesh: a mesh with axes of type Auto. None: only inside `shard_map`; kernels are chosen for `jax.devices()[0]`.
+      strategy: how the sequence is split: "ring", "all_gather", "ulysses" or "hybrid" (not inside `shard_map`).
+      kernel: "auto", or the name of a kernel, which then never falls back to another one.
+      causal: whether a query attends to its own and earlier positions only.
+      window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
+      segment_ids: [B, T] int32. Tokens attend within their own segment only; 0 is padding. The tokens of a segment must
+        be contiguous in natural order. This is checked for concrete arrays; traced arrays, as under `jit`, are not
+        checked, and the results for other segments are undefined. None: one segment.
+      ulysses_ranks: for "hybrid": number of neighboring ranks that exchange heads, a divisor of the context size.
+      scale: multiplies q . k. None: 1/sqrt(H).
+      sinks: [N], a logit per query head in the denominator of the softmax, as in gpt-oss. None: no sinks.
+      context_axis, batch_axes, head_axis: names of the mesh axes that split T, B and N. None: "data" and "fsdp" for
         B, "tensor" for N, as far as the mesh has them. Arrays are replicated over other axes.
-      token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which
-      saves an exchange. return_lse: also return the log-sum-exp of each query's scores, which is
-      differentiable, too.
+      token_order: of all arguments and results. "natural", or "zigzag" (`zigzag_order`), which saves an exchange.
+      return_lse: also return the log-sum-exp of each query's scores, which is differentiable, too.
     Returns:
-      out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32). Fully masked queries: 0,
-      and sink or -inf.
+      out_BTNH in q's dtype. With return_lse: (out_BTNH, lse_BNT float32). Fully masked queries: 0, and sink or -inf.
     Raises:
-      UserError: a shape does not split over the mesh, or a name is unknown. Unsupported: the
-      strategy or kernel does not support the problem; the message has the value and the limit. Or a
+      UserError: a shape does not split over the mesh, or a name is unknown.
+      Unsupported: the strategy or kernel does not support the problem; the message has the value and the limit. Or a
         segment is not contiguous.
     """
     call = _checked_call(mesh, strategy, kernel, causal, window, ulysses_ranks, scale, token_order)
@@ -206,24 +203,21 @@ def dot_product_attention(
     head_axis: str | None = None,
     strategy: str = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`jax.nn.dot_product_attention` over a sequence split on a mesh axis; arrays in natural token
-    order.
+    """`jax.nn.dot_product_attention` over a sequence split on a mesh axis; arrays in natural token order.
 
-    The results are equal up to rounding, with one exception: the residual of a query beyond its
-    length is -inf.
+    The results are equal up to rounding, with one exception: the residual of a query beyond its length is -inf.
 
     Args:
-      query: [B, T, N, H] or [T, N, H]. key, value: [B, S, K, H] or [S, K, H] with S == T, of the
-      dtype of query. bias, mask: must be None. query_seq_lengths, key_value_seq_lengths: int32 [B].
-      Either the same array for both, or query_seq_lengths alone
+      query: [B, T, N, H] or [T, N, H].
+      key, value: [B, S, K, H] or [S, K, H] with S == T, of the dtype of query.
+      bias, mask: must be None.
+      query_seq_lengths, key_value_seq_lengths: int32 [B]. Either the same array for both, or query_seq_lengths alone
         with is_causal=True.
-      local_window_size: (left, right): a query attends to the `left` tokens before it, itself and
-        the `right` tokens after it. An integer w is (w, w). right must be 0 unless is_causal=True,
-        which masks later tokens.
-      implementation: the kernel: None is "auto" of `attend`, "xla" is "blockwise", "cudnn" is
-      "cudnn". return_residual: also return the log-sum-exp [B, T, N] or [T, N], without gradient,
-      in the dtype of key. scale, mesh, context_axis, batch_axes, head_axis, strategy: see `attend`.
-      [T, N, H] is not split over batch axes.
+      local_window_size: (left, right): a query attends to the `left` tokens before it, itself and the `right` tokens
+        after it. An integer w is (w, w). right must be 0 unless is_causal=True, which masks later tokens.
+      implementation: the kernel: None is "auto" of `attend`, "xla" is "blockwise", "cudnn" is "cudnn".
+      return_residual: also return the log-sum-exp [B, T, N] or [T, N], without gradient, in the dtype of key.
+      scale, mesh, context_axis, batch_axes, head_axis, strategy: see `attend`. [T, N, H] is not split over batch axes.
     Returns:
       out of the shape and dtype of query, or (out, residual).
     Raises:

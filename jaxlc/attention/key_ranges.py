@@ -28,9 +28,8 @@ class TokenInfo(NamedTuple):
 
     positions_BT: jax.Array | None  # None: only if no mask is causal
     segments_BT: jax.Array | None  # None: one document, without padding
-    # The segment id of the prefix that a token's document continues, 0 if it continues none: its
-    # tokens attend to the whole prefix, too. Positions then count on from the prefix. None: no
-    # document continues another one.
+    # The segment id of the prefix that a token's document continues, 0 if it continues none: its tokens attend to the
+    # whole prefix, too. Positions then count on from the prefix. None: no document continues another one.
     prefixes_BT: jax.Array | None = None
 
     def map(self, function) -> "TokenInfo":

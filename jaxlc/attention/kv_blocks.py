@@ -63,8 +63,8 @@ class GroupState(NamedTuple):
     num_tiles: int
     subchunks_per_step: int  # divides half a block
     tile: jax.Array | int
-    # Keys of each half of each ring step's block for the group's queries, [ring steps, halves, b,
-    # s]; for a sliding window, see kv_blocks.py.
+    # Keys of each half of each ring step's block for the group's queries, [ring steps, halves, b, s]; for a sliding
+    # window, see kv_blocks.py.
     ranges: Any
 
     @property
@@ -306,9 +306,8 @@ class GroupState(NamedTuple):
         """Sends x to the next group; returns the x of the previous one.
 
         Args:
-          after: values that must be available before the transfer starts. Transfers run one at a
-            time, so one that overlaps with attention must not delay another that attention depends
-            on.
+          after: values that must be available before the transfer starts. Transfers run one at a time, so one that
+            overlaps with attention must not delay another that attention depends on.
         """
         size = self.outer.size
         if size == 1:

@@ -87,21 +87,20 @@ def make_tiled(
     kv_tokens_per_step: int | None = None,
     shared_prefixes: bool = False,
 ) -> "TiledAttention":
-    """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document
-    with mirrored pieces (`document_order`).
+    """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document with mirrored pieces
+    (`document_order`).
 
     Args:
-      tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the
-        heads of a rank after the exchange. With too many tiles, these are too few to occupy the
-        GPU.
-      num_kv_heads: K. window: a query attends to itself and the window - 1 tokens before it. None:
-      to all earlier tokens. scale: multiplies q . k. None: 1/sqrt(H). kv_tokens_per_step: limit of
-      the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
-        18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time
-        (estimated, at 600 TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see
-        `_max_kv_tokens`.
-      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order:
-        with mirrored pieces, a query would not reach all blocks of its prefix.
+      tiles: n. A kernel call has as many thread blocks as a sub-chunk has query blocks, times the heads of a rank after
+        the exchange. With too many tiles, these are too few to occupy the GPU.
+      num_kv_heads: K.
+      window: a query attends to itself and the window - 1 tokens before it. None: to all earlier tokens.
+      scale: multiplies q . k. None: 1/sqrt(H).
+      kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
+        18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
+        TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
+      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: with mirrored
+        pieces, a query would not reach all blocks of its prefix.
     Raises:
       Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
     """
@@ -182,14 +181,12 @@ class TiledAttention:
         """The mask as key ranges, once per training step.
 
         Args:
-          positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one
-          document. q_like: of `ShardedAttention.prepare`; not used, since each call has other
-          slices of the ranges. prefixes_BT: int32, with `shared_prefixes`; see
-          `key_ranges.TokenInfo`.
+          positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one document.
+          q_like: of `ShardedAttention.prepare`; not used, since each call has other slices of the ranges.
+          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`.
         Returns:
-          The ranges of each group's tokens over each half of the block of each ring step, [ring
-          steps, halves, B, S], or None for one document. With a sliding window, the result of
-          `window_exchange.prepare`.
+          The ranges of each group's tokens over each half of the block of each ring step, [ring steps, halves, B, S],
+          or None for one document. With a sliding window, the result of `window_exchange.prepare`.
         """
         if segments_BT is None and self.window is None:
             return None
@@ -305,8 +302,8 @@ class TiledAttention:
         """The gradients of `forward`'s out.
 
         Returns:
-          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of
-          the sinks, float32 (None without sinks).
+          dq_BtNH in q's dtype, dkv with this tile's contribution added, and this tile's gradient of the sinks, float32
+          (None without sinks).
         """
         group_of = self._group_with_kernel(q_BtNH, ranges)
 

@@ -84,8 +84,7 @@ def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Arra
     """An einsum that accumulates in float32 or wider, and returns that.
 
     Args:
-      dtype: of the factors. None, float32, float64: exact products; bfloat16: products of tensor
-        cores.
+      dtype: of the factors. None, float32, float64: exact products; bfloat16: products of tensor cores.
     """
     result = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
     if dtype is not None and jnp.finfo(dtype).bits < 32:
@@ -118,8 +117,8 @@ def states_of_groups(
     """As `entering_states`, [G, B, H, K, V], of fragments with any numbers of groups.
 
     Args:
-      maps: of all groups of this rank, arrays [G, B, ...]. fragment_GB: of
-      `document_fragments.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
+      maps: of all groups of this rank, arrays [G, B, ...].
+      fragment_GB: of `document_fragments.GroupTable`: the fragments 2 i and 2 i + 1 are the two of chain i.
     """
     return _states_of_groups(maps, fragment_GB, ranks, num_fragments)
 

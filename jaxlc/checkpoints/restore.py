@@ -117,15 +117,13 @@ def restore_params(
     only_these: bool = False,
     finite_params: bool = True,
 ):
-    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads
-    nothing else.
+    """The parameters in the checkpoint of `step`, with the shardings of `abstract_params`; reads nothing else.
 
     Args:
       only_these: `abstract_params` is a part of the tree of all parameters.
       finite_params: see `jaxlc.checkpoints.save.Checkpoints`.
     Raises:
-      UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or
-        infinite values.
+      UserError: the checkpoint cannot be read, or its parameters have other shapes, or NaN or infinite values.
     """
     path, target = directory / str(step), {"params": abstract_params}
     described, problem = on_every_process(lambda: read_checksums_and_shapes(path))
@@ -222,8 +220,8 @@ class StoredParams:
     ):
         """
         Args:
-          load_all: returns all parameters, with the base model. None: the checkpoint contains the
-            frozen parameters, and only those that are asked for are read.
+          load_all: returns all parameters, with the base model. None: the checkpoint contains the frozen
+            parameters, and only those that are asked for are read.
         """
         self._workdir, self._step, self._config, self._load_all = workdir, step, config, load_all
         model = config.model

@@ -94,9 +94,8 @@ class Storage:
         self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def _array_handler(self) -> ocp.PyTreeCheckpointHandler:
-        # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory
-        # first, which the step needs and which keeps its size. `StandardSave` writes the same
-        # files, but lacks this option.
+        # Without pinned staging: Orbax would copy every array to JAX's pool of pinned host memory first, which the step
+        # needs and which keeps its size. `StandardSave` writes the same files, but lacks this option.
         if not self._is_local:
             return ocp.PyTreeCheckpointHandler(enable_pinned_host_transfer=False)
         arrays = ocp.type_handlers.ArrayHandler(
@@ -267,12 +266,12 @@ class Checkpoints:
     ):
         """
         Args:
-          keep: number of latest checkpoints that are kept. keep_steps: steps whose checkpoints are
-          kept as well. keep_every: checkpoints of multiples of this step are kept as well; 0: none.
-          keep_best: number of checkpoints of each stage that are kept as well, those with the
-          lowest held-out losses. warn: called with one line for each damaged checkpoint that
-          `restore_latest` skips. finite_params: a checkpoint with NaN or infinite parameters is not
-          saved, and counts as damaged. False for
+          keep: number of latest checkpoints that are kept.
+          keep_steps: steps whose checkpoints are kept as well.
+          keep_every: checkpoints of multiples of this step are kept as well; 0: none.
+          keep_best: number of checkpoints of each stage that are kept as well, those with the lowest held-out losses.
+          warn: called with one line for each damaged checkpoint that `restore_latest` skips.
+          finite_params: a checkpoint with NaN or infinite parameters is not saved, and counts as damaged. False for
             custom models, whose parameters may be infinite.
           local_directory: of local checkpoints, which may be on a disk of each machine.
         """
@@ -300,16 +299,15 @@ class Checkpoints:
         return [] if self._local is None else self._local.steps()
 
     def save(self, step: int, state, meta: dict, *, is_local: bool = False) -> bool:
-        """Copies the state from the devices and returns; the checkpoint is written in the
-        background.
+        """Copies the state from the devices and returns; the checkpoint is written in the background.
 
-        If some arrays are in host memory, it returns when the checkpoint is committed. A saved step
-        is not saved again. Before, it waits for the checkpoint before.
+        If some arrays are in host memory, it returns when the checkpoint is committed. A saved step is not saved again.
+        Before, it waits for the checkpoint before.
 
         Args:
-          state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated
-          afterwards. meta: JSON values, among them `meta["config"]["model"]`, which
-          `restore_latest` compares. is_local: saves a local checkpoint.
+          state: a pytree of jax.Arrays, typed PRNG keys included. Its buffers may be donated afterwards.
+          meta: JSON values, among them `meta["config"]["model"]`, which `restore_latest` compares.
+          is_local: saves a local checkpoint.
         Returns:
           Whether the step was not saved before.
         Raises:
@@ -391,8 +389,8 @@ class Checkpoints:
         """Waits until the last checkpoint is committed.
 
         Args:
-          is_done: the run is complete, so its local checkpoints are deleted, and those that its
-            last evaluation has made superfluous.
+          is_done: the run is complete, so its local checkpoints are deleted, and those that its last evaluation has
+            made superfluous.
         """
         self.wait()
         if is_done:
@@ -437,19 +435,17 @@ class Checkpoints:
                 ) from error
 
     def restore_latest(self, target_of: Callable[[int], RestoreTarget]):
-        """Returns (state, meta) of the latest valid checkpoint, or None if there are no
-        checkpoints.
+        """Returns (state, meta) of the latest valid checkpoint, or None if there are no checkpoints.
 
-        Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can
-        be saved again. Local checkpoints are used if they are later than the others, and deleted if
-        they cannot be used.
+        Later checkpoints that are damaged are renamed to STEP.unreadable, so that their steps can be saved again. Local
+        checkpoints are used if they are later than the others, and deleted if they cannot be used.
 
         Args:
           target_of: returns the target of the checkpoint of a step.
 
         Raises:
-          UserError: the checkpoint has a different model or other trained parameters, or there are
-            checkpoints and none can be read.
+          UserError: the checkpoint has a different model or other trained parameters, or there are checkpoints and
+            none can be read.
         """
         local, shared = self._local_steps(), self._shared.steps()
         damaged: dict[int, str] = {}

@@ -44,8 +44,8 @@ class Flags(NodeFlags):
     # what is best: the fastest, the cheapest or the fewest GPUs, or the longest sequence that fits
     goal: Literal["fastest", "cheapest", "fewest_gpus", "longest"] = "fastest"
     model: str | None = None  # instead of --config: a preset, a Hugging Face directory or hub id
-    # times for packed sequences with these documents, as those of jaxlc plan: corpus, mix, or
-    # lengths such as 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
+    # times for packed sequences with these documents, as those of jaxlc plan: corpus, mix, or lengths such as
+    # 65536,1024x64 or tree:131072+8x8192. Empty: each sequence is one document.
     document_lengths: str = ""
     seq_len: str | None = None  # sequence length in tokens, such as 131072, 32K or 1M
     search_minutes: Above0[float] = 8.0  # time limit of the search

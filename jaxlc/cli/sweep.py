@@ -110,15 +110,14 @@ def _measured(config: Config, flags: Flags, out: Path) -> Ranking:
 def grid(config: Config, num_devices: int, flags: Flags) -> list[Point]:
     """All combinations of the values in the flags; logs the number of skipped duplicates.
 
-    With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is
-    skipped where context has no divisor that splits it into an all-to-all group and a ring: it
-    would equal ulysses or ring. The global batch size is that of `config`. Gradient accumulation
-    steps follow from the number of replicas, so that the microbatch per replica stays the same.
-    Points that the config checks reject are included.
+    With context=1 all strategies compile to the same program, so only the first is kept. Hybrid is skipped where
+    context has no divisor that splits it into an all-to-all group and a ring: it would equal ulysses or ring. The
+    global batch size is that of `config`. Gradient accumulation steps follow from the number of replicas, so that the
+    microbatch per replica stays the same. Points that the config checks reject are included.
 
     Raises:
-      UserError: an unknown name; no mesh of these axes has `num_devices` devices, or none of them
-        splits context for hybrid.
+      UserError: an unknown name; no mesh of these axes has `num_devices` devices, or none of them splits context for
+        hybrid.
     """
     for axis in flags.axes:
         hint_at(f"mesh.{axis}")  # raises for an unknown one

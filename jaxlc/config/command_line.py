@@ -191,14 +191,13 @@ def run_main(
     base: Base | None = None,
     interrupted: str = "interrupted",
 ) -> int:
-    """Parses `argv`, runs `main`, and returns the exit status: that of a UserError, 130 after
-    Ctrl-C.
+    """Parses `argv`, runs `main`, and returns the exit status: that of a UserError, 130 after Ctrl-C.
 
     The error, or the message of the interrupt, is printed as one line on stderr.
 
     Args:
-      flags, base: see `parse`. interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt
-      with a message replaces it.
+      flags, base: see `parse`.
+      interrupted: printed after Ctrl-C: what is kept. A KeyboardInterrupt with a message replaces it.
     """
 
     def run() -> int:
@@ -226,8 +225,7 @@ def parse(
       flags: the flags of the verb. A config is read if they are ConfigFlags.
       base: makes or changes the config by these flags, before overrides of settings are applied.
     Raises:
-      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or
-        fails.
+      UserError: an unknown flag or key, a value of the wrong type, a config file that is missing or fails.
     """
     values, overrides = _values(argv[1:], flags)
     parsed = flags(**values)
@@ -274,12 +272,10 @@ def _hints(flags: type[VerbFlags]) -> dict[str, Any]:
 def _values(
     arguments: Sequence[str], flags: type[VerbFlags]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flags by their names, and the settings by their paths. One with several values may be
-    repeated.
+    """The flags by their names, and the settings by their paths. One with several values may be repeated.
 
     Raises:
-      UserError: an unknown flag, an invalid value, or an argument without a name that is missing or
-        one too many.
+      UserError: an unknown flag, an invalid value, or an argument without a name that is missing or one too many.
     """
     hints, values, overrides = _hints(flags), dict[str, Any](), dict[str, Any]()
     words = iter(arguments)
@@ -344,8 +340,7 @@ def _hint(name: str, hints: Mapping[str, Any], flags: type[VerbFlags]) -> Any:
     """The type of a flag or setting.
 
     Raises:
-      UserError: there is none; the message names the nearest flag, or the new spelling of an old
-        one.
+      UserError: there is none; the message names the nearest flag, or the new spelling of an old one.
     """
     takes_config = issubclass(flags, ConfigFlags)
     if name.startswith(_SETTING) and takes_config:

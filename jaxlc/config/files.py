@@ -204,8 +204,8 @@ def read_config(name: str) -> ConfigDict:
     """The ConfigDict of a config file, to edit and pass to `jaxlc.train.run` or `jaxlc.plan.plan`.
 
     Args:
-      name: the name of a shipped config or the path of a file that ends in .py; both may be
-        followed by a colon and a variant: "256k", "256k:h100", "my/config.py:small".
+      name: the name of a shipped config or the path of a file that ends in .py; both may be followed by a colon and a
+        variant: "256k", "256k:h100", "my/config.py:small".
     Raises:
       UserError: no such config or variant, or the file fails.
     """

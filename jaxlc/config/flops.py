@@ -136,8 +136,8 @@ def step_flops(
     """Model FLOPs of forward and backward.
 
     Args:
-      num_tokens: of the step, padding included. num_pairs: pairs of a query and a key, summed over
-      the sequences of the step and over the layers.
+      num_tokens: of the step, padding included.
+      num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
     """
     mixing = float(_flops_per_pair(model)) * num_pairs + num_tokens * sum_over_layers(
         model, _flops_per_token

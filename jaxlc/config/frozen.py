@@ -36,8 +36,7 @@ class Config(RunConfig):
         """Model FLOPs of one optimizer step over all devices.
 
         Args:
-          num_pairs: pairs of a query and a key, summed over the sequences of the step and over the
-            layers.
+          num_pairs: pairs of a query and a key, summed over the sequences of the step and over the layers.
         """
         return step_flops(
             self.model, self.lora, self.train, num_tokens=self.tokens_per_step, num_pairs=num_pairs
@@ -106,8 +105,8 @@ class StageConfig:
     steps: int = 0  # optimizer steps of the stage; 0: derived from tokens
     # tokens of the stage, padding included, rounded up to whole steps; 0: derived from steps
     tokens: int = 0
-    # learning-rate schedule. new: that of the stage's optimizer settings, over its own steps, with
-    # its own warm-up. continue: the stage before started a schedule over the steps of both.
+    # learning-rate schedule. new: that of the stage's optimizer settings, over its own steps, with its own warm-up.
+    # continue: the stage before started a schedule over the steps of both.
     schedule: Literal["new", "continue"] = "new"
     # optimizer state at the start of the stage. carry: that of the stage before. reset: moments and
     # update count of 0.
@@ -115,9 +114,8 @@ class StageConfig:
     # gate: with a held-out loss above this limit at its end, in nats, the run stops before the next
     # stage. 0: none.
     max_eval_loss: float = 0.0
-    # gate: with a score of config.evals below its limit at its end, the run stops before the next
-    # stage; a list of TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for
-    # context_gain_N.
+    # gate: with a score of config.evals below its limit at its end, the run stops before the next stage; a list of
+    # TASK@LENGTH=SCORE, such as needle@65536=80, in percent, and in nats for context_gain_N.
     min_scores: tuple[str, ...] = ()
 
 

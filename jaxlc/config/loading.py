@@ -85,14 +85,13 @@ def read_template(path: Path, advice: str = ADVICE) -> str:
 
 
 def load(config: ConfigDict | Config, *, on_devices: bool = True) -> Config:
-    """Checks a config and freezes it. Missing settings get their defaults; a Config is checked
-    again.
+    """Checks a config and freezes it. Missing settings get their defaults; a Config is checked again.
 
     Args:
       on_devices: whether the mesh must divide the model and the sequences.
     Raises:
-      UserError: an unknown setting, a value of the wrong type or out of range, or two values that
-        contradict each other. The message is one line with the value and what to do.
+      UserError: an unknown setting, a value of the wrong type or out of range, or two values that contradict each
+        other. The message is one line with the value and what to do.
     """
     if not isinstance(config, ConfigDict | Config):
         raise UserError(

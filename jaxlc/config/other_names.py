@@ -8,8 +8,8 @@ import functools
 import re
 from collections.abc import Container
 
-# The end of an error message <- names of settings. A name with a dot counts only in a section of
-# that name, because its last part has several meanings.
+# The end of an error message <- names of settings. A name with a dot counts only in a section of that name, because its
+# last part has several meanings.
 _SETTINGS = """
 use config.optimizer.learning_rate <- lr peak_lr max_lr base_lr embedding_lr unembedding_lr matrix_lr
 use config.optimizer.schedule <- lr_scheduler lr_scheduler_type lr_decay_style lr_schedule lr_schedule_type scheduler

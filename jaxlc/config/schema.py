@@ -43,26 +43,23 @@ class MeshConfig:
 class AttentionConfig:
     """Attention across the context axis: strategy, mask and kernel."""
 
-    # how attention is computed for a sequence that is split over mesh.context. ring: K/V blocks are
-    # sent around a ring. all_gather: each rank gathers all K/V. ulysses: an all-to-all exchanges
-    # sequence for heads. hybrid: ulysses within groups of ulysses_degree ranks, ring between
-    # groups.
+    # how attention is computed for a sequence that is split over mesh.context. ring: K/V blocks are sent around a ring.
+    # all_gather: each rank gathers all K/V. ulysses: an all-to-all exchanges sequence for heads. hybrid: ulysses within
+    # groups of ulysses_degree ranks, ring between groups.
     strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
     # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
     ulysses_degree: From1[int] = 1
     # True: a query attends to keys of its own document only. False: to all earlier tokens of the
     # packed sequence.
     document_mask: bool = True
-    # with document_mask. True: each long document is split over the context ranks by itself, and
-    # short documents are assigned whole, so that all ranks have equal work. False: the packed
-    # sequence is split in zigzag order.
+    # with document_mask. True: each long document is split over the context ranks by itself, and short documents are
+    # assigned whole, so that all ranks have equal work. False: the packed sequence is split in zigzag order.
     document_sharding: bool = True
-    # documents may continue a prefix that they share: it is computed once, and its keys are sent
-    # once. For data.traces, and for batches of the caller with prefix_ids.
+    # documents may continue a prefix that they share: it is computed once, and its keys are sent once. For data.traces,
+    # and for batches of the caller with prefix_ids.
     shared_prefixes: bool = False
-    # attention kernel. auto: the fastest one that supports the mask, head size and device. A named
-    # kernel that does not support the case is an error. mosaic needs the extra `mosaic`, and auto
-    # never selects it.
+    # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
+    # support the case is an error. mosaic needs the extra `mosaic`, and auto never selects it.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
     # query block size of the pallas and blockwise kernels, in tokens
     query_block_tokens: From1[int] = 512
@@ -75,16 +72,16 @@ class OptimizerConfig:
     """AdamW with decoupled weight decay, after clipping of the global gradient norm."""
 
     learning_rate: float = 3e-4  # peak learning rate
-    # learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay
-    # in the last decay_steps. constant: no decay. linear: linear decay.
+    # learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay in the last
+    # decay_steps. constant: no decay. linear: linear decay.
     schedule: Literal["cosine", "wsd", "constant", "linear"] = "cosine"
     warmup_steps: int = 10  # steps of the linear warm-up from initial_learning_rate_ratio
     decay_steps: int = 0  # schedule wsd: steps of the final linear decay
-    # learning rate before the warm-up as a fraction of the peak, such as 0.1 to warm up again from
-    # the final learning rate of a cosine schedule.
+    # learning rate before the warm-up as a fraction of the peak, such as 0.1 to warm up again from the final learning
+    # rate of a cosine schedule.
     initial_learning_rate_ratio: From0UpTo1[float] = 0.0
-    # cosine, linear and wsd: final learning rate as a fraction of the peak. The schedule reaches it
-    # one step after the last step, as in transformers.
+    # cosine, linear and wsd: final learning rate as a fraction of the peak. The schedule reaches it one step after the
+    # last step, as in transformers.
     final_learning_rate_ratio: From0UpTo1[float] = 0.1
     # steps of the schedule, warm-up included; 0: train.steps. Stages set it.
     schedule_steps: int = 0
@@ -116,16 +113,14 @@ class PrecisionConfig:
 
     # auto: bf16 on GPU, fp32 on CPU
     compute: Literal["auto", "bf16", "fp32", "fp16", "fp8"] = "auto"
-    # data type in which the gradients of layer weights are summed over ranks. compute: that of
-    # `compute`, or bf16 with fp8; half the bytes of fp32. Those of the embedding and of the output
-    # head are always summed in float32.
+    # data type in which the gradients of layer weights are summed over ranks. compute: that of `compute`, or bf16 with
+    # fp8; half the bytes of fp32. Those of the embedding and of the output head are always summed in float32.
     reduce: Literal["compute", "fp32"] = "compute"
-    # data type in which frozen matrices are stored, without a float32 copy; they are those that
-    # train.trainable, train.frozen and lora.rank select.
+    # data type in which frozen matrices are stored, without a float32 copy; they are those that train.trainable,
+    # train.frozen and lora.rank select.
     frozen: Literal["bf16", "fp32"] = "bf16"
-    # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate,
-    # mlp_up, mlp_down; in layers of experts also expert_gate, expert_up, expert_down. The others
-    # use bf16.
+    # fp8: matrix products computed in 8 bits, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
+    # layers of experts also expert_gate, expert_up, expert_down. The others use bf16.
     fp8_matmuls: tuple[str, ...] = MATMUL_NAMES
     # fp8: indices of layers that use bf16 throughout, from 0, negative from the end; 0,-1 is
     # common.
@@ -153,11 +148,10 @@ class LoraConfig:
     alpha: Above0[float] = 32.0  # the output of an adapter is multiplied by alpha / rank
     # multiply it by alpha / sqrt(rank) instead (rsLoRA), which suits high ranks
     rslora: bool = False
-    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up,
-    # mlp_down; in gated_delta_net layers also delta_gate, delta_step, delta_decay, which are
-    # in_proj_z, _b and _a of Qwen 3.5; in layers of experts expert_gate, expert_up, expert_down, an
-    # adapter for each expert. mlp_gate, mlp_up and mlp_down are those of dense layers and of shared
-    # experts.
+    # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
+    # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5; in
+    # layers of experts expert_gate, expert_up, expert_down, an adapter for each expert. mlp_gate, mlp_up and mlp_down
+    # are those of dense layers and of shared experts.
     projections: tuple[str, ...] = MATMUL_NAMES
 
     @property
@@ -172,14 +166,14 @@ class MemoryConfig:
     and costs.
     """
 
-    # rematerialization (activation checkpointing) of each layer. none: all activations are saved.
-    # attention: only the layer input and the attention output are saved. matmuls: the results of
-    # matrix products are saved. full: only the layer input is saved.
+    # rematerialization (activation checkpointing) of each layer. none: all activations are saved. attention: only the
+    # layer input and the attention output are saved. matmuls: the results of matrix products are saved. full: only the
+    # layer input is saved.
     remat: Literal["none", "full", "attention", "matmuls"] = "attention"
     # number of layers recomputed together; only the input of the group is saved
     layers_per_remat_group: From1[int] = 1
-    # more tensors to save on the device, of residual, query, key, value, delta_states,
-    # attention_out, attention_lse, attention_projected, mlp_gate, mlp_up.
+    # more tensors to save on the device, of residual, query, key, value, delta_states, attention_out, attention_lse,
+    # attention_projected, mlp_gate, mlp_up.
     save: tuple[str, ...] = ()
     # tensors to save in pinned host memory instead of the device, same names as save
     offload: tuple[str, ...] = ()
@@ -187,15 +181,15 @@ class MemoryConfig:
     parameters: Literal["device", "host"] = "device"
     # memory of the optimizer moments; host: pinned memory
     optimizer: Literal["device", "host"] = "device"
-    # number of neighboring devices that form a node, on a mesh of several nodes: once per step each
-    # node gathers a copy of the weights in the compute dtype, from which its layers gather, and
-    # gradients cross nodes once per step. 0: no copy; layers gather from all devices.
+    # number of neighboring devices that form a node, on a mesh of several nodes: once per step each node gathers a copy
+    # of the weights in the compute dtype, from which its layers gather, and gradients cross nodes once per step. 0: no
+    # copy; layers gather from all devices.
     node_copy_devices: int = 0
-    # tokens per device that a layer processes at once; attention still uses all keys and values. A
-    # multiple of 2 x mesh.tensor that divides data.seq_len / mesh.context. 0: all tokens at once.
+    # tokens per device that a layer processes at once; attention still uses all keys and values. A multiple of
+    # 2 x mesh.tensor that divides data.seq_len / mesh.context. 0: all tokens at once.
     tile_tokens: int = 0
-    # tokens per device whose logits are computed at once. 0: 1024, 2048 or 4096, the largest whose
-    # logits take at most 4% of the device memory that the state leaves.
+    # tokens per device whose logits are computed at once. 0: 1024, 2048 or 4096, the largest whose logits take at most
+    # 4% of the device memory that the state leaves.
     loss_chunk_tokens: int = 1024
 
 
@@ -205,8 +199,8 @@ class RuntimeConfig:
 
     # number of CPU devices to simulate, over all processes; 0: use the real devices
     simulated_devices: int = 0
-    # number of processes of the run; more than 1 uses jax.distributed. 0: from the launcher (Slurm,
-    # Open MPI, Kubernetes, or JAX_NUM_PROCESSES; docs/clusters.md), and 1 without one.
+    # number of processes of the run; more than 1 uses jax.distributed. 0: from the launcher (Slurm, Open MPI,
+    # Kubernetes, or JAX_NUM_PROCESSES; docs/clusters.md), and 1 without one.
     num_processes: int = 0
     # index of this process, from 0 to num_processes - 1; -1: from the launcher
     process_id: FromMinus1[int] = -1
@@ -217,8 +211,8 @@ class RuntimeConfig:
     start_timeout_seconds: From1[int] = 300
     # a machine that the network does not reach for this time counts as failed
     heartbeat_seconds: From1[int] = 100
-    # a process whose phase, such as a step or a checkpoint, takes longer than this multiple of the
-    # median of its last durations ends with status 75; docs/reliability.md. 0: no watchdog.
+    # a process whose phase, such as a step or a checkpoint, takes longer than this multiple of the median of its last
+    # durations ends with status 75; docs/reliability.md. 0: no watchdog.
     watchdog_factor: ZeroOrAbove1[float] = 10.0
     # least deadline of the watchdog, and the limit for a process to answer
     watchdog_floor_seconds: From1[int] = 600
@@ -231,37 +225,35 @@ class RuntimeConfig:
     straggler_factor: Above1[float] = 1.5
     # target GPUs of this config, as NAME:DOMAINSxGPUS, such as h100:8x8; "": none
     topology: str = ""
-    # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that
-    # cannot be used is an error.
+    # how context-parallel sends and receives move between GPUs; docs/xla_flags.md. A named one that cannot be used is
+    # an error.
     transport: Literal["auto", "nccl", "nvshmem", "symmetric", "peer"] = "auto"
     # what happens if the compiled step uses another transport than the requested one.
     transport_mismatch: Literal["error", "warn"] = "error"
-    # size in bytes of the NVSHMEM heap on each GPU, which holds all NVSHMEM send and receive
-    # buffers. 0: NVSHMEM's default of 1 GiB.
+    # size in bytes of the NVSHMEM heap on each GPU, which holds all NVSHMEM send and receive buffers. 0: NVSHMEM's
+    # default of 1 GiB.
     nvshmem_heap_bytes: int = 0
-    # directory of JAX's persistent compilation cache, from which a later equal run loads its
-    # compiled programs. auto: JAX_COMPILATION_CACHE_DIR if it is set; otherwise
-    # $XDG_CACHE_HOME/jaxlc/xla for runs of one process, and none for several, which need a
-    # directory that all of them share. "": none.
+    # directory of JAX's persistent compilation cache, from which a later equal run loads its compiled programs. auto:
+    # JAX_COMPILATION_CACHE_DIR if it is set; otherwise $XDG_CACHE_HOME/jaxlc/xla for runs of one process, and none for
+    # several, which need a directory that all of them share. "": none.
     compilation_cache_dir: str = "auto"
-    # JAX's memory pool as a fraction of each GPU's memory. The rest is for NCCL, cuBLAS, the CUDA
-    # context and kernels. XLA_CLIENT_MEM_FRACTION in the environment takes precedence.
+    # JAX's memory pool as a fraction of each GPU's memory. The rest is for NCCL, cuBLAS, the CUDA context and kernels.
+    # XLA_CLIENT_MEM_FRACTION in the environment takes precedence.
     memory_fraction: Above0UpTo1[float] = 0.9
-    # size in GiB of the pool of pinned host memory of each GPU, allocated at once. 0: what the
-    # training state and the activations in host memory need. XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB in
-    # the environment takes precedence.
+    # size in GiB of the pool of pinned host memory of each GPU, allocated at once. 0: what the training state and the
+    # activations in host memory need. XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB in the environment takes precedence.
     pinned_host_gib: float = 0.0
     # GPU arrays may spill to host memory; for Grace Hopper and Grace Blackwell
     unified_memory: bool = False
-    # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of
-    # all GPUs take 90% of host memory in addition to GPU memory.
+    # JAX's memory pool as a multiple of GPU memory, with unified_memory. 0: so that the pools of all GPUs take 90% of
+    # host memory in addition to GPU memory.
     unified_memory_fraction: ZeroOrAbove1[float] = 0.0
     # use only GPU kernels whose results are equal in every run of the same compiled program;
     # slower, docs/xla_flags.md.
     deterministic: bool = False
-    # products of tokens with the experts that they are routed to; docs/experts.md. blocks: batched
-    # products of blocks of tokens, on all devices. mosaic: JAX's kernels for Hopper, in bf16, which
-    # no GPU has measured yet; a run compares them with blocks before it trains.
+    # products of tokens with the experts that they are routed to; docs/experts.md. blocks: batched products of blocks
+    # of tokens, on all devices. mosaic: JAX's kernels for Hopper, in bf16, which no GPU has measured yet; a run
+    # compares them with blocks before it trains.
     expert_kernel: Literal["blocks", "mosaic"] = "blocks"
     # compiler options for GPUs; docs/xla_flags.md.
     xla_preset: Literal[
@@ -287,10 +279,9 @@ class TrainConfig:
     # replica.
     gradient_accumulation_steps: From1[int] = 1
     seed: int = 0  # random seed of the initial parameters
-    # parameters to train, named as in the table of shardings that a run prints; * stands for any
-    # characters: *norm* is all norms. The other parameters are frozen: they have no gradients and
-    # no optimizer state. Adapters of LoRA are always trained. Empty: all parameters; with
-    # lora.rank, only the adapters.
+    # parameters to train, named as in the table of shardings that a run prints; * stands for any characters: *norm* is
+    # all norms. The other parameters are frozen: they have no gradients and no optimizer state. Adapters of LoRA are
+    # always trained. Empty: all parameters; with lora.rank, only the adapters.
     trainable: tuple[str, ...] = ()
     # parameters to freeze although train.trainable selects them; patterns as there
     frozen: tuple[str, ...] = ()
@@ -299,12 +290,11 @@ class TrainConfig:
     # coefficient of the loss that balances the load of experts; "router_aux_loss_coef" in
     # config.json; 0: none.
     balance_loss: float = 0.0
-    # the products of the balance loss. layers: of sums over all layers, as in transformers. layer:
-    # of each layer, as in Megatron-LM; the loss is their mean.
+    # the products of the balance loss. layers: of sums over all layers, as in transformers. layer: of each layer, as in
+    # Megatron-LM; the loss is their mean.
     balance_loss_over: Literal["layers", "layer"] = "layers"
-    # sigmoid router: what a step adds to the bias of an expert with fewer assignments than the
-    # mean, and subtracts from that of one with more (DeepSeek V3, arXiv:2412.19437, section 2.1.2;
-    # 0.001 there); 0: biases do not change.
+    # sigmoid router: what a step adds to the bias of an expert with fewer assignments than the mean, and subtracts from
+    # that of one with more (DeepSeek V3, arXiv:2412.19437, section 2.1.2; 0.001 there); 0: biases do not change.
     balance_bias_rate: float = 0.0
     # coefficient of the mean of log(Z)^2, Z the normalizer of the router; 0: none
     router_z_loss: float = 0.0
@@ -318,18 +308,16 @@ class TrainConfig:
     keep_checkpoints: From1[int] = 2  # number of latest checkpoints to keep
     # checkpoints of steps that are multiples of this number are kept as well; 0: none
     keep_every_steps: int = 0
-    # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It
-    # needs an evaluation at the step of each checkpoint; a checkpoint that waits for its evaluation
-    # is kept, too.
+    # number of checkpoints with the lowest held-out loss, in each stage, that are kept as well. It needs an evaluation
+    # at the step of each checkpoint; a checkpoint that waits for its evaluation is kept, too.
     keep_best_checkpoints: int = 0
-    # directory on a disk of each machine, or in its memory as /dev/shm/jaxlc, for local checkpoints
-    # with a period of their own: every process writes its own parts of the arrays there. A run
-    # resumes from the latest one that all processes have, on the same mesh, unless there is a later
-    # one in the workdir. "": none.
+    # directory on a disk of each machine, or in its memory as /dev/shm/jaxlc, for local checkpoints with a period of
+    # their own: every process writes its own parts of the arrays there. A run resumes from the latest one that all
+    # processes have, on the same mesh, unless there is a later one in the workdir. "": none.
     local_checkpoints: str = ""
     local_checkpoint_every_steps: int = 0  # steps between local checkpoints
-    # store frozen parameters in checkpoints. False: small checkpoints, which need the base model:
-    # model.init_from, or without it the initial values of train.seed. Their fingerprint is checked.
+    # store frozen parameters in checkpoints. False: small checkpoints, which need the base model: model.init_from, or
+    # without it the initial values of train.seed. Their fingerprint is checked.
     checkpoint_frozen: bool = True
     # steps between fetching metrics and writing a row of metrics.jsonl
     log_every_steps: From1[int] = 1
@@ -344,8 +332,8 @@ class ProfileConfig:
     # optimizer steps to trace, as FIRST:END without END: 10:13 traces steps 10, 11 and 12. "":
     # none.
     steps: str = ""
-    # xprof: jax.profiler writes a trace. nsys: calls cudaProfilerStart and cudaProfilerStop around
-    # the steps, for a run inside `nsys profile --capture-range=cudaProfilerApi`.
+    # xprof: jax.profiler writes a trace. nsys: calls cudaProfilerStart and cudaProfilerStop around the steps, for a run
+    # inside `nsys profile --capture-range=cudaProfilerApi`.
     tool: Literal["xprof", "nsys"] = "xprof"
     # processes that trace; each GPU's work is traced by its own process
     processes: Literal["first", "all"] = "first"
@@ -427,36 +415,33 @@ class SourceConfig:
     paths: tuple[str, ...] = ()
     # share of the tokens of a run, padding not counted. Shares are divided by their sum.
     share: float = 1.0
-    # packed: documents and remainders of long ones are packed into sequences. full_length: only
-    # documents of at least data.seq_len tokens, cut into sequences of one document each; remainders
-    # are not used.
+    # packed: documents and remainders of long ones are packed into sequences. full_length: only documents of at least
+    # data.seq_len tokens, cut into sequences of one document each; remainders are not used.
     pool: Literal["packed", "full_length"] = "packed"
-    # pool packed: documents are cut into chunks of at most this number of tokens before they are
-    # packed, such as 65536 in sequences of 524288. 0: data.seq_len.
+    # pool packed: documents are cut into chunks of at most this number of tokens before they are packed, such as 65536
+    # in sequences of 524288. 0: data.seq_len.
     chunk_tokens: int = 0
     min_tokens: int = 0  # shorter documents are not used; lengths include the end-of-document token
     max_tokens: int = 0  # longer documents are not used; 0: no limit
     # limits in tokens between length classes, increasing, for length_weights.
     length_limits: tuple[int, ...] = ()
-    # weight of the documents of each length class, one more than length_limits: 1,2.5 with
-    # length_limits=8192 repeats documents of at least 8192 tokens 2.5 times per epoch. 0: not used.
-    # Empty: 1.
+    # weight of the documents of each length class, one more than length_limits: 1,2.5 with length_limits=8192 repeats
+    # documents of at least 8192 tokens 2.5 times per epoch. 0: not used. Empty: 1.
     length_weights: tuple[float, ...] = ()
-    # documents longer than a sequence. cut: into several chunks. truncate: only the first
-    # data.seq_len tokens are used. drop: not used. auto: cut, and drop for chats.
+    # documents longer than a sequence. cut: into several chunks. truncate: only the first data.seq_len tokens are used.
+    # drop: not used. auto: cut, and drop for chats.
     overlong: Literal["auto", "cut", "truncate", "drop"] = "auto"
     # field of records that holds the document; dots name fields of fields, such as data.text.
     text_field: str = "text"
     # field of records that holds token IDs, such as input_ids, instead of text; "tokens" in .idx
     # files of Megatron-LM.
     token_field: str = ""
-    # field of records that holds a chat, rendered with the chat template. Only the answers of the
-    # assistant are trained on. Empty: that of chat_format, or no chats without chat_format.
+    # field of records that holds a chat, rendered with the chat template. Only the answers of the assistant are trained
+    # on. Empty: that of chat_format, or no chats without chat_format.
     chat_field: str = ""
-    # messages: a list of messages with role and content, in the field messages. sharegpt: a list of
-    # turns with from and value, in the field conversations. alpaca: the fields instruction, input
-    # and output. completion: the fields prompt and completion, texts or lists of messages. Empty:
-    # messages.
+    # messages: a list of messages with role and content, in the field messages. sharegpt: a list of turns with from and
+    # value, in the field conversations. alpaca: the fields instruction, input and output. completion: the fields prompt
+    # and completion, texts or lists of messages. Empty: messages.
     chat_format: Literal["", "messages", "sharegpt", "alpaca", "completion"] = ""
     # chats: weight of a token of an answer. token: 1. answer: the same sum for each answer, 1 on
     # average.
@@ -474,22 +459,20 @@ class SourceConfig:
 class DataConfig:
     """Text sources, tokenizer and packing into sequences."""
 
-    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl,
-    # .jsonl.gz, .jsonl.zst, .parquet and .arrow files; "python-stdlib", the sources of Python's
-    # standard library; or "phone-book", documents of data.seq_len words that repeat numbers.
+    # files, directories or glob patterns, separated by commas, of .txt, .py, .md, .rst, .jsonl, .jsonl.gz, .jsonl.zst,
+    # .parquet and .arrow files; "python-stdlib", the sources of Python's standard library; or "phone-book", documents
+    # of data.seq_len words that repeat numbers.
     sources: tuple[str, ...] = ("python-stdlib",)
-    # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields
-    # of a source with config.data.mixture.NAME.FIELD; a new NAME adds a source.
+    # named sources with shares of the tokens, instead of data.sources; docs/data.md. Set the fields of a source with
+    # config.data.mixture.NAME.FIELD; a new NAME adds a source.
     mixture: tuple[SourceConfig, ...] = ()
-    # files, directories or glob patterns of traces, instead of data.sources: prompts with their
-    # answers, for supervised fine-tuning of several answers and for config.posttrain;
-    # docs/post_training.md.
+    # files, directories or glob patterns of traces, instead of data.sources: prompts with their answers, for supervised
+    # fine-tuning of several answers and for config.posttrain; docs/post_training.md.
     traces: tuple[str, ...] = ()
     # what happens to traces longer than a sequence
     overlong_traces: Literal["error", "drop", "truncate"] = "error"
-    # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains
-    # one, or a hub id ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or
-    # bytes without it.
+    # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
+    # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
     tokenizer: str = "bytes"
     # text of the token that ends each document, such as <|im_end|>. Empty: chosen from the special tokens of the
     # tokenizer, such as <|end_of_text|>, <|endoftext|> or </s>, or its eos_token.
@@ -509,14 +492,14 @@ class DataConfig:
     # number of records of a source, without a document that can be used, that are skipped with a
     # warning.
     max_bad_records: int = 0
-    # template of chats: "chatml", "llama3", a Jinja file, or its text. Empty: that of the run in
-    # model.init_from, or of the tokenizer.
+    # template of chats: "chatml", "llama3", a Jinja file, or its text. Empty: that of the run in model.init_from, or of
+    # the tokenizer.
     chat_template: str = ""
-    # fraction of documents held out for evaluation, selected by a hash of their names. With too few
-    # documents, this fraction of the longest one, at its end.
+    # fraction of documents held out for evaluation, selected by a hash of their names. With too few documents, this
+    # fraction of the longest one, at its end.
     eval_fraction: Between0And1[float] = 0.05
-    # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has
-    # no effect. Empty: eval_fraction of data.sources.
+    # sources for evaluation, as data.sources. Their files are not trained on, and eval_fraction has no effect. Empty:
+    # eval_fraction of data.sources.
     eval_sources: tuple[str, ...] = ()
     seed: int = 0  # random seed of the order of sequences
     cache_dir: str = "~/.cache/jaxlc"  # directory where tokenized corpora are stored
@@ -529,10 +512,9 @@ class DataConfig:
 class PosttrainConfig:
     """Preference and policy losses on traces: prompts with several answers; docs/post_training.md."""
 
-    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers.
-    # grpo: the clipped policy gradient; the mean over answers of the mean over their tokens. dapo:
-    # the mean over all tokens of the step. dr_grpo: the sum over tokens, divided by
-    # max_answer_tokens and the number of answers.
+    # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. grpo: the clipped
+    # policy gradient; the mean over answers of the mean over their tokens. dapo: the mean over all tokens of the step.
+    # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers.
     loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo"] = ""
     # policy losses: ratios of probabilities are clipped at 1 - clip_low
     clip_low: From0Below1[float] = 0.2
@@ -541,16 +523,15 @@ class PosttrainConfig:
     ratio: Literal["token", "sequence"] = "token"
     # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
     kl: float = 0.0
-    # the reference model of dpo and kl. record: its log-probabilities are in the field
-    # reference_log_probs of the records. base: the model without the adapters of LoRA, which takes
-    # one more forward pass, but no other weights. model: that of reference_model, whose weights are
-    # in pinned host memory; one more forward pass.
+    # the reference model of dpo and kl. record: its log-probabilities are in the field reference_log_probs of the
+    # records. base: the model without the adapters of LoRA, which takes one more forward pass, but no other weights.
+    # model: that of reference_model, whose weights are in pinned host memory; one more forward pass.
     reference: Literal["record", "base", "model"] = "record"
-    # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a
-    # model with the same settings. Empty: model.init_from.
+    # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
+    # settings. Empty: model.init_from.
     reference_model: str = ""
-    # policy losses: the old log-probabilities. policy: from the training forward, so that all
-    # ratios are 1. record: from the field old_log_probs of the records.
+    # policy losses: the old log-probabilities. policy: from the training forward, so that all ratios are 1. record:
+    # from the field old_log_probs of the records.
     old_log_probs: Literal["policy", "record"] = "policy"
     # policy losses: advantages of rewards are divided by their standard deviation in the group;
     # False: only centered.
@@ -578,9 +559,8 @@ class PosttrainConfig:
 class RolloutsConfig:
     """Traces that are made while training: a file for each step; docs/post_training.md."""
 
-    # model: the policy answers prompts before each step, on the mesh of the run. files: another
-    # program writes files in the format of data.traces, for which training waits. Empty: no
-    # rollouts.
+    # model: the policy answers prompts before each step, on the mesh of the run. files: another program writes files in
+    # the format of data.traces, for which training waits. Empty: no rollouts.
     source: Literal["", "model", "files"] = ""
     # of the files STEP.jsonl, the first of which is 1.jsonl. Empty: WORKDIR/rollouts
     directory: str = ""
@@ -595,14 +575,13 @@ class RolloutsConfig:
     max_tokens: From1[int] = 256  # model: longer answers are truncated
     # model: sample from the smallest set of tokens with at least this probability
     top_p: Above0UpTo1[float] = 1.0
-    # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with
-    # two texts and the record of the prompt; it returns a number.
+    # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with two texts and the
+    # record of the prompt; it returns a number.
     reward: str = ""
     # model: the run ends if a call of the reward takes longer; 0: no limit
     reward_seconds: float = 60.0
-    # files: steps between exports of the weights, or of the adapters with LoRA, to
-    # WORKDIR/exported/STEP, for the program that makes the rollouts; a multiple of
-    # train.checkpoint_every_steps. 0: none.
+    # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the
+    # program that makes the rollouts; a multiple of train.checkpoint_every_steps. 0: none.
     export_every_steps: int = 0
     # called with the directory after each export; its failure ends the run
     export_command: str = ""

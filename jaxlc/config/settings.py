@@ -72,8 +72,7 @@ def hint_at(path: str) -> Any:
     """The declared type at a path: int for "mesh.context", SourceConfig for "data.mixture.books".
 
     Raises:
-      SettingError: there is no such setting, and the message names the nearest one; or a stage
-        cannot change it.
+      SettingError: there is no such setting, and the message names the nearest one; or a stage cannot change it.
     """
     names = new_path(path).split(".") if path else []
     hint: Any = Config
@@ -233,12 +232,10 @@ def converted(path: str, value: Any) -> Any:
 
 
 def set_at(tree: Any, path: str, value: Any) -> None:
-    """Sets the value at a path such as "data.mixture.books.share" in nested dictionaries; a new
-    NAME adds a source.
+    """Sets the value at a path such as "data.mixture.books.share" in nested dictionaries; a new NAME adds a source.
 
     Raises:
-      SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as
-        `converted`.
+      SettingError: there is no such setting or stage; in `jaxlc.config.defaults()` also as `converted`.
     """
     if not path:
         raise SettingError(_unknown(Config, "", path))
@@ -299,12 +296,10 @@ class Settings(ConfigDict):
         super().__setitem__(key, value)
 
     def __getattr__(self, attribute: str) -> Any:
-        """The value. Where none is set: the name or a default of a source or stage, no stages, or
-        an empty section.
+        """The value. Where none is set: the name or a default of a source or stage, no stages, or an empty section.
 
         Raises:
-          SettingError: there is no such setting or source, or the stage takes the value from the
-            config.
+          SettingError: there is no such setting or source, or the stage takes the value from the config.
         """
         if attribute in self.keys() or attribute.startswith("_"):
             return super().__getattr__(attribute)

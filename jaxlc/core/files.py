@@ -238,16 +238,15 @@ def locked(
     timeout_seconds: float = math.inf,
     on_unsupported: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Holds an advisory lock on the file `path`, which exists only while a process holds it or
-    waits for it.
+    """Holds an advisory lock on the file `path`, which exists only while a process holds it or waits for it.
 
-    The kernel releases the lock when its process ends, also if it is killed, so a file without a
-    process is no obstacle. On a file system without locks, processes do not wait.
+    The kernel releases the lock when its process ends, also if it is killed, so a file without a process is no
+    obstacle. On a file system without locks, processes do not wait.
 
     Args:
-      on_wait: called once with the name of the process that holds the lock, if this process has to
-      wait. timeout_seconds: the longest wait. on_unsupported: called if the file system has no
-      locks.
+      on_wait: called once with the name of the process that holds the lock, if this process has to wait.
+      timeout_seconds: the longest wait.
+      on_unsupported: called if the file system has no locks.
     Raises:
       LockHeld: another process still holds the lock after `timeout_seconds`.
       OSError: the file cannot be made.
@@ -358,12 +357,10 @@ def nearest_path(path: Path) -> Path | None:
 def file_inside(directory: Path, name: object) -> Path:
     """The file `name` of a directory that others may have written, such as a downloaded model.
 
-    A symbolic link may lead to another file of the directory, or, in the cache of the hub, of the
-    same model.
+    A symbolic link may lead to another file of the directory, or, in the cache of the hub, of the same model.
 
     Raises:
-      ValueError: the name has other parts than a file name, or the file is a link to a file
-        elsewhere.
+      ValueError: the name has other parts than a file name, or the file is a link to a file elsewhere.
     """
     if not isinstance(name, str) or name in ("", "..") or "\0" in name or Path(name).name != name:
         raise ValueError(f"{str(name)[:100]!r} is not the name of a file")
@@ -430,8 +427,8 @@ def full_disk_explained(directory: Path, kept: Callable[[], str]) -> Iterator[No
     """Raises an error that a full disk has caused as a DiskFullError with one sentence.
 
     Args:
-      directory: to which the block writes; an error that names its file is about the directory of
-      that file. kept: returns the end of the sentence: what is not lost, and how to continue.
+      directory: to which the block writes; an error that names its file is about the directory of that file.
+      kept: returns the end of the sentence: what is not lost, and how to continue.
     """
     try:
         yield

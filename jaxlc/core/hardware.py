@@ -35,30 +35,28 @@ class Efficiency(NamedTuple):
     backward: float
 
 
-# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any
-# work: 1.3 and 1.4 us in a CUDA graph, which XLA makes of chains of kernels; 3.6 and 5.3 us outside
-# of one (benchmarks/2026-11-26-h100.md).
+# Time of a kernel in addition to its products or bytes, so the period of a kernel with hardly any work: 1.3 and 1.4 us
+# in a CUDA graph, which XLA makes of chains of kernels; 3.6 and 5.3 us outside of one (benchmarks/2026-11-26-h100.md).
 KERNEL_GAP_SECONDS = 1.4e-6
-# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what
-# follows: 11 and 13 us, with the kernel of the predicate (as above).
+# The GPU is idle while the host reads the predicate of a loop or a conditional and launches what follows: 11 and 13 us,
+# with the kernel of the predicate (as above).
 SYNCHRONIZATION_SECONDS = 12e-6
-# The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450 GB/s on 8
-# H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards
-# per node (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200
-# (Azure/AI-benchmarking-guide).
+# The fraction of link bandwidth that large copies achieve: NCCL gets 370 of NVLink's 450
+# GB/s on 8 H100s (its author in github.com/NVIDIA/nccl-tests/issues/212), and 340 of 400 GB/s over 8 cards per node
+# (github.com/NVIDIA/nccl/issues/1218); 680 of 900 GB/s on GB200 (Azure/AI-benchmarking-guide).
 LINK_EFFICIENCY = 0.8
-# The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned
-# memory, one GPU at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6.
-# benchmarks/2026-11-26-h100.md: 55 GB/s from the host over PCIe 5.0.
+# The same for the host link: 52 of 63 GB/s over PCIe 5.0, 193 to 201 of 225 GB/s on GB200; pinned memory, one GPU
+# at a time. Azure/AI-benchmarking-guide, ND H200 v5 and ND GB200 v6. benchmarks/2026-11-26-h100.md: 55 GB/s from the
+# host over PCIe 5.0.
 HOST_LINK_EFFICIENCY = 0.83
 # Launch and first byte of a copy to or from host memory: assumed.
 HOST_LATENCY_SECONDS = 10e-6
 
 
-# memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs. NVLink:
-# half of the published total, which counts both directions. Network: the cards of NVIDIA's own
-# systems, from the datasheets named at each figure. [1] glennklockwood.com/garden/processors/h100
-# and /garden/peak-FLOPS, [2] .../processors/B200, both citing NVIDIA's
+# memory_bytes and memory bandwidth: XLA's own specs, xla/backends/gpu/target_config/specs.
+# NVLink: half of the published total, which counts both directions.
+# Network: the cards of NVIDIA's own systems, from the datasheets named at each figure.
+# [1] glennklockwood.com/garden/processors/h100 and /garden/peak-FLOPS, [2] .../processors/B200, both citing NVIDIA's
 #     papers; [3] verda.com/blog/gb300-nvl72-architecture. Secondary sources.
 DEVICES = (
     Device(

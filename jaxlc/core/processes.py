@@ -41,17 +41,16 @@ def run(
     environment: Mapping[str, str] | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Any] | None]:
-    """Yields (number of the call, value) for each value of `function(*call)`, as soon as there is
-    one.
+    """Yields (number of the call, value) for each value of `function(*call)`, as soon as there is one.
 
-    Closing the iterator kills the processes. The last value of a call may also be a UserError that
-    it raised, or `Died`; other exceptions end its process with a traceback.
+    Closing the iterator kills the processes. The last value of a call may also be a UserError that it raised, or
+    `Died`; other exceptions end its process with a traceback.
 
     Args:
-      function: a function of a module that returns an iterable; it, the calls and the values are
-      pickled. is_reused: a process runs further calls after the first one. environment: variables
-      of the processes, besides the variables of this one. is_over: called about twice a second;
-      when it is true, the processes are killed.
+      function: a function of a module that returns an iterable; it, the calls and the values are pickled.
+      is_reused: a process runs further calls after the first one.
+      environment: variables of the processes, besides the variables of this one.
+      is_over: called about twice a second; when it is true, the processes are killed.
     Yields:
       None if there was no value for half a second.
     """

@@ -73,8 +73,7 @@ def aligned(rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
     """One line per row, with columns of equal width.
 
     Args:
-      align: one letter per column, l or r; "": the first column to the left, the others to the
-        right.
+      align: one letter per column, l or r; "": the first column to the left, the others to the right.
     """
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table)]

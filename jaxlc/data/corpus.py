@@ -255,16 +255,14 @@ def open_corpus(
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
 ) -> Corpus:
-    """Reads and tokenizes the sources (once, then they are cached), splits them by document, and
-    packs them.
+    """Reads and tokenizes the sources (once, then they are cached), splits them by document, and packs them.
 
     Args:
       log: prints one line while the corpus is opened.
       tokenizer: of the config, if it is loaded already.
       vocab_size: of the model, which may lack tokens of the tokenizer; None: any token may occur.
     Raises:
-      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is
-        not in the model.
+      UserError: the sources, the tokenizer, the cache or data.seq_len cannot be used, or a token is not in the model.
     """
     tokenizer = tokenizer or tokenizer_of(config)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
@@ -297,8 +295,7 @@ class _StoreOpener:
         """The files to train on.
 
         Raises:
-          UserError: they do not exist, cannot contain `min_tokens` tokens, or `phone-book` cannot
-            be written.
+          UserError: they do not exist, cannot contain `min_tokens` tokens, or `phone-book` cannot be written.
         """
         named = [
             str(phone_book_file(self.config)) if path == PHONE_BOOK else path for path in paths

@@ -149,8 +149,7 @@ def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
     """What a run trains on; for rollouts of the policy, their prompts.
 
     Args:
-      log: prints one line while a corpus is opened, and lines about its progress are printed then,
-        too.
+      log: prints one line while a corpus is opened, and lines about its progress are printed then, too.
     Raises:
       UserError: as `data_sources.open`.
     """

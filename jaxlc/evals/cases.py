@@ -73,9 +73,9 @@ def needle_example(
     """A text in which the number of one name is asked.
 
     Args:
-      length: tokens of the prompt and of the new tokens together, which are not exceeded. depth: 0
-      .. 1, of the needle that is asked for, between two sentences of the text; other needles are
-      anywhere. num_needles: numbers of different names; at most 12.
+      length: tokens of the prompt and of the new tokens together, which are not exceeded.
+      depth: 0 .. 1, of the needle that is asked for, between two sentences of the text; other needles are anywhere.
+      num_needles: numbers of different names; at most 12.
     Raises:
       UserError: the length is too small.
     """

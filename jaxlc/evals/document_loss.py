@@ -113,8 +113,8 @@ def sum_documents(
     """The sums of one sequence.
 
     Args:
-      sequence: loss_weights, positions and segment_ids of its tokens, [S] each. losses_S: loss of
-      each token in nats, in the same order; used only where the loss weight is not 0.
+      sequence: loss_weights, positions and segment_ids of its tokens, [S] each.
+      losses_S: loss of each token in nats, in the same order; used only where the loss weight is not 0.
     """
     is_target = sequence["loss_weights"] > 0
     weights = sequence["loss_weights"][is_target].astype(np.float64)

@@ -62,16 +62,16 @@ class HarnessModel(TemplateLM):
     ):
         """
         Args:
-          path: workdir of a run, a Hugging Face directory, or a loaded `Result`. step: the
-          checkpoint of the run. None: the latest one. batch_size: requests that are computed
-          together. max_length: tokens of a request, of which longer ones lose the first; the window
-          of rolling log-likelihoods.
+          path: workdir of a run, a Hugging Face directory, or a loaded `Result`.
+          step: the checkpoint of the run. None: the latest one.
+          batch_size: requests that are computed together.
+          max_length: tokens of a request, of which longer ones lose the first; the window of rolling log-likelihoods.
             0: max_position_embeddings of a Hugging Face directory, data.seq_len of a run.
-          device: of PyTorch, which lm_eval always passes; it has no effect. chat_template: chatml,
-          llama3 or a Jinja file, used with --apply_chat_template. "": the template of the run
+          device: of PyTorch, which lm_eval always passes; it has no effect.
+          chat_template: chatml, llama3 or a Jinja file, used with --apply_chat_template. "": the template of the run
             or of the tokenizer.
-          seed: of sampling; each request has its own random numbers, in batches of any size.
-            --gen_kwargs seed=N goes first. None: the third number of --seed, as for the model `hf`.
+          seed: of sampling; each request has its own random numbers, in batches of any size. --gen_kwargs seed=N goes
+            first. None: the third number of --seed, as for the model `hf`.
           mesh: sizes of mesh axes, such as context=4. None: the mesh of the run.
         Raises:
           UserError: an unknown argument, or the model cannot be loaded.
@@ -97,8 +97,8 @@ class HarnessModel(TemplateLM):
         self.max_length = int(max_length) or _trained_length(self._result)
         self._is_primary = jax.process_index() == 0
         if not self._is_primary:
-            # lm_eval shares the requests out by `rank`, which stays 0. It reads this variable to
-            # find the process that reports.
+            # lm_eval shares the requests out by `rank`, which stays 0. It reads this variable to find the process
+            # that reports.
             os.environ["LOCAL_RANK"] = str(jax.process_index())
 
     @property

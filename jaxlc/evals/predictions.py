@@ -258,9 +258,9 @@ def run_case(
     """Generates the predictions that `directory` does not have yet, and scores all.
 
     Args:
-      identity: what the predictions depend on besides the case, such as the checkpoint; stored in
-      the first line. batch_size: examples that are generated together. replaces: predictions of
-      another identity are replaced.
+      identity: what the predictions depend on besides the case, such as the checkpoint; stored in the first line.
+      batch_size: examples that are generated together.
+      replaces: predictions of another identity are replaced.
     Raises:
       UserError: the file has predictions of another model or of other settings.
     """

@@ -91,8 +91,8 @@ class PromptEncoder:
         """The ids of a prompt, int32 [tokens].
 
         Args:
-          answer_prefix: the start of the answer, which the model continues; in a chat, after the
-            header of the assistant.
+          answer_prefix: the start of the answer, which the model continues; in a chat, after the header of the
+            assistant.
         """
         text = valid_unicode(text)
         prompt = text if self.template is None else Chat([dict(role="user", content=text)])
@@ -172,8 +172,8 @@ def generate_text(
     """Continues `prompts` with the model of `result`; see `jaxlc.generate`.
 
     Args:
-      frees_params: free the float32 parameters if the generator has them in another dtype. `result`
-        cannot be used afterwards.
+      frees_params: free the float32 parameters if the generator has them in another dtype. `result` cannot be used
+        afterwards.
     """
     if isinstance(prompts, np.ndarray) or any(isinstance(prompt, int) for prompt in prompts):
         raise UserError(

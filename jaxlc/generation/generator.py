@@ -74,14 +74,13 @@ class CachedDecoder:
         """Appends the new tokens to the cache.
 
         Args:
-          params: the tree of `decoder.init`, in the compute dtype or float32. cache: see
-          `CachedStep.abstract_cache`. Donate it, so that it is updated in place. tokens_BC: int32,
-          C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
-          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for
-          config.data.seq_len.
+          params: the tree of `decoder.init`, in the compute dtype or float32.
+          cache: see `CachedStep.abstract_cache`. Donate it, so that it is updated in place.
+          tokens_BC: int32, C a multiple of context x tensor; sequence b has new.num_new_B[b] tokens, then padding.
+          tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for config.data.seq_len.
         Returns:
-          Logits of the token after the last new one, float32 [B, V], of any value for a sequence
-          without new tokens; the cache with the new tokens.
+          Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
+          the cache with the new tokens.
         """
         shard, model = Sharder(self.mesh), self.config.model
         module = decoder.bind(params, model, self.config.lora)
@@ -248,13 +247,11 @@ class CachedStep:
         return decode_tokens(self.mesh)
 
     def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
-        """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of
-        two from 2, so that prompts of similar lengths use the same program, which is not the one of
-        a decoding step.
+        """Tokens of a chunk for prompts of up to `longest` tokens: `decode_tokens` times a power of two from 2, so that
+        prompts of similar lengths use the same program, which is not the one of a decoding step.
 
         Args:
-          chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0:
-            `CHUNK_TOKENS` per rank.
+          chunk_tokens: the largest number, unless the smallest chunk is larger; rounded up. 0: `CHUNK_TOKENS` per rank.
         """
         chunk_tokens = min(longest, chunk_tokens or CHUNK_TOKENS * self.mesh.shape[CONTEXT])
         # A rank receives the tokens that its layers reach from the rank before it only.
@@ -321,8 +318,8 @@ class Generator:
     ):
         """
         Args:
-          step: the training step of the model, for its config and mesh. params: the tree of
-          `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
+          step: the training step of the model, for its config and mesh.
+          params: the tree of `decoder.init`, sharded over the mesh; they are copied in the compute dtype.
           is_pretrained: see `Result.is_pretrained`; a continuation has the RoPE of its prompt.
         """
         self.config, self.mesh, self.tokenizer = step.config, step.mesh, tokenizer
@@ -364,15 +361,15 @@ class Generator:
 
         Args:
           prompts: token ids, int [tokens] each, at least one token; the lengths may differ.
-          max_tokens: the largest number of new tokens of each prompt. stop: strings that end a
-          continuation. stop_ids: token ids that end a continuation. indices: of the prompts among
-          the prompts of all calls; each has its own random numbers. None: 0, 1, ... chunk_tokens:
-          tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
-          stream: called with new text as soon as it is known. shows_progress: print lines on stderr
-          while long prompts are computed.
+          max_tokens: the largest number of new tokens of each prompt.
+          stop: strings that end a continuation.
+          stop_ids: token ids that end a continuation.
+          indices: of the prompts among the prompts of all calls; each has its own random numbers. None: 0, 1, ...
+          chunk_tokens: tokens of a prompt that are computed at once, over all context ranks. 0: 2,048 per rank.
+          stream: called with new text as soon as it is known.
+          shows_progress: print lines on stderr while long prompts are computed.
         Raises:
-          UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out
-            of range.
+          UserError: a prompt has no tokens, or an id that is not in the vocabulary; a number is out of range.
         """
         prompts = [self._checked(prompt) for prompt in prompts]
         for name, value, smallest in (

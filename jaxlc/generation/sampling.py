@@ -28,9 +28,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Iterable[int] = ()):
         self._decode, self._stop = tokenizer.decode, [text for text in stop if text]
         self._tokens = [int(token) for token in prompt]
-        # Tokens before `_end` are in the text, and those from `_start` give the context. The last
-        # character of the prompt may be incomplete: the characters of tokens before `_whole_end`
-        # are complete.
+        # Tokens before `_end` are in the text, and those from `_start` give the context. The last character of the
+        # prompt may be incomplete: the characters of tokens before `_whole_end` are complete.
         self._start, self._end = 0, len(self._tokens)
         ends = range(self._end, max(0, self._end - _CHARACTER_BYTES), -1)
         self._whole_end = next(
@@ -168,15 +167,14 @@ def choose_tokens(
     greedy: bool,
     scales_log_probs: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as
-    sampled).
+    """(tokens_B int32, their log-probabilities_B before top-p, float32, at temperature 1 or as sampled).
 
-    The random numbers depend on the seed, the index of the sequence and the position only, so that
-    a sequence gets the same tokens in any batch and on any mesh.
+    The random numbers depend on the seed, the index of the sequence and the position only, so that a sequence gets the
+    same tokens in any batch and on any mesh.
 
     Args:
-      logits_BV: float32. indices_B: int32 [2, B]: the index of each sequence among the prompts, and
-      the position of the token.
+      logits_BV: float32.
+      indices_B: int32 [2, B]: the index of each sequence among the prompts, and the position of the token.
     """
     log_probs_BV = jax.nn.log_softmax(logits_BV / temperature if scales_log_probs else logits_BV)
     if greedy:

@@ -1,8 +1,7 @@
 """Adapters of LoRA: merged into the weights, or written as a directory that `peft` opens.
 
 adapter_config.json        rank, alpha, the projections ("target_modules"), those of experts ("target_parameters"), and
-                           the modules that are trained themselves ("modules_to_save"), such as
-                           embeddings and norms
+                           the modules that are trained themselves ("modules_to_save"), such as embeddings and norms
 adapter_model.safetensors  lora_A [rank, in] and lora_B [out, rank] of each projection, and the trained modules, float32
 """
 
@@ -25,8 +24,8 @@ from jaxlc.hf.load import Layout, layouts_of, paths_of
 from jaxlc.models import decoder, lora
 from jaxlc.models.lora import LORA, frozen_names
 
-# The parameters of the module of experts in transformers 5, in the order in which peft wraps the
-# module, and the projections that are their columns.
+# The parameters of the module of experts in transformers 5, in the order in which peft wraps the module, and the
+# projections that are their columns.
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
 _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = (

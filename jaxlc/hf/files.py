@@ -276,11 +276,12 @@ class TensorWriter:
     ):
         """
         Args:
-          directory: exists, and has no safetensors files. shapes: name and shape of all tensors, in
-          their order in the files. dtype: of the files, a key of DTYPES; arrays are converted.
-          max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file
-          of its own. single_file: name of the file if there is only one. float32_names: tensors
-          that are float32 in any case.
+          directory: exists, and has no safetensors files.
+          shapes: name and shape of all tensors, in their order in the files.
+          dtype: of the files, a key of DTYPES; arrays are converted.
+          max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
+          single_file: name of the file if there is only one.
+          float32_names: tensors that are float32 in any case.
         """
         shapes = [*shapes]
         self._dtypes = {name: "F32" if name in float32_names else dtype for name, _ in shapes}

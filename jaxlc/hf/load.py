@@ -176,9 +176,8 @@ def load_params(
     """The parameters of the model in `directory`, and what this process read, for the start report.
 
     Args:
-      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host
-      memory. dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab"
-      may be larger than
+      abstract_params: shapes, dtypes and shardings of the parameters; shardings may be in host memory.
+      dims: the same tree; each leaf is a tuple of dimension names. The dimension "vocab" may be larger than
         `model.vocab_size`, and is padded with zeros.
       progress: called with the bytes of parameters done and in total.
     Raises:
@@ -208,14 +207,13 @@ def load_params(
 def open_files(
     directory: Path, family: Family, abstract_params: Any, dims: Any, *, model: ModelConfig
 ) -> tuple[TensorFiles, dict[str, Layout]]:
-    """The files of the model in `directory`, and the layouts of its parameters by path. Reads only
-    the headers.
+    """The files of the model in `directory`, and the layouts of its parameters by path. Reads only the headers.
 
     Args:
       abstract_params, dims, model: as `load_params`.
     Raises:
-      UserError: a file or tensor is missing, is damaged or has an unexpected shape. Unsupported: a
-      tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
+      UserError: a file or tensor is missing, is damaged or has an unexpected shape.
+      Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
     files.tensors = _joined(_of_language_model(files.tensors, family, model), family)

@@ -172,8 +172,7 @@ def flops_by_rank(
     Args:
       computed_pairs: pairs that a masked call computes; all other calls compute all pairs.
     Raises:
-      ValueError: a blockwise kernel; its number of queries and keys cannot be read from the program
-        text.
+      ValueError: a blockwise kernel; its number of queries and keys cannot be read from the program text.
     """
     flops: dict[Pass, list[float]] = defaultdict(lambda: [0.0] * num_ranks)
     for call, times in program.attention_calls:

@@ -229,8 +229,8 @@ def _mesh_groups(written: str, listed_ids: str) -> Groups:
     """`mesh['a'=8,'b'=2] {'a'}`: groups of the partitions that differ only in the axes in braces.
 
     Args:
-      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3)
-        {'a'}` or `([2,2]T(1,0)) {'a'}`; else empty.
+      listed_ids: the attribute after the mesh if the partitions are in another order, `(0,2,1,3) {'a'}` or
+        `([2,2]T(1,0)) {'a'}`; else empty.
     """
     text = f"{written}, device_ids={listed_ids}" if listed_ids else written
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}

@@ -61,8 +61,8 @@ class RMSNorm(nnx.Module):
     def __init__(self, *, epsilon: float, zero_centered: bool = False, **dims: int):
         """
         Args:
-          dims: names and sizes of the dimensions to norm, the last one "norm": `norm=D`, or
-            `heads=N, norm=H` for all heads together.
+          dims: names and sizes of the dimensions to norm, the last one "norm": `norm=D`, or `heads=N, norm=H` for all
+            heads together.
         """
         self.scale = nnx.Param(
             jnp.full(tuple(dims.values()), 0.0 if zero_centered else 1.0), dims=tuple(dims)

@@ -61,18 +61,16 @@ def attend_one(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one query per sequence over a layer of the KV cache, which is read in place.
 
-    On a GPU, the query heads that share a key/value head become rows of one query block, so that
-    each key is read once. The keys are split into parts, which are computed in parallel and merged
-    by their log-sum-exp (Flash-Decoding, Dao et al. 2023, pytorch.org/blog/flash-decoding). Each
-    part is a query block with its own key range. Kernels that cannot read a layer in place get its
-    keys and values in short blocks, one after the other.
+    On a GPU, the query heads that share a key/value head become rows of one query block, so that each key is read once.
+    The keys are split into parts, which are computed in parallel and merged by their log-sum-exp (Flash-Decoding, Dao
+    et al. 2023, pytorch.org/blog/flash-decoding). Each part is a query block with its own key range. Kernels that
+    cannot read a layer in place get its keys and values in short blocks, one after the other.
 
     Args:
       kernel: supports any key ranges.
       spec: not causal.
     Returns:
-      (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0
-      and -inf.
+      (out_B1NH, lse_BN1) over the first num_keys_B keys of layer `layer`, float32; without keys 0 and -inf.
     """
     (batch, _, num_heads, width), num_kv_heads = q_B1NH.shape, k_BLSKH.shape[3]
     q_BGKH = q_B1NH.reshape(batch, num_kv_heads, -1, width).swapaxes(1, 2)
@@ -138,20 +136,17 @@ _PER_RANK = PartitionSpec((*BATCH_AXES, CONTEXT))
 
 @dataclass(frozen=True, kw_only=True)
 class CachedAttention(CachedKernels):
-    """Attention of new tokens over the KV cache, context parallel, and the update of the cache;
-    under `jit`.
+    """Attention of new tokens over the KV cache, context parallel, and the update of the cache; under `jit`.
 
     A chunk of a prompt attends in two parts that are merged by their log-sum-exp:
 
         tokens of the chunk    causal, with the strategy and kernel of training, since padding comes last
         tokens in the cache    all queries of a sequence attend to all of them. Each rank computes the queries of the
-                               whole chunk against the keys that it stores. Queries and results are
-                               exchanged, which are much smaller than the cache ("pass-Q", Yang et
-                               al. 2024, arXiv:2411.01783).
+                               whole chunk against the keys that it stores. Queries and results are exchanged, which
+                               are much smaller than the cache ("pass-Q", Yang et al. 2024, arXiv:2411.01783).
 
-    In sliding layers each rank computes its own queries against the last tokens and those of the
-    chunk, in one call. In a decoding step, each rank computes the one query of each sequence
-    against the keys that it stores.
+    In sliding layers each rank computes its own queries against the last tokens and those of the chunk, in one call. In
+    a decoding step, each rank computes the one query of each sequence against the keys that it stores.
     """
 
     config: AttentionConfig
@@ -196,9 +191,10 @@ class CachedAttention(CachedKernels):
         """Appends the keys and values of the new tokens to layer `layer` of `cache`, and attends.
 
         Args:
-          q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which
-          splits C. sinks_N: float32; see attention/contract.py. None: no sinks. layer: index into
-          the second dimension of `cache`, int32. ranges: of `_ranges`.
+          q_BCNH, k_BCKH, v_BCKH: of a chunk of C tokens, a multiple of the context axis, which splits C.
+          sinks_N: float32; see attention/contract.py. None: no sinks.
+          layer: index into the second dimension of `cache`, int32.
+          ranges: of `_ranges`.
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """

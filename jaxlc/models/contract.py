@@ -113,8 +113,8 @@ class LayerOutput(NamedTuple):
     """The results of a layer."""
 
     x_BTD: jax.Array  # the residual stream
-    # Sums over the tokens by name, float32, for terms of the loss; dense layers have none. They add
-    # up over tiles, and are global arrays, so that XLA adds those of the ranks.
+    # Sums over the tokens by name, float32, for terms of the loss; dense layers have none. They add up over tiles, and
+    # are global arrays, so that XLA adds those of the ranks.
     sums: dict[str, jax.Array]
 
 

@@ -290,16 +290,14 @@ def apply(
     """Runs the decoder, under `jit`.
 
     Args:
-      tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a
-        multiple of context x tensor. If `context.run_layer` runs tiles, they are [n, B, t], and so
-        is the x that is returned.
+      tokens_BT, positions_BT: int32, both in the same sequence order, which may be any; T is a multiple of context x
+        tensor. If `context.run_layer` runs tiles, they are [n, B, t], and so is the x that is returned.
       fp8: which matrix products are in FP8; None: none.
       lora: the adapters that `params` contains.
     Returns:
-      x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D
-      of the final norm, float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V
-      padded and sharded over tensor; sums over the tokens that layers return, float32 [layers that
-      return it] by name.
+      x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
+      float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor; sums
+      over the tokens that layers return, float32 [layers that return it] by name.
     """
     shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
     joined = join(params.trainable, params.frozen)

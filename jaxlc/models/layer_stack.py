@@ -78,13 +78,11 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[LayerOutput, Any]:
         """Returns the output, and the prefetched weights (None without `prefetch`).
 
-        T of x_BTD is sharded over context and tensor; each block gathers its input over tensor
-        once.
+        T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
 
         Args:
-          positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts
-          these tokens. attend: from the first result of `Mixer.operands` to the first argument of
-          `Mixer.projected`.
+          positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts these tokens.
+          attend: from the first result of `Mixer.operands` to the first argument of `Mixer.projected`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
         input_BTD = self.attention_input(x_BTD, shard=shard)
@@ -196,8 +194,8 @@ class LayerContext(NamedTuple):
 
     # runs one layer, attention included; by the kind of the layer
     run_layer: Mapping[str, RunLayer]
-    # Passed to `run_layer` of the kind: the mask as key ranges, which attention prepares. None:
-    # each sequence is one document.
+    # Passed to `run_layer` of the kind: the mask as key ranges, which attention prepares. None: each sequence is one
+    # document.
     ranges: Mapping[str, Any]
     shard: Sharder
     remat: Remat

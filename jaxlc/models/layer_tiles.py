@@ -44,16 +44,15 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[LayerOutput, Any]:
-    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the
-    whole sequences.
+    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the whole sequences.
 
-    Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual,
-    attention_out and attention_lse.
+    Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual, attention_out and
+    attention_lse.
 
     Args:
-      ranges: what `contract.Tiles.prepare` of the kind returned. layer_type, attention: how the
-      layer computes; see `contract.Tiles`. saves_attention: whether the remat policy saves
-      attention_out and attention_lse; otherwise the backward pass
+      ranges: what `contract.Tiles.prepare` of the kind returned.
+      layer_type, attention: how the layer computes; see `contract.Tiles`.
+      saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
       The output with x_nBtD, and the prefetched weights (None without `prefetch`).
@@ -118,8 +117,8 @@ class TiledLayer:
         """The last scan of the forward pass, in which y overwrites x.
 
         Args:
-          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums,
-            chosen_Btk or None)). saved is (out,) or (out, lse) of attention, or None.
+          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums, chosen_Btk or None)). saved
+            is (out,) or (out, lse) of attention, or None.
           operands: arrays with one entry per tile.
         Returns:
           (the output, saved, chosen_nBtk, the prefetched weights)

@@ -149,8 +149,7 @@ def frozen_names(config: Config, names: Sequence[str]) -> frozenset[str]:
     Args:
       names: those of all parameters, as `models.lora.names_of` returns them.
     Raises:
-      UserError: a pattern matches no parameter, nothing is trained, or a projection with an adapter
-        is trained itself.
+      UserError: a pattern matches no parameter, nothing is trained, or a projection with an adapter is trained itself.
     """
     lora, train = config.lora, config.train
     own_names = [name for name in names if not is_adapter(name)]

@@ -138,12 +138,11 @@ def _num_contracted(subscripts: str) -> int:
 def fp8_product(
     x: jax.Array, w: jax.Array, history: jax.Array | None, num_contracted: int
 ) -> jax.Array:
-    """The FP8 product that contracts the last `num_contracted` dimensions of x with the first of w,
-    in the dtype of x.
+    """The FP8 product that contracts the last `num_contracted` dimensions of x with the first of w, in the dtype of x.
 
     Args:
-      history: float32 [3, steps] as in `History` for delayed scaling, None for current scaling; its
-        gradient is its next value.
+      history: float32 [3, steps] as in `History` for delayed scaling, None for current scaling; its gradient is its
+        next value.
     """
     return _forward_rule(x, w, history, num_contracted)[0]
 

@@ -209,9 +209,8 @@ class _PrefetchedLayers:
             (iteration, dx_BTD, weights, following), (backwards, dsums) = carry, operands
             dweights, dsums = [], [dsums] if is_one else dsums
             for index in reversed(range(len(self.runs))):
-                # A layer that is recomputed prefetches nothing in its forward: it is given weights
-                # of the same shapes, its own or those of the layer that the backward pass ran
-                # before it.
+                # A layer that is recomputed prefetches nothing in its forward: it is given weights of the same shapes,
+                # its own or those of the layer that the backward pass ran before it.
                 in_forward = weights if is_one else following
                 prefetch = Prefetch(in_forward, self._fetched(stacked, iteration, index - 1))
                 replace_argument_residuals(backwards[index], 1, [weights, shared, prefetch])
@@ -269,12 +268,11 @@ def _by_stack(trees: Sequence[Any], places: Sequence[Place]) -> dict[str, Any]:
 
 
 def layer_of(stack: jax.Array, *indices: jax.Array | int) -> jax.Array:
-    """`stack[indices]`; of an index past either end, the layer at that end, as `lax.dynamic_slice`
-    clamps it.
+    """`stack[indices]`; of an index past either end, the layer at that end, as `lax.dynamic_slice` clamps it.
 
     Args:
-      indices: int32 scalars; in a loop over stacks in host memory, loop counters plus or minus a
-        constant, or constants.
+      indices: int32 scalars; in a loop over stacks in host memory, loop counters plus or minus a constant, or
+        constants.
     """
     starts = (*indices, *(0 for _ in stack.shape[len(indices) :]))
     sizes = (*(1 for _ in indices), *stack.shape[len(indices) :])

@@ -58,14 +58,13 @@ def depends_on_length(model: ModelConfig) -> bool:
 def rope_tables(
     model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None
 ) -> RopeTables | None:
-    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None
-    for `nope`.
+    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None for `nope`.
 
     Args:
-      kind: as in `model.used_kinds`. rope_tokens: the length that dynamic_ntk and longrope choose
-      frequencies for: data.seq_len for all sequences of a
-        run, also shorter documents and longer prompts; the length of the text for a model that was
-        loaded from a Hugging Face directory. None: max_tokens.
+      kind: as in `model.used_kinds`.
+      rope_tokens: the length that dynamic_ntk and longrope choose frequencies for: data.seq_len for all sequences of a
+        run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
+        Hugging Face directory. None: max_tokens.
     """
     if model.attention_of(kind) == "nope":
         return None

@@ -40,20 +40,20 @@ def plan(
     document_lengths: str = "",
     starting: Callable[[str], None] = lambda description: None,
 ) -> Plan:
-    """Compiles the training step of `config` for GPUs such as "h100:8x8". No GPU is needed. Print
-    the result.
+    """Compiles the training step of `config` for GPUs such as "h100:8x8". No GPU is needed. Print the result.
 
     Args:
-      config: a ConfigDict or Config. topology: target GPUs, "GPU:DOMAINSxGPUS_PER_DOMAIN".
-      devices_per_process: GPUs per process. host_memory_gib: host memory of a node. None: a typical
-      value for nodes with these GPUs. advise: if the step does not fit, also compile it with other
-      settings, until some fit. constants: JSON file of measured constants for the estimates; see
-      `jaxlc.simulate.roofline`. evaluation: also compile the evaluation of held-out sequences, for
-      its peak memory. document_lengths: also estimate the step for packed sequences, since
-      attention depends on their documents:
-        "corpus" (the first sequences of config.data), "mix" (random: 60% of the tokens in documents
-        of an eighth of the sequence or more), or the lengths of one sequence's documents in tokens,
-        "65536,1024x64", in which "tree:8192+4x512" is a prefix that 4 documents continue.
+      config: a ConfigDict or Config.
+      topology: target GPUs, "GPU:DOMAINSxGPUS_PER_DOMAIN".
+      devices_per_process: GPUs per process.
+      host_memory_gib: host memory of a node. None: a typical value for nodes with these GPUs.
+      advise: if the step does not fit, also compile it with other settings, until some fit.
+      constants: JSON file of measured constants for the estimates; see `jaxlc.simulate.roofline`.
+      evaluation: also compile the evaluation of held-out sequences, for its peak memory.
+      document_lengths: also estimate the step for packed sequences, since attention depends on their documents:
+        "corpus" (the first sequences of config.data), "mix" (random: 60% of the tokens in documents of an eighth of
+        the sequence or more), or the lengths of one sequence's documents in tokens, "65536,1024x64", in which
+        "tree:8192+4x512" is a prefix that 4 documents continue.
       starting: called with a description of each program before it is compiled.
     Returns:
       A `Plan`: print it, show it in a notebook, or `save` it as an HTML page.
@@ -83,8 +83,7 @@ def plan(
 
 @checked
 def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
-    """Draws a mesh on the nodes and NVLink domains of its GPUs: which ranks communicate, and over
-    which links.
+    """Draws a mesh on the nodes and NVLink domains of its GPUs: which ranks communicate, and over which links.
 
     `Plan.mesh_figure` adds the bytes of the compiled step. Compiles nothing.
 
@@ -94,8 +93,8 @@ def mesh_figure(mesh: dict[str, int], topology: str) -> "Figure":
     Returns:
       A matplotlib Figure.
     Raises:
-      UserError: matplotlib is not installed, an axis or GPU is unknown, or the mesh and the
-        topology have different numbers of devices.
+      UserError: matplotlib is not installed, an axis or GPU is unknown, or the mesh and the topology have different
+        numbers of devices.
     """
     errors.require("matplotlib", "a figure of the mesh")
     from jaxlc.plan import figures

@@ -45,15 +45,14 @@ _LEGEND_CHARS = 120  # characters that fit a line of the legend
 def mesh_figure(
     mesh: Mapping[str, int], gpus: Topology, collectives: Sequence[CollectiveStats] = ()
 ) -> Figure:
-    """The mesh on its hardware: squares are GPUs, colored by context rank, in nodes and NVLink
-    domains.
+    """The mesh on its hardware: squares are GPUs, colored by context rank, in nodes and NVLink domains.
 
-    Arrows and outlines show the groups of GPU 0. Of more than 256 GPUs only the first domains are
-    drawn, and the legend says so.
+    Arrows and outlines show the groups of GPU 0. Of more than 256 GPUs only the first domains are drawn, and the legend
+    says so.
 
     Args:
-      mesh: sizes of the mesh axes, slowest first. collectives: the collectives of a plan, for the
-      bytes per axis; they show whether context is a ring. Empty: a ring
+      mesh: sizes of the mesh axes, slowest first.
+      collectives: the collectives of a plan, for the bytes per axis; they show whether context is a ring. Empty: a ring
         is assumed.
     Raises:
       UserError: the mesh and `gpus` have different numbers of devices.

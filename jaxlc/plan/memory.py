@@ -25,18 +25,16 @@ from jaxlc.hlo.memory_dump import LiveTensor
 from jaxlc.runtime import memory as memory_pools
 from jaxlc.simulate.topology import Topology
 
-# Fraction of the capacity that a run may use. On an H100 the rest is 4 GiB: a CUDA context with its
-# kernels takes about half a GiB, and the allocator loses some to fragmentation. Assumed; not
-# measured on a GPU.
+# Fraction of the capacity that a run may use. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about
+# half a GiB, and the allocator loses some to fragmentation. Assumed; not measured on a GPU.
 USABLE_SHARE = 0.95
 # the rest is for the system, Python and the pages of the corpus
 USABLE_HOST_SHARE = memory_pools.HOST_SHARE
 
 
-# NCCL on 8 H100s allocates a buffer of 10 MiB and one of 2 MiB per channel (32) and peer, 3.3 GB in
-# total for an all-to-all (github.com/NVIDIA/nccl/issues/1685). Ring algorithms and permutes have
-# one peer. Each communicator has its own buffers (issues/986). More peers than on one node were not
-# measured.
+# NCCL on 8 H100s allocates a buffer of 10 MiB and one of 2 MiB per channel (32) and peer, 3.3 GB in total for an
+# all-to-all (github.com/NVIDIA/nccl/issues/1685). Ring algorithms and permutes have one peer. Each communicator has its
+# own buffers (issues/986). More peers than on one node were not measured.
 NCCL_BYTES_PER_PEER = 32 * (10 + 2) * 2**20
 NCCL_MAX_PEERS = 7
 _POINT_TO_POINT = ("collective-permute", "all-to-all", "ragged-all-to-all")

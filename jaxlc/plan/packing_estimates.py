@@ -81,11 +81,10 @@ def read_documents(config: Config, source: str) -> Documents:
     """The documents of some sequences.
 
     Args:
-      source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in
-        documents of an eighth of the sequence or more; or the lengths of the documents of one
-        sequence, "65536,1024x64", in which "tree:131072+8x8192" is a prefix that 8 documents
-        continue. Without attention.shared_prefixes, these are 8 documents of 139,264 tokens, which
-        may take several sequences.
+      source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in documents of an
+        eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64", in which
+        "tree:131072+8x8192" is a prefix that 8 documents continue. Without attention.shared_prefixes, these are 8
+        documents of 139,264 tokens, which may take several sequences.
     Raises:
       UserError: none of these, the documents do not fit a sequence, or the corpus cannot be read.
     """

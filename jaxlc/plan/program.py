@@ -42,11 +42,11 @@ from jaxlc.step.step import TrainStep
 from jaxlc.step.verify_compiled import place_params, place_state
 
 _NVSHMEM_HEAP_BYTES = 2**30  # the default of NVSHMEM_SYMMETRIC_SIZE, NVSHMEM's documentation
-# XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though
-# more would fit. Near that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc,
-# GetSchedulerMemoryLimit; the 95 is xla_gpu_memory_limit_slop_factor, which the presets of
-# runtime/xla_flags.py raise). In the 8B step compiled for 8 H100s, 864 of 896 permutes were hidden
-# at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7 GiB more.
+# XLA's scheduler limits temporaries to 95% of (80% of the device's memory minus arguments), though more would fit. Near
+# that limit it gives up overlap (xla/service/gpu/gpu_hlo_schedule.cc, GetSchedulerMemoryLimit; the 95 is
+# xla_gpu_memory_limit_slop_factor, which the presets of runtime/xla_flags.py raise). In the 8B step compiled for 8
+# H100s, 864 of 896 permutes were hidden at 655,360 tokens and 480 at 786,432; with a factor of 130, 864 again, for 0.7
+# GiB more.
 _SLOP_PERCENT = 95
 
 
@@ -154,8 +154,8 @@ class StepProgram(CompiledProgram):
         """Compiles `step` for `model.gpus`, analyzes the program and verifies it.
 
         Raises:
-          UserError: arrays too large for the compiler, a transport that the compiler did not use,
-            or state that is not in the memory that the config names.
+          UserError: arrays too large for the compiler, a transport that the compiler did not use, or state that is not
+            in the memory that the config names.
         """
         compiled = compile_step(step)
         warnings = verify_compiled.check(step, compiled.program.attention_collectives)

@@ -177,8 +177,7 @@ def page(plan: PlanRecord, advise_command: str) -> str:
     """Plain text of at most 120 columns.
 
     Args:
-      advise_command: the command that searches for settings that fit; printed if the step does not
-        fit.
+      advise_command: the command that searches for settings that fit; printed if the step does not fit.
     """
     sections = (
         _head(plan),

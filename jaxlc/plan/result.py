@@ -184,19 +184,18 @@ def plan_step(
     evaluation: bool = False,
     document_lengths: str = "",
 ) -> Plan:
-    """Compiles the training step of `config` ahead of time for `gpus`, and makes a plan of it with
-    hints.
+    """Compiles the training step of `config` ahead of time for `gpus`, and makes a plan of it with hints.
 
     Settings of config.runtime that concern this machine (simulated devices, processes) are ignored.
 
     Args:
-      starting: called after all checks, when the compiler starts. evaluation: also compile the
-      evaluation of held-out sequences, for its peak memory. roofline: for all estimated times: the
-      step, and which ring steps attention hides. document_lengths: also estimate the step for
-      packed sequences; see `packing_estimates.read_documents`.
+      starting: called after all checks, when the compiler starts.
+      evaluation: also compile the evaluation of held-out sequences, for its peak memory.
+      roofline: for all estimated times: the step, and which ring steps attention hides.
+      document_lengths: also estimate the step for packed sequences; see `packing_estimates.read_documents`.
     Raises:
-      UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a
-        transport that the compiler did not use, arrays too large for the compiler.
+      UserError: invalid user input: a mesh of another size, an unsupported kernel or transport, a transport that the
+        compiler did not use, arrays too large for the compiler.
     """
     config = on_gpus(config, gpus)
     step = build_step(config, make_mesh(gpus, config.mesh))

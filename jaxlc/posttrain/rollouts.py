@@ -103,8 +103,8 @@ class RolloutSequences:
         """Returns sequence i in natural order; waits for its file.
 
         Raises:
-          EndOfBatches: `close` was called, and the file does not exist. UserError: the file does
-          not appear in rollouts.wait_seconds, or its traces cannot be used.
+          EndOfBatches: `close` was called, and the file does not exist.
+          UserError: the file does not appear in rollouts.wait_seconds, or its traces cannot be used.
         """
         number, index = divmod(i, self._config.train.global_batch_size)
         packed = self.of_step(number + 1).train

@@ -140,8 +140,7 @@ def open_traces(
       sources: instead of these.
       holds_out: hold out data.eval_fraction of the groups.
     Raises:
-      UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than
-        a sequence.
+      UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
     warnings: list[str] = []
@@ -210,8 +209,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], li
     """The prompts of config.rollouts.prompts, and warnings.
 
     Raises:
-      UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an
-        answer.
+      UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an answer.
     """
 
     def read(record: Record) -> list[Prompt]:

@@ -106,9 +106,10 @@ class PackedTraces:
     ):
         """
         Args:
-          trees: at least one; none is longer than a sequence. With posttrain.loss, all traces have
-          an advantage. dtypes: of the arrays of a sequence, see `array_dtypes`. masks_truncated:
-          truncated traces have no loss. seed: of the order; None: the same order in every epoch.
+          trees: at least one; none is longer than a sequence. With posttrain.loss, all traces have an advantage.
+          dtypes: of the arrays of a sequence, see `array_dtypes`.
+          masks_truncated: truncated traces have no loss.
+          seed: of the order; None: the same order in every epoch.
         """
         self._seq_len, self._dtypes = seq_len, dtypes
         self._masks_truncated, self._seed = masks_truncated, seed

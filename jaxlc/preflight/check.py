@@ -29,8 +29,8 @@ from jaxlc.runtime.watchdog import text_of_process_0, wait_for_processes
 from jaxlc.step.memory import pinned_bytes
 from jaxlc.train import stragglers
 
-# A client of a network file system may see a new file of another machine late: by default after 60
-# s at most in NFS (acdirmax), but a directory that it has never read is read at once.
+# A client of a network file system may see a new file of another machine late: by default after 60 s at most in NFS
+# (acdirmax), but a directory that it has never read is read at once.
 _VISIBLE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 

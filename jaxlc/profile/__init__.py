@@ -23,16 +23,15 @@ def compare(
     constants: str = "",
     num_steps: int = 0,
 ) -> Comparison:
-    """Compares the time of a traced step with its estimate, by class: attention, matrix products,
-    other kernels, exposed communication, exposed host copies and gaps. Print the result.
+    """Compares the time of a traced step with its estimate, by class: attention, matrix products, other kernels,
+    exposed communication, exposed host copies and gaps. Print the result.
 
     Args:
-      trace: WORKDIR/profile, a directory of `jax.profiler`, or a .xplane.pb file. plan: JSON file
-      of `jaxlc plan --json`. "": the estimate is computed from the compiled step in
-      WORKDIR/profile. topology: the GPUs of the run, such as "h100:1x8". "":
-      config.runtime.topology, or the devices of the run. constants: JSON file of measured constants
-      for the estimate; see `jaxlc.simulate.roofline`. num_steps: traced steps. 0: the number of
-      step ranges in the trace.
+      trace: WORKDIR/profile, a directory of `jax.profiler`, or a .xplane.pb file.
+      plan: JSON file of `jaxlc plan --json`. "": the estimate is computed from the compiled step in WORKDIR/profile.
+      topology: the GPUs of the run, such as "h100:1x8". "": config.runtime.topology, or the devices of the run.
+      constants: JSON file of measured constants for the estimate; see `jaxlc.simulate.roofline`.
+      num_steps: traced steps. 0: the number of step ranges in the trace.
     Raises:
       UserError: a file cannot be read, or the trace has no device events or no step ranges.
     """

@@ -256,8 +256,8 @@ class Comparison:
     # Kernels without an instruction of the program, such as those of CUDA graphs; their class
     # follows from their names.
     unknown_seconds: float
-    # Pairs of a query and a key of the traced steps, which the estimate counts, relative to
-    # sequences that are one document each; 1 where they are unknown. None: there is no estimate.
+    # Pairs of a query and a key of the traced steps, which the estimate counts, relative to sequences that are one
+    # document each; 1 where they are unknown. None: there is no estimate.
     estimated_pairs_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:

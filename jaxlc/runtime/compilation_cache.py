@@ -24,15 +24,14 @@ from jaxlc.core.files import local_path
 from jaxlc.runtime import stderr
 from jaxlc.runtime.xla_flags import xla_version
 
-# Size limit of the default directory. JAX can bound the size itself, but that needs the package
-# filelock, and JAX 0.10 fails to evict entries that were written without a bound.
+# Size limit of the default directory. JAX can bound the size itself, but that needs the package filelock, and JAX 0.10
+# fails to evict entries that were written without a bound.
 MAX_BYTES = 8 * 2**30
 _ENTRY_PATTERNS = ("*-cache", "*-atime")  # the files that JAX writes
 _REQUESTS = "/jax/compilation_cache/compile_requests_use_cache"
 _HITS = "/jax/compilation_cache/cache_hits"
-# Before 0.12, XLA writes two errors of 1,500 characters for each program that it loads on x86 CPUs:
-# "Target machine feature +prefer-no-gather is not supported", although that is a preference, not a
-# feature (jax-ml/jax issue 38445).
+# Before 0.12, XLA writes two errors of 1,500 characters for each program that it loads on x86 CPUs: "Target machine
+# feature +prefer-no-gather is not supported", although that is a preference, not a feature (jax-ml/jax issue 38445).
 _CPU_NOTES = ("cpu_aot_loader.cc",)
 _FIRST_XLA_WITHOUT_CPU_NOTES = (0, 12)
 _TORN = re.compile(r"Error reading persistent compilation cache entry for '(\w+)'")
@@ -190,8 +189,8 @@ def _directory(config: RuntimeConfig) -> str | None:
     """The directory of config.compilation_cache_dir, created if necessary, or None."""
     setting = config.compilation_cache_dir
     if setting == "auto":
-        # Processes of a GPU run share the work of autotuning. If only some of them found the
-        # program in a cache of their own, the others would wait for them.
+        # Processes of a GPU run share the work of autotuning. If only some of them found the program in a cache of
+        # their own, the others would wait for them.
         return _default_directory() if config.num_processes <= 1 else None
     if not setting:
         return None

@@ -34,8 +34,8 @@ from jaxlc.core.text import gib
 HOST_SHARE = 0.9
 
 _FORCE = "TF_FORCE_UNIFIED_MEMORY"
-# The pool's size as a fraction of the GPU's memory. jaxlib 0.10.1 to 0.12.0.1 reads both names
-# (xla_client.py), reports the second as deprecated, and refuses both together.
+# The pool's size as a fraction of the GPU's memory. jaxlib 0.10.1 to 0.12.0.1 reads both names (xla_client.py), reports
+# the second as deprecated, and refuses both together.
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 POOLED = ("", "default", "bfc")  # other allocators ignore the fraction and _FORCE
@@ -48,12 +48,10 @@ class Machine(NamedTuple):
 
 
 def prepare_unified(config: RuntimeConfig, environment: MutableMapping[str, str]) -> str:
-    """Sets the environment variables for `config.unified_memory` on GPUs; returns a line that
-    reports the pool's size.
+    """Sets the environment variables for `config.unified_memory` on GPUs; returns a line that reports the pool's size.
 
     Raises:
-      UserError: the user's environment variables contradict the config, or the GPUs' memory is
-        unknown.
+      UserError: the user's environment variables contradict the config, or the GPUs' memory is unknown.
     """
     machine = find_machine()
     _check_environment(environment)
@@ -165,11 +163,10 @@ def _users_fraction(config: RuntimeConfig, environment: MutableMapping[str, str]
     return given
 
 
-# XLA reads it when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30
-# bytes. The pool grows by regions, each twice as large as the one before, up to the limit, and
-# never shrinks (bfc_allocator.cc, Extend). It is not preallocated: XLA makes another pool with the
-# same limit in each process, for staging buffers of copies to its GPUs
-# (xla/pjrt/gpu/se_gpu_pjrt_client.cc), and would allocate both in full.
+# XLA reads it when it opens the GPUs (xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator). GB is 2^30 bytes. The pool
+# grows by regions, each twice as large as the one before, up to the limit, and never shrinks (bfc_allocator.cc,
+# Extend). It is not preallocated: XLA makes another pool with the same limit in each process, for staging buffers of
+# copies to its GPUs (xla/pjrt/gpu/se_gpu_pjrt_client.cc), and would allocate both in full.
 _HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 DEFAULT_HOST_GIB = 64
 STAGING_BYTES = 16 * 2**30  # staging pool of a process: the largest arrays are a few GiB; assumed

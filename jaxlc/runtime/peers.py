@@ -26,8 +26,8 @@ from jaxlc.runtime.rendezvous import Connection, Member, Message, Say, gather, j
 # Exit status when another process ends without an error: EX_TEMPFAIL of sysexits.h. Launchers can
 # restart the run.
 PEER_LOST_STATUS = 75
-# Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits
-# longer, for an error of its own, which is often the same one.
+# Process 0 ends last, because JAX aborts the others when its service ends. After a failure it waits longer, for an
+# error of its own, which is often the same one.
 _BROADCAST_SECONDS, _FAILURE_SECONDS = 0.5, 1.5
 # by which a link may report the loss of a process later than a collective fails
 _COLLECTIVE_SECONDS = 5.0
@@ -36,8 +36,8 @@ _RESTART = "run the same command again"
 _HINT_SECONDS = 5.0  # a file system may fail with the other machine
 # how long process 0 waits for the others: until the timer of `watchdog` has ended one that hangs
 _LAST_SECONDS = 22.0
-# Limits of the end itself, by the operating system's timer: of process 0, and of the others, which
-# need up to 7 s. The timer of `watchdog` would end process 0 while it waits.
+# Limits of the end itself, by the operating system's timer: of process 0, and of the others, which need up to 7 s. The
+# timer of `watchdog` would end process 0 while it waits.
 _LAST_LIMIT_SECONDS, _LIMIT_SECONDS = _LAST_SECONDS + 3.0, 15.0
 
 
@@ -54,9 +54,9 @@ class Link:
     ):
         """
         Args:
-          connections: of process 0: to all others; of others: to process 0. heartbeat_seconds: a
-          machine that has not answered for this time counts as failed. on_loss: called in the
-          thread, once, with a text such as "process 1 of 4 on node1 ended unexpectedly" and an
+          connections: of process 0: to all others; of others: to process 0.
+          heartbeat_seconds: a machine that has not answered for this time counts as failed.
+          on_loss: called in the thread, once, with a text such as "process 1 of 4 on node1 ended unexpectedly" and an
             exit status: PEER_LOST_STATUS, or 1 if that process reported an error.
         """
         self._me, self._connections, self._on_loss = me, list(connections), on_loss

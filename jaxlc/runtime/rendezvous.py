@@ -147,8 +147,7 @@ def gather(config: RuntimeConfig, me: Member, say: Say) -> list[Connection]:
     Args:
       say: prints a line.
     Raises:
-      UserError: the port is in use, a process is missing after the timeout, or processes contradict
-        each other.
+      UserError: the port is in use, a process is missing after the timeout, or processes contradict each other.
     """
     _allow_open_files(me.num_processes)
     clock, arrived = _Clock(config.start_timeout_seconds), dict[int, Connection]()

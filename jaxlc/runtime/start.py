@@ -19,32 +19,27 @@ from jaxlc.runtime import compilation_cache, launcher, memory, peers, rendezvous
 from jaxlc.runtime.xla_flags import check_users_flags
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Simulated devices share few cores, so one may be late by more than the 40 s after which XLA
-# assumes that a CPU collective is stuck and aborts. XLA knows both flags in every JAX version from
-# 0.10.1 to 0.12.
+# Simulated devices share few cores, so one may be late by more than the 40 s after which XLA assumes that a CPU
+# collective is stuck and aborts. XLA knows both flags in every JAX version from 0.10.1 to 0.12.
 _COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
 )
-# A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with
-# recoverable tasks too if process 0 is the silent one, and its callback for this ends with
-# std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1). `peers` detects processes and machines that
-# have ended, and `watchdog` those that hang.
+# A year. After a missed heartbeat JAX aborts the process with status 134 and a C++ stack, with recoverable tasks too if
+# process 0 is the silent one, and its callback for this ends with std::bad_cast (measured on JAX 0.10.1 and 0.12.0.1).
+# `peers` detects processes and machines that have ended, and `watchdog` those that hang.
 _NO_HEARTBEAT_SECONDS = 365 * 24 * 3600
 
 
 def start(config: RuntimeConfig, *, pinned_host_bytes: int = 0, is_watched: bool = False) -> None:
-    """Starts JAX with the devices and processes of `config`. It may be called again with an equal
-    config.
+    """Starts JAX with the devices and processes of `config`. It may be called again with an equal config.
 
     Args:
-      pinned_host_bytes: pinned host memory that a training step needs for each GPU, for
-      runtime.pinned_host_gib=0. is_watched: a watchdog detects processes that hang, so JAX's
-      heartbeat is off.
+      pinned_host_bytes: pinned host memory that a training step needs for each GPU, for runtime.pinned_host_gib=0.
+      is_watched: a watchdog detects processes that hang, so JAX's heartbeat is off.
     Raises:
-      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the
-        directory of the compilation cache cannot be created, or another process of the run is
-        missing or contradicts this one.
+      UserError: JAX has already started with other settings, XLA_FLAGS contradicts the config, the directory of the
+        compilation cache cannot be created, or another process of the run is missing or contradicts this one.
     """
     import jax
 

@@ -1,23 +1,20 @@
-"""Ends a process that hangs, with one line on stderr that names the process and the phase for which
-all others wait.
+"""Ends a process that hangs, with one line on stderr that names the process and the phase for which all others wait.
 
-A run tells in which phase it is: `with watchdog.phase("checkpoint"):`. A thread compares the time
-in the phase with its deadline, a multiple of the median of its last durations. When it has passed,
-the thread
+A run tells in which phase it is: `with watchdog.phase("checkpoint"):`. A thread compares the time in the phase with its
+deadline, a multiple of the median of its last durations. When it has passed, the thread
 
-1. writes the Python stacks, the phase and the device memory to WORKDIR/hangs/process-N.txt, and
-   reads the phases of the other processes, for at most a few seconds;
+1. writes the Python stacks, the phase and the device memory to WORKDIR/hangs/process-N.txt, and reads the phases of the
+   other processes, for at most a few seconds;
 2. announces the reason to the other processes, which print it and end (`jaxlc.runtime.peers`);
 3. ends the process with status 75, after which launchers restart the run.
 
-A thread that holds the interpreter lock stops all Python code. The operating system's timer
-(`jaxlc.runtime.alarm`) ends such a process, with its stacks and status 142. When the end in step 2
-begins, `peers` sets the timer to the limit of the end itself, since process 0 waits for the others.
+A thread that holds the interpreter lock stops all Python code. The operating system's timer (`jaxlc.runtime.alarm`)
+ends such a process, with its stacks and status 142. When the end in step 2 begins, `peers` sets the timer to the limit
+of the end itself, since process 0 waits for the others.
 
-Each process publishes its phase in the key-value store of JAX's coordinator. A call to the
-coordinator may not return: with process 0 stopped by SIGSTOP, a read had not returned after 37 s.
-So all calls are made in helper threads. Barriers of the same store make all processes wait for each
-other before they execute a program together.
+Each process publishes its phase in the key-value store of JAX's coordinator. A call to the coordinator may not return:
+with process 0 stopped by SIGSTOP, a read had not returned after 37 s. So all calls are made in helper threads. Barriers
+of the same store make all processes wait for each other before they execute a program together.
 """
 
 import contextlib
@@ -281,8 +278,8 @@ class Watchdog:
         yield measured
         now = time.monotonic()
         if self._last_fetch is not None:
-            # The time between fetches includes callbacks, which are in no phase. It is shorter than
-            # the time of the devices where a dispatch has waited for them.
+            # The time between fetches includes callbacks, which are in no phase. It is shorter than the time of the
+            # devices where a dispatch has waited for them.
             elapsed = (now - self._last_fetch) / max(1, step - self._fetched_step)
             for seconds in measured or [0.0]:
                 self._add_duration(STEP, max(elapsed, seconds))

@@ -94,44 +94,42 @@ SCHEDULED_SHARE = 0.80  # fraction of device memory to which the scheduler's lim
 _POOL_FILL = 0.98
 
 _OVERLAP: Options = {
-    # Schedules by estimated latencies: a collective starts early, and compute runs until it is
-    # done. Without it the ring's sends do not overlap with attention.
+    # Schedules by estimated latencies: a collective starts early, and compute runs until it is done. Without it the
+    # ring's sends do not overlap with attention.
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    # By default one collective is in flight at a time. The ring's backward has two (K/V and dK/dV)
-    # in addition to FSDP all-gathers, and all should overlap with the same attention call.
+    # By default one collective is in flight at a time. The ring's backward has two (K/V and dK/dV) in addition to FSDP
+    # all-gathers, and all should overlap with the same attention call.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # The scheduler reduces overlap above its memory limit: this percentage of 80% of the GPU's
-    # memory minus the arguments. With the default of 95, half of the ring's sends are exposed in
-    # steps that have ample memory. `compile_options` reduces it to what JAX's pool holds.
+    # The scheduler reduces overlap above its memory limit: this percentage of 80% of the GPU's memory minus the
+    # arguments. With the default of 95, half of the ring's sends are exposed in steps that have ample memory.
+    # `compile_options` reduces it to what JAX's pool holds.
     SLOP_OPTION: 130,
 }
 _PIPELINED: Options = {
-    # The loop over layers gathers the weights of the next layer and reduces the gradients of the
-    # previous one during the compute of the current one, instead of at the ends of an iteration.
+    # The loop over layers gathers the weights of the next layer and reduces the gradients of the previous one during
+    # the compute of the current one, instead of at the ends of an iteration.
     "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
     "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
 }
 _UNCOMBINED: Options = {
-    # XLA combines small collectives into one, which starts when the operands of all are ready.
-    # Separate collectives start earlier.
+    # XLA combines small collectives into one, which starts when the operands of all are ready. Separate collectives
+    # start earlier.
     "xla_gpu_all_gather_combine_threshold_bytes": 1,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1,
 }
 _HOST_MEMORY: Options = {
-    # XLA rematerializes if it estimates that a program does not fit, and its estimate counts host
-    # memory as GPU memory. 8B at 1,048,576 tokens on one H100 with state and residuals on the host:
-    # estimated 2,720 s with this pass and 2,607 s without it, for 0.6 GiB more. The config selects
-    # what is recomputed (memory.remat).
+    # XLA rematerializes if it estimates that a program does not fit, and its estimate counts host memory as GPU memory.
+    # 8B at 1,048,576 tokens on one H100 with state and residuals on the host: estimated 2,720 s with this pass and
+    # 2,607 s without it, for 0.6 GiB more. The config selects what is recomputed (memory.remat).
     "xla_disable_hlo_passes": "rematerialization",
-    # Copies between host and device in flight at a time. The default is two, but a layer has nine
-    # weights: all but the last two copies would be exposed.
+    # Copies between host and device in flight at a time. The default is two, but a layer has nine weights: all but the
+    # last two copies would be exposed.
     "xla_gpu_experimental_parallel_async_compute_limit": 16,
 }
-# Every run of one executable then gives the same bits: XLA compiles no scatters with atomic
-# additions, and cuDNN's attention backward uses its deterministic algorithm.
-# `xla_gpu_deterministic_ops` would also disable autotuning.
+# Every run of one executable then gives the same bits: XLA compiles no scatters with atomic additions, and cuDNN's
+# attention backward uses its deterministic algorithm. `xla_gpu_deterministic_ops` would also disable autotuning.
 _DETERMINISTIC: Options = {"xla_gpu_exclude_nondeterministic_ops": True}
 PRESETS: Mapping[str, Options] = MappingProxyType(
     {
@@ -239,10 +237,9 @@ def users_options(environment: Mapping[str, str]) -> dict[str, str]:
     return {name.lstrip("-"): value or "true" for name, _, value in flags}
 
 
-# The order in which "auto" tries transports between processes. A single process uses NCCL: it never
-# leaves the node. NVIDIA has published measurements of NVSHMEM in XLA ("Accelerating Long-Context
-# Model Training in JAX and XLA"). There are none of `symmetric` and `peer`, whose XLA code is from
-# April 2026, so "auto" never selects them.
+# The order in which "auto" tries transports between processes. A single process uses NCCL: it never leaves the node.
+# NVIDIA has published measurements of NVSHMEM in XLA ("Accelerating Long-Context Model Training in JAX and XLA"). There
+# are none of `symmetric` and `peer`, whose XLA code is from April 2026, so "auto" never selects them.
 _BY_SPEED = ("nvshmem", "nccl")
 # XLA's error with an older version: "Put requires NCCL >= 2.29.0".
 _FIRST_NCCL_WITH_PUT = (2, 29)

@@ -37,8 +37,8 @@ from jaxlc.step.step import build_step
 # down: never recomputed
 _PRODUCTS = ("query", "key", "value", "attention_projected", "mlp_gate", "mlp_up", "mlp_down")
 _TILES_PER_STEP = 2  # keys of a kernel call in layers in tiles, about; see attention/query_tiles.py
-# Arrays of activations of a layer that are gathered over tensor: 4.5 and 6.2 in steps of qwen3.5-9b
-# with 1M tokens that were compiled with tensor=2 and 4 (8 H100s, JAX 0.10.1).
+# Arrays of activations of a layer that are gathered over tensor: 4.5 and 6.2 in steps of qwen3.5-9b with 1M tokens that
+# were compiled with tensor=2 and 4 (8 H100s, JAX 0.10.1).
 _GATHERED = 5
 _LOSS_CHUNK_TOKENS = 2048  # with memory.loss_chunk_tokens=0: the middle of its three values
 

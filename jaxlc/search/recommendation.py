@@ -42,10 +42,11 @@ def config_source(
     """The text of the config file.
 
     Args:
-      source: name and variant of the given config; "": none, only a model. model: --model of the
-      command; "": that of the given config. title: what was recommended for what, in one line.
-      base: the stages of the given config as its file defines them, with `model`, without other
-      overrides. recommended: the config of each stage.
+      source: name and variant of the given config; "": none, only a model.
+      model: --model of the command; "": that of the given config.
+      title: what was recommended for what, in one line.
+      base: the stages of the given config as its file defines them, with `model`, without other overrides.
+      recommended: the config of each stage.
     """
     is_preset, path = model in PRESETS, local_path(model)
     # absolute, so that the file can be read from other directories
@@ -111,17 +112,15 @@ def recommend(
     limit_seconds: float,
     log: Callable[[str], None] = lambda line: None,
 ) -> Recommendation:
-    """Searches meshes, attention strategies, microbatches and memory settings for `config` on
-    `gpus`.
+    """Searches meshes, attention strategies, microbatches and memory settings for `config` on `gpus`.
 
-    Model, data, mask, precision, trained parameters, sequence length and global batch size are
-    those of `config`; with the goal "longest" the sequence length varies, and a step has about as
-    many tokens, in at least one sequence.
+    Model, data, mask, precision, trained parameters, sequence length and global batch size are those of `config`; with
+    the goal "longest" the sequence length varies, and a step has about as many tokens, in at least one sequence.
 
     Args:
-      batch_size: number of candidates in a call of `compile_candidates`. limit_seconds: the search
-      ends after this time, without candidates in progress, but not before one fits. log: called
-      with lines that report progress.
+      batch_size: number of candidates in a call of `compile_candidates`.
+      limit_seconds: the search ends after this time, without candidates in progress, but not before one fits.
+      log: called with lines that report progress.
     Raises:
       UserError: no mesh of the GPUs divides model, sequence and batch.
     """

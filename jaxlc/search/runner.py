@@ -47,12 +47,11 @@ def estimate_point(
     host_memory_gib: float | None = None,
     document_lengths: str = "",
 ) -> Row:
-    """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a
-    ranking needs.
+    """The values of the plan of the training step, AOT-compiled for config.runtime.topology, that a ranking needs.
 
     Args:
-      devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in
-      a part of a node. constants, host_memory_gib, document_lengths: as for `jaxlc.plan.plan`.
+      devices_per_process: GPUs per process; fewer if they do not divide the GPUs of a domain, as in a part of a node.
+      constants, host_memory_gib, document_lengths: as for `jaxlc.plan.plan`.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # also in child processes
     from jaxlc.plan.result import plan_step
@@ -206,14 +205,13 @@ def run(
     log: Callable[[str], None] = log,
     is_over: IsOver = lambda rows: False,
 ) -> list[Row]:
-    """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all
-    points, in their order.
+    """Runs `work` on all points that are not in out/points.jsonl and returns the rows of all points, in their order.
 
     Args:
-      work: computes the figures of one config; see `jaxlc.search.runner`. about: columns with the
-      same value in all rows, such as the topology. The version of JAX is added. log: called with
-      lines that report progress. is_over: called about twice a second with the rows so far; when it
-      is true, points without one are `STOPPED`.
+      work: computes the figures of one config; see `jaxlc.search.runner`.
+      about: columns with the same value in all rows, such as the topology. The version of JAX is added.
+      log: called with lines that report progress.
+      is_over: called about twice a second with the rows so far; when it is true, points without one are `STOPPED`.
     Raises:
       KeyboardInterrupt: with the number of finished points in its message.
     """

@@ -34,8 +34,7 @@ class Assignment:
         """None: the tokens cannot be equal on all ranks with these sharded documents.
 
         Args:
-          in_sequence: the other documents are placed one after the other, and cut where the space
-            of a rank ends.
+          in_sequence: the other documents are placed one after the other, and cut where the space of a rank ends.
         """
         documents = np.argsort(-lengths, kind="stable")
         begins = (np.cumsum(lengths) - lengths)[documents]
@@ -158,12 +157,11 @@ class Assignment:
         return int((others * shared).max()), int((others * long).max())
 
     def pieces(self) -> tuple[np.ndarray, int]:
-        """The pieces of all ranks, and the largest number of tokens of a rank that other ranks
-        need.
+        """The pieces of all ranks, and the largest number of tokens of a rank that other ranks need.
 
         Returns:
-          int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order
-          of the rank's tokens. Documents are numbered as in this class.
+          int64 [pieces, 4]: document, offset in the document, tokens, rank; by rank, in the order of the rank's tokens.
+          Documents are numbered as in this class.
         """
         pieces, num_shared_tokens = [], 0
         for rank in range(len(self.whole)):
@@ -174,16 +172,14 @@ class Assignment:
         return np.array(pieces, np.int64).reshape(-1, 4), num_shared_tokens
 
     def mirrored_pieces(self) -> np.ndarray | None:
-        """As `pieces`, for layers in tiles: sharded documents have their two pieces in different
-        halves of a rank.
+        """As `pieces`, for layers in tiles: sharded documents have their two pieces in different halves of a rank.
 
-        The second half has them in the opposite order. So a tile, which mirrors them
-        (attention/query_tiles.py), has both pieces of a document. The tokens that the next rank
-        needs of cut documents are in the first half, too.
+        The second half has them in the opposite order. So a tile, which mirrors them (attention/query_tiles.py),
+        has both pieces of a document. The tokens that the next rank needs of cut documents are in the first half, too.
 
         Returns:
-          int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the
-          rank. None: the pieces do not fit into the halves.
+          int64 [pieces, 4], with the half of a rank, 2 x rank or 2 x rank + 1, in place of the rank. None: the pieces
+          do not fit into the halves.
         """
         half_tokens, context = self.rank_tokens // 2, len(self.whole)
         num_tokens_lo = self.sizes[:, :context].sum(axis=1)

@@ -93,13 +93,11 @@ _WINDOWS_AT_DISTANCE = {1: 8, 2: 2}  # windows for which there is room, in each 
 def room_by_distance(
     rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: bool = False
 ) -> dict[int, int]:
-    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each
-    distance that has any.
+    """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each distance that has any.
 
     Args:
-      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a
-        chunk and of those that share its prefix, the prefix ends before the chunk, on any rank: a
-        chunk needs one more window.
+      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a chunk and of those
+        that share its prefix, the prefix ends before the chunk, on any rank: a chunk needs one more window.
     """
     chunk_tokens, chunks = rank_tokens // 2, np.arange(2 * num_ranks)
     sizes = np.full(len(chunks), chunk_tokens)
@@ -183,14 +181,13 @@ def _by_distance(needed: np.ndarray) -> np.ndarray:
 
 _BLOCK_TOKENS = 128
 MAX_RING_COST = 1.03  # accepted without trying to cut more documents, or into finer pieces
-# Any two ranks have tokens of at most this many documents in common, and of those with more than a
-# quarter of a rank's tokens. So two kernel calls take the documents of a ring step:
-# attention/kernels/cudnn_packed.py, `calls_for`.
+# Any two ranks have tokens of at most this many documents in common, and of those with more than a quarter of a rank's
+# tokens. So two kernel calls take the documents of a ring step: attention/kernels/cudnn_packed.py, `calls_for`.
 MAX_SHARED_DOCUMENTS, MAX_LONG_SHARED_DOCUMENTS = 11, 3
 # that have work if no document is sharded: a cut document is on neighboring ranks
 NUM_FIRST_RING_STEPS = 2
-# What a ring step without pairs costs, in pairs per query: estimated 640 for Llama 3.1 8B on H100s
-# with NVLink, 8,192 tokens per rank. Over a network it costs more.
+# What a ring step without pairs costs, in pairs per query: estimated 640 for Llama 3.1 8B on H100s with NVLink, 8,192
+# tokens per rank. Over a network it costs more.
 _RING_STEP_PAIRS = 512
 
 
@@ -234,12 +231,13 @@ def document_layout(
     """The layout of a sequence; a pure function of its arguments.
 
     Args:
-      lengths: int [documents]: tokens of each document, in the order of the sequence. The rest of
-        the sequence is padding.
-      num_tokens: tokens of the sequence. context: number of ranks. block_tokens: a power of 2;
-      preferred multiple of the lengths of pieces. max_cost: the ring cost that is accepted; if no
-      candidate reaches it, the one with the lowest cost is returned. skips_ring_steps: as for
-      `document_order`.
+      lengths: int [documents]: tokens of each document, in the order of the sequence. The rest of the sequence is
+        padding.
+      num_tokens: tokens of the sequence.
+      context: number of ranks.
+      block_tokens: a power of 2; preferred multiple of the lengths of pieces.
+      max_cost: the ring cost that is accepted; if no candidate reaches it, the one with the lowest cost is returned.
+      skips_ring_steps: as for `document_order`.
     Raises:
       UserError: the tokens do not split over the ranks.
     """
@@ -262,19 +260,18 @@ def document_order(
     ascending: bool = False,
     skips_ring_steps: bool = False,
 ) -> np.ndarray | None:
-    """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of
-    the natural order.
+    """The order of a packed sequence's tokens: index i of the layout holds token `order_T[i]` of the natural order.
 
     A pure function, so processes that share a sequence compute the same order.
 
     Args:
-      segment_ids_T: int [tokens]: the document of each token, the same number for neighboring
-      tokens; 0 is padding. context: number of ranks, or of groups of ranks. inner: number of ranks
-      of a group. Its tokens are split over them in zigzag order, as Ulysses expects
+      segment_ids_T: int [tokens]: the document of each token, the same number for neighboring tokens; 0 is padding.
+      context: number of ranks, or of groups of ranks.
+      inner: number of ranks of a group. Its tokens are split over them in zigzag order, as Ulysses expects
         (attention/strategies/ulysses.py).
-      mirrored: for layers in tiles, see `Assignment.mirrored_pieces`. window: tokens of a sliding
-      window, whose exchange has limited room (document_layout.py). ascending: the tokens of a rank
-      are in natural order. So if neighboring documents continue the same prefix, their
+      mirrored: for layers in tiles, see `Assignment.mirrored_pieces`.
+      window: tokens of a sliding window, whose exchange has limited room (document_layout.py).
+      ascending: the tokens of a rank are in natural order. So if neighboring documents continue the same prefix, their
         tokens are contiguous on each rank, as the packed call over the keys of the prefix requires.
       skips_ring_steps: ring steps after step 1 do not run if no document needs them.
     Returns:
@@ -333,16 +330,14 @@ def chained_order(
     window: int | None = None,
     skips_ring_steps: bool = False,
 ) -> ChainedOrder:
-    """As `document_order`, with a limited number of documents that ranks share, for layers that
-    exchange states.
+    """As `document_order`, with a limited number of documents that ranks share, for layers that exchange states.
 
     Args:
       num_chains: at least 2. At most num_chains - 1 documents are cut into pieces for all ranks.
       min_tokens: of a piece between two others of its document.
       skips_ring_steps: as for `document_order`.
     Returns:
-      Zigzag order, which is one chain, if no layout has so few chains, so long pieces and room for
-      the windows.
+      Zigzag order, which is one chain, if no layout has so few chains, so long pieces and room for the windows.
     Raises:
       UserError: the tokens do not split over the ranks.
     """
@@ -403,15 +398,14 @@ def _best_assignment(
     is_exhaustive: bool | None = None,
     skips_ring_steps: bool = False,
 ) -> Assignment | None:
-    """The first candidate that costs at most max_cost, otherwise the one with the lowest cost;
-    None: none fits.
+    """The first candidate that costs at most max_cost, otherwise the one with the lowest cost; None: none fits.
 
     The cost is the ring cost, less what skipped ring steps save.
 
     Args:
-      max_sharded: the largest number of sharded documents. fits: a further condition.
-      is_exhaustive: documents are cut in sequence if no other candidate is possible. Otherwise,
-      candidates with finer
+      max_sharded: the largest number of sharded documents.
+      fits: a further condition.
+      is_exhaustive: documents are cut in sequence if no other candidate is possible. Otherwise, candidates with finer
         pieces are not even tried once one fits. None: True without `fits`.
     """
     if is_exhaustive is None:

@@ -31,15 +31,13 @@ from jaxlc.sharding.document_layout import token_at
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh of `config` over `devices` (None: all devices) in their order; tensor peers
-    are neighbors.
+    """Makes the mesh of `config` over `devices` (None: all devices) in their order; tensor peers are neighbors.
 
-    Axes have type Auto, so that the compiler completes the shardings that the code does not
-    specify. The default of `jax.make_mesh` is Explicit.
+    Axes have type Auto, so that the compiler completes the shardings that the code does not specify. The default of
+    `jax.make_mesh` is Explicit.
 
     Raises:
-      UserError: the mesh needs another number of devices. (`config.check_num_devices` also suggests
-        a valid mesh.)
+      UserError: the mesh needs another number of devices. (`config.check_num_devices` also suggests a valid mesh.)
     """
     devices = jax.devices() if devices is None else devices
     if config.num_devices != len(devices):

@@ -317,16 +317,15 @@ class Sharder:
         return self._activation(x_BTF, self.rules.ffn_out)
 
     def by_rank(self, function: Callable, tokens: Any, weights: Any, dims: Any) -> jax.Array:
-        """`function(tokens, weights)` of each rank's tokens, summed over tensor: an x_BTD sharded
-        as the residual stream.
+        """`function(tokens, weights)` of each rank's tokens, summed over tensor: an x_BTD sharded as the residual
+        stream.
 
-        The function gets the tokens of all tensor ranks, and weights that are sharded over tensor;
-        it may sort tokens, since no other rank has them. Gradients of weights are summed over the
-        other axes in the dtype of the weights.
+        The function gets the tokens of all tensor ranks, and weights that are sharded over tensor; it may sort tokens,
+        since no other rank has them. Gradients of weights are summed over the other axes in the dtype of the weights.
 
         Args:
-          tokens: tree of arrays [B, T, ...] that are `gathered`. weights: tree of arrays that
-          `weight` returned; dims: the same tree of their dimensions. Gradients of the copy
+          tokens: tree of arrays [B, T, ...] that are `gathered`.
+          weights: tree of arrays that `weight` returned; dims: the same tree of their dimensions. Gradients of the copy
             of a node are sums over the tokens of the node.
         """
         first = jax.tree.leaves(tokens)[0]

@@ -13,8 +13,8 @@ LEVEL = 0.8
 TIME_SCALE = 1.077
 # The published time is within a factor of exp(+-spread) of the scaled estimate.
 TIME_SPREAD = 0.563
-# The same for the ratio of two steps of one model on the same GPUs, of similar length: errors that
-# both have cancel. Only 7 published pairs, of 2 sources.
+# The same for the ratio of two steps of one model on the same GPUs, of similar length: errors that both have cancel.
+# Only 7 published pairs, of 2 sources.
 PAIR_SPREAD = 0.331
 
 

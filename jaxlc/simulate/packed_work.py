@@ -89,8 +89,7 @@ def one_document(config: Config, share: float = 1.0) -> AttentionWork:
     """The work of a sequence that is one document, which is equal on all ranks: half of all pairs.
 
     Args:
-      share: of these pairs; below 1 for sequences of several documents, with equal work on all
-        ranks.
+      share: of these pairs; below 1 for sequences of several documents, with equal work on all ranks.
     """
     num_tokens, steps = config.data.seq_len, num_ring_steps(config)
     local_tokens = num_tokens / num_shards(config)
@@ -113,10 +112,10 @@ def sequence_work(
     """The work of a packed sequence.
 
     Args:
-      order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`. lengths:
-      int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
-      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none.
-      Empty: all 0. few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
+      order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
+      lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
+      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
+      few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
     """
     num_tokens = config.data.seq_len
     segment_ids_T = np.zeros(num_tokens, np.int32)
@@ -169,13 +168,11 @@ def mean_of_microbatches(
 ) -> list[tuple[float, AttentionWork]]:
     """The mean work per sequence if each microbatch takes as long as its slowest replica.
 
-    Replicas wait for each other where they gather weights and sum gradients, in every layer.
-    Consecutive sequences form global batches, whose sequences have the places of a run
-    (`balanced_order`).
+    Replicas wait for each other where they gather weights and sum gradients, in every layer. Consecutive sequences form
+    global batches, whose sequences have the places of a run (`balanced_order`).
 
     Returns:
-      (share of the microbatches, work) of those that run all ring steps, and of those that skip
-      some, if there are any.
+      (share of the microbatches, work) of those that run all ring steps, and of those that skip some, if there are any.
     """
     num_sequences, batch_size = len(sequences), config.train.global_batch_size
     batches = np.resize(np.arange(num_sequences), (-(-num_sequences // batch_size), batch_size))

@@ -39,37 +39,31 @@ class Rates(NamedTuple):
     memory: float
     attention: Mapping[str, Efficiency]  # by kernel; long sequences, head dim 128, unmasked
     num_multiprocessors: int
-    # Time that a product takes in addition to its waves of tiles and to the time of any kernel
-    # (`KERNEL_GAP_SECONDS`): filling and draining the pipeline.
+    # Time that a product takes in addition to its waves of tiles and to the time of any kernel (`KERNEL_GAP_SECONDS`):
+    # filling and draining the pipeline.
     matmul_ramp_seconds: float
 
 
-# [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6.
-# cuBLASLt on random
-#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100. HBM
-#     copy: 1.61 of 2.04, 2.90 of 3.35, 4.01 of 4.8 TB/s. Ramp of products: FP8 on an H100, 1,024
-#     cubed takes 7.8 us and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles and 1.4
-#     us the time of any kernel; on a GB200 4.4 and 7.7 us.
-# [2] github.com/stas00/ml-engineering, compute/accelerator, MAMF: bf16 792 of 989 TFLOP/s on an
-# H100, the best shape. [3] NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1,
-# 2026-09-28, cuDNN 9.27, 64 heads of 128, no
-#     mask, 32,768 tokens, forward and backward: H200 622 and 543 TFLOP/s, GB200 1,558 and 1,231,
-#     A100 (PCIe) 181 and 146.
-# [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, 8K: plain PyTorch 139 TFLOP/s
-# forward and 181
+# [1] Azure/AI-benchmarking-guide, Azure_Results: ND A100 v4, ND H100 v5, ND H200 v5, ND GB200 v6. cuBLASLt on random
+#     data, 16,384 cubed: FP16 256.5 of 312 TFLOP/s on an A100; FP8 1,377 of 1,979 on an H100.
+#     HBM copy: 1.61 of 2.04, 2.90 of 3.35, 4.01 of 4.8 TB/s. Ramp of products: FP8 on an H100, 1,024 cubed takes 7.8 us
+#     and 2,048 cubed 17.0 us, of which 3.2 and 13 us are waves of tiles and 1.4 us the time of any kernel; on a GB200
+#     4.4 and 7.7 us.
+# [2] github.com/stas00/ml-engineering, compute/accelerator, MAMF: bf16 792 of 989 TFLOP/s on an H100, the best shape.
+# [3] NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1, 2026-09-28, cuDNN 9.27, 64 heads of 128, no
+#     mask, 32,768 tokens, forward and backward: H200 622 and 543 TFLOP/s, GB200 1,558 and 1,231, A100 (PCIe) 181 and
+#     146.
+# [4] FlashAttention-3 (arXiv:2407.08608), figures 5 and 6, H100, 8K: plain PyTorch 139 TFLOP/s forward and 181
 #     backward, which are used for plain XLA.
-# [5] github.com/stas00/ml-engineering, insights/when-to-upgrade-gpus, MAMF on a B200: bf16 1,745 of
-# 2,250 TFLOP/s, FP8
-#     3,432 of 4,500. [1] has 2,907 of 5,000 for FP8 on a GB200, with an earlier cuBLAS, but Llama 3
-#     8B on 8 B200 and 8 GB200 trains faster than such products allow
-#     (benchmarks/published_runs.toml).
-# [6] benchmarks/2026-11-26-h100.md: one H100 with 700 W, JAX 0.11.2, cuDNN 9.19, loops of single
-# kernels and traces of
-#     steps, random data. Products of 8,192 x 4,096 x 4,096 and more achieve 665 to 725 TFLOP/s; [2]
-#     has 792 at best. cuDNN, causal, 16,384 and 131,072 tokens: 570 and 559 TFLOP/s forward, 508
-#     and 531 backward; in steps with 32,768 tokens 579 to 655 and 500 to 533.
-# Assumed: Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on
-# all GPUs, and packed documents in cuDNN on a B200 are a little below its rate without.
+# [5] github.com/stas00/ml-engineering, insights/when-to-upgrade-gpus, MAMF on a B200: bf16 1,745 of 2,250 TFLOP/s, FP8
+#     3,432 of 4,500. [1] has 2,907 of 5,000 for FP8 on a GB200, with an earlier cuBLAS, but Llama 3 8B on 8 B200 and
+#     8 GB200 trains faster than such products allow (benchmarks/published_runs.toml).
+# [6] benchmarks/2026-11-26-h100.md: one H100 with 700 W, JAX 0.11.2, cuDNN 9.19, loops of single kernels and traces of
+#     steps, random data. Products of 8,192 x 4,096 x 4,096 and more achieve 665 to 725 TFLOP/s; [2] has 792 at best.
+#     cuDNN, causal, 16,384 and 131,072 tokens: 570 and 559 TFLOP/s forward, 508 and 531 backward; in steps with
+#     32,768 tokens 579 to 655 and 500 to 533.
+# Assumed: Mosaic between Triton and cuDNN; kernels other than cuDNN achieve an H100's fractions on all GPUs, and packed
+# documents in cuDNN on a B200 are a little below its rate without.
 _ATTENTION_ON_HOPPER = {
     "cudnn": Efficiency(0.60, 0.53),  # [6]; [3] has 0.63 and 0.55 on an H200
     "cudnn_packed": Efficiency(0.58, 0.49),  # [6]
@@ -99,28 +93,26 @@ _RATES = MappingProxyType(
 # rows and columns that one multiprocessor computes
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128))
 
-# Number of keys at which an attention kernel achieves half of its rate, from [3], an H200, 2,048
-# and 4,096 tokens: masked forward 534 and 616, backward 402 and 495 of 619 and 528 TFLOP/s; without
-# mask 660 and 519 at 2,048.
+# Number of keys at which an attention kernel achieves half of its rate, from [3], an H200, 2,048 and 4,096 tokens:
+# masked forward 534 and 616, backward 402 and 495 of 619 and 528 TFLOP/s; without mask 660 and 519 at 2,048.
 HALF_KEYS_MASKED = 400.0
 HALF_KEYS_UNMASKED = 100.0
-# Rates relative to head dim 128: [6], cuDNN in traces of steps with 8,192 tokens (64) and 32,768
-# tokens (256). [4] has 0.69 and 0.98 for the forward of its own kernel.
+# Rates relative to head dim 128: [6], cuDNN in traces of steps with 8,192 tokens (64) and 32,768 tokens (256). [4] has
+# 0.69 and 0.98 for the forward of its own kernel.
 _HEAD_DIM_EFFICIENCY = (
     (64, Efficiency(0.71, 0.73)),
     (128, Efficiency(1.0, 1.0)),
     (256, Efficiency(1.1, 0.69)),
 )
 
-# NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us
-# per collective, and per step 3.4 us over NVLink or 9.6 us over a network. It agrees with the
-# all-reduces of [1]: 16 MiB over 8 H100s takes 125 us, of which 61 us are 29 MB at 479 GB/s, and 56
-# us are 8.4 us and 14 steps.
+# NCCL's own model of latency, src/graph/tuning.cc (2.19), ring algorithm, protocol Simple: 8.4 us per collective, and
+# per step 3.4 us over NVLink or 9.6 us over a network. It agrees with the all-reduces of [1]: 16 MiB over 8 H100s takes
+# 125 us, of which 61 us are 29 MB at 479 GB/s, and 56 us are 8.4 us and 14 steps.
 NCCL_LAUNCH_SECONDS = 8.4e-6
 NVLINK_STEP_SECONDS = 3.4e-6
 NETWORK_STEP_SECONDS = 9.6e-6
-# Multiprocessors that NCCL's kernels occupy while a collective runs: DeepSeek-V3 (arXiv:2412.19437,
-# section 3.2.2) reserves 20 of an H800's 132. Transports that use copy engines occupy none.
+# Multiprocessors that NCCL's kernels occupy while a collective runs: DeepSeek-V3 (arXiv:2412.19437, section 3.2.2)
+# reserves 20 of an H800's 132. Transports that use copy engines occupy none.
 NCCL_MULTIPROCESSORS = 20
 
 

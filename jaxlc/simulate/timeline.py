@@ -198,22 +198,21 @@ class Prediction:
     host_copies: int  # between host and GPU memory
     exposed_host_copies: int  # number of host copies that kernels wait for
     bound_by: str  # the key of seconds_by_resource with the most seconds
-    # By the resource that bounds the kernels, "compute" or "HBM", or for which they wait: "NVLink",
-    # "network", "host", NCCL_SMS, HOST.
+    # By the resource that bounds the kernels, "compute" or "HBM", or for which they wait: "NVLink", "network", "host",
+    # NCCL_SMS, HOST.
     seconds_by_resource: dict[str, float]
     seconds_by_kind: dict[str, float]  # "attention", "matrix products", "other kernels", "waiting"
     # sums as above, by resource: "NVLink", "network", "host"
     transfer_seconds_by_resource: dict[str, float]
-    # Time outside of attention kernels and of the model's own matrix products: waiting for
-    # "NVLink", "network" and "host", "recomputed matrix products" (all FLOPs of products above the
-    # model's), and other kernels by their innermost scope, such as "mlp kernels". Largest first.
+    # Time outside of attention kernels and of the model's own matrix products: waiting for "NVLink", "network" and
+    # "host", "recomputed matrix products" (all FLOPs of products above the model's), and other kernels by their
+    # innermost scope, such as "mlp kernels". Largest first.
     overhead_seconds: dict[str, float]
     # Kernels of recurrent layers between their projections, products included; a part of
     # overhead_seconds.
     recurrence_seconds: float = 0.0
-    # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting,
-    # copies of weights for each block, and products of padding; a part of overhead_seconds. Waiting
-    # for gathers of weights is not in it.
+    # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting, copies of weights
+    # for each block, and products of padding; a part of overhead_seconds. Waiting for gathers of weights is not in it.
     experts_overhead_seconds: float = 0.0
     # in which the step is expected in 80% of cases, lowest first
     step_seconds_interval: tuple[float, float]

@@ -20,14 +20,13 @@ from jaxlc.core import hardware
 from jaxlc.core.errors import UserError
 from jaxlc.sharding import mesh as sharding_mesh
 
-# Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine
-# code is not run, so ptxas need not optimize it.
+# Compile options in addition to those of runtime/xla_flags.py. Autotuning needs a GPU. The machine code is not run, so
+# ptxas need not optimize it.
 WITHOUT_GPU = MappingProxyType(
     {"xla_gpu_autotune_level": 0, "xla_gpu_disable_gpuasm_optimizations": True}
 )
-# Without autotuning XLA uses Triton for all products, also for those of 8 bits, for which a GPU
-# would choose cuBLAS. JAX 0.11 and 0.12 then fail on some products of float32: "No supported config
-# found for HLO: %gemm_fusion_dot".
+# Without autotuning XLA uses Triton for all products, also for those of 8 bits, for which a GPU would choose cuBLAS.
+# JAX 0.11 and 0.12 then fail on some products of float32: "No supported config found for HLO: %gemm_fusion_dot".
 NO_TRITON = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 FAILS_WITH_TRITON = "No supported config found for HLO"  # in the message
 
@@ -62,8 +61,8 @@ class _Node(NamedTuple):
     domain_size: int  # GPUs of a full NVLink domain
 
 
-# A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs
-# of 480 GB, a GH200 has one.
+# A DGX H100 has 2 TB; the others are assumed to have as much. A GB200 compute tray has 2 Grace CPUs of 480 GB, a GH200
+# has one.
 _NODE = _Node(num_gpus=8, memory_bytes=2 * 2**40, domain_size=8)
 _NODES = {
     "gb200": _Node(num_gpus=4, memory_bytes=960 * 2**30, domain_size=72),

@@ -19,16 +19,14 @@ NATURAL, ZIGZAG = "natural", "zigzag"
 
 
 class Model(Protocol):
-    """A model that `jaxlc.train.run` and `jaxlc.train.build_step` train instead of the decoder of
-    config.model.
+    """A model that `jaxlc.train.run` and `jaxlc.train.build_step` train instead of the decoder of config.model.
 
     Two attributes are optional:
 
-    token_order: "natural" (the default), or "zigzag" for a model that calls `jaxlc.attend` on
-    tokens in zigzag order. dims: the tree of the parameters with a tuple of dimension names per
-    leaf, as in `jaxlc.sharding.rules`. By default
-      the largest dimension of each matrix is sharded over fsdp and context, vectors are replicated,
-      and weight decay applies to matrices only.
+    token_order: "natural" (the default), or "zigzag" for a model that calls `jaxlc.attend` on tokens in zigzag order.
+    dims: the tree of the parameters with a tuple of dimension names per leaf, as in `jaxlc.sharding.rules`. By default
+      the largest dimension of each matrix is sharded over fsdp and context, vectors are replicated, and weight decay
+      applies to matrices only.
     """
 
     def init(self, key: jax.Array) -> Any:
@@ -43,8 +41,8 @@ class Model(Protocol):
           batch: arrays [B, T], B sharded over data and fsdp, T over context, in `token_order`.
           mesh: the mesh of the run, for `jaxlc.attend`.
         Returns:
-          Final hidden states [B, T, D] and the output head [D, V], of which the loss computes
-          logits in chunks; or logits [B, T, V], which need B x T x V x 4 bytes.
+          Final hidden states [B, T, D] and the output head [D, V], of which the loss computes logits in chunks; or
+          logits [B, T, V], which need B x T x V x 4 bytes.
         """
 
 

@@ -102,13 +102,11 @@ class LanguageModel:
     ) -> np.ndarray:
         """Logits of the next token, float32 [B, T, V]; logits[t] predict token t + 1.
 
-        They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied
-        to the host.
+        They are computed in chunks of memory.loss_chunk_tokens tokens per context rank and copied to the host.
 
         Args:
-          positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which
-            replaces the dimension T as in NumPy indexing; `-1` gives the logits of the last token,
-            without T. None: all tokens.
+          positions: compute only the logits at these token indices, e.g. `slice(-256, None)`, which replaces the
+            dimension T as in NumPy indexing; `-1` gives the logits of the last token, without T. None: all tokens.
         Raises:
           UserError: the logits would take more than 8 GiB, or a token is not in the vocabulary.
         """
@@ -154,16 +152,15 @@ class LanguageModel:
     def log_probs(
         self, tokens: Tokens, positions: np.ndarray, candidates: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How probable candidates for the next token are. The logits exist in chunks only, on the
-        devices.
+        """How probable candidates for the next token are. The logits exist in chunks only, on the devices.
 
         Args:
-          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on
-          earlier ones only. positions: token indices, int [B, n]: candidate [b, i] follows token
-          [b, positions[b, i]]. candidates: token ids, int [B, n].
+          tokens: [B, T]; shorter sequences may be padded at the end, since a token depends on earlier ones only.
+          positions: token indices, int [B, n]: candidate [b, i] follows token [b, positions[b, i]].
+          candidates: token ids, int [B, n].
         Returns:
-          The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the
-          most probable token, bool [B, n].
+          The log-probabilities of the candidates in nats, float32 [B, n], and whether each is the most probable token,
+          bool [B, n].
         """
         scores = self.scores(tokens, positions, candidates)
         return scores.log_probs, scores.is_best

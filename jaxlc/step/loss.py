@@ -83,9 +83,8 @@ _HEAD = PartitionSpec(None, TENSOR)
 _HEAD_DIMS = ("model", "vocab")  # the dimensions of head_DV, as `sharding.rules` names them
 _SUM_AXES = (*BATCH_AXES, CONTEXT)
 
-# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`,
-# differentiable. It is called for one chunk of tokens at a time, so the loss of a token depends on
-# its own logits and target only.
+# `(logits float32 [tokens, vocab_size], targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is
+# called for one chunk of tokens at a time, so the loss of a token depends on its own logits and target only.
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -175,15 +174,13 @@ def loss_sums(
     weights_BT: jax.Array,
     spec: LossSpec,
 ) -> LossSums:
-    """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all
-    microbatches.
+    """Weighted sums of the loss over all ranks; the caller divides by the sum of weights of all microbatches.
 
     Args:
-      x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over
-        context and tensor, B over data and fsdp. More dimensions, not sharded, may precede B (tiles
-        of the sequence).
-      scale_D: scale of the final norm, float32. None: x_BTD is normed already. head_DV: output head
-      in the compute dtype, V padded to a multiple of tensor. Of the copy of a node, it has a first
+      x_BTD: final hidden states before the norm, in the compute dtype, layout order; T sharded over context and tensor,
+        B over data and fsdp. More dimensions, not sharded, may precede B (tiles of the sequence).
+      scale_D: scale of the final norm, float32. None: x_BTD is normed already.
+      head_DV: output head in the compute dtype, V padded to a multiple of tensor. Of the copy of a node, it has a first
         dimension of nodes, and its gradient is the sum over the tokens of the node.
       targets_BT: int32.
       weights_BT: float32, 0 at tokens without a target.

@@ -67,8 +67,8 @@ class PinnedBytes(NamedTuple):
 
     # with memory.optimizer and memory.parameters "host", and the weights of the reference model
     state: int
-    # Gradients and offloaded activations within a step, or copies of the arrays on the GPU while a
-    # checkpoint is written, whichever is more.
+    # Gradients and offloaded activations within a step, or copies of the arrays on the GPU while a checkpoint is
+    # written, whichever is more.
     temporary: int
 
     @property

@@ -48,18 +48,17 @@ from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
 
 
 def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict | None = None):
-    """Sums of the loss and its gradients over a batch [gradient accumulation steps, sequences,
-    tokens].
+    """Sums of the loss and its gradients over a batch [gradient accumulation steps, sequences, tokens].
 
     Args:
-      objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums
-        over the microbatch; the first is differentiated. The second may be a tree of sums.
+      objective: `(params, histories, microbatch) -> (objective, cross_entropy)`, both float32 sums over the microbatch;
+        the first is differentiated. The second may be a tree of sums.
       params: pytree of arrays, in device or host memory.
       dims: the parameter tree with a tuple of dimension names per leaf.
       histories: amax histories of FP8 delayed scaling, or None.
     Returns:
-      The sums of the second result; the sum of the gradients; the next histories, which are the
-      maximum over the microbatches, or None.
+      The sums of the second result; the sum of the gradients; the next histories, which are the maximum over the
+      microbatches, or None.
     """
     differentiate = jax.grad(objective, argnums=(0, 1), has_aux=True)
 
@@ -221,13 +220,12 @@ class Objective:
         return lora.join(trainable, frozen) if self.frozen else params
 
     def loss_and_grads(self, params, batch: Batch, histories: dict | None = None):
-        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see
-        `accumulate`.
+        """Sums over the tokens of a batch [gradient accumulation steps, sequences, tokens]; see `accumulate`.
 
         Returns:
-          The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums`
-          with posttrain.loss; its gradients with respect to the trainable part of `params`, with
-          z-loss and the losses of experts; the next histories; `ExpertSums`, None without experts.
+          The sum of weight x cross entropy in nats (or of `token_loss`), float32, or `PolicySums` with posttrain.loss;
+          its gradients with respect to the trainable part of `params`, with z-loss and the losses of experts; the next
+          histories; `ExpertSums`, None without experts.
         """
         copies = None
         if self.nodes is not None:

@@ -65,12 +65,12 @@ def first_state(
     params: Any = None,
     frozen: Set[str] = frozenset(),
 ) -> TrainState:
-    """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays
-    are initialized in groups, since each is computed on the device first.
+    """`make_state` on the devices of `abstract`. If some arrays are stored in host memory, arrays are initialized in
+    groups, since each is computed on the device first.
 
     Args:
-      params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes
-      them. frozen: as in `make_state`.
+      params: the parameters of step 0, with the shardings of `abstract`. None: `init_params` makes them.
+      frozen: as in `make_state`.
     """
     if params is not None:
         abstract = abstract._replace(params=None)
@@ -115,8 +115,7 @@ def bytes_per_device(abstract, spaces=None, space: jax.memory.Space | None = Non
     """Bytes that a tree of `jax.ShapeDtypeStruct`s with shardings takes on one device.
 
     Args:
-      spaces: tree of the memory space of each array; only arrays in `space` are counted. None: all
-        are counted.
+      spaces: tree of the memory space of each array; only arrays in `space` are counted. None: all are counted.
     """
     leaves = jax.tree.leaves(abstract)
     return sum(

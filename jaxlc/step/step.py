@@ -192,21 +192,18 @@ def build_step(
     policy_loss: PolicyLoss | None = None,
     optimizer: optax.GradientTransformation | None = None,
 ) -> "TrainStep":
-    """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be
-    absent.
+    """The training step of `config` on `mesh`; allocates and compiles nothing. The devices may be absent.
 
     Args:
       model: a model to train instead of the decoder of config.model; see `custom_model.Model`.
-      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size],
-      targets int32
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
-      policy_loss: a loss of the log-probabilities of answers instead of the formula of
-        config.posttrain.loss; see `policy_loss.PolicyLoss`. That setting then selects the arrays of
-        a batch, and what the sum is divided by.
+      policy_loss: a loss of the log-probabilities of answers instead of the formula of config.posttrain.loss; see
+        `policy_loss.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
-      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a
-        setting does not support the custom model, loss or optimizer.
+      UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not
+        support the custom model, loss or optimizer.
     """
     precision.check_devices(config.precision, mesh.devices.flat)
     if config.runtime.expert_kernel == "mosaic":
@@ -332,14 +329,12 @@ class TrainStep:
         extra_options: dict[str, bool | int | str] | None = None,
         lowered: jax.stages.Lowered | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles the step for the devices of the mesh, with `compiler_options` and
-        `extra_options`.
+        """Compiles the step for the devices of the mesh, with `compiler_options` and `extra_options`.
 
         Args:
           lowered: the result of `lower`, if the caller changed it.
         Raises:
-          UserError: config.memory.offload is set, and the program for a GPU has nothing in host
-            memory.
+          UserError: config.memory.offload is set, and the program for a GPU has nothing in host memory.
         """
         compiled = self._compile(lowered or self.lower(), extra_options)
         offload = self.config.memory.offload

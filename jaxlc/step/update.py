@@ -76,12 +76,12 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
 
-    `update` takes the global norm as `grad_norm`, so that it can be called on a part of the
-    parameters, with the gradients and moments of that part.
+    `update` takes the global norm as `grad_norm`, so that it can be called on a part of the parameters, with the
+    gradients and moments of that part.
 
     Args:
-      dims: dimension names of the parameters, or of a part of them. They select the parameters with
-        weight decay: matrices, and by setting embeddings, norm scales and biases.
+      dims: dimension names of the parameters, or of a part of them. They select the parameters with weight decay:
+        matrices, and by setting embeddings, norm scales and biases.
     """
 
     def decays(names: tuple[str, ...]) -> bool:
@@ -198,12 +198,11 @@ def update(
     grad_norm: jax.Array,
     is_finite: jax.Array,
 ) -> ParamsAndOptState:
-    """Parameters and optimizer state after an update with `scale` times the gradients; `old` if
-    `is_finite` is False.
+    """Parameters and optimizer state after an update with `scale` times the gradients; `old` if `is_finite` is False.
 
     Args:
-      make_optimizer: returns the optimizer of all parameters, or of a part of them, given their
-      dims. grad_norm: global norm of the scaled gradients, for clipping.
+      make_optimizer: returns the optimizer of all parameters, or of a part of them, given their dims.
+      grad_norm: global norm of the scaled gradients, for clipping.
     """
 
     def update_part(dims):
@@ -222,8 +221,8 @@ def update(
     if not is_on_host(old):
         return update_part(dims)(old, gradients)
     parts: dict[tuple[str, ...], ParamsAndOptState] = {}
-    # A streamed update does not write the optimizer's count, and all parts may be streamed: an
-    # update of no parameters gives it.
+    # A streamed update does not write the optimizer's count, and all parts may be streamed: an update of no parameters
+    # gives it.
     shared = update_part({})(ParamsAndOptState({}, _without_params(old.opt_state)), {}).opt_state
     paths = _stacks(old.params, dims)
     # layers first

@@ -255,10 +255,9 @@ def check_memory(step: TrainStep, program: Program) -> None:
             f"{settings}, but {missing.total()} of {requested.total()} arrays of the compiled step's state are not in"
             " host memory: this compiler does not support it"
         )
-    # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If
-    # only the weights or only the moments are in host memory, the others have the same shapes on
-    # the device. A stack of one layer is copied as a whole, and if there are several kinds of
-    # layers, so is a remat group.
+    # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If only the weights or
+    # only the moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied
+    # as a whole, and if there are several kinds of layers, so is a remat group.
     num_at_once = memory.layers_per_remat_group if len(layer_kinds) > 1 else 1
     layers = [name for name in LAYER_STACKS if name in state.params]
     params = jax.tree.leaves([state.params[name] for name in layers])

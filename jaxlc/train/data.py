@@ -49,12 +49,10 @@ class RunData:
         num_steps: int,
         stop: Callable[[], object] = lambda: None,
     ) -> Iterator[tuple[dict[str, jax.Array], bool]]:
-        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it
-        is the last one.
+        """Yields the arrays of `num_steps` optimizer steps from `next_sequence` on, and whether it is the last one.
 
         Args:
-          stop: several processes that wait for rollouts call it together; the iterator ends when it
-            is not None.
+          stop: several processes that wait for rollouts call it together; the iterator ends when it is not None.
         """
         train, sequences = step.config.train, self.source.train
         if isinstance(self.source, Corpus) and step.config.attention.document_mask:

@@ -119,12 +119,11 @@ def scored(positions: np.ndarray, offset: int) -> np.ndarray:
 
 
 def context_gain(full: DocumentSums, limited: DocumentSums) -> ContextGain | None:
-    """The gain over the documents that have target tokens from position 512 on; None if there are
-    none.
+    """The gain over the documents that have target tokens from position 512 on; None if there are none.
 
     Args:
-      full: sums with full context. limited: sums of the same documents with limited context; `loss`
-      contains the scored tokens only.
+      full: sums with full context.
+      limited: sums of the same documents with limited context; `loss` contains the scored tokens only.
     """
     (first,) = np.flatnonzero(full.edges == PIECE_TOKENS)
     is_long = full.weight[:, first:].sum(1) > 0

@@ -140,41 +140,35 @@ def run(
     eval_batches: Batches | None = None,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns
-    the trained model.
+    """Trains `config` in `workdir`, or resumes from the latest valid checkpoint there, and returns the trained model.
 
-    The first SIGTERM, SIGHUP or Ctrl-C during the loop saves a checkpoint after the current step
-    and returns; a second signal raises KeyboardInterrupt at once.
+    The first SIGTERM, SIGHUP or Ctrl-C during the loop saves a checkpoint after the current step and returns; a second
+    signal raises KeyboardInterrupt at once.
 
     Args:
-      config: settings, from `jaxlc.config.read_config` or `defaults`; or the stages of
-      `jaxlc.config.load_stages`. workdir: directory of metrics, plots and checkpoints. config_path:
-      where the config comes from, NAME[:VARIANT], for error messages. model: a model to train
-      instead of the decoder of config.model, of which only vocab_size is used then; see
+      config: settings, from `jaxlc.config.read_config` or `defaults`; or the stages of `jaxlc.config.load_stages`.
+      workdir: directory of metrics, plots and checkpoints.
+      config_path: where the config comes from, NAME[:VARIANT], for error messages.
+      model: a model to train instead of the decoder of config.model, of which only vocab_size is used then; see
         `jaxlc.train.Model`.
-      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size],
-        targets int32 [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks
-        of tokens.
-      policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs,
-        batch) -> sum of the losses`, float32, differentiable. log_probs are those of the targets,
-        float32 [sequences, tokens]; arrays of batch, such as advantages and loss_weights, have that
-        shape. The sum is divided as posttrain.loss does.
-      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule
-      included. batches: one dictionary per step instead of the corpus of config.data: "tokens",
-      integers [global_batch_size,
-        seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is
-        padding), "positions", "targets" and "loss_weights" of that shape. By default a sequence is
-        one document and the target is the next token. A run that resumes skips the batches of the
-        steps already done, so pass the same iterable from its start. Training ends with the
-        iterable, or after train.steps. With several processes, each passes the same batches.
-      eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no
-      evaluation. callbacks: objects with the methods of `jaxlc.train.Callback`.
+      loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
+        [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
+      policy_loss: a loss of answers instead of the formula of config.posttrain.loss: `(log_probs, batch) -> sum of the
+        losses`, float32, differentiable. log_probs are those of the targets, float32 [sequences, tokens]; arrays of
+        batch, such as advantages and loss_weights, have that shape. The sum is divided as posttrain.loss does.
+      optimizer: an optax optimizer that replaces config.optimizer, gradient clipping and schedule included.
+      batches: one dictionary per step instead of the corpus of config.data: "tokens", integers [global_batch_size,
+        seq_len] in natural order, and optionally "segment_ids" (1, 2, ... by document, 0 is padding), "positions",
+        "targets" and "loss_weights" of that shape. By default a sequence is one document and the target is the next
+        token. A run that resumes skips the batches of the steps already done, so pass the same iterable from its start.
+        Training ends with the iterable, or after train.steps. With several processes, each passes the same batches.
+      eval_batches: held-out batches of any number of sequences, for runs with `batches`. None: no evaluation.
+      callbacks: objects with the methods of `jaxlc.train.Callback`.
     Raises:
-      UserError: invalid user input (config, paths, environment), in almost all cases before
-        anything is compiled; another run trains in `workdir`, its disk is full, or parameters are
-        not finite when a checkpoint is due.
-      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a
-        stage ends with a held-out loss above its max_eval_loss, or a score below its min_scores.
+      UserError: invalid user input (config, paths, environment), in almost all cases before anything is compiled;
+        another run trains in `workdir`, its disk is full, or parameters are not finite when a checkpoint is due.
+      TrainingStopped: a loss or gradient is not finite, unless train.nonfinite is "skip"; or a stage ends with a
+        held-out loss above its max_eval_loss, or a score below its min_scores.
     """
     # Config and devices: every stage is checked before the first one starts.
     stages = load_stages(config)
@@ -399,10 +393,9 @@ def _train(
                         f"batches ended after step {step} of config.train.steps={stage.end_step}"
                     )
 
-            # Metrics are fetched after the next step is dispatched, so that the devices always have
-            # work. Actions and callbacks wait for them: a state is saved if its metrics are finite,
-            # and StopTraining stops at that step. It is saved before anything that may fail:
-            # reports, callbacks, evaluations.
+            # Metrics are fetched after the next step is dispatched, so that the devices always have work. Actions and
+            # callbacks wait for them: a state is saved if its metrics are finite, and StopTraining stops at that step.
+            # It is saved before anything that may fail: reports, callbacks, evaluations.
             waits = profiled_step.is_last(step) or any(
                 x.is_due(step, stop) for x in (*saves, *actions)
             )

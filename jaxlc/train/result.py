@@ -60,8 +60,8 @@ class Result(TrainedModel):
     rows: list[Row] = field(default_factory=list, repr=False)  # the content of metrics.jsonl
     # evaluates `params` on the held-out sequences of the run
     evaluate: Callable[[], Evaluation] = field(repr=False)
-    # Held-out loss after the last step; None if a signal stopped the run before it, if the run was
-    # loaded, or if the run has no held-out sequences.
+    # Held-out loss after the last step; None if a signal stopped the run before it, if the run was loaded, or if the
+    # run has no held-out sequences.
     evaluation: Evaluation | None = None
 
     @cached_property
@@ -153,23 +153,20 @@ def load(
     model: Model | None = None,
     loss: TokenLoss | None = None,
 ) -> Result:
-    """Loads a run from its workdir, on the mesh of the run or another one: the same object that
-    `train.run` returns.
+    """Loads a run from its workdir, on the mesh of the run or another one: the same object that `train.run` returns.
 
-    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face
-    directory is loaded too, as a run of no steps with the default settings, on one device unless
-    `mesh` is given.
+    Only the parameters are read from the checkpoint, not the optimizer state. A Hugging Face directory is loaded too,
+    as a run of no steps with the default settings, on one device unless `mesh` is given.
 
     Args:
-      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json,
-        or the hub id ORGANIZATION/NAME of a model, which is downloaded.
-      step: the checkpoint to load. None: the latest one. mesh: sizes of the mesh axes data, fsdp,
-      context and tensor, e.g. `dict(context=2)`; axes that are not named have
+      workdir: the directory that the run was given, a Hugging Face directory with tokenizer.json, or the hub id
+        ORGANIZATION/NAME of a model, which is downloaded.
+      step: the checkpoint to load. None: the latest one.
+      mesh: sizes of the mesh axes data, fsdp, context and tensor, e.g. `dict(context=2)`; axes that are not named have
         size 1. None: the mesh of the run.
       model, loss: the custom model and loss of the run, if it had them.
     Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too
-      few devices.
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or there are too few devices.
     """
     workdir = find_directory(str(workdir), "the source", with_weights=True).absolute()
     if (workdir / CONFIG_FILE).is_file():
@@ -303,8 +300,7 @@ def _evaluate(train_step: TrainStep, params, fingerprint: str = "") -> Evaluatio
     """Reads the corpus or the traces of the config and evaluates on its held-out sequences.
 
     Raises:
-      UserError: the run had its own batches, which are not stored, or rollouts, or there are no
-        held-out sequences.
+      UserError: the run had its own batches, which are not stored, or rollouts, or there are no held-out sequences.
     """
     if fingerprint == CALLER_BATCHES:
         raise UserError(

@@ -159,8 +159,7 @@ class StageRun(Outputs):
         """Saves a checkpoint, which is written in the background.
 
         Raises:
-          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the
-            other processes.
+          TrainingStopped: the directory of checkpoints has disappeared; a save would wait for the other processes.
         """
         if not (directory := self.workdir / CHECKPOINTS_DIRECTORY).is_dir():
             raise TrainingStopped(
@@ -250,25 +249,23 @@ class StageRun(Outputs):
         return evaluator.with_context_gain(position.state.params, evaluator(position.state.params))
 
 
-# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks
-# of a machine that has lost its power for 90 s.
+# A run that was asked to stop may still save its last checkpoint, and an NFS server keeps the locks of a machine that
+# has lost its power for 90 s.
 LOCK_SECONDS = 100.0
 _BARRIER_SECONDS = 300  # by which a process may reach a barrier later than the others
 
 
 @contextlib.contextmanager
 def open_workdir(workdir: str | Path, log: Callable[[str], None]) -> Iterator[Path]:
-    """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute
-    path.
+    """Prepares `workdir` for a run, and locks it until the end of the block; returns its absolute path.
 
-    Process 0 holds the lock, and the other processes wait for it, so that none of them touches the
-    checkpoints of another run.
+    Process 0 holds the lock, and the other processes wait for it, so that none of them touches the checkpoints of
+    another run.
 
     Args:
       log: prints a line.
     Raises:
-      UserError: the workdir is not writable, another run trains in it, or its disk becomes full in
-        the block.
+      UserError: the workdir is not writable, another run trains in it, or its disk becomes full in the block.
     """
     path = prepare_workdir(workdir)
     with contextlib.ExitStack() as stack:

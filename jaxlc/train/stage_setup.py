@@ -153,8 +153,7 @@ def _check_gate(
     Args:
       evaluation: of the checkpoint at the end of the stage before.
     Raises:
-      TrainingStopped: its held-out loss is above the limit, or a score below; the message names the
-        checkpoint.
+      TrainingStopped: its held-out loss is above the limit, or a score below; the message names the checkpoint.
     """
     before, step = stage_until(stages, stage.first_step), stage.first_step
     stopped = f"stage {stage.name} was not started; the checkpoint is {checkpoints / str(step)}"
@@ -380,12 +379,12 @@ def check_weights(step: TrainStep, workdir: Path) -> None:
 
 
 def check_stages(stages: Sequence[PreparedStage], workdir: Path) -> None:
-    """Checks that the latest checkpoint and the metrics in `workdir` are those of these stages, and
-    that their parameters can be evaluated.
+    """Checks that the latest checkpoint and the metrics in `workdir` are those of these stages, and that their
+    parameters can be evaluated.
 
     Raises:
-      UserError: the checkpoint is another model's, metrics.jsonl is damaged, no held-out token has
-        a loss, or an evaluation of config.evals has no examples.
+      UserError: the checkpoint is another model's, metrics.jsonl is damaged, no held-out token has a loss, or an
+        evaluation of config.evals has no examples.
     """
     meta = check_latest(workdir / CHECKPOINTS_DIRECTORY, functools.partial(restore_target, stages))
     if meta is not None:

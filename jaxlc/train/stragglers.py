@@ -40,8 +40,8 @@ _CHECKPOINT_EVENTS = {
     "/jax/orbax/write/blocking_d2h_duration_secs": _COPIED,
     "/jax/orbax/write/background_ts_duration_secs": _WRITTEN,
 }
-# Not DEVICES, in which the others wait for the slowest process. Not _WRITTEN: files are written in
-# the background, so parts of one checkpoint can fall into two measurements.
+# Not DEVICES, in which the others wait for the slowest process. Not _WRITTEN: files are written in the background, so
+# parts of one checkpoint can fall into two measurements.
 _COMPARED = (*_PHASES, _COPIED, PRODUCT, COPY)
 _PREFIX = "jaxlc/times/"
 _SECONDS = 5.0  # limit of a call to the coordinator, which may hang
@@ -157,8 +157,8 @@ class Stragglers:
         )
 
     def _publish(self, times: Times) -> None:
-        # Two keys in turn: a process writes one again after the devices of all have run more steps,
-        # and process 0 reads it before it dispatches these.
+        # Two keys in turn: a process writes one again after the devices of all have run more steps, and process 0
+        # reads it before it dispatches these.
         self._number += 1
         self._published = times
         if (client := self._client) is not None:

@@ -164,12 +164,10 @@ def test_packed_tiles_match_reference(stand_in, case):
 
 @pytest.fixture
 def check(stand_in, monkeypatch):
-    """The check before training with 128 tokens and two buckets, and with 256 tokens in the large
-    problem.
+    """The check before training with 128 tokens and two buckets, and with 256 tokens in the large problem.
 
     Args:
-      problem: the only problem to compute: 0 is a rank's own KV block, 1 a ring step, 2 the large
-        problem. None: all.
+      problem: the only problem to compute: 0 is a rank's own KV block, 1 a ring step, 2 the large problem. None: all.
     """
     monkeypatch.setattr(cudnn_packed, "MIN_BUCKET_TOKENS", 16)
     problems = packed_check._problems

@@ -103,8 +103,8 @@ def test_remat_recomputes_forward_ring_only_if_full(remat, rings):
         return attention(2.0 * q, k, v, ranges)[0] * dout
 
     jaxpr = jax.make_jaxpr(jax.grad(lambda *x: layer(*x).sum(), (0, 1, 2)))(q, k, v).jaxpr
-    # Permutes in the jaxpr. Forward: the first send and that of the loop body. Backward: the same
-    # two for K/V, two for dK/dV, and one that sends dK/dV back to the owner rank.
+    # Permutes in the jaxpr. Forward: the first send and that of the loop body. Backward: the same two for K/V, two for
+    # dK/dV, and one that sends dK/dV back to the owner rank.
     forward, backward = 2, 2 + 3
     assert _count(jaxpr, "ppermute") == rings * forward + backward
 

@@ -16,8 +16,8 @@ from jaxlc.data.tokens.tokenizers import load_tokenizer, safe_cuts, text_pieces
 
 SOURCES = [path.read_text() for path in Path(text_pieces_module.__file__).parent.glob("*.py")]
 GPT2, CL100K, QWEN2, O200K, TEKKEN = None, *text_pieces_module._KNOWN_REGEXES
-# Characters and added tokens that stages treat specially; \u0301 is a combining accent, \u017f a
-# long s, \u1112 and \u1161 compose to one syllable.
+# Characters and added tokens that stages treat specially; \u0301 is a combining accent, \u017f a long s, \u1112 and
+# \u1161 compose to one syllable.
 ALPHABET = [
     *"abzAZ'stré\u0301\u017f中文\u1112\u1161да  \t\r\n\n\n.,!/09½\u00a0\u2028▁。、<",
     "\n\n",

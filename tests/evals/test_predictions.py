@@ -34,8 +34,8 @@ from jaxlc.evals.predictions import (
 from jaxlc.generation.generate_text import PromptEncoder
 from tests.train import runs
 
-# (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and
-# string_match_part of scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.
+# (prediction, references), with the scores that NVIDIA's scorer gives: string_match_all and string_match_part of
+# scripts/eval/synthetic/constants.py at c3f5e3b, computed once on these lists.
 PREDICTIONS = [
     (" The numbers are 1234567 and 7654321.\n", ["1234567", "7654321"]),
     ("only ABC here", ["abc", "def", "ghi"]),

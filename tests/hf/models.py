@@ -46,9 +46,8 @@ POST_NORMS = {
     "post_attention_layernorm": "attention_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-# Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their
-# rounding errors, by up to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32
-# differ by up to 3e-4 from those in float64.
+# Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their rounding errors, by up
+# to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
 CHOICE_BIAS = "e_score_correction_bias"  # in float32 in all files, and no parameter in transformers
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -553,9 +552,8 @@ def write_model(
     """Writes config.json, the tensors and a tokenizer.
 
     Args:
-      scale: of the matrices. With 4, losses of random tokens are about 17, and gradients of some
-      entries almost cancel. changes: fields of config.json; the tensors have the shapes of the
-      unchanged config.
+      scale: of the matrices. With 4, losses of random tokens are about 17, and gradients of some entries almost cancel.
+      changes: fields of config.json; the tensors have the shapes of the unchanged config.
     """
     directory.mkdir(parents=True)
     config = CASES[case].config

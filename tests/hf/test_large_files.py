@@ -19,9 +19,8 @@ SHAPE = dict(
     head_dim=128,
 )
 SHARE = 64
-# Loads the share of one process of 64 that shard the model dimension, as on fsdp=8 x context=8:
-# each parameter as it is passed to JAX, which keeps it. Prints bytes read, bytes kept, the largest
-# shard, and memory before and at the peak.
+# Loads the share of one process of 64 that shard the model dimension, as on fsdp=8 x context=8: each parameter as it is
+# passed to JAX, which keeps it. Prints bytes read, bytes kept, the largest shard, and memory before and at the peak.
 _PROGRAM = """
 import resource, sys
 from pathlib import Path

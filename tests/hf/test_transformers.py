@@ -43,15 +43,14 @@ from tests.hf.models import CASES, write_model
 from tests.tolerances import FLOAT32_PARITY
 
 pytestmark = needs_transformers
-# Number of tokens and first position: below and 4 times beyond the original context, and beyond
-# 8192, where the reference is float64 because float32 angles are inaccurate.
+# Number of tokens and first position: below and 4 times beyond the original context, and beyond 8192, where the
+# reference is float64 because float32 angles are inaccurate.
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
-# Hybrids with the epsilon of released models, which amplifies rounding errors
-# (`HYBRID_NORM_EPSILON`), and the scale of their matrices. In float32, the first steps of AdamW
-# turn rounding errors of gradients near 0 into whole steps: with a scale of 4 and a learning rate
-# of 0.01, a few entries of torch, too, differ from float64 by up to the learning rate.
+# Hybrids with the epsilon of released models, which amplifies rounding errors (`HYBRID_NORM_EPSILON`), and the scale of
+# their matrices. In float32, the first steps of AdamW turn rounding errors of gradients near 0 into whole steps: with a
+# scale of 4 and a learning rate of 0.01, a few entries of torch, too, differ from float64 by up to the learning rate.
 FLOAT64_MODELS = {
     "qwen3_5_hybrid": ("qwen3_5_hybrid", 1.0),
     "olmo_hybrid": ("olmo_hybrid", 1.0),

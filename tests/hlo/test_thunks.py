@@ -8,8 +8,8 @@ from jaxlc.hlo.memory_dump import Launches, count_launches, kinds, parse_command
 from jaxlc.step.verify_compiled import check_host_copies
 from tests.hlo.snippets import program
 
-# As JAX 0.12 writes them, of a loop that reads one slice of an array in host memory by a copy, and
-# one by a kernel. In 0.10.1 the copy is directly below the start.
+# As JAX 0.12 writes them, of a loop that reads one slice of an array in host memory by a copy, and one by a kernel. In
+# 0.10.1 the copy is directly below the start.
 SEQUENCE = """\
 005: kCopy         [source        | next=007 (1) ] MemcpyDeviceToDeviceCmd
 062: kWhile        [prev=051 (11) | next=171 (10)]   

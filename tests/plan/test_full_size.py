@@ -35,8 +35,8 @@ def test_plan_of_llama3_8b_on_64_h100s():
     # 12 B for each of 8.03e9 / 64 parameters
     assert gib["device_arguments_bytes"] == pytest.approx(1.41, abs=0.02)
     assert 3 < gib["device_temp_bytes"] < 5
-    # The backward call on a rank's local chunk: 4 B for each of 32,768 x 4 heads x 128 elements of
-    # dq, row sums, and dk and dv for each query head.
+    # The backward call on a rank's local chunk: 4 B for each of 32,768 x 4 heads x 128 elements of dq, row sums, and dk
+    # and dv for each query head.
     assert gib["workspace_bytes"] == pytest.approx((64 + 0.5 + 64) / 1024)
     assert result.memory.fits
     assert (result.ring.hops, result.ring.exposed_forward) == (28 * 32, 0)

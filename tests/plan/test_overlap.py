@@ -140,7 +140,7 @@ def test_whole_model_on_64_gpus_needs_under_6_gib():
         (x.collective.kind, x.times, x.collective.transfer.done.arrays[0].dtype)
         for x in not_hidden(step)
     ]
-    # The last send of dK and dV in each layer; once per step, positions and segment ids of the
-    # documents, and whether they need all ring steps.
+    # The last send of dK and dV in each layer; once per step, positions and segment ids of the documents, and whether
+    # they need all ring steps.
     once = [("all-gather", 1, "pred"), ("all-gather", 1, "s32")]
     assert sorted(exposed) == [*once, ("collective-permute", 32, "f32")]

@@ -43,8 +43,8 @@ def calls_in_jaxlc(name: str, fsdp: int) -> int:
 @pytest.mark.gpu_compiler
 @pytest.mark.heavy
 def test_plan_step_calls_grow_little_with_gpus():
-    # 181,000 calls for 8 GPUs, and 170 more per GPU, which read replica groups. A loop over pairs
-    # of GPUs would add 500 per GPU for each collective.
+    # 181,000 calls for 8 GPUs, and 170 more per GPU, which read replica groups. A loop over pairs of GPUs would add
+    # 500 per GPU for each collective.
     assert calls_in_jaxlc("h100:64x8", fsdp=128) < 181_000 + 300 * 512
 
 

@@ -268,9 +268,8 @@ def get_config(variant):
     config.train.update(global_batch_size=4, gradient_accumulation_steps=4)
     return config
 """
-# Runs the command twice in one process, with fake work: the first run is interrupted, the second
-# one killed. A shell starts background jobs, such as a CI job, with SIGINT ignored, and their
-# children inherit that.
+# Runs the command twice in one process, with fake work: the first run is interrupted, the second one killed.
+# A shell starts background jobs, such as a CI job, with SIGINT ignored, and their children inherit that.
 _COMMAND_TWICE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

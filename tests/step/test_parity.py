@@ -68,9 +68,8 @@ def _assert_same(axes, tolerance=FLOAT32_PARITY, split=(), memory=(), order=rang
     """Compares steps with equal parameters.
 
     Args:
-      order: of the sequences in the batch of the step, which is natural on one device. split,
-      memory: settings of the attention strategy and of memory, which the step on one device does
-      not have.
+      order: of the sequences in the batch of the step, which is natural on one device.
+      split, memory: settings of the attention strategy and of memory, which the step on one device does not have.
     """
     frozen = {section: repr(values) for section, values in overrides.items()}
     params, gradients, loss = _on_one_device(**frozen)
@@ -122,9 +121,8 @@ def test_more_tensor_ranks_than_kv_heads_equals_one_device():
     _assert_same(dict(tensor=4))
 
 
-# Every strategy with all kinds of layers, for packed documents and for one document per sequence.
-# The other settings cover pairs of a strategy with whole groups of layers and with last layers, and
-# pairs of remat settings with both.
+# Every strategy with all kinds of layers, for packed documents and for one document per sequence. The other settings
+# cover pairs of a strategy with whole groups of layers and with last layers, and pairs of remat settings with both.
 _ONE_DOCUMENT = dict(attention=dict(document_mask=False), model=dict(num_layers=3))
 _PACKED = dict(model=dict(num_layers=4))
 KINDS = [

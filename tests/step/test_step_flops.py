@@ -24,8 +24,8 @@ CASES = {
     ),
     "head": dict(train=dict(trainable=("head",))),
 }
-# FLOPs of compiled steps beyond the model's: the loss computes the gradient of the hidden states
-# with that of the head, whether it is needed or not, and blocks of experts are padded.
+# FLOPs of compiled steps beyond the model's: the loss computes the gradient of the hidden states with that of the head,
+# whether it is needed or not, and blocks of experts are padded.
 ROUTED = 2 * ROWS * TOKENS  # rows
 PADDING = num_blocks(ROUTED, 8) * block_rows(ROUTED, 8) - ROUTED
 OTHERS = {

@@ -24,8 +24,8 @@ from tests.tolerances import FLOAT32_PARITY, max_relative_error
 LORA = dict(rank=4, alpha=6.0)
 SCALE = 1.5
 FLOAT32 = dict(compute="fp32", frozen="fp32")
-# Two layers of different shapes per iteration of the loop and a last one; embeddings and norms are
-# trained, as in LongLoRA.
+# Two layers of different shapes per iteration of the loop and a last one; embeddings and norms are trained, as in
+# LongLoRA.
 KINDS = dict(
     num_layers=3, layer_kinds=("sliding", "full"), window=20, qk_norm="head", qkv_bias=True
 )

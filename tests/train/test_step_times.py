@@ -45,8 +45,7 @@ class Machine:
     def __init__(self, *, blocks: bool):
         """
         Args:
-          blocks: a dispatch returns after the step before has ended, as with donated buffers on a
-            GPU.
+          blocks: a dispatch returns after the step before has ended, as with donated buffers on a GPU.
         """
         self.now, self.seconds, self.ends, self.added, self._blocks = 100.0, {}, {}, {}, blocks
 

@@ -318,8 +318,8 @@ class _Paths(NamedTuple):
 
     visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
     enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
-    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is,
-    # it passes the chunk. None: the last token.
+    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is, it passes the chunk.
+    # None: the last token.
     last: list[jax.Array | None]
 
 

@@ -52,12 +52,12 @@ def taps_of_prefixes(
     weights_PW: jax.Array,
     ranks: Ranks,
 ) -> list[jax.Array]:
-    """The sums over the tokens of prefixes that the taps of branches reach, [B, L, W] of each
-    fragment, in float32 or wider.
+    """The sums over the tokens of prefixes that the taps of branches reach, [B, L, W] of each fragment, in float32 or
+    wider.
 
     Args:
-      x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P
-      - 1 + L]. prefixes: [B, L], of the fragments.
+      x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
+      prefixes: [B, L], of the fragments.
     """
     num_before = len(weights_PW) - 1
     chunks = [_chunks(*parts, num_before) for parts in zip(x, segments, prefixes)]
@@ -187,15 +187,13 @@ def convolution(
     num_fragments: int,
     past_bPW: jax.Array | None = None,
 ) -> jax.Array:
-    """The convolution of each channel, [b, t, W] in the dtype of x. See
-    `jaxlc.attention.short_convolution`.
+    """The convolution of each channel, [b, t, W] in the dtype of x. See `jaxlc.attention.short_convolution`.
 
     Each fragment receives the last P - 1 tokens before it, and their segments.
 
     Args:
-      prefixes_bt: of `delta_rule`: the first tokens of a segment also read the last ones of the
-      segment it continues. past_bPW: the P - 1 tokens before the sequence, without segments. None:
-      there are none.
+      prefixes_bt: of `delta_rule`: the first tokens of a segment also read the last ones of the segment it continues.
+      past_bPW: the P - 1 tokens before the sequence, without segments. None: there are none.
     """
     if segments_bt is None:
         segments_bt = jnp.ones(x_btW.shape[:2], jnp.int32)

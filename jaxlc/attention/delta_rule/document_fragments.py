@@ -58,9 +58,8 @@ def group_table(
     """The table of a rank's tokens.
 
     Args:
-      fragments_bt: 2 x chain, and 1 more in the second fragment of a chain; the tokens of a
-      fragment are contiguous. num_before: tokens before each group that the convolutions read, at
-      least 1. A fragment that is neither the first
+      fragments_bt: 2 x chain, and 1 more in the second fragment of a chain; the tokens of a fragment are contiguous.
+      num_before: tokens before each group that the convolutions read, at least 1. A fragment that is neither the first
         nor the last with tokens of a document has at least as many.
       most_tokens: of a group.
     """

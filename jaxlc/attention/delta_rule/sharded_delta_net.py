@@ -62,8 +62,7 @@ class ShardedDeltaNet(NamedTuple):
         """The `ranges` of a call.
 
         Args:
-          fragments_BT: int32, the fragment of each token; see `document_fragments.group_table`.
-            None: zigzag order.
+          fragments_BT: int32, the fragment of each token; see `document_fragments.group_table`. None: zigzag order.
         """
         if fragments_BT is None:
             return Documents(segments_BT, prefixes_BT)

@@ -62,10 +62,9 @@ def delta_rule(
     """The outputs [b, t, H, V] in the dtype of q. See `jaxlc.attention.gated_delta_rule`.
 
     Args:
-      prefixes_bt: the segment that a token's segment continues, 0: none. A segment is followed by
-        those that continue it. None: no segment continues another one.
-      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag
-        order.
+      prefixes_bt: the segment that a token's segment continues, 0: none. A segment is followed by those that continue
+        it. None: no segment continues another one.
+      num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
     """
     arrays = (q_btGK, k_btGK, v_btHV, g_btH, beta_btH, segments_bt, prefixes_bt)
     groups = _groups_of_rank(arrays, ranks, num_fragments)
@@ -225,26 +224,24 @@ def gated_delta_rule(
     head_axis: str | None = None,
     token_order: TokenOrder = "natural",
 ) -> jax.Array:
-    """The gated delta rule over a sequence split on a mesh axis. Works under `jit`, `grad` and
-    `jax.checkpoint`.
+    """The gated delta rule over a sequence split on a mesh axis. Works under `jit`, `grad` and `jax.checkpoint`.
 
-    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024). A token of a head
-    changes the state S [K, V], which is 0 at the start of a document, and reads it:
+    Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024). A token of a head changes the state
+    S [K, V], which is 0 at the start of a document, and reads it:
 
         S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  out = scale * S^T q
 
-    Ranks exchange maps of states, whose size does not depend on the sequence length. Groups of
-    tokens are recomputed in the backward pass. States and gates are float32 or wider; products with
-    them have the dtype of q.
+    Ranks exchange maps of states, whose size does not depend on the sequence length. Groups of tokens are recomputed in
+    the backward pass. States and gates are float32 or wider; products with them have the dtype of q.
 
     Inside a `shard_map` over `context_axis`, arrays are local shards.
 
     Args:
-      q_BTGK, k_BTGK: queries and keys, any float dtype; usually of length 1. Head h of H has key
-      head h // (H / G). v_BTHV: values. H must be a multiple of G. g_BTH: the logarithm of the
-      decay of the state, at most 0. beta_BTH: the step size of the correction, usually from 0 to 1.
-      segment_ids: [B, T] int32. Each segment, which is contiguous, starts with state 0; segment 0
-      is padding, whose
+      q_BTGK, k_BTGK: queries and keys, any float dtype; usually of length 1. Head h of H has key head h // (H / G).
+      v_BTHV: values. H must be a multiple of G.
+      g_BTH: the logarithm of the decay of the state, at most 0.
+      beta_BTH: the step size of the correction, usually from 0 to 1.
+      segment_ids: [B, T] int32. Each segment, which is contiguous, starts with state 0; segment 0 is padding, whose
         outputs are 0. None: one segment.
       scale: multiplies q. None: 1/sqrt(K).
       mesh, context_axis, batch_axes, head_axis, token_order: see `attend`.
@@ -281,8 +278,8 @@ def short_convolution(
 ) -> jax.Array:
     """A causal convolution of each channel along a sequence split on a mesh axis.
 
-    Output t is the sum over i of weights[i] x[t - P + 1 + i]. Taps that reach into another segment
-    count 0. Ranks exchange P - 1 tokens and their segments.
+    Output t is the sum over i of weights[i] x[t - P + 1 + i]. Taps that reach into another segment count 0. Ranks
+    exchange P - 1 tokens and their segments.
 
     Args:
       x_BTW: any float dtype.
@@ -293,8 +290,7 @@ def short_convolution(
     Returns:
       [B, T, W] in the dtype of x.
     Raises:
-      UserError: a shape does not split over the mesh, or a rank has fewer tokens than the
-        convolution reaches.
+      UserError: a shape does not split over the mesh, or a rank has fewer tokens than the convolution reaches.
     """
     if x_BTW.ndim != 3 or weights_PW.ndim != 2 or x_BTW.shape[2] != weights_PW.shape[1]:
         raise UserError(

@@ -95,8 +95,7 @@ class TiledDeltaNet(NamedTuple):
         """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...].
 
         Args:
-          operands: from tokens of the residual stream to the operands of
-            `ShardedDeltaNet.__call__`.
+          operands: from tokens of the residual stream to the operands of `ShardedDeltaNet.__call__`.
         """
         return tuple(map(self.before_tiles, operands(self.tokens_before(x_nBtD))[:3]))
 

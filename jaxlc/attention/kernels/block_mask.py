@@ -60,9 +60,8 @@ def tuning_params(kernel: str, dtype: str) -> TuningParams:
     return _FLOAT32 if dtype == "float32" else _HALF_PRECISION[kernel]
 
 
-# (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a
-# fully masked row. None: the implicit mask of a BlockMask. Inside a kernel, references to the
-# ranges of one row.
+# (start_BT, end_BT), int32: query t attends to the keys start <= s < end; start == end == 0 for a fully masked row.
+# None: the implicit mask of a BlockMask. Inside a kernel, references to the ranges of one row.
 Ranges = tuple[jax.Array, jax.Array]
 
 

@@ -110,8 +110,8 @@ def query_stats(num_kv_heads: int, results: QueryResults, spec: AttentionSpec) -
 def _implicit_ranges(q_BTNH: jax.Array, num_keys: int, spec: AttentionSpec):
     """(start_1T, end_1T) of a call without ranges; see `contract.implicit_ranges`."""
     bounds = implicit_ranges(spec, q_BTNH.shape[1], num_keys)
-    # Tied to the queries, see `attend_shard`: XLA and autodiff would hoist constants out of the
-    # loop over layers, and with them the dense masks of all blocks.
+    # Tied to the queries, see `attend_shard`: XLA and autodiff would hoist constants out of the loop over layers, and
+    # with them the dense masks of all blocks.
     _, bounds = lax.optimization_barrier((q_BTNH, bounds))
     return (None if x is None else x[None] for x in bounds)
 
@@ -179,8 +179,8 @@ def forward(
     """See `contract.Kernel.forward`.
 
     Raises:
-      Unsupported: a scale that is not positive. The running maximum is of unscaled scores, and for
-        such a scale the largest score does not have the largest weight.
+      Unsupported: a scale that is not positive. The running maximum is of unscaled scores, and for such a scale the
+        largest score does not have the largest weight.
     """
     if spec.scale_for(q_BTNH.shape[-1]) <= 0:
         raise Unsupported(

@@ -104,9 +104,8 @@ KERNELS: dict[str, Kernel] = {
     "reference": reference,
     "mosaic": mosaic,
 }
-# The kernels that "auto" tries, fastest first. The last one supports every problem. On a CPU,
-# pallas runs in an interpreter, for tests only. mosaic is not among them until a GPU has verified
-# it.
+# The kernels that "auto" tries, fastest first. The last one supports every problem. On a CPU, pallas runs in an
+# interpreter, for tests only. mosaic is not among them until a GPU has verified it.
 _AUTO_ORDER = {"gpu": ("cudnn", "pallas", "blockwise")}
 _AUTO_ORDER_OTHER = ("blockwise",)
 
@@ -128,8 +127,8 @@ def choose_kernel(name: str, problem: AttentionProblem) -> KernelSelection:
     A kernel selected by name never falls back to another one.
 
     Raises:
-      UserError: unknown kernel name. Unsupported: the named kernel does not support the problem;
-      the message has the value and the limit.
+      UserError: unknown kernel name.
+      Unsupported: the named kernel does not support the problem; the message has the value and the limit.
     """
     if name == "auto":
         return _fastest(problem)

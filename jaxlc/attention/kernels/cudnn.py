@@ -159,12 +159,10 @@ def forward(
     """See `contract.Kernel.forward`.
 
     Args:
-      ranges: of packed documents. With a causal spec, a query at index t of k has the range [first,
-        t + 1), where first is the index of its document's first query; otherwise all queries of a
-        document have the same range.
+      ranges: of packed documents. With a causal spec, a query at index t of k has the range [first, t + 1), where
+        first is the index of its document's first query; otherwise all queries of a document have the same range.
     Raises:
-      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31
-        elements of q or k.
+      Unsupported: a causal call without ranges and with T != S, or with ranges a window, or 2^31 elements of q or k.
     """
     return forward_calls(q_BTNH, k_BSKH, v_BSKH, ranges, spec).values()
 
@@ -227,8 +225,8 @@ def backward_calls(
         ).values()
         return dq_BTNH + dq_term_BTNH, dk_BSKH + dk_term_BSKH
 
-    # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile
-    # time instead, which takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
+    # XLA simplifies a dot product with zeros to zero. It would evaluate `any(dlse != 0)` at compile time instead, which
+    # takes 1.8 s per call at 8192 tokens and 32 heads, and grows in proportion.
     has_dlse = jnp.vdot(dlse_BNT, dlse_BNT) != 0
     gradients = calls(v_BSKH, out_BTNH, dout_BTNH)
 

@@ -176,12 +176,11 @@ class DocumentTable(NamedTuple):
 def document_table(
     start_BT: jax.Array, end_BT: jax.Array, num_keys: int, calls: Calls, *, causal: bool
 ) -> DocumentTable:
-    """The documents of the key ranges [start, end) of each query; start == end for fully masked
-    rows.
+    """The documents of the key ranges [start, end) of each query; start == end for fully masked rows.
 
     Args:
-      calls: of `calls_for`. causal: a query at index t has the range [first, t + 1), where first is
-      the index of its document's first query.
+      calls: of `calls_for`.
+      causal: a query at index t has the range [first, t + 1), where first is the index of its document's first query.
         Otherwise all queries of a document have the same range. It is not checked.
     """
     (batch, num_queries), sizes = start_BT.shape, calls.sizes
@@ -245,8 +244,7 @@ def packed_operands(
     """The operands of the call for these documents.
 
     Args:
-      q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k; out, dout and dq have
-        the shape of q.
+      q_shape, k_shape: [B, T, N, H] and [B, S, K, H]; v has the shape of k; out, dout and dq have the shape of q.
     """
     return PackedOperands(
         rows.q_length,

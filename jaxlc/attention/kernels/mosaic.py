@@ -45,9 +45,8 @@ from jaxlc.core.errors import Unsupported
 VERSION = "0.0.17"  # the version that was checked; the extra in pyproject.toml pins it
 BLOCK_TOKENS = 128  # the block sizes of all kernels divide it
 HEAD_DIM_MULTIPLE = 8
-# GPU generation, as the major version of the compute capability -> its kernels. The kernels for
-# Ampere have no backward. The backward for Blackwell with head dim 256 needs 270,436 bytes of
-# shared memory of 232,448.
+# GPU generation, as the major version of the compute capability -> its kernels. The kernels for Ampere have no
+# backward. The backward for Blackwell with head dim 256 needs 270,436 bytes of shared memory of 232,448.
 MAX_HEAD_DIM = {"9": 256, "10": 192}
 _GENERATIONS = {"9": "sm90", "10": "sm100"}
 _PACKAGE = "tokamax._src.ops.attention"
@@ -123,12 +122,12 @@ def tokamax_backward(
     scale: float,
     generation: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (dq, dk, dv) in q's dtype, without the gradient of the lse. The ranges of `mask` skip
-    no blocks.
+    """Returns (dq, dk, dv) in q's dtype, without the gradient of the lse. The ranges of `mask` skip no blocks.
 
     Args:
-      out_BTNH: any float dtype; the kernel reads it in out . dout only. out and lse may be over
-      more keys than k. lse_BNT: finite. dout_BTNH: in q's dtype.
+      out_BTNH: any float dtype; the kernel reads it in out . dout only. out and lse may be over more keys than k.
+      lse_BNT: finite.
+      dout_BTNH: in q's dtype.
     """
     module = modules(generation).backward
     config = module.Config(**_backward_config(generation, q_BTNH.shape[-1], v_BSKH.shape[-1]))
@@ -229,8 +228,8 @@ def _backward_config(generation: str, head_dim: int, value_dim: int) -> dict[str
     )
 
 
-# Queries and keys per call of the backward, if the mask has ranges. Assumed: a larger block
-# computes more masked pairs, a smaller one adds up dq more often.
+# Queries and keys per call of the backward, if the mask has ranges. Assumed: a larger block computes more masked pairs,
+# a smaller one adds up dq more often.
 PAIR_BLOCK_TOKENS = 2048
 _DTYPES = ("bfloat16", "float16")
 

@@ -1,13 +1,13 @@
 """A check of cuDNN's calls for packed documents on the GPU that is about to train.
 
-Whether cuDNN accepts their offsets, and computes what they say, depends on its version and on the
-GPU. So a run compares them with the reference before it trains:
+Whether cuDNN accepts their offsets, and computes what they say, depends on its version and on the GPU. So a run
+compares them with the reference before it trains:
 
-    - in free memory that is filled with NaN, since memory that no program has used yet is often
-      zero, and an uninitialized workspace then has no effect
+    - in free memory that is filled with NaN, since memory that no program has used yet is often zero, and an
+      uninitialized workspace then has no effect
     - with documents of several calls, gaps between them, and a call whose offsets descend
-    - for all rows of a small problem, of a rank's own KV block and of a ring step; and for a few
-      rows of a problem with offsets above 2^27 elements, as long sequences have
+    - for all rows of a small problem, of a rank's own KV block and of a ring step; and for a few rows of a problem with
+      offsets above 2^27 elements, as long sequences have
 """
 
 import functools
@@ -25,9 +25,8 @@ from jaxlc.attention.key_ranges import TokenInfo, key_ranges
 from jaxlc.core.errors import UserError, reason_of
 
 MAX_ERROR = 1e-2  # norm of the error relative to the norm of the result; bfloat16 rounds to 2^-9
-# Tokens of the documents, negative for gaps. The first call takes the longest one and then the one
-# before it, so its offsets descend; the second call takes the others, with gaps. The last one ends
-# with the arrays.
+# Tokens of the documents, negative for gaps. The first call takes the longest one and then the one before it, so its
+# offsets descend; the second call takes the others, with gaps. The last one ends with the arrays.
 _DOCUMENT_TOKENS = (200, -5, 460, -3, 1, 3, 120, -20, 130, -12, 70)
 _LARGE_ELEMENTS = 5 * 2**25  # queries of the large problem; its last document starts above 2^27
 _MAX_LARGE_TOKENS = 2**18  # models with few heads have no offsets above 2^27
@@ -54,8 +53,9 @@ def check_packed_cudnn(
     """Compares packed calls with the reference: out, lse and gradients.
 
     Args:
-      num_heads, num_kv_heads: of the model. document_tokens: lengths of the documents of the small
-      problems, negative for gaps between them. large_elements: of the queries of the large problem.
+      num_heads, num_kv_heads: of the model.
+      document_tokens: lengths of the documents of the small problems, negative for gaps between them.
+      large_elements: of the queries of the large problem.
     Returns:
       A line with the largest error.
     Raises:

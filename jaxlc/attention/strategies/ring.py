@@ -1,33 +1,27 @@
-"""Ring attention: each rank keeps its queries; K and V go once around the context axis (Liu et al.,
-arXiv:2310.01889).
+"""Ring attention: each rank keeps its queries; K and V go once around the context axis (Liu et al., arXiv:2310.01889).
 
-Runs inside `shard_map`. Each rank has its shard of the sequence in zigzag order: two chunks (lo,
-hi) of equal length. Then causal masking needs no control flow, and every rank does the same work in
-every step:
+Runs inside `shard_map`. Each rank has its shard of the sequence in zigzag order: two chunks (lo, hi) of equal length.
+Then causal masking needs no control flow, and every rank does the same work in every step:
 
     step 0   the rank's own KV block: one causal kernel call over (lo, hi)
     step i   the KV block of rank - i. Two products of half-blocks are needed, both without a causal mask:
-             (q_hi, k_lo) always, and (q_lo, k_lo) if the block is from an earlier rank, otherwise
-             (q_hi, k_hi). The halves are selected with dynamic slices, and one kernel call computes
-             both products, as a batch of two.
+             (q_hi, k_lo) always, and (q_lo, k_lo) if the block is from an earlier rank, otherwise (q_hi, k_hi). The
+             halves are selected with dynamic slices, and one kernel call computes both products, as a batch of two.
 
-A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in
-which the pieces of a rank have other lengths for each document. So with ranges of keys, one kernel
-call computes the whole block, and the kernel skips the blocks that no range reaches: a ring step
-whose block shares no document with the queries costs no matrix products. In sequences of short
-documents, only the first ring steps have work. If the spec permits it, the others are skipped,
-sends included (`_run`).
+A packed sequence may be in the order of per-document sharding (sharding/document_layout.py), in which the pieces of a
+rank have other lengths for each document. So with ranges of keys, one kernel call computes the whole block, and the
+kernel skips the blocks that no range reaches: a ring step whose block shares no document with the queries costs no
+matrix products. In sequences of short documents, only the first ring steps have work. If the spec permits it, the
+others are skipped, sends included (`_run`).
 
-The backward goes around the ring a second time with the global out and lse; dK/dV are sent along
-with the KV block that they belong to. All running sums are float32. The order of operations makes
-the sends overlap with attention:
+The backward goes around the ring a second time with the global out and lse; dK/dV are sent along with the KV block
+that they belong to. All running sums are float32. The order of operations makes the sends overlap with attention:
 
-    - K and V are one array. XLA runs one collective at a time, so the second of two permutes would
-      be exposed.
-    - A send starts before the kernel call that it overlaps with. `optimization_barrier` ties the
-      received block to the result of that call. Without the barrier, the compiler runs every send
-      first and all KV blocks are live at once. With the barrier after the merge, newer XLA versions
-      overlap the send with the merge, and both are limited by memory bandwidth.
+    - K and V are one array. XLA runs one collective at a time, so the second of two permutes would be exposed.
+    - A send starts before the kernel call that it overlaps with. `optimization_barrier` ties the received block to the
+      result of that call. Without the barrier, the compiler runs every send first and all KV blocks are live at once.
+      With the barrier after the merge, newer XLA versions overlap the send with the merge, and both are limited by
+      memory bandwidth.
 """
 
 import functools
@@ -121,14 +115,12 @@ class PreparedSteps(NamedTuple):
 
 
 def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks: Ranks):
-    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of
-    `window_exchange.prepare`.
+    """The `ranges` of `attend`, once per training step: int32 [ring steps, b, t], or of `window_exchange.prepare`.
 
     `SkippableSteps` of these, if the spec permits to skip steps.
 
     Args:
-      kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step.
-        None: it is not.
+      kernel: the kernel of `attend`, whose `prepare` is applied to the ranges of each ring step. None: it is not.
     """
     if spec.window is not None:
         return window_exchange.prepare(tokens, spec, ranks)
@@ -183,10 +175,10 @@ def attend(
     """Attention of this rank's queries over the whole sequence; call inside `shard_map`.
 
     Args:
-      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which
-      `key_ranges` holds. kernel: the kernel for one KV block. spec: with a window, only the tokens
-      that it reaches are sent and computed (window_exchange.py, window_exchange.py). ranks: the
-      mesh axis that splits the sequence, of any size from 1.
+      qkv: this rank's shard: in zigzag order without ranges; with ranges, in any order for which `key_ranges` holds.
+      kernel: the kernel for one KV block.
+      spec: with a window, only the tokens that it reaches are sent and computed (window_exchange.py).
+      ranks: the mesh axis that splits the sequence, of any size from 1.
     Returns:
       out_btnH in q's dtype, lse_bnt float32.
     """
@@ -350,8 +342,7 @@ class RingState(NamedTuple):
         """Gradients with respect to the KV block of rank - step.
 
         Returns:
-          in_flight, dq with this block's contribution added, and this rank's contribution to the
-          block's dk and dv.
+          in_flight, dq with this block's contribution added, and this rank's contribution to the block's dk and dv.
         """
         ranges, spec = self._block_masks(step)
         if self.computes_whole_blocks:

@@ -178,15 +178,14 @@ def make(
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
     Args:
-      window: a query attends to itself and the window - 1 tokens before it; requires causal. None:
-      all earlier tokens. axes: the axes of the mesh that split the batch, the sequence and the
-      heads. token_order: the order of the tokens of all arguments and results; see `attend`.
-      few_documents: tokens are in the order of per-document sharding, in which ranks share few
-      documents. skips_ring_steps: if no document needs the ring steps after step 1, they do not
-      run. shared_prefixes: documents may continue a prefix, which `prepare` gets.
+      window: a query attends to itself and the window - 1 tokens before it; requires causal. None: all earlier tokens.
+      axes: the axes of the mesh that split the batch, the sequence and the heads.
+      token_order: the order of the tokens of all arguments and results; see `attend`.
+      few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
+      skips_ring_steps: if no document needs the ring steps after step 1, they do not run.
+      shared_prefixes: documents may continue a prefix, which `prepare` gets.
     Raises:
-      UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context
-        axis.
+      UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
     """
     known_strategy(config.strategy)
     inner = config.ulysses_degree if config.strategy == "hybrid" else None
@@ -228,17 +227,15 @@ class ShardedAttention:
         """The mask of packed documents as key ranges, for all layers of a training step.
 
         Args:
-          positions_BT: int32; count from the start of the sequence, or restart with each document.
-            None: they follow from the token order.
-          segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is
-            padding. None: each sequence is one document.
-          q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is
-            computed once, here; such calls have no `vmap`. None: each call computes it.
-          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires
-            positions.
+          positions_BT: int32; count from the start of the sequence, or restart with each document. None: they follow
+            from the token order.
+          segments_BT: int32. Tokens attend within their own segment only, which is contiguous; 0 is padding. None: each
+            sequence is one document.
+          q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is computed once, here; such
+            calls have no `vmap`. None: each call computes it.
+          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
         Returns:
-          The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is
-          implicit.
+          The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is implicit.
         """
         if segments_BT is None and (positions_BT is None or not self.spec.causal):
             return None
@@ -265,12 +262,12 @@ class ShardedAttention:
     ) -> tuple[jax.Array, jax.Array]:
         """(out_BTNH, lse_BNT float32).
 
-        Where the ranks of the head axis exceed K, key/value heads are repeated here, outside
-        `shard_map`, so that their gradients are summed.
+        Where the ranks of the head axis exceed K, key/value heads are repeated here, outside `shard_map`, so that their
+        gradients are summed.
 
         Args:
-          ranges: of `prepare`. None: each sequence is one document. sinks_N: float32, a logit per
-          query head in the denominator of the softmax; see contract.py. None: no sinks.
+          ranges: of `prepare`. None: each sequence is one document.
+          sinks_N: float32, a logit per query head in the denominator of the softmax; see contract.py. None: no sinks.
         """
         _, heads, lse = self._specs
         local = functools.partial(
@@ -309,8 +306,8 @@ class ShardedAttention:
         )
 
     def _split(self, local: Callable, in_specs: tuple, out_specs) -> Callable:
-        # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked
-        # variance. Every operand varies over every axis here, so the tracking is not needed.
+        # check_vma: values in custom_vjp rules and in Pallas interpret mode have no tracked variance. Every operand
+        # varies over every axis here, so the tracking is not needed.
         split = jax.shard_map(
             local, mesh=self.split_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -368,9 +365,9 @@ def attend_shard(
     all_ranks = _as_one_axis(ranks)
     if token_order == "natural":
         q_btnH, k_bskH, v_bskH = (to_zigzag(x, all_ranks) for x in (q_btnH, k_bskH, v_bskH))
-    # Ranges are the same in every layer. Differentiating a scan over layers would hoist the dense
-    # masks of all blocks out of the loop: T x S entries. The barrier ties them to the queries, so
-    # they are computed inside the loop, block by block.
+    # Ranges are the same in every layer. Differentiating a scan over layers would hoist the dense masks of all blocks
+    # out of the loop: T x S entries. The barrier ties them to the queries, so they are computed inside the loop, block
+    # by block.
     q_btnH, key_ranges = lax.optimization_barrier((q_btnH, key_ranges))
     strategy = STRATEGIES[config.strategy]
     with jax.named_scope(scopes.SLIDING_WINDOW) if spec.window else nullcontext():

@@ -67,12 +67,10 @@ def resolve_axes(
     batch_axes: str | Sequence[str] | None,
     head_axis: str | None,
 ) -> AttentionAxes:
-    """The axes from the arguments of `attend`. None: the names of jaxlc's own meshes, as far as
-    `mesh` has them.
+    """The axes from the arguments of `attend`. None: the names of jaxlc's own meshes, as far as `mesh` has them.
 
     Raises:
-      UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two
-        roles.
+      UserError: the mesh has no axis of that name, has axes that are not Auto, or an axis has two roles.
     """
     if mesh is None:
         raise UserError("attention outside of shard_map needs a mesh: pass mesh=")
@@ -202,8 +200,8 @@ def check_split(
     """Raises UserError unless global arrays of this shape split over the mesh.
 
     Args:
-      num_shared: key/value heads, each of which belongs to one or more of the N heads; they may be
-      repeated on ranks. heads: the heads and their numbers, for the error.
+      num_shared: key/value heads, each of which belongs to one or more of the N heads; they may be repeated on ranks.
+      heads: the heads and their numbers, for the error.
     """
     batch, num_tokens, num_heads = shape_BTN
     context, head_ranks = mesh.shape[axes.context], axes.num_head_ranks(mesh)
@@ -260,16 +258,15 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
     """A differentiable `attend(qkv, kernel, spec, ranks)` from a forward and a backward function.
 
     Args:
-      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`; out in q's dtype or float32, lse
-      float32. backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, in
-      q's dtype or float32. inline: trace the operations of `forward` into the rule for
-      differentiation. The default traces one opaque call,
-        which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations,
-        and moves those that do not depend on differentiated inputs out of loops.
+      forward: `(qkv, kernel, spec, ranks) -> (out_btnH, lse_bnt)`; out in q's dtype or float32, lse float32.
+      backward: `(qkv, results, kernel, spec, ranks) -> (dq_btnH, dk_bskH, dv_bskH)`, in q's dtype or float32.
+      inline: trace the operations of `forward` into the rule for differentiation. The default traces one opaque call,
+        which `jax.checkpoint` recomputes as a whole; with `inline` it sees the single operations, and moves those that
+        do not depend on differentiated inputs out of loops.
     Returns:
-      A function of the same arguments as `forward`, in whose results the sinks have joined. It
-      casts out to the dtype of q, and the gradients to the dtypes of q, k and v. Its residuals are
-      qkv, out and lse; out and lse have the checkpoint names "attention_out" and "attention_lse".
+      A function of the same arguments as `forward`, in whose results the sinks have joined. It casts out to the dtype
+      of q, and the gradients to the dtypes of q, k and v. Its residuals are qkv, out and lse; out and lse have the
+      checkpoint names "attention_out" and "attention_lse".
     """
 
     def forward_cast(
@@ -280,9 +277,8 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
 
     def forward_rule(qkv, kernel, spec, ranks):
         out, lse = (forward_cast if inline else attend)(qkv, kernel, spec, ranks)
-        # Named inside the rule, so that the names apply to the residuals. A remat policy that saves
-        # both names then does not run the forward again. Names outside the rule would apply to
-        # other values.
+        # Named inside the rule, so that the names apply to the residuals. A remat policy that saves both names then
+        # does not run the forward again. Names outside the rule would apply to other values.
         out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
         return (out, lse), (qkv, out, lse)
 

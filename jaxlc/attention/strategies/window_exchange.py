@@ -54,8 +54,8 @@ def _halo_backward(
     dq, dk, dv = kernel.backward(
         *operands, spec, QueryResults(*map(_split_chunks, results, (1, 2, 1, 2)))
     )
-    # A token's gradient is the sum over its own chunk and every halo that contains it. The
-    # transpose of the exchange sends these gradients back along the same line, in float32.
+    # A token's gradient is the sum over its own chunk and every halo that contains it. The transpose of the exchange
+    # sends these gradients back along the same line, in float32.
     kv_like = jax.ShapeDtypeStruct((*k.shape[:3], k.shape[3] + v.shape[3]), jnp.float32)
     extend = functools.partial(
         _prepend_halo, halo_tokens=_halo_tokens(q.shape[1], spec, ranks), ranks=ranks
@@ -159,12 +159,11 @@ class WindowKeys(NamedTuple):
 def prepare(
     tokens: TokenInfo, spec: AttentionSpec, ranks: Ranks, chunks: int = 1
 ) -> WindowKeys | KeyRanges:
-    """The `ranges` of `attend`, once per training step. One rank needs no exchange: KeyRanges over
-    its own tokens.
+    """The `ranges` of `attend`, once per training step. One rank needs no exchange: KeyRanges over its own tokens.
 
     Args:
-      chunks: 1, or 2: the keys of the queries in each half of the tokens are together, and a
-        document need be contiguous only within each half.
+      chunks: 1, or 2: the keys of the queries in each half of the tokens are together, and a document need be
+        contiguous only within each half.
     """
     assert tokens.positions_BT is not None
     segments_bt = (

@@ -75,8 +75,8 @@ def check_num_devices(
     """Checks that the mesh has `num_devices` devices.
 
     Args:
-      there_are: the source of the number in the message, such as "the number of available devices
-        is"; the number is appended.
+      there_are: the source of the number in the message, such as "the number of available devices is"; the number is
+        appended.
       config_path: name or path of the config, with its variant; "": none.
     Raises:
       UserError: the number differs; the message has overrides or commands that work.

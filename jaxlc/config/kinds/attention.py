@@ -16,27 +16,27 @@ class AttentionSettings:
     """Settings of the layers with attention."""
 
     num_heads: From1[int]  # number of query heads
-    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query
-    # attention, 1 is multi-query attention.
+    # number of key/value heads, a divisor of num_heads: fewer than num_heads is grouped-query attention, 1 is
+    # multi-query attention.
     num_kv_heads: From1[int]
     # width of each attention head; even, because RoPE rotates pairs of dimensions
     head_dim: From1[int]
-    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3.
-    # projection: of all heads together, as in Olmo 3.
+    # RMSNorm of queries and keys before RoPE. head: of each head, as in Qwen 3 and Gemma 3. projection: of all heads
+    # together, as in Olmo 3.
     qk_norm: Literal["none", "head", "projection"] = "none"
     qkv_bias: bool = False  # biases of the query, key and value projections, as in Qwen 2.5
     attention_out_bias: bool = False  # bias of the output projection of attention, as in gpt-oss
     # a trained logit per query head that joins the denominator of the attention softmax, as in
     # gpt-oss.
     attention_sinks: bool = False
-    # the output of attention is multiplied by the sigmoid of a gate before its projection; the
-    # query projection computes the gate as well, as in Qwen 3.5.
+    # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
+    # computes the gate as well, as in Qwen 3.5.
     attention_gate: bool = False
-    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in
-    # Hugging Face configs. 0: head_dim.
+    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
+    # 0: head_dim.
     query_scale_dim: int = 0
-    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens
-    # before it. 0: the model has no sliding layers.
+    # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
+    # model has no sliding layers.
     window: int = 0
 
     @property

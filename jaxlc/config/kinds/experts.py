@@ -95,26 +95,25 @@ class ExpertsConfig:
     # experts that each token is routed to; "num_experts_per_tok" in Hugging Face configs
     experts_per_token: int = 0
     ffn_dim: int = 0  # width of each expert; "moe_intermediate_size" in Hugging Face configs
-    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3.
-    # topk_softmax: the softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid:
-    # the sigmoid of each logit, as in DeepSeek V3 and GLM 4.5.
+    # weights of the chosen experts. softmax: their probabilities among all experts, as in Qwen 3. topk_softmax: the
+    # softmax of the logits of the chosen experts only, as in gpt-oss. sigmoid: the sigmoid of each logit, as in
+    # DeepSeek V3 and GLM 4.5.
     router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
-    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum;
-    # "norm_topk_prob" in Hugging Face configs.
+    # softmax and sigmoid router: the weights of the chosen experts are divided by their sum; "norm_topk_prob" in
+    # Hugging Face configs.
     renormalize: bool = False
-    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has
-    # no gradient; train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face
-    # files.
+    # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
+    # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
     choice_bias: bool = False
-    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of
-    # some groups: those with the largest sums of two scores. "n_group" in Hugging Face configs.
+    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
+    # with the largest sums of two scores. "n_group" in Hugging Face configs.
     groups: From1[int] = 1
     groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
     # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
     scale: Above0[float] = 1.0
     bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
-    # width of the shared expert, a feed-forward block of all tokens whose output is added to that
-    # of the experts; "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
+    # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
+    # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
     shared_ffn_dim: int = 0
     # the output of the shared expert is multiplied by the sigmoid of a product of the input, as in
     # Qwen 3.5.

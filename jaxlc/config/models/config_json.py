@@ -234,8 +234,8 @@ def stored_settings(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
 ROPE_SETTINGS = tuple(
     field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("rope_")
 )
-# Settings that may differ from the model that is loaded: they change which positions attention
-# compares, and how, and not the shape of a parameter.
+# Settings that may differ from the model that is loaded: they change which positions attention compares, and how, and
+# not the shape of a parameter.
 _SLIDING_SETTINGS = ("sliding_rope_theta", "sliding_rope_scaling")
 CHANGEABLE_SETTINGS = (*ROPE_SETTINGS, *_SLIDING_SETTINGS, "window")
 

@@ -21,8 +21,8 @@ from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 from jaxlc.core.errors import Unsupported
 
-# The first layers are compiled one by one, as are those of a group: together they may be more than
-# this only if most layers repeat.
+# The first layers are compiled one by one, as are those of a group: together they may be more than this only if most
+# layers repeat.
 _MAX_LAYERS_WITHOUT_REPETITION = 8
 
 
@@ -74,8 +74,8 @@ class KindConfig:
     num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
-    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim.
-    # Empty: the experts of the model, or dense if model.experts.num_experts is 0.
+    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. Empty: the experts of
+    # the model, or dense if model.experts.num_experts is 0.
     feed_forward: str = ""
 
 
@@ -87,9 +87,8 @@ class ModelConfig(AttentionSettings):
 
     # name of a published model in jaxlc/config/models/presets.py, such as llama3.1-8b or qwen3-8b
     preset: str
-    # model whose weights training starts from: a Hugging Face directory, a hub id
-    # ORGANIZATION/NAME, or the workdir of a run. It gives the shape as well, and preset has no
-    # effect; docs/pretrained.md. Empty: random weights.
+    # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
+    # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
     init_from: str = ""
     # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
     vocab_size: From1[int]
@@ -98,27 +97,24 @@ class ModelConfig(AttentionSettings):
     # width of the gated feed-forward layer; "intermediate_size" in Hugging Face configs
     ffn_dim: From1[int]
     tie_embeddings: bool  # use the transposed token embedding as the output head
-    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their
-    # output before it is added to the residual stream, as in Olmo 3. pre_and_post: of both, as in
-    # Gemma 3.
+    # RMSNorms around attention and feed-forward. pre: of their input, as in Llama. post: of their output before it is
+    # added to the residual stream, as in Olmo 3. pre_and_post: of both, as in Gemma 3.
     norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: Above0[float]  # added to the mean square in RMSNorm
-    # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of
-    # gpt-oss, which also bounds gate and up projection.
+    # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of gpt-oss, which also
+    # bounds gate and up projection.
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
-    # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i
-    # has kind layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to
-    # the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
-    # attention with a state, as in Qwen 3.5.
+    # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
+    # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.
+    # nope: as full, without position embedding. gated_delta_net: linear attention with a state, as in Qwen 3.5.
     layer_kinds: tuple[str, ...] = ("full",)
-    # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM
-    # 4.5. They are part of num_layers.
+    # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
+    # num_layers.
     first_layer_kinds: tuple[str, ...] = ()
-    # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set
-    # the fields of a kind with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which
-    # layer_kinds and first_layer_kinds may name.
+    # kinds of layers whose heads or feed-forward layer have other sizes; docs/architecture.md. Set the fields of a kind
+    # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
     delta_net: DeltaNetConfig = DeltaNetConfig()
     experts: ExpertsConfig = ExpertsConfig()
@@ -126,10 +122,9 @@ class ModelConfig(AttentionSettings):
     sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
     # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
     rope_theta: Above0[float]
-    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by
-    # the factor. ntk: a larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low
-    # frequencies divided, high ones unchanged, sharper attention. longrope: each divided by a
-    # factor of its own. llama3: as in Llama 3.1.
+    # how RoPE frequencies are changed to extend the context; docs/pretrained.md. linear: divided by the factor. ntk: a
+    # larger base. dynamic_ntk: a base that grows with data.seq_len. yarn: low frequencies divided, high ones unchanged,
+    # sharper attention. longrope: each divided by a factor of its own. llama3: as in Llama 3.1.
     rope_scaling: Literal["none", "linear", "ntk", "dynamic_ntk", "yarn", "longrope", "llama3"] = (
         "none"
     )
@@ -147,8 +142,8 @@ class ModelConfig(AttentionSettings):
     # yarn: frequencies with fewer turns than this within rope_scaling_original_tokens are scaled
     # fully.
     rope_scaling_beta_slow: Above0[float] = 1.0
-    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed
-    # from rope_scaling_factor.
+    # yarn, longrope: factor of cos and sin, whose square multiplies attention logits. 0: computed from
+    # rope_scaling_factor.
     rope_scaling_attention_factor: float = 0.0
     # yarn: round the limits between the frequency bands to whole dimensions
     rope_scaling_truncate: bool = True
@@ -302,12 +297,10 @@ def model_from(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def model_name(model: Mapping[str, Any]) -> str:
-    """The name of a model in titles and messages: the hub id or last directory of its init_from, or
-    else its preset.
+    """The name of a model in titles and messages: the hub id or last directory of its init_from, or else its preset.
 
     Args:
-      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored
-        dictionary of it.
+      model: the settings `preset` and `init_from`, among others: `vars(config.model)`, or a stored dictionary of it.
     """
     init_from = model.get("init_from", "")
     if not init_from or is_model_id(init_from):

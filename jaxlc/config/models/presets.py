@@ -175,8 +175,8 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["qwen3_moe"].settings,
     ),
     dict(
-        # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23,
-        # whose numbers of layers and experts are those of gpt-oss-120b.
+        # openai/gpt-oss-20b: the model card of August 2025, and GptOssConfig in transformers 5.23, whose numbers of
+        # layers and experts are those of gpt-oss-120b.
         preset="gpt-oss-20b",
         vocab_size=201_088,
         num_layers=24,
@@ -202,8 +202,8 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["gpt_oss"].settings,
     ),
     dict(
-        # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23;
-        # the base of RoPE is that of THUDM/slime, scripts/models.
+        # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
+        # that of THUDM/slime, scripts/models.
         preset="qwen3.5-9b",
         num_layers=32,
         model_dim=4096,
@@ -215,9 +215,8 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         **FAMILIES["qwen3_5_text"].settings,
     ),
     dict(
-        # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers
-        # 5.23, whose docstring names this model; the base of RoPE is that of THUDM/slime,
-        # scripts/models/qwen3.5-35B-A3B.sh.
+        # Qwen/Qwen3.5-35B-A3B, the text model: the defaults of Qwen3_5MoeTextConfig in transformers 5.23, whose
+        # docstring names this model; the base of RoPE is that of THUDM/slime, scripts/models/qwen3.5-35B-A3B.sh.
         preset="qwen3.5-35b-a3b",
         num_layers=40,
         model_dim=2048,

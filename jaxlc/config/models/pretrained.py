@@ -125,15 +125,14 @@ def locate(init_from: str, *, with_weights: bool = False) -> Pretrained:
 
 
 def find_directory(name: str, what: str, *, with_weights: bool) -> Path:
-    """The directory `name`, or the copy of a model of the hub, which is downloaded if there is no
-    such directory.
+    """The directory `name`, or the copy of a model of the hub, which is downloaded if there is no such directory.
 
     Args:
       name: a path, or a hub id ORGANIZATION/NAME.
       what: the setting or argument that has this value, for errors.
     Raises:
-      UserError: there is no such directory, and no such model, or its files are pointers of Git
-      LFS. Unsupported: it has a model in another format.
+      UserError: there is no such directory, and no such model, or its files are pointers of Git LFS.
+      Unsupported: it has a model in another format.
     """
     path = local_path(name)
     if not path.exists():
@@ -157,12 +156,11 @@ def _no_model(name: str, what: str, problem: str) -> UserError:
 
 
 def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | None:
-    """The Hugging Face model that training started from, directly or through other runs; None:
-    random weights.
+    """The Hugging Face model that training started from, directly or through other runs; None: random weights.
 
     Args:
-      init_from: of the run. workdir: of the run. If it has a copy of the model's files, the result
-      is that copy, without weights.
+      init_from: of the run.
+      workdir: of the run. If it has a copy of the model's files, the result is that copy, without weights.
     Raises:
       UserError: there is no copy, and the model or one of the runs does not exist any more.
     """
@@ -268,16 +266,14 @@ _BY_FACTOR = ("linear", "ntk", "llama3")  # kinds of scaling that a larger facto
 
 
 def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
-    """The longest sequence in tokens for which the weights and the RoPE of `model` are meant; None:
-    unlimited, unknown.
+    """The longest sequence in tokens for which the weights and the RoPE of `model` are meant; None: unlimited, unknown.
 
-    It is the length of the base model (max_position_embeddings of its config.json, or data.seq_len
-    of a run), times the scaling that the settings add. It is unknown with another rope_theta, which
-    extends the context as well, and without layers of kind full there is no limit.
+    It is the length of the base model (max_position_embeddings of its config.json, or data.seq_len of a run), times the
+    scaling that the settings add. It is unknown with another rope_theta, which extends the context as well, and without
+    layers of kind full there is no limit.
 
     Args:
-      trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of
-        model.init_from.
+      trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of model.init_from.
     """
     if "full" not in model.attentions or model.rope_scaling == "dynamic_ntk":
         return None
@@ -302,12 +298,12 @@ def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
 def context_warning(
     model: ModelConfig, num_tokens: int, *, trained_tokens: int | None = None, stage: str = ""
 ) -> str | None:
-    """One sentence if sequences of `num_tokens` are longer than the context of `model`, with the
-    settings that extend it; None if they are not.
+    """One sentence if sequences of `num_tokens` are longer than the context of `model`, with the settings that extend
+    it; None if they are not.
 
     Args:
-      trained_tokens: None: a run is going to train the model. Otherwise, the model is used as it
-        is; see `context_tokens`.
+      trained_tokens: None: a run is going to train the model. Otherwise, the model is used as it is; see
+        `context_tokens`.
       stage: the name of the stage that trains, "" in a run without stages.
     """
     context = context_tokens(model, trained_tokens or 0)

@@ -119,9 +119,8 @@ _ENDLESS = 2**62
 MAX_THREADS = 8
 
 
-# The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S],
-# whose index t has the token at place t. A pure function, since processes that share a sequence
-# call it independently; also in threads.
+# The order of a sequence's tokens in the arrays of a batch: arrays [S] in natural order -> int [S], whose index t has
+# the token at place t. A pure function, since processes that share a sequence call it independently; also in threads.
 OrderOf = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 # The same, with the arrays of the batch in natural order: those of the sequence, and others that
 # depend on the order.

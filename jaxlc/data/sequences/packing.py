@@ -103,11 +103,11 @@ class PackedSequences:
     ):
         """
         Args:
-          document_ids: int64, the documents of `store` to pack, at least one; a document may occur
-          several times. chunk_tokens: documents are cut into chunks of at most this length; 0:
-          `seq_len`. max_document_tokens: only the first tokens of a longer document are used; 0:
-          all. is_full_length: chunks shorter than `seq_len` are not used. weighs_answers_equally:
-          the loss weights of each answer of a chat have the same sum, instead of being 1; they
+          document_ids: int64, the documents of `store` to pack, at least one; a document may occur several times.
+          chunk_tokens: documents are cut into chunks of at most this length; 0: `seq_len`.
+          max_document_tokens: only the first tokens of a longer document are used; 0: all.
+          is_full_length: chunks shorter than `seq_len` are not used.
+          weighs_answers_equally: the loss weights of each answer of a chat have the same sum, instead of being 1; they
             are 1 on average over the answers of the store.
         """
         assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (

@@ -20,17 +20,15 @@ _TRACE_BATCHES_REQUIRED = ("advantages", "old_log_probs", "reference_log_probs")
 
 
 def complete_traces(arrays: dict[str, np.ndarray], dtypes: Mapping[str, type], where: str) -> None:
-    """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in
-    natural order.
+    """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in natural order.
 
-    "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0,
-    none). "answer_weights" is 1 / number of weighted targets of the document (default: from the
-    loss weights). "advantages", "old_log_probs" and "reference_log_probs" are values of the token's
-    target; there is no default.
+    "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none). "answer_weights"
+    is 1 / number of weighted targets of the document (default: from the loss weights). "advantages", "old_log_probs"
+    and "reference_log_probs" are values of the token's target; there is no default.
 
     Raises:
-      UserError: an array without default is missing or not finite, a segment id is larger than S,
-        or prefixes are invalid: unknown, nested, or continued by documents that are not neighbors.
+      UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
+        invalid: unknown, nested, or continued by documents that are not neighbors.
     """
     for name in set(dtypes) & set(_TRACE_BATCHES_REQUIRED):
         if name not in arrays:

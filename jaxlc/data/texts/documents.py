@@ -1,20 +1,17 @@
-"""Reads the documents of files: text, token ids, or chats, as the messages that chat templates
-take.
+"""Reads the documents of files: text, token ids, or chats, as the messages that chat templates take.
 
 The formats of chats in records:
 
 messages  {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}: as the API of OpenAI. The content may
-          be a list of parts, of which all are text; it is null in a message of the assistant with
-          `tool_calls`.
+          be a list of parts, of which all are text; it is null in a message of the assistant with `tool_calls`.
 sharegpt  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "...", "tools": [...]}
 alpaca    {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [["...", "..."], ...]}: a
           question and its answer, after earlier ones
-completion {"prompt": ..., "completion": ...}: texts or lists of messages, as in TRL; only the
-completion has a loss
+completion {"prompt": ..., "completion": ...}: texts or lists of messages, as in TRL; only the completion has a loss
 
-`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates
-write them as JSON. A message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss.
-Fields of other programs that change what is trained on (`_UNSUPPORTED`) are refused.
+`tools` and the arguments of a call may be JSON in a string, which is parsed, because templates write them as JSON. A
+message with one of the flags `LOSS_FLAGS` set to false or 0 has no loss. Fields of other programs that change what is
+trained on (`_UNSUPPORTED`) are refused.
 """
 
 import contextlib
@@ -123,8 +120,7 @@ def read_chat(
       chat_format: a key of CHAT_FIELDS; "": messages or sharegpt.
       where: FILE:NUMBER of the record, for errors.
     Raises:
-      BadRecord: the record has another form, a part of it cannot be trained on, or an answer is
-        empty.
+      BadRecord: the record has another form, a part of it cannot be trained on, or an answer is empty.
     """
     if chat_format == "completion":
         return read_answer(values, field, where)
@@ -432,9 +428,8 @@ class Document:
     # documents
     name: str
     where: str = ""  # FILE:NUMBER of its record, for errors
-    # The text, to be read once, before the next document. No UTF-8 sequence crosses the end of a
-    # block, so each can be decoded on its own, also if the text contains invalid UTF-8. The first
-    # one is not empty.
+    # The text, to be read once, before the next document. No UTF-8 sequence crosses the end of a block, so each can be
+    # decoded on its own, also if the text contains invalid UTF-8. The first one is not empty.
     blocks: Iterable[bytes] = ()
     ids: np.ndarray | None = None  # int [tokens]
     chat: Chat | None = None

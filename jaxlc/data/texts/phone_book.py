@@ -97,8 +97,8 @@ def retrieval_prompt(rng: random.Random, num_tokens: int, distance: int) -> tupl
     """A document that ends with a name, and the number of that name.
 
     Args:
-      num_tokens: of the document. distance: tokens from the only entry of the name to the end, plus
-      at most the length of one part.
+      num_tokens: of the document.
+      distance: tokens from the only entry of the name to the end, plus at most the length of one part.
     """
     asked, *others = rng.sample(NAMES, len(NAMES))
     name, *number = entry(asked, rng.randrange(10**6))

@@ -1,20 +1,16 @@
-"""Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the
-rendered text.
+"""Chats: renders messages with a chat template (Jinja), and finds the answers in the tokens of the rendered text.
 
-Only the answers of the assistant are trained on. Their place in the rendered text is found in one
-of two ways:
+Only the answers of the assistant are trained on. Their place in the rendered text is found in one of two ways:
 
-- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that
-  support the assistant masks of transformers.
-- Otherwise, answer k is the text between the prompt of message k, rendered from the messages before
-  it with `add_generation_prompt`, and the end of the text rendered from the messages up to it.
-  White space behind its last end-of-turn token belongs to the template and not to the answer. A
-  template may render earlier messages differently, for instance without their reasoning; then the
-  answer ends at the next end-of-turn token. If that makes a prompt differ, as after a call of a
-  tool and another question, answer k follows the header of an answer number k.
+- A template may have `{% generation %}` ... `{% endgeneration %}` around them, as those that support the assistant
+  masks of transformers.
+- Otherwise, answer k is the text between the prompt of message k, rendered from the messages before it with
+  `add_generation_prompt`, and the end of the text rendered from the messages up to it. White space behind its last
+  end-of-turn token belongs to the template and not to the answer. A template may render earlier messages differently,
+  for instance without their reasoning; then the answer ends at the next end-of-turn token. If that makes a prompt
+  differ, as after a call of a tool and another question, answer k follows the header of an answer number k.
 
-So every answer is trained on as the template renders it at the end of the chat. What it leaves out
-is counted.
+So every answer is trained on as the template renders it at the end of the chat. What it leaves out is counted.
 
 A template fits a tokenizer if its markers, such as <|im_end|>, are single tokens: a model learns to end its answers
 with one token, at which inference engines stop.
@@ -146,8 +142,8 @@ class ChatTemplate:
         Args:
           where: FILE:NUMBER of the record, for errors.
         Raises:
-          BadRecord: the template raises an error for the messages or does not know a part of them,
-            or it renders an answer as nothing.
+          BadRecord: the template raises an error for the messages or does not know a part of them, or it renders an
+            answer as nothing.
         """
         messages, _, masked = chat
         numbers = [
@@ -435,8 +431,8 @@ def load_chat_template(
 
     Args:
       setting: data.chat_template: a path, a key of TEMPLATES, the text of a template, or "".
-      tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and
-      chat_template.jinja are; None: bytes. advice: how to set a template, for errors.
+      tokenizer_file: the tokenizer.json, next to which tokenizer_config.json and chat_template.jinja are; None: bytes.
+      advice: how to set a template, for errors.
     Raises:
       UserError: there is no template, or it cannot be read.
     """
@@ -472,8 +468,7 @@ def fitting_template(
       setting: as in `load_chat_template`.
       flag: that sets a template, for errors.
     Raises:
-      UserError: there is no template, it cannot be read, or it does not fit; the message names
-        those that fit.
+      UserError: there is no template, it cannot be read, or it does not fit; the message names those that fit.
     """
     named = (load_chat_template(name, tokenizer.file) for name in TEMPLATES)
     fitting = [

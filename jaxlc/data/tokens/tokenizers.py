@@ -1,29 +1,24 @@
-"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`; long text in pieces that encode to
-the same tokens.
+"""Tokenizers: plain bytes, or any Hugging Face `tokenizer.json`; long text in pieces that encode to the same tokens.
 
-`safe_cuts` gives the positions at which text may be cut for a tokenizer: between a letter or digit,
-and a newline, punctuation or a space before another letter. It accepts two kinds of BPE tokenizers.
-Equality follows from their stages.
+`safe_cuts` gives the positions at which text may be cut for a tokenizer: between a letter or digit, and a newline,
+punctuation or a space before another letter. It accepts two kinds of BPE tokenizers. Equality follows from their
+stages.
 
-Added tokens: none matches across a cut, strips whitespace, or tests its neighbors. Special ones are
-text here.
+Added tokens: none matches across a cut, strips whitespace, or tests its neighbors. Special ones are text here.
 
 Byte-level BPE with a known pre-tokenization regex (GPT-2, Llama 3, Qwen, o200k, Tekken, SmolLM):
 
-- Normalization: none, or NFC, which neither composes nor reorders the characters on both sides of a
-cut.
-- Pre-tokenization: in the known regexes, no alternative matches a letter or digit followed by one
-  of the other characters, and none looks behind. A match that ends at the cut is the same at the
-  end of a piece, and the next match starts at the cut.
+- Normalization: none, or NFC, which neither composes nor reorders the characters on both sides of a cut.
+- Pre-tokenization: in the known regexes, no alternative matches a letter or digit followed by one of the other
+  characters, and none looks behind. A match that ends at the cut is the same at the end of a piece, and the next match
+  starts at the cut.
 - BPE merges apply within a pre-token.
 
 BPE as in SentencePiece, where "▁" replaces each space (Llama 2, Mistral, Gemma):
 
-- No token of the vocabulary contains the characters on both sides of a cut one after the other, so
-  no merge crosses it. Merges on its two sides do not depend on each other, because BPE applies them
-  by rank.
-- If the normalizer prepends "▁" to the text, it also prepends it to each piece, where it replaces
-the space at the cut.
+- No token of the vocabulary contains the characters on both sides of a cut one after the other, so no merge crosses it.
+  Merges on its two sides do not depend on each other, because BPE applies them by rank.
+- If the normalizer prepends "▁" to the text, it also prepends it to each piece, where it replaces the space at the cut.
 """
 
 import functools
@@ -275,8 +270,7 @@ class Tokenizer(Protocol):
         Args:
           special_tokens: the text of a special token means this token, as in rendered chats.
         Returns:
-          For each text, int32 IDs [tokens], and the begin and end of each token in its characters,
-          int [tokens, 2].
+          For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
         """
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
@@ -292,14 +286,12 @@ def load_tokenizer(
 
     Args:
       name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
-      end_token: text of the end-of-document token; empty: the first of the usual names that is a
-      special token, or the
+      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
         eos_token of tokenizer_config.json in the same directory.
       parse_special_tokens: `encode` converts the text of a special token to this token.
       start_token: as data.start_token.
     Raises:
-      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such
-        end-of-document token.
+      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
     """
     if name != "bytes":
         return HuggingFaceTokenizer(name, end_token, parse_special_tokens, start_token)

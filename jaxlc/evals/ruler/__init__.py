@@ -445,11 +445,9 @@ def example(
     """Example `index` of a task.
 
     Args:
-      length: tokens of prompt, answer prefix and the new tokens of the task together, which are not
-        exceeded.
+      length: tokens of prompt, answer prefix and the new tokens of the task together, which are not exceeded.
     Raises:
-      UserError: the length is too small for the task, or a package or data set that it needs is
-        missing.
+      UserError: the length is too small for the task, or a package or data set that it needs is missing.
     """
     task, template = TASKS[name], _templates()[TASKS[name].kind]
     budget = length - task.new_tokens

@@ -1,24 +1,21 @@
 """The kinds of layers: a module for each, with parameters, forward, tiles and cached generation.
 
-`jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses
-ranks. A kind outside this package is registered with `register`.
+`jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses ranks. A kind outside
+this package is registered with `register`.
 
-Today a layer is two residual branches with one block each, a mixer and a feed-forward block, and
-the layers are the segments `core.axes.LAYER_STACKS`. The interfaces admit, with these signatures:
+Today a layer is two residual branches with one block each, a mixer and a feed-forward block, and the layers are the
+segments `core.axes.LAYER_STACKS`. The interfaces admit, with these signatures:
 
     Branch(mixers: tuple[Mixer, ...], input_norm, output_norm, multiplier)    branches(model) -> tuple[Branch, ...]
-        one or more mixers in parallel, whose outputs `projected` are summed. Nemotron-H has one
-        branch, Falcon-H1 two mixers in one.
+        one or more mixers in parallel, whose outputs `projected` are summed. Nemotron-H has one branch, Falcon-H1 two
+        mixers in one.
     operands(x_BTD, *, shard, earlier=None) -> (operands, kept)    an interface `SharesOperands`, beside `Rotary`
-        `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be
-          handed to a later one.
+        `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be handed to a later one.
     attend(*operands, ranges) -> out    projected(out, kept) -> out_BTD    abstract_cache(on, layout, ..) -> tree
-        what is sent and cached is up to the kind: latent vectors that are expanded on arrival, keys
-        and values of different dims, states. `out` has any shape, and the cache is any tree of
-        arrays [B, layers, ...].
+        what is sent and cached is up to the kind: latent vectors that are expanded on arrival, keys and values of
+        different dims, states. `out` has any shape, and the cache is any tree of arrays [B, layers, ...].
     segments(model) -> tuple[Segment, ...]    run_stack(segment, x_BTD, positions_BT, kinds, context, is_frozen)
-        a segment is a scanned group: its name in the parameter tree, the kinds of an iteration, the
-          iterations.
+        a segment is a scanned group: its name in the parameter tree, the kinds of an iteration, the iterations.
 """
 
 from collections.abc import Sequence

@@ -261,11 +261,9 @@ class AttentionLayer(TiledLayer):
     """A layer with attention: only x, K and V exist at full sequence length.
 
     forward    for each tile: K and V
-               for each tile: queries, attention to all K and V, and the rest of the layer; y
-                 overwrites x
+               for each tile: queries, attention to all K and V, and the rest of the layer; y overwrites x
     backward   for each tile: recompute K and V
-               for each tile: recompute queries, and attention unless it was saved; gradients of x,
-                 of the weights,
+               for each tile: recompute queries, and attention unless it was saved; gradients of x, of the weights,
                               and of all K and V that the tile attends to; dx overwrites dy
                for each tile: add the gradients that its dK and dV give to dx and to the weights
     """
@@ -307,8 +305,8 @@ class AttentionLayer(TiledLayer):
         weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
         attention, trainable, all_of = self.attention, weights.trainable, weights.with_trainable
-        # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer
-        # would be live at the same time.
+        # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
+        # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
         kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
 

@@ -82,15 +82,14 @@ def write_report(
 ) -> str:
     """Writes the plots to `workdir` and returns the summary, plain text.
 
-    Without matplotlib no plots are written, and without tensorboardX there are no event files; the
-    summary then has the command that installs them.
+    Without matplotlib no plots are written, and without tensorboardX there are no event files; the summary then has the
+    command that installs them.
 
     Args:
-      num_tokens: of these steps, over all devices, padding included. evaluation: of the parameters
-      after `step` optimizer steps; None if there are no held-out sequences. waiting_share: share of
-      the time of the steps that was spent waiting on data; None if it is not known.
-      seconds_to_first_step: from the start of the run to the end of its first step; None if it has
-      trained no step.
+      num_tokens: of these steps, over all devices, padding included.
+      evaluation: of the parameters after `step` optimizer steps; None if there are no held-out sequences.
+      waiting_share: share of the time of the steps that was spent waiting on data; None if it is not known.
+      seconds_to_first_step: from the start of the run to the end of its first step; None if it has trained no step.
     """
     rows = read_rows(workdir / METRICS_FILE)
     stage = rows[-1].get("stage") if rows else None  # stages have their own held-out sequences

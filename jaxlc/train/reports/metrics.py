@@ -311,12 +311,13 @@ def open_metrics(
     """Opens the metrics of a run in `workdir`.
 
     Args:
-      resume_step: the step that the run resumes from: rows after it are dropped. None: a new run,
-      all rows are dropped. is_primary: False on all processes but one; they write nothing. writers:
-      get each row as well, besides the event files for TensorBoard. warn: called with one line if
-      the file is deleted during the run. stage: of `resume_step`. rows: of the last steps, with
-      their losses; those that the file lacks are added. repeated: names of metrics, or of their
-      groups, that are measured again at `resume_step`: their rows are dropped.
+      resume_step: the step that the run resumes from: rows after it are dropped. None: a new run, all rows are dropped.
+      is_primary: False on all processes but one; they write nothing.
+      writers: get each row as well, besides the event files for TensorBoard.
+      warn: called with one line if the file is deleted during the run.
+      stage: of `resume_step`.
+      rows: of the last steps, with their losses; those that the file lacks are added.
+      repeated: names of metrics, or of their groups, that are measured again at `resume_step`: their rows are dropped.
     Raises:
       UserError: a line of metrics.jsonl, other than a truncated last one, is not a metrics row.
     """

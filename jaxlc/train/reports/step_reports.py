@@ -46,15 +46,14 @@ class StepReports:
         self._reports: list[Callable[[], None]] = []  # in their order
 
     def fetch(self, until: int, *, waits: bool = False) -> None:
-        """Prepares the reports on the steps up to `until` that are due, and checks the metrics of
-        the steps before them.
+        """Prepares the reports on the steps up to `until` that are due, and checks the metrics of the steps before
+        them.
 
         Args:
-          waits: fetches the metrics of all steps up to `until`. That also happens if too many are
-            in flight.
+          waits: fetches the metrics of all steps up to `until`. That also happens if too many are in flight.
         Raises:
-          TrainingStopped: a loss or gradient is not finite, unless loss scaling retries the step or
-            train.nonfinite is "skip".
+          TrainingStopped: a loss or gradient is not finite, unless loss scaling retries the step or train.nonfinite is
+            "skip".
         """
         for step in range(self.pending.last_step + 1, until + 1):
             logs = is_period(step, self._config.train.log_every_steps)

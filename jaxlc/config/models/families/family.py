@@ -34,15 +34,14 @@ class Tensor:
     If several parameters of a layer have the same tensor, they are its rows, one after the other.
     """
 
-    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the
-    # parameter of a layer has the tensors of all experts, and the next fields describe that of one.
+    # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
+    # the tensors of all experts, and the next fields describe that of one.
     name: str
     # path of the parameter: "layers/attention/wq"; parameters under layers/ are stacked over the
     # layers
     param: str
-    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs
-    # of an nn.Linear. 0: a vector, such as a bias; stored with its dimensions flattened. None:
-    # stored with the dimensions of the parameter.
+    # Number of leading dimensions of the parameter, without that of the layers, that are the inputs of an nn.Linear. 0:
+    # a vector, such as a bias; stored with its dimensions flattened. None: stored with the dimensions of the parameter.
     num_inputs: int | None = None
     # an nn.Conv1d of one input channel per group, which stores [out, 1, taps]
     is_convolution: bool = False
@@ -113,27 +112,26 @@ class Family:
     write_settings: Callable[[ModelConfig], dict[str, Any]] = no_fields
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     activation_field: str = "hidden_act"
-    # The values that transformers uses for fields that are absent; a needed field that is absent
-    # here is required. With partial_rotary_factor, RoPE may rotate a part of a head.
+    # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
+    # partial_rotary_factor, RoPE may rotate a part of a head.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled
-    # then; its base is rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
+    # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
+    # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
     rope_by_layer_type: bool = False
-    # The model_type of models with images whose text_config describes this language model; prefixes
-    # of the names of its tensors there -> prefixes in `tensors`; and prefixes of the other tensors,
-    # which are not read; "{num_layers}" stands for the number of layers.
+    # The model_type of models with images whose text_config describes this language model; prefixes of the names of its
+    # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read;
+    # "{num_layers}" stands for the number of layers.
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
     # Mixer -> its parameters whose tensors have other names than in `config.kinds` -> ends of these
     # names.
     tensor_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    # What files of other programs have in place of these fields and tensors (transformers:
-    # attribute_map of a config, and conversion_mapping.py): another name of a field -> its name;
-    # other tensors of parameters; and the end of the name of a tensor -> those of the tensors that
-    # have its rows, one after the other.
+    # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config,
+    # and conversion_mapping.py): another name of a field -> its name; other tensors of parameters; and the end of the
+    # name of a tensor -> those of the tensors that have its rows, one after the other.
     field_aliases: Mapping[str, str] = field(default_factory=dict)
     tensor_aliases: tuple[LayerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -258,8 +256,8 @@ def _tensors(
 
 
 _NORM_PARAMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-# norm_placement -> names of the norms before and after attention, before and after the MLP.
-# post_attention_layernorm is before the MLP in Llama and after attention in the others.
+# norm_placement -> names of the norms before and after attention, before and after the MLP. post_attention_layernorm
+# is before the MLP in Llama and after attention in the others.
 _NORM_NAMES: dict[str, tuple[tuple[str, ...], ...]] = {
     "pre": (("input_layernorm",), (), ("post_attention_layernorm",), ()),
     "post": ((), ("post_attention_layernorm",), (), ("post_feedforward_layernorm",)),
