@@ -152,7 +152,7 @@ def main(_) -> None:
 def measure(
     cases: list[AttentionCase], mesh_config: MeshConfig, repeats: int, out: Path
 ) -> list[dict]:
-    """Times all cases, interleaving those of one length; prints a table, writes attention.jsonl and
+    """Times all cases, interleaved for each length; prints a table, writes attention.jsonl and
     attention.png.
 
     Raises:

@@ -72,8 +72,8 @@ def folds(residuals: Sequence[Residual]) -> tuple[Fold, ...]:
 
 
 def fit(residuals: Sequence[Residual]) -> Fit:
-    """Scale and spread. The spread is that of sources that were held back in turn from the fit of
-    the scale.
+    """Scale and spread. The spread is measured on sources that were held back in turn from the fit
+    of the scale.
 
     It is the larger of the quantiles with equal weight for each source and with equal weight for
     each run.

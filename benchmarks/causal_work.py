@@ -16,7 +16,7 @@ def computed_pairs(num_tokens: int, context: int, num_queries: int, num_keys: in
     Args:
       num_tokens: sequence length over all ranks.
       context: number of ranks.
-      num_queries: queries of the call: those of one rank, or those of a group of ranks after an all-to-all.
+      num_queries: queries of the call: of one rank, or of a group of ranks after an all-to-all.
       num_keys: keys of the call: num_queries (the same tokens) or num_tokens (the whole sequence).
     """
     num_blocks = num_tokens // num_queries

@@ -118,7 +118,5 @@ def seconds_per_call(call: Callable, carry, *operands, num_calls: int, repeats: 
 
 
 def device_or_h100() -> Device:
-    """The peaks of the first device; in a dry run on a CPU those of an H100, so that fractions have
-    values.
-    """
+    """The first device; in a dry run on a CPU an H100, so that fractions of the peaks have values."""
     return hardware.find(jax.devices()[0].device_kind) or hardware.find("h100")

@@ -146,8 +146,8 @@ def _check_packed(sizes: Sizes, num_tokens: int) -> dict:
 
 
 def _errors(sizes: Sizes, name: str, case: _Case) -> dict:
-    """Errors of out, lse, dq, dk and dv, as norms relative to those of the float32 reference. Free
-    memory is NaN.
+    """Norms of the errors of out, lse, dq, dk and dv, divided by the norms of the float32 reference.
+    Free memory is NaN.
     """
     spec = AttentionSpec(causal=case.causal, window=case.window)
     ranges = ranges_for(sizes.oracle_tokens, spec, packed=case.packed)

@@ -84,7 +84,7 @@ def long_rows(sizes: Sizes) -> Iterator[Row]:
 def _sampled_errors(sizes: Sizes, name: str, num_tokens: int, heads: Heads) -> dict:
     """Relative norms of the errors at some queries (out, lse, dq) and at some keys (dk, dv).
 
-    The expected values are computed for the sampled tokens only, head by head. Those of the
+    The expected values are computed for the sampled tokens only, head by head. The expected
     gradients use out and lse of the kernel, which are checked themselves.
     """
     q, k, v, dout = random_inputs(heads, num_tokens, sizes.dtype)

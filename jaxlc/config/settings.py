@@ -139,13 +139,7 @@ def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
 
 def _keys(part: type) -> list[str]:
     """The paths of all settings in `part` that can be set there."""
-    keys: list[str] = []
-    for name, hint in fields_of(part).items():
-        keys += (
-            [f"{name}.{key}" for key in _all_keys(hint)]
-            if dataclasses.is_dataclass(hint)
-            else [name]
-        )
+    keys = _all_keys(part)
     return [key for key in keys if part is not StageConfig or not refusal("", key)]
 
 
@@ -153,11 +147,10 @@ def _all_keys(part: type) -> list[str]:
     """The paths of the settings in a section, and in the sections within it."""
     keys: list[str] = []
     for name, hint in fields_of(part).items():
-        keys += (
-            [f"{name}.{key}" for key in _all_keys(hint)]
-            if dataclasses.is_dataclass(hint)
-            else [name]
-        )
+        if dataclasses.is_dataclass(hint):
+            keys += [f"{name}.{key}" for key in _all_keys(hint)]
+        else:
+            keys.append(name)
     return keys
 
 

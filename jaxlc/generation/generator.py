@@ -243,7 +243,7 @@ class CachedStep:
 
     @property
     def decode_tokens(self) -> int:
-        """See `cache.decode_tokens`."""
+        """See `decode_tokens`."""
         return decode_tokens(self.mesh)
 
     def prefill_tokens(self, longest: int, chunk_tokens: int = 0) -> int:
@@ -308,7 +308,7 @@ class Generation:
 
 class Generator:
     """Generates text with the parameters of a model. Programs are compiled once per length, see
-    `cache.layout_for`.
+    `layout_for`.
 
     Every process of a run must make the same calls.
     """

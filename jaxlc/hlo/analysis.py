@@ -154,7 +154,7 @@ def analyze(text: str, thunks: Thunks = MappingProxyType({})) -> AnalyzedProgram
     raises.
 
     Args:
-      thunks: the result of `thunks.parse_thunks`, which the text lacks.
+      thunks: the result of `memory_dump.kinds`, which the text lacks.
     """
     program = parse(text)
     return AnalyzedProgram(program.computations, program.entry, program.is_scheduled, thunks)

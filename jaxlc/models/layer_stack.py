@@ -160,7 +160,7 @@ IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, param
 class RunLayer(Protocol):
     """Runs a decoder layer of one kind.
 
-    `layers.run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE
+    `run_layer` and `layer_tiles.run_layer` implement it, with their attention and RoPE
     tables bound.
     """
 

@@ -44,7 +44,7 @@ def run_layer(
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[LayerOutput, Any]:
-    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layers.run_layer` on the whole sequences.
+    """Runs the layer `nnx.merge(layer_def, *params)` on tiles; equal to `layer_stack.run_layer` on the whole sequences.
 
     Weights are cast and gathered once, for all tiles. Remat policies apply to the names residual, attention_out and
     attention_lse.
@@ -121,7 +121,7 @@ class TiledLayer:
             is (out,) or (out, lse) of attention, or None.
           operands: arrays with one entry per tile.
         Returns:
-          (the output, saved, chosen_nBtk, the prefetched weights)
+          ((the output, the prefetched weights), saved, chosen_nBtk)
         """
 
         def run_tiles(x_nBtD):
@@ -135,7 +135,7 @@ class TiledLayer:
         if chosen_nBtk is not None:
             chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
         output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
-        return output, saved, chosen_nBtk, next_weights
+        return (output, next_weights), saved, chosen_nBtk
 
 
 class TileRecurrence(Protocol):
@@ -190,18 +190,8 @@ class RecurrentLayer(TiledLayer):
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
         operands = positions_nBt, before, ranges, states
-        output, saved, chosen_nBtk, next_weights = self.scan_tiles(
-            run_tile, x_nBtD, operands, prefetch
-        )
-        return (output, next_weights), (
-            weights,
-            x_nBtD,
-            positions_nBt,
-            ranges,
-            saved,
-            chosen_nBtk,
-            prefetch,
-        )
+        output, saved, chosen_nBtk = self.scan_tiles(run_tile, x_nBtD, operands, prefetch)
+        return output, (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
 
     def backward(self, residuals, gradients):
         weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals

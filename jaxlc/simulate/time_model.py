@@ -183,7 +183,7 @@ def shape_of(call: AttentionKernelCall, model: ModelConfig, head_share: float) -
     distinguished.
 
     Args:
-      head_share: query heads of a call, times its sequences, relative to those of its layers.
+      head_share: query heads of a call, times its sequences, divided by the query heads of its layers.
     """
     kinds = [
         kind for kind in model.used_kinds if (model.window_of(kind) is not None) == call.has_window

@@ -199,7 +199,7 @@ def build_step(
       loss: the loss of each token instead of cross entropy: `(logits float32 [tokens, vocab_size], targets int32
         [tokens]) -> losses float32 [tokens]`, differentiable. It is called for chunks of tokens.
       policy_loss: a loss of the log-probabilities of answers instead of the formula of config.posttrain.loss; see
-        `policy_loss.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
+        `posttrain.losses.PolicyLoss`. That setting then selects the arrays of a batch, and what the sum is divided by.
       optimizer: an optax optimizer that replaces config.optimizer, gradient clipping included.
     Raises:
       UserError: the devices do not support config.precision or config.runtime.expert_kernel, or a setting does not

@@ -317,7 +317,7 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
         (dict(memory=dict(parameters="host")), "parameters='host' with experts"),
         (
             dict(precision=dict(compute="fp8")),
-            "fp8_matmuls names 'mlp_gate', .*attention_projected",
+            "fp8_matmuls names 'mlp_gate', which .*,expert_gate,expert_up",
         ),
         (
             dict(precision=FP8 | dict(fp8_scaling="delayed")),
@@ -327,7 +327,10 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
             dict(precision=FP8 | dict(bf16_layers=(0,))),
             "FP8 products of experts with .*bf16_layers",
         ),
-        (dict(lora=dict(rank=4)), "the model has none; .*attention_projected"),
+        (
+            dict(lora=dict(rank=4)),
+            "the model has none; .*attention_projected,expert_gate,expert_up,expert_down",
+        ),
         (dict(memory=dict(save=("mlp_gate",))), "names 'mlp_gate', which no layer has"),
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect, since the model has no layers of experts"),

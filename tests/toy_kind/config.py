@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from jaxlc.config.kinds.attention import AttentionSettings
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, Mixer, MixingFlops
+from jaxlc.config.kinds.contract import HasLimits, Layer, LayerTensor, Matrix, Mixer, MixingFlops
 from jaxlc.config.schema import RunConfig
 
 
-class DecayedMeanKind(Mixer):
+class DecayedMeanKind(Mixer, HasLimits):
     """A decayed causal mean in each head."""
 
     name = "decayed_mean"
@@ -16,7 +16,6 @@ class DecayedMeanKind(Mixer):
     layer_kinds = ("decayed_mean",)
     norm_setting = "norm_placement"
     sizes = ("num_heads", "head_dim")
-    only_with = ()
     tensors = (
         LayerTensor("wv", "mean.in_proj.weight", 1),  # stored as [H V, D]
         LayerTensor("decay", "mean.decay"),

@@ -108,7 +108,7 @@ class ShardedDeltaNet(NamedTuple):
         return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
 
     def _split(self, local, in_specs, out_specs):
-        # check_vma: as in `linear_attention._split`.
+        # check_vma: as in `sharded_rule._split`.
         return jax.shard_map(
             local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )

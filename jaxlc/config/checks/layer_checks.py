@@ -16,6 +16,7 @@ from jaxlc.config.kinds import (
     mixer_by_layer_kind,
     projection_paths,
 )
+from jaxlc.config.kinds.contract import HasLimits, HasOwnSettings
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import KindConfig, LayerConfig, ModelConfig
 from jaxlc.config.ranges import range_problems
@@ -96,7 +97,7 @@ def unused_problems(config: Config) -> Iterator[str]:
     for block in blocks():
         if block is default_block or any(block in blocks_of(layer) for layer in layers):
             continue
-        for setting in block.only_with:
+        for setting in block.only_with if isinstance(block, HasOwnSettings) else ():
             value, default = values[setting], defaults[setting]
             if value != default:
                 reason = f"has no effect, since the model has no {block.layers}"
@@ -110,7 +111,7 @@ def unsupported_problems(config: Config) -> Iterator[str]:
     layers = [layer for layers in layers_by_path(config.model).values() for layer in layers]
     for block in blocks():
         first = next((layer for layer in layers if block in blocks_of(layer)), None)
-        if first is not None:
+        if first is not None and isinstance(block, HasLimits):
             yield from block.unsupported(first, config)
     bytes_by_name = [
         FEED_FORWARDS[layer.feed_forward].saved_bytes(layer, config, 2) for layer in layers
@@ -149,7 +150,8 @@ def projection_problems(
             kinds = " and ".join(block.layers for block in blocks() if name in block.projections)
             yield (
                 f"config.{setting} names {name!r}, which only {kinds} have, and the model has none; remove it, as in"
-                f" --config.{setting}={','.join(name for name in names if name in present) or ','.join(present)}"
+                f" --config.{setting}={','.join(name for name in names if name in present) or ','.join(present)};"
+                f" the model has {','.join(present)}"
             )
 
 

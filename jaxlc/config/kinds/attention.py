@@ -52,7 +52,6 @@ class AttentionKind(Mixer):
     layer_kinds = ("full", "sliding", "nope")
     norm_setting = "norm_placement"
     sizes = ("num_heads", "num_kv_heads", "head_dim")
-    only_with = ()
     tensors = (
         *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkv"),
         *(LayerTensor(f"b{x}", f"self_attn.{x}_proj.bias") for x in "qkvo"),
@@ -117,9 +116,6 @@ class AttentionKind(Mixer):
             )
         if sizes.head_dim % 2:
             yield f"config.{path}.head_dim={sizes.head_dim} is odd, and RoPE rotates pairs; use {sizes.head_dim + 1}"
-
-    def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        yield from ()
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         sizes, attention, tensor = (

@@ -116,7 +116,6 @@ class Block(ABC):
     # the computation.
     saved: tuple[str, ...]
     sizes: tuple[str, ...]  # settings of model.kinds.NAME that the block reads
-    only_with: tuple[str, ...]  # settings that have no effect in models without the block
 
     @abstractmethod
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
@@ -143,12 +142,22 @@ class Block(ABC):
         """
 
     @abstractmethod
+    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        """Sizes that the mesh, or the strategy of attention, does not divide."""
+
+
+class HasLimits(ABC):
+    """A block whose layers do not support all settings of other sections."""
+
+    @abstractmethod
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
         """Settings of other sections that layers with the block do not support."""
 
-    @abstractmethod
-    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        """Sizes that the mesh, or the strategy of attention, does not divide."""
+
+class HasOwnSettings(ABC):
+    """A block with settings that have no effect in models without it."""
+
+    only_with: tuple[str, ...]
 
 
 class Mixer(Block):

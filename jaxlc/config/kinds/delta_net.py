@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import NUM_CHAINS, Layer, LayerTensor, Matrix, Mixer, MixingFlops
+from jaxlc.config.kinds.contract import (
+    NUM_CHAINS,
+    HasLimits,
+    Layer,
+    LayerTensor,
+    Matrix,
+    Mixer,
+    MixingFlops,
+)
 from jaxlc.config.schema import RunConfig
 
 
@@ -35,14 +43,13 @@ _QWEN3_5_9B = DeltaNetConfig(key_heads=16, value_heads=32, key_dim=128, value_di
 _SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_taps")
 
 
-class DeltaNetKind(Mixer):
+class DeltaNetKind(Mixer, HasLimits):
     name = "gated_delta_net"
     layers = "gated_delta_net layers"
     layer_types = {"gated_delta_net": "linear_attention"}
     layer_kinds = ("gated_delta_net",)
     norm_setting = "delta_net.norm_placement"
     sizes = tuple(f"delta_net.{name}" for name in _SIZES)
-    only_with = ()
     tensors = (
         *(LayerTensor(f"w{x}", "linear_attn.in_proj_qkv.weight", 1) for x in "qkv"),
         *(LayerTensor(f"w{x}", f"linear_attn.in_proj_{x}.weight", 1) for x in "zba"),

@@ -10,7 +10,6 @@ class DenseKind(FeedForward):
     name = "dense"
     layers = "dense layers"
     sizes = ("ffn_dim",)
-    only_with = ()
     tensors = (
         LayerTensor("w_gate", "mlp.gate_proj.weight", 1),
         LayerTensor("w_up", "mlp.up_proj.weight", 1),
@@ -36,9 +35,6 @@ class DenseKind(FeedForward):
                 "unsupported: config.model.activation='clamped_swiglu' in dense layers; use --config.model.activation="
                 "silu, or experts in all layers"
             )
-
-    def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        yield from ()
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         if layer.ffn_dim % config.mesh.tensor:

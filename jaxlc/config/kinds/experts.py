@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import FeedForward, Layer, LayerTensor, Matrix
+from jaxlc.config.kinds.contract import (
+    FeedForward,
+    HasLimits,
+    HasOwnSettings,
+    Layer,
+    LayerTensor,
+    Matrix,
+)
 from jaxlc.config.kinds.dense import gated_matrices
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.schema import PrecisionConfig, RunConfig
@@ -120,7 +127,7 @@ class ExpertsConfig:
     shared_gate: bool = False
 
 
-class ExpertsKind(FeedForward):
+class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
     name = "experts"
     layers = "layers of experts"
     sizes = ()

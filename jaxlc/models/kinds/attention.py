@@ -288,18 +288,8 @@ class AttentionLayer(TiledLayer):
                 chosen_Btk,
             )
 
-        output, saved, chosen_nBtk, next_weights = self.scan_tiles(
-            run_tile, x_nBtD, (positions_nBt,), prefetch
-        )
-        return (output, next_weights), (
-            weights,
-            x_nBtD,
-            positions_nBt,
-            ranges,
-            saved,
-            chosen_nBtk,
-            prefetch,
-        )
+        output, saved, chosen_nBtk = self.scan_tiles(run_tile, x_nBtD, (positions_nBt,), prefetch)
+        return output, (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
 
     def backward(self, residuals, gradients):
         weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals

@@ -231,13 +231,8 @@ class CachedDeltaNet:
           operands: those of `ShardedDeltaNet`, of a chunk that the context axis splits.
         """
         states = DeltaStates(_STATE, _PAST, _PAST, _PAST)
-        in_specs = (
-            *[HEADS] * 5,
-            *[FILTERS] * 3,
-            states,
-            PartitionSpec(),
-            NewTokens(_BATCH, _BATCH),
-        )
+        operand_specs = (*[HEADS] * 5, *[FILTERS] * 3)
+        in_specs = (operand_specs, states, PartitionSpec(), NewTokens(_BATCH, _BATCH))
         is_decoding = self.chunk_tokens == decode_tokens(self.mesh)
         split = jax.shard_map(
             self._decode if is_decoding else self._prefill,
@@ -246,7 +241,7 @@ class CachedDeltaNet:
             out_specs=(HEADS, states),
             check_vma=False,  # as in `ShardedDeltaNet`
         )
-        return split(*operands, cache, layer, new)
+        return split(operands, cache, layer, new)
 
     @property
     def _ranks(self) -> Ranks:
@@ -254,26 +249,13 @@ class CachedDeltaNet:
 
     # The methods below run inside `shard_map`.
 
-    def _prefill(
-        self,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        filter_q,
-        filter_k,
-        filter_v,
-        cache: DeltaStates,
-        layer,
-        new: NewTokens,
-    ):
+    def _prefill(self, operands: tuple, cache: DeltaStates, layer, new: NewTokens):
+        q, k, v, g, beta, *filters = operands
         state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
         first = lax.axis_index(CONTEXT) * q.shape[1]
         is_new = (first + jnp.arange(q.shape[1]) < new.num_new_B[:, None])[..., None]
         # padding does not change the state
         g, beta = jnp.where(is_new, g, 0), jnp.where(is_new, beta, 0)
-        taps = zip((q, k, v), (filter_q, filter_k, filter_v), past)
         inputs = (
             filtered(
                 x,
@@ -283,7 +265,7 @@ class CachedDeltaNet:
                 num_fragments=1,
                 past_bPW=before.reshape(*before.shape[:2], -1),
             )
-            for x, taps, before in taps
+            for x, taps, before in zip((q, k, v), filters, past)
         )
         inputs = _normed(*inputs)
         out, state = continued_delta_rule(
@@ -292,20 +274,8 @@ class CachedDeltaNet:
         past = [_last_inputs(before, x, first, new) for before, x in zip(past, (q, k, v))]
         return out, _updated(cache, layer, [state, *past])
 
-    def _decode(
-        self,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        filter_q,
-        filter_k,
-        filter_v,
-        cache: DeltaStates,
-        layer,
-        new: NewTokens,
-    ):
+    def _decode(self, operands: tuple, cache: DeltaStates, layer, new: NewTokens):
+        q, k, v, g, beta, *filters = operands
         state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
         num_local = q.shape[1]
         q, k, v, g, beta = (
@@ -316,10 +286,7 @@ class CachedDeltaNet:
             for before, x in zip(past, (q, k, v))
         ]
         alone = dict(ranks=Ranks(CONTEXT, 1), num_fragments=1)
-        last = (
-            filtered(x, taps, None, **alone)[:, -1:]
-            for x, taps in zip(inputs, (filter_q, filter_k, filter_v))
-        )
+        last = (filtered(x, taps, None, **alone)[:, -1:] for x, taps in zip(inputs, filters))
         out, new_state = one_output(
             Tokens(*_normed(*last), g, beta, None, None), state, q.shape[-1] ** -0.5
         )
