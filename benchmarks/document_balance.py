@@ -30,7 +30,7 @@ from jaxlc.sharding.document_layout import (
     zigzag_order,
 )
 from jaxlc.simulate.packed_work import sequence_work
-from jaxlc.step.batch import choose
+from jaxlc.step.batch import choose_order
 
 TOKENS, CONTEXT = 524_288, 8
 _NUM_SEQUENCES = 30
@@ -151,7 +151,10 @@ def window_table() -> Iterator[str]:
         config = defaults()
         config.model.update(layer_kinds="sliding,full", window=window)
         config.mesh.context, config.data.seq_len = context, num_tokens
-        order_of, zigzag_T = choose(load(config), context).of, zigzag_order(num_tokens, context)
+        order_of, zigzag_T = (
+            choose_order(load(config), context).of,
+            zigzag_order(num_tokens, context),
+        )
         rng, costs, num_zigzag = np.random.default_rng(0), [], 0
         for _ in range(_NUM_WINDOW_SEQUENCES):
             lengths = mix_of_lengths(rng, num_tokens)

@@ -18,7 +18,7 @@ from jaxlc.core.text import did_you_mean
 VERBS = {  # and their lines in `jaxlc --help`
     "train": "train a model; resumes from the latest valid checkpoint in --workdir",
     "plan": "compile the training step ahead of time, without a GPU: memory, overlap, step time",
-    "preflight": "check the machines of a run before it starts: versions, memory, disk, links",
+    "preflight": "check the machines of a run before it starts: versions, clocks, memory, disk",
     "recommend": "search mesh, strategy and memory settings, and write a config file",
     "sweep": "plan or measure many meshes and rank them",
     "data": "the data of a run: sources, shares and epochs (`data report`); examples (`data show`)",

@@ -31,10 +31,9 @@ from jaxlc.config.ranges import out_of_range
 from jaxlc.config.settings import Settings, advice_for, fields_of, hint_at, is_part, item_of, joined
 from jaxlc.config.values import as_argument, defaults_of, describe_type, invalid_value, typed
 from jaxlc.core import interrupts
-from jaxlc.core import text as streams
 from jaxlc.core.errors import UserError, raise_first
 from jaxlc.core.files import local_path
-from jaxlc.core.text import did_you_mean, nearest_name
+from jaxlc.core.text import did_you_mean, guarded, nearest_name
 
 _KEY_WIDTH, _WIDTH = 54, 160
 HELP_SECTIONS = (*SECTIONS, "stages")
@@ -213,7 +212,7 @@ def run_main(
         except KeyboardInterrupt as interrupt:
             return interrupts.end(interrupt)
 
-    return streams.guarded(run)
+    return guarded(run)
 
 
 def parse(

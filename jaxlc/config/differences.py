@@ -6,7 +6,7 @@ from typing import Any
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import as_argument, defaults_of
-from jaxlc.core import text as html
+from jaxlc.core.text import details, paragraph, preformatted, table
 
 # (section, setting) -> the class of the parts with names that it contains.
 NAMED_PARTS: dict[tuple[str, str], type] = {
@@ -93,10 +93,10 @@ def as_html(title: str, values: Values, defaults: Values) -> str:
         else f"{title}: all settings have their defaults"
     )
     header = ("section", "setting", "value", "default")
-    summary = html.table(header, rows, caption=text) if rows else html.paragraph(text)
+    summary = table(header, rows, caption=text) if rows else paragraph(text)
     shown = {section: fields for section, fields in defaults.items() if section in values}
     lines = [
         f"{section}.{name} = {setting_text(value)}"
         for section, name, value, _ in _all_values(values, shown)
     ]
-    return summary + html.details(f"all {len(lines)} settings", html.preformatted("\n".join(lines)))
+    return summary + details(f"all {len(lines)} settings", preformatted("\n".join(lines)))

@@ -11,7 +11,7 @@ from typing import Any
 from jaxlc.config.values import SettingError
 
 # Name in the section model -> path there.
-_MODEL = {
+RENAMED = {
     "delta_key_heads": "delta_net.key_heads",
     "delta_value_heads": "delta_net.value_heads",
     "delta_key_dim": "delta_net.key_dim",
@@ -39,7 +39,7 @@ _PREFIX = re.compile(r"(stages\.[^.]+\.)?model\.")
 def new_path(path: str) -> str:
     """The path of a setting, where `path` has an old name of it; otherwise `path`."""
     prefix = _PREFIX.match(path)
-    return prefix[0] + _MODEL.get(path[prefix.end() :], path[prefix.end() :]) if prefix else path
+    return prefix[0] + RENAMED.get(path[prefix.end() :], path[prefix.end() :]) if prefix else path
 
 
 def renamed(part: str, values: Mapping[str, Any]) -> dict[str, Any]:

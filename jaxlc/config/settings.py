@@ -29,12 +29,11 @@ from jaxlc.config.frozen import (
 )
 from jaxlc.config.models.model_schema import SECTIONS_OF_MODEL, KindConfig
 from jaxlc.config.models.presets import PRESETS
-from jaxlc.config.old_names import check_same, new_path, renamed
+from jaxlc.config.old_names import RENAMED, check_same, new_path, renamed
 from jaxlc.config.other_names import meaning_of
 from jaxlc.config.schema import SourceConfig
 from jaxlc.config.values import SettingError, defaults_of, invalid_value, typed
-from jaxlc.core import text as html
-from jaxlc.core.text import did_you_mean, nearest_name
+from jaxlc.core.text import did_you_mean, nearest_name, preformatted
 
 NAMED = {SourceConfig: "source", KindConfig: "layer kind", StageConfig: "stage"}
 
@@ -129,9 +128,12 @@ def advice_for(path: str, part: type = Config, form: str = "config.{}") -> str:
             lambda match: form.format(match[1]) if match[1] in keys else match[0],
             meaning,
         )
-    names = [key.rpartition(".")[2] for key in keys]
-    nearest = nearest_name(name, names, cutoff=0.8)
-    found = [key for key, known in zip(keys, names) if known == nearest]
+    named = [(key.rpartition(".")[2], key) for key in keys]
+    named += [
+        (old, key) for old, new in RENAMED.items() for key in (new, f"model.{new}") if key in keys
+    ]
+    nearest = nearest_name(name, [known for known, _ in named], cutoff=0.8)
+    found = [key for known, key in named if known == nearest]
     if nearest_section := nearest_name(section, [key.partition(".")[0] for key in found]):
         found = [key for key in found if key.startswith(f"{nearest_section}.")]
     return f"did you mean {' or '.join(map(form.format, found))}?" if found else ""
@@ -370,7 +372,7 @@ class Settings(ConfigDict):
 
     def _repr_html_(self) -> str:
         if self._path and self._path not in SECTIONS:
-            return html.preformatted(str(self))
+            return preformatted(str(self))
         values = {self._path: self.to_dict()} if self._path else self.to_dict()
         preset = values.get("model", {}).get("preset") or DEFAULT_PRESET
         title = f"Settings of {self._path}" if self._path else "Settings"

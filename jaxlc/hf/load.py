@@ -20,8 +20,7 @@ from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import count_text
-from jaxlc.hf import files as mxfp4
-from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles
+from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +217,7 @@ def open_files(
     files = TensorFiles(directory)
     files.tensors = _joined(_of_language_model(files.tensors, family, model), family)
     if family.quantization:
-        files.tensors = mxfp4.joined(files.tensors)
+        files.tensors = joined(files.tensors)
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model, files.tensors)
     if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
         embedding = layouts["embedding"]

@@ -22,14 +22,14 @@ from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.attention_kernels import documents_per_row
 from jaxlc.hlo.collectives import Collective
 from jaxlc.hlo.memory_dump import LiveTensor
-from jaxlc.runtime import memory as memory_pools
+from jaxlc.runtime import memory as runtime_memory
 from jaxlc.simulate.topology import Topology
 
 # Fraction of the capacity that a run may use. On an H100 the rest is 4 GiB: a CUDA context with its kernels takes about
 # half a GiB, and the allocator loses some to fragmentation. Assumed; not measured on a GPU.
 USABLE_SHARE = 0.95
 # the rest is for the system, Python and the pages of the corpus
-USABLE_HOST_SHARE = memory_pools.HOST_SHARE
+USABLE_HOST_SHARE = runtime_memory.HOST_SHARE
 
 
 # NCCL on 8 H100s allocates a buffer of 10 MiB and one of 2 MiB per channel (32) and peer, 3.3 GB in total for an
@@ -171,7 +171,7 @@ def host_pools_per_node_bytes(pool_bytes: int, gpus: Topology) -> int:
     """
     gpus_per_node = min(gpus.gpus_per_node, gpus.num_gpus)
     num_processes = gpus_per_node // gpus.devices_per_process
-    return memory_pools.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)
+    return runtime_memory.pools_per_node_bytes(pool_bytes, gpus_per_node, num_processes)
 
 
 def unified_host_bytes(

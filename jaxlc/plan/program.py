@@ -30,7 +30,7 @@ from jaxlc.plan.memory import (
     unified_host_bytes,
     workspace_bytes,
 )
-from jaxlc.runtime import memory as memory_pools
+from jaxlc.runtime import memory as runtime_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
 from jaxlc.simulate.time_model import TimeModel
 from jaxlc.simulate.timeline import Prediction, predict
@@ -211,7 +211,7 @@ def _memory_of(compiled: StepProgram) -> Memory:
     state, spaces = step.abstract_state, step.memory_spaces
     staging_bytes_per_node = bytes_per_device(checkpoint_part(step, state)) * gpus_per_node
     unified_bytes = unified_host_bytes(runtime, gpus, host_bytes_per_node + staging_bytes_per_node)
-    pool_bytes = memory_pools.host_pool_bytes(runtime, pinned_bytes(step.config).pooled)
+    pool_bytes = runtime_memory.host_pool_bytes(runtime, pinned_bytes(step.config).pooled)
     heap_bytes = 0
     if any(collective.backend == "NVSHMEM" for collective in collectives):
         heap_bytes = runtime.nvshmem_heap_bytes or _NVSHMEM_HEAP_BYTES
@@ -243,7 +243,7 @@ def _memory_of(compiled: StepProgram) -> Memory:
         is_unified_over_pcie=runtime.unified_memory and unified_bytes is None,
         largest=compiled.dump.largest(5),
         memory_fraction=runtime.memory_fraction,
-        host_pool_bytes=pool_bytes or memory_pools.DEFAULT_HOST_GIB * 2**30,
+        host_pool_bytes=pool_bytes or runtime_memory.DEFAULT_HOST_GIB * 2**30,
         host_pools_per_node_bytes=host_pools_per_node_bytes(pool_bytes, gpus),
     )
 

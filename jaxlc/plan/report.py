@@ -13,12 +13,11 @@ from types import UnionType
 from typing import Any, Self
 
 from jaxlc.config.models.model_schema import model_name
-from jaxlc.core import text as html
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import read_json_file
 from jaxlc.core.plot_style import RED, TEAL
-from jaxlc.core.text import count_text, gib
+from jaxlc.core.text import count_text, details, gib, preformatted
 from jaxlc.generation.generate_text import GenerationMemory
 from jaxlc.hlo.memory_dump import Launches
 from jaxlc.hlo.parser import label
@@ -543,14 +542,14 @@ def fragment(
     parts = [
         '<div style="font:14px/1.45 system-ui,sans-serif;color:currentColor;max-width:1000px">',
         f'<div style="font-size:17px;font-weight:600">{escape(plan.title)} <span style="{badge}">{fits}</span></div>',
-        html.preformatted("\n".join(lines)),
+        preformatted("\n".join(lines)),
     ]
     for heading, figure in figures.items():
         parts += [f'<div style="font-weight:600;margin-top:20px">{escape(heading)}</div>', figure]
     return "\n".join(
         [
             *parts,
-            html.details("all values as text", html.preformatted(text), is_open=not figures),
+            details("all values as text", preformatted(text), is_open=not figures),
             "</div>",
         ]
     )

@@ -22,11 +22,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from jaxlc.core import errors
-from jaxlc.core import text as html
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError, checked
 from jaxlc.core.files import read_json_lines
-from jaxlc.core.text import aligned
+from jaxlc.core.text import aligned, preformatted
 from jaxlc.runtime.worker_processes import Row
 from jaxlc.search.space import row_name
 from jaxlc.simulate.interval import (
@@ -223,7 +222,7 @@ class Ranking:
         )
 
     def _repr_html_(self) -> str:
-        return html.preformatted(str(self))
+        return preformatted(str(self))
 
     def figure(self) -> "Figure":
         """Tokens/s and memory per point at the longest sequence length, best first.

@@ -55,20 +55,20 @@ class SequenceOrder:
         return {**sequence, "fragment_ids": fragments_T[natural_order(order_T)]}, order_T
 
 
-def natural(num_tokens: int) -> SequenceOrder:
+def in_natural_order(num_tokens: int) -> SequenceOrder:
     """Tokens are not reordered."""
     order_T = np.arange(num_tokens)
     return SequenceOrder(description="tokens in natural order", of=lambda _: order_T)
 
 
-def zigzag(num_tokens: int, context: int, reason: str = "") -> SequenceOrder:
+def in_zigzag_order(num_tokens: int, context: int, reason: str = "") -> SequenceOrder:
     """Zigzag order over the whole sequence, the same for all sequences."""
     order_T = zigzag_order(num_tokens, context)
     because = f" ({reason})" if reason else ""
     return SequenceOrder(description=f"tokens in zigzag order{because}", of=lambda _: order_T)
 
 
-def choose(config: Config, context: int) -> SequenceOrder:
+def choose_order(config: Config, context: int) -> SequenceOrder:
     """Per-document sharding, or zigzag order where it is switched off or unsupported.
 
     Args:
@@ -76,7 +76,7 @@ def choose(config: Config, context: int) -> SequenceOrder:
     """
     reason = _zigzag_reason(config, context)
     if reason is not None:
-        return zigzag(config.data.seq_len, context, reason)
+        return in_zigzag_order(config.data.seq_len, context, reason)
     attention = config.attention
     inner, window, is_tiled = _group_size(config), _window(config), bool(config.memory.tile_tokens)
     description = "tokens in the order of per-document sharding"

@@ -16,7 +16,7 @@ import jax
 from jaxlc.config import Config
 from jaxlc.config.kinds import blocks_of
 from jaxlc.models import lora
-from jaxlc.runtime import memory as memory_pools
+from jaxlc.runtime import memory as runtime_memory
 from jaxlc.sharding.mesh import abstract_mesh
 from jaxlc.step.state import bytes_per_device
 from jaxlc.step.step import TrainStep
@@ -74,7 +74,7 @@ class PinnedBytes(NamedTuple):
     @property
     def pooled(self) -> int:
         """The bytes in regions of the pool of pinned host memory."""
-        return memory_pools.region_bytes(self.state) + self.temporary
+        return runtime_memory.region_bytes(self.state) + self.temporary
 
 
 def pinned_bytes(config: Config, state: StateBytes | None = None) -> PinnedBytes:

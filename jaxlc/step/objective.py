@@ -39,9 +39,8 @@ from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, policy_sums
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
-from jaxlc.step import batch as sequence_order
 from jaxlc.step import precision, update
-from jaxlc.step.batch import Batch, sequence_positions
+from jaxlc.step.batch import Batch, SequenceOrder, choose_order, sequence_positions
 from jaxlc.step.loss import LossSpec, TokenLoss, expert_sums, loss_sums, token_losses, weighted_loss
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
@@ -418,8 +417,8 @@ class Objective:
         return tile_tokens and self.config.data.seq_len // (self.mesh.shape[CONTEXT] * tile_tokens)
 
     @property
-    def _sequence_order(self) -> sequence_order.SequenceOrder:
-        return sequence_order.choose(self.config, self.mesh.shape[CONTEXT])
+    def _sequence_order(self) -> SequenceOrder:
+        return choose_order(self.config, self.mesh.shape[CONTEXT])
 
     def _in_tiles(self, x_BT: jax.Array) -> jax.Array:
         return (

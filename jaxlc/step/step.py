@@ -35,7 +35,6 @@ from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
 from jaxlc.sharding.mesh import nodes_of
 from jaxlc.sharding.rules import ShardingTable, sharding_table
-from jaxlc.step import batch as sequence_order
 from jaxlc.step import precision, update
 from jaxlc.step.batch import (
     BATCH_SPEC,
@@ -44,6 +43,9 @@ from jaxlc.step.batch import (
     abstract_batch,
     abstract_sequences,
     attention_pairs,
+    choose_order,
+    in_natural_order,
+    in_zigzag_order,
     num_invalid_indices,
 )
 from jaxlc.step.custom_model import NATURAL, CustomObjective, Model, check_methods, check_supported
@@ -526,10 +528,10 @@ class TrainStep:
         """The order of tokens in the arrays of a batch."""
         num_tokens, context = self.config.data.seq_len, self.mesh.shape[CONTEXT]
         if self.model is None:
-            return sequence_order.choose(self.config, context)
+            return choose_order(self.config, context)
         if self.objective.token_order == NATURAL:
-            return sequence_order.natural(num_tokens)
-        return sequence_order.zigzag(num_tokens, context)
+            return in_natural_order(num_tokens)
+        return in_zigzag_order(num_tokens, context)
 
     @property
     def _platform(self) -> str:

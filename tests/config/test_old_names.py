@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import defaults, from_dict, load, to_dict, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
-from jaxlc.config.old_names import _MODEL, new_path
+from jaxlc.config.old_names import RENAMED, new_path
 from jaxlc.config.settings import hint_at
 from jaxlc.config.values import SettingError, flattened
 from jaxlc.core.errors import UserError
@@ -35,7 +35,7 @@ def sizes_of(config):
 
 
 def test_every_old_name_has_the_type_of_its_new_name():
-    for name, path in _MODEL.items():
+    for name, path in RENAMED.items():
         assert (
             new_path(f"model.{name}")
             == new_path(f"stages.long.model.{name}")[12:]
@@ -69,7 +69,7 @@ def test_stored_flat_config_is_read():
     loaded = load(config)
     new = json.loads(json.dumps(to_dict(loaded)))
     by_path = flattened({name: value for name, value in new["model"].items() if name != "kinds"})
-    new_to_old = {path: name for name, path in _MODEL.items()}
+    new_to_old = {path: name for name, path in RENAMED.items()}
     old = {new_to_old.get(path, path): value for path, value in by_path.items()}
     assert from_dict(new | {"model": old}) == from_dict(new) == loaded
 
@@ -88,3 +88,10 @@ def test_old_and_new_name_of_one_setting_conflict():
     config = defaults()
     config.update_from_flattened_dict(same)
     assert config.model.delta_net.key_heads == 2
+
+
+def test_name_close_to_an_old_name_suggests_the_new_name():
+    with pytest.raises(UserError, match="did you mean config.model.delta_net.key_heads"):
+        parse(
+            ["jaxlc", "--config=quickstart", "--config.model.delta_key_head=4"], flags=ConfigFlags
+        )

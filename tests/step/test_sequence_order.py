@@ -13,7 +13,7 @@ LENGTHS = (40, 3, 1, 29, 23)
 
 
 def test_default_order_is_that_of_documents():
-    chosen = batch.choose(small_config(), 4)
+    chosen = batch.choose_order(small_config(), 4)
     assert chosen.description == "tokens in the order of per-document sharding"
     np.testing.assert_array_equal(chosen.of(PACKED), document_layout(LENGTHS, TOKENS, 4).order)
     (other,) = natural_rows(documents=[(80, 16)])
@@ -50,13 +50,13 @@ def test_default_order_is_that_of_documents():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_zigzag_order_remains_with_reason(sections, reason):
-    chosen = batch.choose(small_config(**{"mesh": dict(context=4)} | sections), 4)
+    chosen = batch.choose_order(small_config(**{"mesh": dict(context=4)} | sections), 4)
     assert chosen.description == f"tokens in zigzag order ({reason})"
     np.testing.assert_array_equal(chosen.of(PACKED), zigzag_order(TOKENS, 4))
 
 
 def test_order_of_models_with_states_has_fragments():
-    chosen = batch.choose(small_config(model=HYBRID), 4)
+    chosen = batch.choose_order(small_config(model=HYBRID), 4)
     expected = "tokens in the order of per-document sharding, at most 5 documents of a sequence on all ranks"
     assert chosen.description == expected and chosen.few_documents
     arrays, order_T = chosen.arranged(PACKED)
@@ -69,7 +69,7 @@ def test_order_of_models_with_states_has_fragments():
 
 def test_order_of_documents_with_room_for_windows():
     config = small_config(model=dict(layer_kinds=("sliding", "full"), window=3))
-    chosen = batch.choose(config, 4)
+    chosen = batch.choose_order(config, 4)
     assert chosen.description == "tokens in the order of per-document sharding"
     order_T = chosen.of(PACKED)
     assert sorted(order_T) == list(range(TOKENS))
@@ -80,7 +80,7 @@ def test_tiles_have_both_pieces_of_documents():
     """A tile has a sub-chunk of each half of a rank's tokens, at mirrored indices."""
     config = small_config(mesh=dict(context=4), memory=dict(tile_tokens=12, remat="full"))
     (row,) = natural_rows(documents=[(64, 8, 8, 8, 8)])
-    order_T = batch.choose(config, 4).of(row)
+    order_T = batch.choose_order(config, 4).of(row)
     assert sorted(order_T) == list(range(TOKENS))
     for rank, halves in enumerate(order_T.reshape(4, 2, 12)):
         lo, hi = ([token for token in half if token < 64] for half in halves)
@@ -90,7 +90,7 @@ def test_tiles_have_both_pieces_of_documents():
 
 def test_hybrid_groups_have_documents_and_ranks_zigzag_order():
     config = small_config(mesh=dict(context=4), attention=dict(strategy="hybrid", ulysses_degree=2))
-    order_T = batch.choose(config, 4).of(PACKED)
+    order_T = batch.choose_order(config, 4).of(PACKED)
     groups = document_layout(LENGTHS, TOKENS, 2).order.reshape(2, -1)
     expected = [group[zigzag_order(TOKENS // 2, 2)] for group in groups]
     np.testing.assert_array_equal(order_T.reshape(2, -1), expected)

@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as LiveBars
 
-from jaxlc.core import text as html
 from jaxlc.core.errors import reason_of
 from jaxlc.core.files import displayed
-from jaxlc.core.text import Update, duration_text, progress_lines
+from jaxlc.core.text import Update, duration_text, paragraph, preformatted, progress_lines
 from jaxlc.runtime import compilation_cache
 
 _MIN_SECONDS_BETWEEN_UPDATES = 0.25
@@ -91,16 +90,16 @@ class NotebookDisplay:
 
     def _html(self) -> str:
         running = [self._step] if self._step is not None else []
-        parts = [html.preformatted("\n".join(self._lines))] if self._lines else []
+        parts = [preformatted("\n".join(self._lines))] if self._lines else []
         parts += [_with_bar(text, fraction) for text, fraction in (*running, *self._activities)]
         return "\n".join(parts)
 
 
 def _with_bar(text: str, fraction: float | None) -> str:
     if fraction is None:
-        return html.paragraph(f"{text} ...")
+        return paragraph(f"{text} ...")
     filled = f"<span style='display:block;height:100%;width:{fraction:.1%};background:currentColor;opacity:0.6'></span>"
-    return html.paragraph(text, before=f"<span style='{_BAR}'>{filled}</span> ")
+    return paragraph(text, before=f"<span style='{_BAR}'>{filled}</span> ")
 
 
 LOG_FILE = "log.txt"  # in the workdir
