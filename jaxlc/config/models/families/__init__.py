@@ -1,8 +1,8 @@
 """Published model families: the fields of their Hugging Face config.json, and the names of their
 tensors.
 
-One module per family. To add one, write its module, add it to FAMILIES, and add it to the cases of
-tests/hf/models.py.
+A module for dense models, one for experts, one for hybrids. To add a family, describe it in one of
+them, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
 """
 
 from jaxlc.config.models.families.dense import (
