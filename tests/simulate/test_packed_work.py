@@ -20,11 +20,11 @@ from jaxlc.simulate.packed_work import (
     sequence_work,
 )
 from jaxlc.simulate.time_model import visible_fraction
-from jaxlc.step.batch import choose, zigzag
+from jaxlc.step.batch import choose_order, in_zigzag_order
 
 TOKENS, CONTEXT = 4096, 4
 LENGTHS = (1500, 1, 700, 90, 1205, 400)  # 200 tokens of padding
-ZIGZAG = zigzag(TOKENS, CONTEXT).of
+ZIGZAG = in_zigzag_order(TOKENS, CONTEXT).of
 
 
 def by_document(sequence):
@@ -105,7 +105,7 @@ def test_attention_of_a_prompt_with_8_answers_is_that_of_the_lengths():
     """
     prompt, answer, count, context = 131_072, 8192, 8, 8
     config = config_with(prompt + count * answer, context, attention=dict(shared_prefixes=True))
-    order = choose(config, context)
+    order = choose_order(config, context)
     result = sequence_work(config, order.of, (prompt, *[answer] * count), (0, *[1] * count))
     slowest = result.work.total
     pairs = prompt**2 / 2 + count * (prompt * answer + answer**2 / 2)
@@ -211,7 +211,11 @@ def table_calls(lengths, order_T, num_ranks, few_documents) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "order_of, context, few_documents",
-    [(ZIGZAG, CONTEXT, False), (by_document, CONTEXT, True), (zigzag(TOKENS, 1).of, 1, False)],
+    [
+        (ZIGZAG, CONTEXT, False),
+        (by_document, CONTEXT, True),
+        (in_zigzag_order(TOKENS, 1).of, 1, False),
+    ],
 )
 def test_further_calls_equal_those_of_the_document_table(order_of, context, few_documents):
     lengths = (*[3] * 30, *[20] * 30, *[300] * 3, 200, 1500)
