@@ -1,11 +1,13 @@
 """Old names of settings, in all places where a config may have them."""
 
 import json
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
-from jaxlc.config import defaults, from_dict, load, to_dict, with_settings
+import jaxlc
+from jaxlc.config import defaults, from_dict, load, read_config, to_dict, with_settings
 from jaxlc.config.command_line import ConfigFlags, parse
 from jaxlc.config.old_names import RENAMED, new_path
 from jaxlc.config.settings import hint_at
@@ -72,6 +74,29 @@ def test_stored_flat_config_is_read():
     new_to_old = {path: name for name, path in RENAMED.items()}
     old = {new_to_old.get(path, path): value for path, value in by_path.items()}
     assert from_dict(new | {"model": old}) == from_dict(new) == loaded
+
+
+# Files of the commit before sections of the model had names; no other config or notebook of it has an old name.
+OLD_FILES, ROOT = Path(__file__).with_name("old_files"), Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["extend_qwen3_moe_256k:", "extend_qwen3_moe_256k:mini", "sft_gpt_oss_128k:mini"],
+)
+def test_config_file_of_before_has_the_settings_of_the_shipped_one(name):
+    file, _, variant = name.partition(":")
+    assert load(read_config(f"{OLD_FILES / file}.py:{variant}")) == load(read_config(name))
+
+
+def test_notebook_of_before_has_the_settings_of_the_shipped_one():
+    notebook = json.loads((ROOT / "notebooks" / "hybrid.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"]]
+    cell = next(text for text in cells if "def config_of(" in text)
+    names = dict(jaxlc=jaxlc, NAMES=32, TOKENS=128, BATCH=16, STEPS=500)
+    exec(cell[cell.index("def config_of(") : cell.index("def workdir(")], names)  # noqa: S102
+    old = read_config(f"{OLD_FILES}/hybrid.py:delta_net")
+    assert load(old) == load(names["config_of"](("gated_delta_net", "nope"), 16))
 
 
 def test_old_and_new_name_of_one_setting_conflict():
