@@ -73,8 +73,8 @@ class CompiledStep(NamedTuple):
         `flops_by_rank`.
         """
         context = self.config.mesh.context
-        pairs_of_call = functools.partial(computed_pairs, self.config.data.seq_len, context)
-        return flops_by_rank(self.program, pairs_of_call, context)
+        call_pairs = functools.partial(computed_pairs, self.config.data.seq_len, context)
+        return flops_by_rank(self.program, call_pairs, context)
 
     def causal_attention_flops(self, pass_name: Pass) -> float:
         """The minimum FLOPs of a pass under the causal mask, over all ranks."""

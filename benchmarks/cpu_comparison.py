@@ -178,10 +178,12 @@ def _table(rows: list[dict]) -> Table:
     table = Table(title=f"{rows[0]['repeats']} calls per case")
     for heading in ("task", "case", "seconds", "min", "CPU seconds", "of PyTorch's"):
         table.add_column(heading, justify="left" if heading in ("task", "case") else "right")
-    of_torch = {row["task"]: row["cpu_seconds"] for row in rows if row["name"] == "PyTorch"}
+    torch_seconds = {row["task"]: row["cpu_seconds"] for row in rows if row["name"] == "PyTorch"}
     for row in rows:
         ratio = (
-            f"{row['cpu_seconds'] / of_torch[row['task']]:.2f}" if row["task"] in of_torch else ""
+            f"{row['cpu_seconds'] / torch_seconds[row['task']]:.2f}"
+            if row["task"] in torch_seconds
+            else ""
         )
         numbers = (f"{row[key]:.2f}" for key in ("seconds", "seconds_min", "cpu_seconds"))
         table.add_row(row["task"], row["name"], *numbers, ratio)

@@ -297,9 +297,9 @@ def main() -> int:
     log = functools.partial(print, flush=True)
     runs = RUNS if flags.all else {"": ""}
     are_equal = []
-    for number, (name, of_run) in enumerate(runs.items()):
+    for number, (name, run_flags) in enumerate(runs.items()):
         num_kills = flags.kills // len(runs) + (number < flags.kills % len(runs))
-        whole = [*of_run.split(), *arguments]
+        whole = [*run_flags.split(), *arguments]
         seed, out = flags.seed + number, flags.out.absolute() / name
         are_equal.append(
             drill(whole, out, num_kills=num_kills, seed=seed, log=log, rollouts=flags.rollouts)

@@ -26,7 +26,7 @@ FAST_COMPILATION = " ".join([
 ])  # fmt: skip
 
 
-def of_user(**variables: str) -> dict[str, str]:
+def for_user(**variables: str) -> dict[str, str]:
     """The environment of a command or notebook of a user: without the devices of the tests.
 
     Args:

@@ -182,7 +182,7 @@ def _parameter(path: Path):
 
 @pytest.mark.parametrize("path", [_parameter(path) for path in NOTEBOOKS])
 def test_notebook_runs_without_error_and_stderr(path, tmp_path):
-    check_run(path, tmp_path / "notebooks", SHORTER.get(path.stem, {}), environment.of_user())
+    check_run(path, tmp_path / "notebooks", SHORTER.get(path.stem, {}), environment.for_user())
 
 
 @pytest.mark.full

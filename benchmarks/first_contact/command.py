@@ -243,8 +243,8 @@ def _run_process(
     started = file.started()
     if status != _DEVICE_FAILED:
         tail = log.read_bytes()[start:].decode(errors="replace")[-rows.MAX_ERROR_CHARS :]
-        of_row = labels if started is None else started.labels
-        file.write(name, of_row, dict(error=f"process ended with {status}", messages=tail))
+        row_labels = labels if started is None else started.labels
+        file.write(name, row_labels, dict(error=f"process ended with {status}", messages=tail))
     return None if started is None else started.index
 
 

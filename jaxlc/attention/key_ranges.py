@@ -99,7 +99,7 @@ def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Ar
     window.
     """
 
-    def of_sequence(k_positions_S, k_segments_S, positions_T, prefixes_T):
+    def sequence_ranges(k_positions_S, k_segments_S, positions_T, prefixes_T):
         # the nearest query of each prefix comes first
         by_prefix_T = jnp.lexsort((positions_T, prefixes_T))
         sorted_T = prefixes_T[by_prefix_T]
@@ -107,7 +107,7 @@ def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Ar
         distance_S = positions_T[by_prefix_T][first_S] - k_positions_S
         return (k_segments_S != 0) & (sorted_T[first_S] == k_segments_S) & (distance_S < window)
 
-    return jax.vmap(of_sequence)(
+    return jax.vmap(sequence_ranges)(
         keys.positions_BT, keys.segments_BT, queries.positions_BT, queries.prefixes_BT
     )
 

@@ -290,13 +290,13 @@ def find_attention_collectives(
     program: Program, collectives: Sequence[Collective]
 ) -> Iterator[AttentionCollective]:
     """Those of `collectives`, the program's, that run in the scope `core_attention`."""
-    of_attention = [
+    transfers = [
         collective
         for collective in collectives
         if is_in_attention(collective.transfer.start.op_name)
     ]
-    for collective in of_attention:
-        yield _with_overlap(program, collective, of_attention)
+    for collective in transfers:
+        yield _with_overlap(program, collective, transfers)
 
 
 def _with_overlap(

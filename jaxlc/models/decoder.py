@@ -66,7 +66,7 @@ def lookup(embedding_VD: jax.Array, tokens_BT: jax.Array, shard: Sharder, dtype)
         x_tD, _ = over_chunks(look_up_chunk, x_tD, len(tokens_t), _own_chunk_tokens(shard))
         return x_tD.reshape(*tokens_bt.shape, -1)
 
-    table_VD = shard.of_node(shard.weight(embedding_VD, _DIMS, dtype), _DIMS)
+    table_VD = shard.gathered_over_node(shard.weight(embedding_VD, _DIMS, dtype), _DIMS)
     tokens, residual = _token_specs(tokens_BT)
     specs = dict(in_specs=(_VOCAB_SPLIT, tokens), out_specs=residual, check_vma=False)
     return jax.shard_map(local, mesh=shard.mesh, **specs)(table_VD, tokens_BT)

@@ -135,15 +135,15 @@ def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConf
         losses_BT += settings.kl * kl_BT
     weights_BT = batch.loss_weights * (batch.answer_weights if settings.loss == "grpo" else 1)
     is_clipped_BT = gains_BT < ratios_BT * batch.advantages
-    of_sampler = (None, None)
+    sampler_columns = (None, None)
     if batch.old_log_probs is not None:
         difference_BT = jnp.where(
             has_loss_BT, batch.old_log_probs - jax.lax.stop_gradient(log_probs_BT), 0
         )
-        of_sampler = difference_BT, jnp.abs(difference_BT)
-    columns = (ratios_BT, is_clipped_BT, kl_BT, *of_sampler)
-    of_tokens = (None if x is None else (batch.loss_weights * x).sum() for x in columns)
-    return PolicySums((weights_BT * losses_BT).sum(), *of_tokens)
+        sampler_columns = difference_BT, jnp.abs(difference_BT)
+    columns = (ratios_BT, is_clipped_BT, kl_BT, *sampler_columns)
+    sums = (None if x is None else (batch.loss_weights * x).sum() for x in columns)
+    return PolicySums((weights_BT * losses_BT).sum(), *sums)
 
 
 def _sums_by(ids_BT: jax.Array, x_BT: jax.Array) -> jax.Array:

@@ -107,7 +107,7 @@ class RolloutSequences:
           UserError: the file does not appear in rollouts.wait_seconds, or its traces cannot be used.
         """
         number, index = divmod(i, self._config.train.global_batch_size)
-        packed = self.of_step(number + 1).train
+        packed = self.at_step(number + 1).train
         if index < packed.num_sequences:
             return packed[index]
         return {
@@ -115,7 +115,7 @@ class RolloutSequences:
             for name, dtype in array_dtypes(self._config).items()
         }
 
-    def of_step(self, step: int) -> Traces:
+    def at_step(self, step: int) -> Traces:
         """The traces of a step; waits for its file."""
         self._wait(step)  # without the lock: other threads may need an earlier step
         with self._lock:
@@ -133,7 +133,7 @@ class RolloutSequences:
         """Records of some traces of a step, from the first one to the last, with the texts of
         prompt and answer.
         """
-        traces = self.of_step(step).train.traces
+        traces = self.at_step(step).train.traces
         every = -(-len(traces) // _MAX_DECODED)
         return [self._decoded(trace) for trace in traces[::every]]
 

@@ -292,8 +292,8 @@ def compare(
     module = _step_module(trace)
     uses, durations, gaps, spans, unknown = [], defaultdict(list), [], [], Counter()
     for device, events in trace.devices.items():
-        of_step = [event for event in events if event.module == module] or events
-        start, end = of_step[0].start_seconds, max(event.end_seconds for event in of_step)
+        step_events = [event for event in events if event.module == module] or events
+        start, end = step_events[0].start_seconds, max(event.end_seconds for event in step_events)
         intervals = []
         for event in events:
             kind = classes.class_of(event)

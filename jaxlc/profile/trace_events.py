@@ -76,10 +76,10 @@ def read(path: Path) -> Trace:
         data = ProfileData.from_file(str(path))
     except Exception as error:  # the parser raises its own types
         raise UserError(f"cannot read the trace {path}: {error}") from error
-    return of_profile(data, str(path))
+    return trace_from(data, str(path))
 
 
-def of_profile(data: ProfileData, name: str) -> Trace:
+def trace_from(data: ProfileData, name: str) -> Trace:
     """The trace in `data`; `name` is for error messages. Planes and events are valid as long as
     `data` is.
     """

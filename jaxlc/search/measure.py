@@ -81,13 +81,13 @@ def random_batch(step: TrainStep, document_lengths: Sequence[int] = ()) -> Batch
 
     def make():
         tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab_size)
-        of_order = {name: jnp.broadcast_to(x_T[order_T], shape) for name, x_T in sequence.items()}
+        ordered = {name: jnp.broadcast_to(x_T[order_T], shape) for name, x_T in sequence.items()}
         others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)  # those of post-training
         return others._replace(
             tokens=tokens,
             targets=jnp.roll(tokens, -1, axis=-1),
             loss_weights=jnp.ones(shape),
-            **of_order,
+            **ordered,
         )
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()

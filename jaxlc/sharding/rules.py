@@ -170,7 +170,7 @@ class Sharder:
         `dtype`.
 
         Of the copy of a node, the result keeps the dimension of nodes; `product` and `by_rank`
-        accept it, and `of_node` removes it.
+        accept it, and `gathered_over_node` removes it.
 
         The first constraint has no effect in the forward pass. In the backward pass it shards the
         gradient immediately, so that the sum over ranks becomes a reduce-scatter. The barrier keeps
@@ -247,12 +247,12 @@ class Sharder:
 
         @jax.custom_vjp
         def run(x, w):
-            return function(x, self.of_node(w, dims))
+            return function(x, self.gathered_over_node(w, dims))
 
         def backward(operands, dout):
             x, w = operands
             dout = self._constrain(dout, out_spec)
-            (dx,) = jax.vjp(lambda x: function(x, self.of_node(w, dims)), x)[1](dout)
+            (dx,) = jax.vjp(lambda x: function(x, self.gathered_over_node(w, dims)), x)[1](dout)
             in_specs = nodes.spec(x_spec), w_spec, nodes.spec(out_spec)
             split = jax.shard_map(
                 gradient, mesh=nodes.mesh, in_specs=in_specs, out_specs=w_spec, check_vma=False
@@ -262,7 +262,7 @@ class Sharder:
         run.defvjp(lambda *operands: (run(*operands), operands), backward)
         return run(x, w)
 
-    def of_node(self, w: jax.Array, dims: Axes) -> jax.Array:
+    def gathered_over_node(self, w: jax.Array, dims: Axes) -> jax.Array:
         """A result of `weight` without the dimension of nodes, if it has one: each rank has the
         weights of its node.
         """

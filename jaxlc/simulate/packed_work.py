@@ -127,7 +127,7 @@ def sequence_work(
     pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
     prefix_pairs = _prefix_pairs_by_rank(pieces, prefix_of, shards, tile_T.max() + 1)
     work, prefix_work = (
-        np.stack([by_ring_step(of_tile) for of_tile in x]) for x in (pairs, prefix_pairs)
+        np.stack([by_ring_step(tile) for tile in x]) for x in (pairs, prefix_pairs)
     )
     if config.attention.strategy == "all_gather":
         work, prefix_work = (x.sum(axis=1, keepdims=True) for x in (work, prefix_work))

@@ -246,7 +246,7 @@ def read_times(workdir: Path) -> list[list[Times]]:
         rows = [[Times(**row) for row in parse_json(line)] for line in lines]
     except (ValueError, TypeError) as error:
         raise UserError(f"cannot read {path} ({reason_of(error)}); remove it") from error
-    by_step = {of_step[0].step: of_step for of_step in rows if of_step}
+    by_step = {step_rows[0].step: step_rows for step_rows in rows if step_rows}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -141,7 +141,7 @@ def test_cudnn_under_vmap_matches_reference(fake_cudnn):
     dlse = jnp.zeros((2, q.shape[2], q.shape[1]))
 
     def results_of(kernel):
-        def of_set(q):
+        def attend_set(q):
             out, lse = kernel.forward(q, k, v, None, spec)
             return (
                 out,
@@ -149,7 +149,7 @@ def test_cudnn_under_vmap_matches_reference(fake_cudnn):
                 *kernel.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse)),
             )
 
-        return jax.vmap(of_set)(queries)
+        return jax.vmap(attend_set)(queries)
 
     assert_rows_match(results_of(cudnn), results_of(reference), FLOAT32_PARITY)
 

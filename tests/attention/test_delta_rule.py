@@ -235,13 +235,11 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
             *tokens, filter_q, filter_k, filter_v = arrays
             net = ShardedDeltaNet(mesh_of(**mesh), num_chains=CHAINS, num_taps=4)
             order_BT, fragments_BT = (jnp.stack(x) for x in zip(*orders))
-            of_rows = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
-            ranges = net.prepare(
-                of_rows(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT
-            )
-            tokens = [of_rows(x, order_BT) for x in tokens]
+            by_row = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
+            ranges = net.prepare(by_row(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
+            tokens = [by_row(x, order_BT) for x in tokens]
             out = net(*tokens, filter_q, filter_k, filter_v, ranges=ranges)
-            return of_rows(out, jnp.stack([natural_order(order.order_T) for order in orders]))
+            return by_row(out, jnp.stack([natural_order(order.order_T) for order in orders]))
 
         actual, exact = (
             values_and_gradients(function, arrays) for function in (by_document, natural)

@@ -154,7 +154,7 @@ def test_ring_skips_steps_that_no_document_needs(lengths, are_needed):
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*qkv)
 
-    actual, expected = results(attend, ranges), results(all_steps, ranges.of_steps)
+    actual, expected = results(attend, ranges), results(all_steps, ranges.ranges)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     skipped = results(attend, ranges._replace(are_needed=jnp.array([False])))
     assert (np.abs(skipped[1][0] - expected[1][0]).max() > 1e-3) == are_needed

@@ -107,7 +107,7 @@ def test_packed_operands_of_later_rows_count_earlier_ones():
     segments = np.array([[1, 1, 0, 0], [3, 0, 2, 2]])
     table = _table(segments, buckets(2, 4, 4))
     operands = packed_operands(
-        table.repeated.of_call(Bucket(2, 4, 4), 1, (8, 8)), (2, 4, 3, 8), (2, 4, 1, 8)
+        table.repeated.rows_at(Bucket(2, 4, 4), 1, (8, 8)), (2, 4, 3, 8), (2, 4, 1, 8)
     )
     # Four documents per call, as rows of two; cuDNN reads offsets across rows. Documents 1 and 2 of
     # the table are left.

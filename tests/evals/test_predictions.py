@@ -257,8 +257,8 @@ def test_command_writes_scores_predictions_and_a_figure(tmp_path, capsys, monkey
         json.loads(line)
         for line in (directory / "step-1" / "scores.jsonl").read_text().splitlines()
     ]
-    of_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
-    assert [(row["task"], row["depth"]) for row in rows] == [*of_depths, ("niah_single_1", None)]
+    at_depths = [(task, depth) for task in ("needle", "passkey") for depth in (0.0, 1.0)]
+    assert [(row["task"], row["depth"]) for row in rows] == [*at_depths, ("niah_single_1", None)]
     assert [row["haystack"] for row in rows] == ["python-docstrings"] * 2 + [""] * 2 + [
         "python-docstrings"
     ]

@@ -82,7 +82,7 @@ def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
 
 
 @pytest.fixture(scope="module")
-def of_trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     inputs, out = (tmp_path_factory.mktemp("trl") / name for name in ("inputs.npz", "out.npz"))
     np.savez(inputs, **arrays())
     script = Path(__file__).with_name("trl_losses.py")
@@ -91,7 +91,7 @@ def of_trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
-def test_loss_and_gradient_equal_trl(of_trl, number):
+def test_loss_and_gradient_equal_trl(trl_results, number):
     loss, gradient = loss_and_gradient(PosttrainConfig(**CASES[number]), arrays())
-    np.testing.assert_allclose(loss, of_trl[f"loss{number}"], rtol=1e-6)
-    np.testing.assert_allclose(gradient, of_trl[f"gradient{number}"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(loss, trl_results[f"loss{number}"], rtol=1e-6)
+    np.testing.assert_allclose(gradient, trl_results[f"gradient{number}"], rtol=1e-5, atol=1e-7)

@@ -88,10 +88,10 @@ def test_run_layers_of_two_kinds_equals_loop():
     def loop(x_BD, weights):
         sums: list[list] = [[], [], []]
         for iteration in range(L):
-            for place, of_place in zip(places, sums):
+            for place, place_sums in zip(places, sums):
                 own = jax.tree.map(lambda x: x[iteration, place.index], weights[place.stack])  # noqa: B023
                 (x_BD, total), _ = run(x_BD, LayerParams(own, {}), shared)
-                of_place.append(total)
+                place_sums.append(total)
         return _loss((x_BD, jnp.array(sums)))
 
     def prefetched(x_BD, weights):

@@ -68,7 +68,7 @@ def test_preflight_of_two_processes_finds_all_faults(tmp_path):
                 f"--workdir={tmp_path / str(index)}",
             ],
             cwd=ROOT,
-            env=environment.of_user(),
+            env=environment.for_user(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -61,7 +61,7 @@ def gpu_trace() -> trace_events.Trace:
     # not a stream
     derived = Event("XLA Ops", "fmha", 0, 1e3, dict(hlo_op="fmha", hlo_module="jit_f"))
     steps = [Event("python", "train", 0, 1, dict(step_num=step)) for step in (10, 11)]
-    return trace_events.of_profile(
+    return trace_events.trace_from(
         profile_data(
             {"/device:GPU:0": [*events, derived], "/device:GPU:1": events, "/host:CPU": steps}
         ),
@@ -239,7 +239,7 @@ def test_kernels_of_cuda_graphs_have_classes_by_name(instruction):
     )
     stats = dict(hlo_op=instruction, hlo_module="jit_f", name="")
     events = [Event(COMPUTE, name, 10 * i, 10 * i + 10, stats) for i, (name, _) in enumerate(GRAPH)]
-    trace = trace_events.of_profile(profile_data({"/device:GPU:0": events}), "miniature")
+    trace = trace_events.trace_from(profile_data({"/device:GPU:0": events}), "miniature")
     for known in (analyze(text), None):
         result = comparison.compare(trace, TracedRun(program=known), None, num_steps=1)
         seconds = {row.name: microseconds(row.measured_seconds) for row in result.classes}
@@ -315,7 +315,7 @@ def test_trace_without_device_events_raises(tmp_path):
 def test_device_without_events_does_not_count():
     idle = 'planes { name: "/device:GPU:1" lines { name: "Stream #13(Compute)" } }'
     busy = idle.replace("GPU:1", "GPU:0").replace(" } }", " events { duration_ps: 5 } } }")
-    trace = trace_events.of_profile(ProfileData.from_text_proto(f"{idle}\n{busy}"), "miniature")
+    trace = trace_events.trace_from(ProfileData.from_text_proto(f"{idle}\n{busy}"), "miniature")
     assert comparison.compare(trace, TracedRun(), None, num_steps=1).num_devices == 1
 
 

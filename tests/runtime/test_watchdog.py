@@ -179,7 +179,7 @@ def run_hang(workdir: Path, call: str, *, setup: str = "") -> subprocess.Complet
     return subprocess.run(
         [sys.executable, "-c", _HANG.format(call=call, setup=setup, workdir=str(workdir))],
         cwd=ROOT,
-        env=environment.of_user(JAX_PLATFORMS="cpu"),
+        env=environment.for_user(JAX_PLATFORMS="cpu"),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,

@@ -161,13 +161,13 @@ def test_overhead_of_experts_excludes_products_of_routed_rows():
     39 in all.
     """
 
-    def of_scope(line: str, scope: str) -> str:
+    def scoped(line: str, scope: str) -> str:
         return f'{line}, metadata={{op_name="jit(step)/while/body/mlp/{scope}/dot"}}'
 
     lines = (
-        *(of_scope(dot(f"k{i}"), scopes.EXPERTS) for i in range(3)),
-        *(of_scope(copy(scope), scope) for scope in (scopes.EXPERTS, scopes.ROUTER)),
-        of_scope(dot("r"), scopes.ROUTER),
+        *(scoped(dot(f"k{i}"), scopes.EXPERTS) for i in range(3)),
+        *(scoped(copy(scope), scope) for scope in (scopes.EXPERTS, scopes.ROUTER)),
+        scoped(dot("r"), scopes.ROUTER),
     )
     experts = {
         "model.experts.num_experts": 8,

@@ -390,10 +390,10 @@ def _fetches_of_layers(program: Program) -> list[list[set[str]]]:
     dict(tile_tokens=512, layers_per_remat_group=2),
 ])  # fmt: skip
 def test_weight_prefetch_overlaps_attention_of_previous_layer(memory):
-    forward, backward, *of_the_update = _fetches_of_layers(
+    forward, backward, *update_fetches = _fetches_of_layers(
         parse(_compile(_gpu_step(**memory)).as_text())
     )
     assert len(forward) == len(backward) == WEIGHTS_OF_A_LAYER
     assert all(overlapping == {"forward"} for overlapping in forward)
     assert all("backward" in overlapping for overlapping in backward)
-    assert not any(overlapping for loop in of_the_update for overlapping in loop)
+    assert not any(overlapping for loop in update_fetches for overlapping in loop)

@@ -166,8 +166,8 @@ def _trained(num_steps: int, mesh=(), gradient_accumulation_steps: int = 1, **pr
     state, states, metrics = step.init(), [], []
     for _ in range(num_steps):
         states.append(jax.device_get(state))
-        state, of_step = run(state, batch)
-        metrics.append(jax.device_get(of_step))
+        state, step_metrics = run(state, batch)
+        metrics.append(jax.device_get(step_metrics))
     return step, run, [*states, jax.device_get(state)], metrics
 
 

@@ -178,8 +178,8 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     got = jax.tree.map(without_padding, got, gradients)
     errors = jax.tree.map(max_relative_error, got, gradients)
     for path, error in jax.tree.leaves_with_path(errors):
-        of_decay = path[-1].key in ("decay_bias", "log_decay")
-        assert error <= (FLOAT32_DECAY_GRADIENT if of_decay else FLOAT32_PARITY), path
+        is_decay = path[-1].key in ("decay_bias", "log_decay")
+        assert error <= (FLOAT32_DECAY_GRADIENT if is_decay else FLOAT32_PARITY), path
     error = relative_norm_error(got, gradients)
     print(f"gradients, norm-wise: {error:.1e}")  # shown by -rP
     assert error <= FLOAT32_GRADIENTS
@@ -281,8 +281,8 @@ def ratios_of_one():
 
 def test_custom_loss_replaces_the_formula():
     """With ratios of 1, the gradient of dapo is that of the advantages times the log-probabilities."""
-    config, params, batch, of_dapo = ratios_of_one()
-    expected, _ = of_dapo(params, batch)
+    config, params, batch, dapo = ratios_of_one()
+    expected, _ = dapo(params, batch)
 
     def policy_loss(log_probs_BT, batch):
         return -(batch.loss_weights * batch.advantages * log_probs_BT).sum()
@@ -301,6 +301,6 @@ def test_custom_loss_replaces_the_formula():
 
 
 def test_zero_advantages_have_zero_gradients():
-    _, params, batch, of_dapo = ratios_of_one()
-    gradients, _ = of_dapo(params, batch._replace(advantages=0 * batch.advantages))
+    _, params, batch, dapo = ratios_of_one()
+    gradients, _ = dapo(params, batch._replace(advantages=0 * batch.advantages))
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(gradients))

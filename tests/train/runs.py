@@ -162,7 +162,7 @@ def start(config: Path | str, workdir: Path, **overrides) -> subprocess.Popen:
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment.of_user(),
+        env=environment.for_user(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -164,8 +164,8 @@ def test_new_expert_adapters_do_not_change_the_loss():
     base = {
         name: x for name, x in flat(params).items() if "/attention/" in name or "/lora/" not in name
     }
-    of_queries = _step("qwen", LORA | dict(projections=("query",)))
-    assert _results(_step("qwen"), params)[1] == _results(of_queries, nested(base))[1]
+    query_step = _step("qwen", LORA | dict(projections=("query",)))
+    assert _results(_step("qwen"), params)[1] == _results(query_step, nested(base))[1]
 
 
 def test_number_of_adapter_entries_counts_all_experts():

@@ -72,9 +72,9 @@ def merged(leaves: dict[str, np.ndarray], scale: float) -> dict[str, np.ndarray]
     """The parameters of the model without LoRA that computes the same: w + scale a b."""
     result = {name: x for name, x in leaves.items() if "/lora/" not in name}
     for weight, adapter in adapters_of(leaves):
-        of_layers = zip(leaves[f"{adapter}/a"], leaves[f"{adapter}/b"])
+        layer_pairs = zip(leaves[f"{adapter}/a"], leaves[f"{adapter}/b"])
         result[weight] = result[weight] + scale * np.stack(
-            [np.tensordot(a, b, axes=1) for a, b in of_layers]
+            [np.tensordot(a, b, axes=1) for a, b in layer_pairs]
         )
     return result
 

@@ -399,11 +399,11 @@ def test_rollouts_of_another_program_train_the_same_and_weights_are_exported(rol
     assert rows(tmp_path / "run") == rows(rollouts["workdir"])
     assert (tmp_path / "4" / "model.safetensors").is_file()
     texts = (tmp_path / "run" / "decoded_rollouts" / "2.jsonl").read_text()
-    of_others, of_policy = (
+    other_pairs, policy_pairs = (
         [(record["reward"], record["text"]) for record in map(json.loads, lines.splitlines())]
         for lines in (texts, files_of(rollouts["workdir"])["2.jsonl"])
     )
-    assert of_others == of_policy
+    assert other_pairs == policy_pairs
     settings |= dict(rollouts__export_command="ls /no-such-directory", train__steps=5)
     message = train(rollouts["config"], tmp_path / "run", status=2, **settings)
     assert (

@@ -75,11 +75,11 @@ def result(config, recorder, tmp_path_factory):
 
 
 def test_callbacks_receive_every_event_in_order(result, recorder):
-    def of_step(step):
+    def events_at(step):
         events = [("step", step), ("log", step)]
         return [("checkpoint", step), *events, ("evaluation", step)] if step % 2 == 0 else events
 
-    expected = [event for step in range(1, STEPS + 1) for event in of_step(step)]
+    expected = [event for step in range(1, STEPS + 1) for event in events_at(step)]
     assert recorder.events == [("start", 0), ("evaluation", 0), *expected, ("end", STEPS)]
 
 

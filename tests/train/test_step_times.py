@@ -202,7 +202,7 @@ raise RuntimeError("of a callback")
 def test_error_while_a_step_is_in_flight_does_not_abort_python():
     done = subprocess.run(
         [sys.executable, "-c", _ERROR_IN_FLIGHT],
-        env=environment.of_user(JAX_PLATFORMS="cpu"),
+        env=environment.for_user(JAX_PLATFORMS="cpu"),
         capture_output=True,
         text=True,
         check=False,

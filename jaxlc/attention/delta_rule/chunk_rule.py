@@ -184,10 +184,10 @@ def _recurrence_backward(dtype, residuals, gradients):
     decay, correction, added, entering = residuals
     dlast, dentering = gradients
     dfirst, dleaving = _scan_chunks(dlast, decay.mT, correction, dentering, dtype, backwards=True)
-    of_states = [
+    by_state = [
         x.reshape(*x.shape[:3], decay.shape[-1], -1, x.shape[-1]) for x in (dleaving, entering)
     ]
-    ddecay = product("nbhikm,nbhjkm->nbhij", *of_states)
+    ddecay = product("nbhikm,nbhjkm->nbhij", *by_state)
     dcorrection = -product("nbhim,nbhjm->nbhij", dleaving, entering, dtype)
     dadded = dleaving[..., -added.shape[-1] :]
     return dfirst, ddecay, dcorrection.astype(correction.dtype), dadded.astype(added.dtype)
@@ -330,18 +330,18 @@ def _paths(segments: jax.Array, before: jax.Array, prefixes: jax.Array | None) -
     continues = segments == before
     if prefixes is None:
         return _Paths(visible, [continues], [None])
-    of_prefix = (
+    in_prefix = (
         lower & (prefixes[..., :, None] == segments[..., None, :]) & (prefixes != 0)[..., None]
     )
     # A prefix that starts in the chunk is visible; of one that ended or continues from before, the
     # state is read, too.
-    started = of_prefix.any(-1) & (prefixes != before)
+    started = in_prefix.any(-1) & (prefixes != before)
     reads_prefix = (prefixes != 0) & ~continues & ~started
     in_no_branch = prefixes == 0
     # tokens in no branch from here on
     is_after = jnp.flip(jnp.cumsum(jnp.flip(in_no_branch, -1), -1), -1)
     return _Paths(
-        visible | of_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)]
+        visible | in_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)]
     )
 
 
@@ -357,7 +357,7 @@ def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
     num_states = decay.shape[-1]
     if num_states == 1:
         return S * decay
-    of_states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
+    states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
     return sum(
-        decay[..., i, None, None] * of_states[:, :, i][:, :, None] for i in range(num_states)
+        decay[..., i, None, None] * states[:, :, i][:, :, None] for i in range(num_states)
     ).reshape(S.shape)

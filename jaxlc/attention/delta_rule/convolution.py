@@ -68,10 +68,12 @@ def taps_of_prefixes(
     ]
     before = _tails_before([jax.tree.map(lambda t: t[:, -1], part) for part in tails], ranks)
     sums = []
-    for part, of_chunks, of_fragment, own in zip(chunks, tails, before, prefixes):
-        of_fragment = jax.tree.map(lambda t: t[:, None], of_fragment)
-        in_fragment = jax.tree.map(lambda t: t[:, :-1], of_chunks).or_else(of_fragment)
-        tail = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), of_fragment, in_fragment)
+    for part, chunk_tails, fragment_tail, own in zip(chunks, tails, before, prefixes):
+        fragment_tail = jax.tree.map(lambda t: t[:, None], fragment_tail)
+        in_fragment = jax.tree.map(lambda t: t[:, :-1], chunk_tails).or_else(fragment_tail)
+        tail = jax.tree.map(
+            lambda a, b: jnp.concatenate([a, b], axis=1), fragment_tail, in_fragment
+        )
         out_BNCW = _sums(part, tail, weights_PW)
         sums.append(out_BNCW.reshape(len(own), -1, out_BNCW.shape[-1])[:, : own.shape[1]])
     return sums
@@ -211,13 +213,13 @@ def convolution(
         [jnp.concatenate(pair, axis=1) for pair in zip(*pairs)]
         for pairs in ((before, x), (segments_before, segments))
     )
-    of_prefixes = [None] * num_fragments
+    prefix_sums = [None] * num_fragments
     if prefixes_bt is not None:
-        of_prefixes = taps_of_prefixes(
+        prefix_sums = taps_of_prefixes(
             x, segments, jnp.split(prefixes_bt, num_fragments, axis=1), weights_PW, ranks
         )
     return jnp.concatenate(
-        [convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, of_prefixes)], 1
+        [convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, prefix_sums)], 1
     )
 
 

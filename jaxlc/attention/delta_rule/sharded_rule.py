@@ -77,11 +77,11 @@ def delta_rule(
         maps, reads = _in_groups(
             jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups
         )
-        of_fragments = [
+        fragment_maps = [
             jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps)
             for i in range(num_fragments)
         ]
-        states = jnp.concatenate(entering_states(of_fragments, ranks))
+        states = jnp.concatenate(entering_states(fragment_maps, ranks))
         out = _in_groups(lambda pair: read(*pair), (reads, states))
     return _in_order(out, q_btGK.shape[1], num_fragments)
 

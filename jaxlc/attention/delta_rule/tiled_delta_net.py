@@ -156,9 +156,9 @@ def _maps(
     k, v = _filtered((k, v), (filter_k, filter_v), (k_before, v_before), segments)
     # the map does not depend on q
     groups = _groups((k, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
-    of_group = jax.checkpoint(functools.partial(affine_map, scale=1.0))
+    run_group = jax.checkpoint(functools.partial(affine_map, scale=1.0))
     with jax.named_scope(scopes.LINEAR_ATTENTION):
-        maps = total(lax.map(of_group, groups))
+        maps = total(lax.map(run_group, groups))
     return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), maps)
 
 
@@ -181,9 +181,9 @@ def _outputs(
     q, k, v = _filtered((q, k, v), filters, before, segments)
     num_tokens, scale = q.shape[1], q.shape[-1] ** -0.5
     groups = _groups((q, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
-    of_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, scale)[::-1])
+    run_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, scale)[::-1])
     with jax.named_scope(scopes.LINEAR_ATTENTION):
-        _, out = lax.scan(of_group, states.reshape(-1, *states.shape[2:]), groups)
+        _, out = lax.scan(run_group, states.reshape(-1, *states.shape[2:]), groups)
     out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :num_tokens]
     return jnp.concatenate(jnp.split(out, 2), axis=1)
 

@@ -138,7 +138,7 @@ class DocumentRows(NamedTuple):
     q_start: jax.Array
     kv_start: jax.Array
 
-    def of_call(self, bucket: Bucket, first, ends) -> "DocumentRows":
+    def rows_at(self, bucket: Bucket, first, ends) -> "DocumentRows":
         """The documents of a call, from `first` on.
 
         Args:
@@ -218,7 +218,7 @@ def document_table(
         all_documents.q_start, all_documents.q_length, batch * num_queries
     )
     return DocumentTable(
-        tuple(all_documents.of_call(*at, ends) for at in calls.begins),
+        tuple(all_documents.rows_at(*at, ends) for at in calls.begins),
         all_documents if calls.repeated else None,
         bucket_ends[:-1],
         q_document,
@@ -453,7 +453,7 @@ class _Block(NamedTuple):
         sizes, repeated = self.calls.sizes, self.calls.repeated
 
         def call_bucket(bucket: Bucket, first):
-            rows = self.table.repeated.of_call(
+            rows = self.table.repeated.rows_at(
                 bucket, first, [math.prod(x[:2]) for x in (self.q_shape, self.k_shape)]
             )
             return bucket.num_documents, unpack(call(bucket, rows), bucket, first)

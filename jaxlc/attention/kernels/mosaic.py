@@ -368,7 +368,7 @@ def _gradients(
     queries = _Queries(*(_pad(x, q_block) for x in queries))
     k_BSKH, v_BSKH = (_pad(x, kv_block) for x in (k_BSKH, v_BSKH))
 
-    def of_pair(queries: _Queries, k_BSKH, v_BSKH):
+    def pair_gradients(queries: _Queries, k_BSKH, v_BSKH):
         mask = KernelMask(queries.start_BT, queries.end_BT, is_causal)
         lse_BNT = queries.lse_BTN.swapaxes(1, 2)
         results = call(
@@ -378,16 +378,16 @@ def _gradients(
 
     if has_pairs:
         dq_BTNH, dk_BSKH, dv_BSKH = _sum_over_pairs(
-            of_pair, queries, k_BSKH, v_BSKH, q_block, kv_block
+            pair_gradients, queries, k_BSKH, v_BSKH, q_block, kv_block
         )
     else:
-        dq_BTNH, dk_BSKH, dv_BSKH = of_pair(queries, k_BSKH, v_BSKH)
+        dq_BTNH, dk_BSKH, dv_BSKH = pair_gradients(queries, k_BSKH, v_BSKH)
     return dq_BTNH[:, :num_queries], dk_BSKH[:, :num_keys], dv_BSKH[:, :num_keys]
 
 
 @jax.named_scope(scopes.MOSAIC_PAIRS)
 def _sum_over_pairs(
-    of_pair: Callable,
+    pair_gradients: Callable,
     queries: _Queries,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -409,12 +409,12 @@ def _sum_over_pairs(
         in_block = queries._replace(start_BT=start_BT, end_BT=end_BT)
 
         def q_block_step(carry, i):
-            of_block = _Queries(
+            block_queries = _Queries(
                 *(lax.dynamic_slice_in_dim(x, i * q_block, q_block, axis=1) for x in in_block)
             )
 
             def add(dq_BTNH, dk_block, dv_block):
-                dq, dk, dv = of_pair(of_block, k_block, v_block)
+                dq, dk, dv = pair_gradients(block_queries, k_block, v_block)
                 dq += lax.dynamic_slice_in_dim(dq_BTNH, i * q_block, q_block, axis=1)
                 return (
                     lax.dynamic_update_slice_in_dim(dq_BTNH, dq, i * q_block, axis=1),
@@ -422,7 +422,7 @@ def _sum_over_pairs(
                     dv_block + dv,
                 )
 
-            has_keys = (of_block.start_BT < of_block.end_BT).any()
+            has_keys = (block_queries.start_BT < block_queries.end_BT).any()
             return lax.cond(has_keys, add, lambda *carry: carry, *carry), None
 
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k_block, v_block))

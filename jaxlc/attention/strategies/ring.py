@@ -57,8 +57,8 @@ class ZigzagPair(NamedTuple):
     Sums are updated in place: halves that a product does not use are neither read nor written.
     """
 
-    of_queries: tuple[int, jax.Array]
-    of_keys: tuple[int, jax.Array]
+    query_halves: tuple[int, jax.Array]
+    key_halves: tuple[int, jax.Array]
 
     @classmethod
     def select(cls, is_earlier) -> "ZigzagPair":
@@ -67,11 +67,11 @@ class ZigzagPair(NamedTuple):
         return cls((1, second), (0, second))
 
     def operands(self, q, k, v):
-        return _pair(q, self.of_queries), _pair(k, self.of_keys), _pair(v, self.of_keys)
+        return _pair(q, self.query_halves), _pair(k, self.key_halves), _pair(v, self.key_halves)
 
     def results(self, results: QueryResults) -> QueryResults:
         return QueryResults(
-            *(_pair(x, self.of_queries, axis) for x, axis in zip(results, (1, 2, 1, 2)))
+            *(_pair(x, self.query_halves, axis) for x, axis in zip(results, (1, 2, 1, 2)))
         )
 
 
@@ -101,7 +101,7 @@ def add_to_halves(x, halves, pair):
 class SkippableSteps(NamedTuple):
     """The ranges of all ring steps, where those after step 1 are skipped if no document needs them."""
 
-    of_steps: Any
+    ranges: Any
     are_needed: jax.Array  # bool [1]; equal on all devices, since collectives are skipped too
 
 
@@ -131,8 +131,8 @@ def prepare(tokens: TokenInfo, kernel: Kernel | None, spec: AttentionSpec, ranks
         [(x[NUM_FIRST_RING_STEPS:] > 0).any() for x in jax.tree.leaves(ranges)]
     ).any()
     # An all-gather, as of the tokens, since transports other than NCCL have no all-reduce.
-    of_ranks = lax.all_gather(has_keys, jax.sharding.get_abstract_mesh().manual_axes)
-    return SkippableSteps(_prepared_steps(ranges, kernel, spec, ranks), of_ranks.any()[None])
+    all_have_keys = lax.all_gather(has_keys, jax.sharding.get_abstract_mesh().manual_axes)
+    return SkippableSteps(_prepared_steps(ranges, kernel, spec, ranks), all_have_keys.any()[None])
 
 
 def _skips_steps(spec: AttentionSpec, ranks: Ranks) -> bool:
@@ -165,8 +165,8 @@ def ranges_specs(
     tokens = PartitionSpec(batch_axes, ranks.axis)
     if spec.window is not None:
         return tokens
-    of_steps = PartitionSpec(None, *tokens)
-    return SkippableSteps(of_steps, PartitionSpec()) if _skips_steps(spec, ranks) else of_steps
+    steps = PartitionSpec(None, *tokens)
+    return SkippableSteps(steps, PartitionSpec()) if _skips_steps(spec, ranks) else steps
 
 
 def attend(
@@ -285,8 +285,8 @@ class RingState(NamedTuple):
     @classmethod
     def create(cls, kernel: Kernel, spec: AttentionSpec, ranks: Ranks, ranges) -> "RingState":
         """The state of the calling rank; call inside `shard_map`."""
-        of_steps = ranges.of_steps if isinstance(ranges, SkippableSteps) else ranges
-        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), of_steps)
+        step_ranges = ranges.ranges if isinstance(ranges, SkippableSteps) else ranges
+        return cls(kernel, spec, ranks, lax.axis_index(ranks.axis), step_ranges)
 
     @property
     def own_ranges(self):
@@ -332,7 +332,7 @@ class RingState(NamedTuple):
         calls = calls_of(self.kernel, "forward", *halves.operands(q, k, v), ranges, spec)
         in_flight, results = _receive(in_flight, calls)
         out, lse = out_lse
-        for half, *partial in zip(halves.of_queries, *(jnp.split(x, 2) for x in results)):
+        for half, *partial in zip(halves.query_halves, *(jnp.split(x, 2) for x in results)):
             out_half, lse_half = merge(half_of(out, half), half_of(lse, half, axis=2), *partial)
             out, lse = update_half(out, half, out_half), update_half(lse, half, lse_half, axis=2)
         return in_flight, (out, lse)
@@ -353,9 +353,11 @@ class RingState(NamedTuple):
         operands, results = halves.operands(q, k, v), halves.results(results)
         calls = calls_of(self.kernel, "backward", *operands, ranges, spec, results)
         in_flight, (dq_pair, *dkv_pairs) = _receive(in_flight, calls)
-        dq = add_to_halves(dq, halves.of_queries, dq_pair)
+        dq = add_to_halves(dq, halves.query_halves, dq_pair)
         zeros = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
-        dk, dv = (add_to_halves(zero, halves.of_keys, pair) for zero, pair in zip(zeros, dkv_pairs))
+        dk, dv = (
+            add_to_halves(zero, halves.key_halves, pair) for zero, pair in zip(zeros, dkv_pairs)
+        )
         return in_flight, dq, dk, dv
 
     def _block_masks(self, step):

@@ -106,13 +106,13 @@ class Experts(nnx.Module, Routed):
         tokens = x_BTD, routing.chosen_BTk, routing.weights_BTk
         params = self._params()
 
-        def of_params(function) -> ExpertWeights:
+        def by_weight(function) -> ExpertWeights:
             return jax.tree.map(function, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
 
-        weights = of_params(
+        weights = by_weight(
             lambda param: param[...] if is_vector(param.dims) else in_use(param, shard, x_BTD.dtype)
         )
-        dims = of_params(lambda param: param.dims)
+        dims = by_weight(lambda param: param.dims)
         scale = 1.0 if self.lora is None else self.lora.scale
         settings = dict(activation=self.activation, adapter_scale=scale, fp8_names=self.fp8_names)
         compute = functools.partial(_local_outputs, **settings, kernel=shard.expert_kernel)
