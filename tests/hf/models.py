@@ -289,6 +289,22 @@ CASES: dict[str, Case] = {
         has_sinks=True,
         group_layers=2,
     ),
+    "seed_oss": Case(
+        config=_config(
+            "seed_oss",
+            "SeedOssForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=YARN_ROPE,
+            max_position_embeddings=256,
+            attention_bias=True,
+            attention_out_bias=True,
+            mlp_bias=False,
+            residual_dropout=0.0,
+            pretraining_tp=1,
+        ),
+        biases="qkvo",
+    ),
     "smollm3": Case(
         config=_config(
             "smollm3",
@@ -333,6 +349,18 @@ CASES: dict[str, Case] = {
         },
         qk_norm="head",
         group_layers=3,
+    ),
+    "olmo2": Case(
+        config=_config(
+            "olmo2",
+            "Olmo2ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0),
+            head_dim=None,
+            attention_bias=False,
+        ),
+        norms=POST_NORMS,
+        qk_norm="projection",
     ),
     "olmo3": Case(
         config=_config(

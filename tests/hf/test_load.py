@@ -783,6 +783,31 @@ def _changed(config, path, value):
     return config | {name: _changed(config[name], inner, value) if inner else value}
 
 
+# Fields of released files that the cases do not have, and the settings that they give.
+RELEASED = {
+    "Seed-OSS-36B": (
+        "seed_oss",
+        dict(
+            attention_dropout=0.1,
+            residual_dropout=0.1,
+            attention_out_bias=False,
+            rope_scaling=dict(rope_type="default"),
+        ),
+        dict(qkv_bias=True, attention_out_bias=False, rope_scaling="none", rope_theta=3e4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_config_json_of_a_released_model_is_read_and_written_unchanged(name):
+    case, changes, expected = RELEASED[name]
+    base = CASES[case].config | changes
+    settings = settings_of(base, "config.json")
+    assert settings | expected == settings
+    model = model_from(PRESETS["tiny"].by_path | settings)
+    assert config_json_of(model, base, seq_len=16, dtype="bfloat16") == base
+
+
 LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "mistral": (dict(), ("sliding",), 4096),  # the window that transformers uses without the field
     "gemma3_text": (dict(sliding_window=512), (*["sliding"] * 5, "full"), 512),

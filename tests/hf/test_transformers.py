@@ -277,6 +277,18 @@ PARTS = {
         dict(attention_out_bias=False),
         lambda params: _without(("bo",), params),
     ),
+    "output bias without others": (
+        "seed_oss",
+        dict(attention_out_bias=False),
+        lambda params: _without(("bo",), params),
+    ),
+    "norms of outputs only": (
+        "olmo2",
+        dict(norm_placement="pre"),
+        lambda params: _renamed(
+            params, {"attention_post_norm": "attention_norm", "mlp_post_norm": "mlp_norm"}
+        ),
+    ),
     "bias of the choice": (
         "glm4_moe",
         {"experts.choice_bias": False},

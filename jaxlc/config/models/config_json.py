@@ -97,7 +97,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     ),
     bool: (
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
-        *("norm_topk_prob", "output_router_logits"),
+        *("norm_topk_prob", "output_router_logits", "attention_out_bias"),
     ),
     str: ("model_type", "rope_type", "type"),
     dict: (

@@ -9,9 +9,11 @@ from jaxlc.config.models.families.dense import (
     GEMMA3_TEXT,
     LLAMA,
     MISTRAL,
+    OLMO2,
     OLMO3,
     QWEN2,
     QWEN3,
+    SEED_OSS,
     SMOLLM3,
 )
 from jaxlc.config.models.families.experts import GLM4_MOE, GPT_OSS, QWEN3_MOE
@@ -33,7 +35,7 @@ FAMILIES: dict[str, Family] = {
             GEMMA3_TEXT,
             OLMO3,
         ),
-        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE),
+        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS),
     )
 }
 

@@ -7,11 +7,15 @@ Of models with images, the language model is loaded.
 Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers:
 models/mistral).
 
+Olmo 2 (transformers: models/olmo2).
+
 Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo3).
 
 Qwen 2 and 2.5, dense models (transformers: models/qwen2).
 
 Qwen 3, dense models (transformers: models/qwen3).
+
+Seed-OSS (transformers: models/seed_oss). Released files name the dropout of the authors' training.
 
 SmolLM3: every fourth layer has no position embedding; layers may be sliding (transformers:
 models/smollm3).
@@ -133,6 +137,15 @@ OLMO3 = Family(
 )
 
 
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    settings=OLMO3.settings,
+    defaults=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-5),
+    required_values=OLMO3.required_values,
+)
+
+
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -153,6 +166,18 @@ QWEN3 = Family(
     required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
     # without effect: use_sliding_window is false
     irrelevant=frozenset({"max_window_layers", "sliding_window"}),
+)
+
+
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    fields={"attention_bias": "qkv_bias", "attention_out_bias": "attention_out_bias"},
+    defaults=dict(
+        num_key_value_heads=8, head_dim=128, attention_bias=True, attention_out_bias=False
+    ),
+    required_values=dict(mlp_bias=(False,), attention_dropout=(0, 0.1), residual_dropout=(0, 0.1)),
+    irrelevant=frozenset({"pretraining_tp"}),
 )
 
 

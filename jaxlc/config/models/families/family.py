@@ -170,7 +170,8 @@ class Family:
         """Whether the field attention_bias is that of all projections of attention; otherwise, not
         of the output.
         """
-        return "attention_bias" in self.fields and "attention_out_bias" not in self.settings
+        own = {*self.settings, *self.fields}
+        return "attention_bias" in self.fields and "attention_out_bias" not in own
 
     @property
     def has_dense_layers(self) -> bool:
