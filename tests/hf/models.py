@@ -350,6 +350,35 @@ CASES: dict[str, Case] = {
         qk_norm="head",
         group_layers=3,
     ),
+    "exaone4": Case(  # without sliding layers, all layers have RoPE
+        config=_config(
+            "exaone4",
+            "Exaone4ForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=20000.0,
+            rope_scaling=LLAMA3_ROPE,
+            sliding_window=None,
+            sliding_window_pattern=None,
+            layer_types=[FULL] * 3,
+        ),
+        norms=POST_NORMS,
+        qk_norm="head",
+    ),
+    "exaone4_hybrid": Case(  # full layers have none
+        config=_config(
+            "exaone4",
+            "Exaone4ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0),
+            num_hidden_layers=4,
+            sliding_window=12,
+            sliding_window_pattern="LLLG",
+            layer_types=[SLIDING, SLIDING, SLIDING, FULL],
+        ),
+        norms=POST_NORMS,
+        qk_norm="head",
+        group_layers=4,
+    ),
     "olmo2": Case(
         config=_config(
             "olmo2",

@@ -630,6 +630,16 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             dict(sliding_window=None),
             "layers of type sliding_attention and no sliding_window",
         ),
+        (
+            "exaone4_hybrid",
+            dict(layer_types=None, sliding_window_pattern="LXLG"),
+            "layers of type X; in models of type exaone4",
+        ),
+        (
+            "exaone4_hybrid",
+            dict(sliding_window=None),
+            "layers of type sliding_attention and no sliding_window",
+        ),
         ("smollm3", dict(no_rope_layers=[1]), "types of 1 layers, and num_hidden_layers=3"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         (
@@ -817,6 +827,22 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
         8,
     ),
     "olmo3": (dict(), (*["sliding"] * 3, "full"), 4096),
+    "exaone4": (dict(), (*["sliding"] * 3, "nope"), 4096),
+    "exaone4 length": (
+        dict(sliding_window=8, sliding_window_pattern=2),
+        ("sliding", "nope"),
+        8,
+    ),
+    "exaone4 letters": (
+        dict(sliding_window=8, sliding_window_pattern="LG", num_hidden_layers=4),
+        ("sliding", "nope"),
+        8,
+    ),
+    "exaone4 without a window": (
+        dict(sliding_window=None, sliding_window_pattern="LG"),
+        ("full",),
+        0,
+    ),
     "qwen3_5_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_moe_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_text interval": (dict(full_attention_interval=2), ("gated_delta_net", "full"), 0),

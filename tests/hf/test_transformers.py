@@ -282,6 +282,16 @@ PARTS = {
         dict(attention_out_bias=False),
         lambda params: _without(("bo",), params),
     ),
+    "RoPE of full layers, without sliding ones": (
+        "exaone4",
+        dict(layer_kinds=("nope",), rope_scaling="none"),
+        lambda params: params,
+    ),
+    "no RoPE of full layers, with sliding ones": (
+        "exaone4_hybrid",
+        dict(layer_kinds=("sliding", "sliding", "sliding", "full")),
+        lambda params: params,
+    ),
     "norms of outputs only": (
         "olmo2",
         dict(norm_placement="pre"),

@@ -47,6 +47,7 @@ _WORDS: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     str: "a string",
+    int | str: "an integer or a string",
     dict: "an object",
     list[str]: "a list of strings",
     list[int]: "a list of integers",
@@ -70,8 +71,6 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     int: (
         *(
             "sliding_window",
-            "sliding_window_pattern",
-            "_sliding_window_pattern",
             "no_rope_layer_interval",
         ),
         *("n_shared_experts", "first_k_dense_replace"),
@@ -100,6 +99,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("norm_topk_prob", "output_router_logits", "attention_out_bias"),
     ),
     str: ("model_type", "rope_type", "type"),
+    int | str: ("sliding_window_pattern", "_sliding_window_pattern"),
     dict: (
         *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
         *("quantization_config", "compression_config"),

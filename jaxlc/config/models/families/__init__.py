@@ -6,6 +6,7 @@ them, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
 """
 
 from jaxlc.config.models.families.dense import (
+    EXAONE4,
     GEMMA3_TEXT,
     LLAMA,
     MISTRAL,
@@ -35,7 +36,7 @@ FAMILIES: dict[str, Family] = {
             GEMMA3_TEXT,
             OLMO3,
         ),
-        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS),
+        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4),
     )
 }
 

@@ -1,5 +1,8 @@
 """Llama 2 and 3, and models of the same architecture such as SmolLM2 (transformers: models/llama).
 
+EXAONE 4: groups of three sliding layers and one without position embedding, or full layers only
+(transformers: models/exaone4).
+
 Gemma 3: groups of five sliding layers and a full one (transformers: models/gemma3).
 
 Of models with images, the language model is loaded.
@@ -27,6 +30,8 @@ from typing import Any
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
 from jaxlc.config.models.model_schema import ModelConfig
 
+_DEFAULT_WINDOW = 4096
+
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -42,10 +47,52 @@ LLAMA = Family(
 )
 
 
+def _group(pattern: int | str) -> list[str]:
+    """The kinds of a group of layers: `pattern` is its length, the last layer being full, or has a
+    letter for each layer, L for a sliding one and G for a full one."""
+    letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
+    return [dict(L="sliding", G="full").get(letter, letter) for letter in letters]
+
+
+def _exaone4_read_kinds(config: Fields) -> list[str]:
+    """Layers without a window have no position embedding in models with sliding layers. The last
+    layer is full if a pattern of letters describes the layers."""
+    if config.get("sliding_window", _DEFAULT_WINDOW) is None:
+        return read_layer_types(config)
+    pattern = config.get("sliding_window_pattern") or 4
+    kinds = read_layer_types(config, _group(pattern))
+    if isinstance(pattern, str) and not config.get("layer_types"):
+        kinds[-1] = "full"
+    return ["nope" if kind == "full" else kind for kind in kinds]
+
+
+def _write_masks(model: ModelConfig) -> dict[str, Any]:
+    """The field layer_types without regard to position embeddings, and sliding_window."""
+    is_sliding = [kind == "sliding" for kind in model.kinds_of_layers]
+    return dict(
+        layer_types=["sliding_attention" if x else "full_attention" for x in is_sliding],
+        sliding_window=model.window or None,
+    )
+
+
+EXAONE4 = Family(
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    layer_kinds=(frozenset({"full"}), frozenset({"sliding", "nope"}), frozenset({"sliding"})),
+    read_kinds=_exaone4_read_kinds,
+    write_kinds=_write_masks,
+    settings=dict(qk_norm="head", norm_placement="post"),
+    defaults=dict(
+        num_key_value_heads=32, head_dim=None, sliding_window=_DEFAULT_WINDOW, rms_norm_eps=1e-5
+    ),
+    irrelevant=frozenset({"sliding_window_pattern"}),
+)
+
+
 def _read_kinds(config: Fields) -> list[str]:
-    """Older configs have sliding_window_pattern, the number of layers of a group."""
+    """Older configs have sliding_window_pattern."""
     pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-    return read_layer_types(config, default=(*("sliding",) * (pattern - 1), "full"))
+    return read_layer_types(config, default=_group(pattern))
 
 
 GEMMA3_TEXT = Family(
@@ -91,9 +138,6 @@ GEMMA3_TEXT = Family(
         {"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}
     ),
 )
-
-
-_DEFAULT_WINDOW = 4096
 
 
 def _mistral_read_kinds(config: Fields) -> list[str]:
@@ -208,12 +252,9 @@ def _smollm3_read_kinds(config: Fields) -> list[str]:
 def _smollm3_write_kinds(model: ModelConfig) -> dict[str, Any]:
     kinds = model.kinds_of_layers
     return dict(
+        **_write_masks(model),
         no_rope_layers=[int(kind != "nope") for kind in kinds],
-        layer_types=[
-            "sliding_attention" if kind == "sliding" else "full_attention" for kind in kinds
-        ],
         use_sliding_window="sliding" in kinds,
-        sliding_window=model.window or None,
     )
 
 
