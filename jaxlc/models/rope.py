@@ -106,6 +106,19 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
     return jnp.concatenate([rotated, x_BTNH[..., dim:]], axis=-1)
 
 
+def query_scale(model: ModelConfig, positions_BT: jax.Array) -> jax.Array:
+    """The factor of queries, float32 [B, T, 1, 1]: 1 + beta ln(1 + floor(position / original)).
+
+    It is 1 within the original context. Source: transformers, models/ministral3.
+
+    Args:
+      model: with `rope_scaling_query_beta` and `rope_scaling_original_tokens`.
+      positions_BT: int32, within a document.
+    """
+    contexts_BT11 = positions_BT[:, :, None, None] // model.rope_scaling_original_tokens
+    return 1 + model.rope_scaling_query_beta * jnp.log1p(contexts_BT11.astype(jnp.float32))
+
+
 def _cos_sin(positions_BT: jax.Array, tables: RopeTables) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [B, T, 1, R/2]; the 1 broadcasts over heads."""
 

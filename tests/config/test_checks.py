@@ -92,6 +92,11 @@ def test_check_beta_of_1_raises(name):
         ),
         (
             "model",
+            dict(YARN, rope_scaling_query_beta=0.1, layer_kinds=("sliding", "full"), window=4),
+            ["rope_scaling_query_beta=0.1 scales the queries of sliding", "or set it to 0"],
+        ),
+        (
+            "model",
             dict(YARN, layer_kinds=("nope",)),
             ["rope_scaling='yarn' has no effect", "names no full layers"],
         ),

@@ -185,6 +185,10 @@ def test_partial_rotary_factor_is_read_and_written():
             "partial_rotary_factor=0.5; only 1",
         ),
         (dict(rope_parameters=dict(full_attention=YARN)), "for full_attention layers"),
+        (
+            dict(rope_parameters=dict(YARN, llama_4_scaling_beta=0.1)),
+            "llama_4_scaling_beta=0.1, which transformers ignores in models of type llama",
+        ),
         (dict(rope_theta=None), "rope_theta=null"),
         (dict(rope_theta=1e4, rope_parameters=dict(rope_theta=2e4)), "which differ"),
     ],
@@ -246,6 +250,27 @@ def test_rope_settings_unsupported_layer_type_raises(family, config, words):
 def test_rope_fields_that_transformers_ignores_raise(family, settings, words):
     with pytest.raises(Unsupported, match=words):
         rope_fields(dataclasses.replace(LLAMA, **settings), family)
+
+
+def test_query_scale_is_read_written_and_the_default_of_ministral3():
+    family = FAMILIES["ministral3"]
+    default = read({}, family)
+    assert (default["rope_scaling_query_beta"], default["rope_scaling_attention_factor"]) == (
+        0.1,
+        1,
+    )
+    # beta alone is a scaling
+    one = dict(YARN, factor=1.0, attention_factor=1.0, llama_4_scaling_beta=0.2)
+    settings = read(dict(rope_parameters=one), family)
+    model = dataclasses.replace(LLAMA, **settings)
+    assert not [*rope_problems(model)]
+    assert rope_fields(model, family)["rope_parameters"] == one | dict(rope_theta=1e4)
+    # transformers reads the field in any case
+    unscaled = dataclasses.replace(model, rope_scaling_query_beta=0.0, rope_scaling_factor=8.0)
+    assert rope_fields(unscaled, family)["rope_parameters"]["llama_4_scaling_beta"] == 0
+    for other, changed in ((FLAT, model), (family, LLAMA)):
+        with pytest.raises(Unsupported, match="rope_scaling_query_beta=.* of a model of type"):
+            rope_fields(changed, other)
 
 
 def test_max_position_embeddings_follow_the_scaling():

@@ -29,6 +29,8 @@ KINDS = dict(
     first_layer_kinds=("full",), layer_kinds=("sliding", "full", "nope"), window=20, num_layers=6
 )
 KINDS |= dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
+KINDS |= dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=16)
+KINDS |= dict(rope_scaling_query_beta=0.5, sliding_rope_scaling=True)
 MIXED = MIXED_KINDS | dict(num_layers=7, attention_sinks=True, attention_gate=True)
 DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)
 NUM_DECODED = 70

@@ -118,6 +118,18 @@ CASES: dict[str, Case] = {
     ),
     "mistral": Case(config=_mistral(rope_theta=30000.0, sliding_window=None)),
     "mistral_window": Case(config=_mistral(rope_theta=30000.0, sliding_window=12)),
+    "ministral3": Case(
+        config=_config(
+            "ministral3",
+            "Ministral3ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=YARN_ROPE
+            | dict(type="yarn", rope_theta=30000.0, mscale=1.0, mscale_all_dim=1.0)
+            | dict(original_max_position_embeddings=14, llama_4_scaling_beta=0.4),
+            max_position_embeddings=256,
+            sliding_window=None,
+        )
+    ),
     "qwen2": Case(
         config=_config(
             "qwen2",

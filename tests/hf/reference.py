@@ -195,6 +195,7 @@ def in_float64(model):
         torch.float64,
         torch.Tensor.double,
     )
+    torch.set_default_dtype(torch.float64)
     model.double()
     model.config._experts_implementation = "eager"  # torch's grouped product has no float64
     for module in model.modules():
@@ -205,6 +206,7 @@ def in_float64(model):
         yield
     finally:
         torch.float, torch.float32, torch.Tensor.float = names
+        torch.set_default_dtype(torch.float32)
 
 
 def train(

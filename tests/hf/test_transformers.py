@@ -48,13 +48,15 @@ pytestmark = needs_transformers
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
-# Hybrids with the epsilon of released models, which amplifies rounding errors (`HYBRID_NORM_EPSILON`), and the scale of
-# their matrices. In float32, the first steps of AdamW turn rounding errors of gradients near 0 into whole steps: with a
-# scale of 4 and a learning rate of 0.01, a few entries of torch, too, differ from float64 by up to the learning rate.
+# Models whose mixers are compared in float64, and the scale of their matrices. Hybrids have the epsilon of released
+# models, which amplifies rounding errors (`HYBRID_NORM_EPSILON`). In float32, the first steps of AdamW turn rounding
+# errors of gradients near 0 into whole steps: with a scale of 4 and a learning rate of 0.01, a few entries of torch,
+# too, differ from float64 by up to the learning rate.
 FLOAT64_MODELS = {
     "qwen3_5_hybrid": ("qwen3_5_hybrid", 1.0),
     "olmo_hybrid": ("olmo_hybrid", 1.0),
     "qwen3_5_moe": ("qwen3_5_moe", 1.0),
+    "ministral3": ("ministral3", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
 }
@@ -141,9 +143,7 @@ def test_logits_and_gradients_equal_transformers(case, span, mesh, models, refer
     )
 
 
-def test_gradients_and_adamw_of_hybrids_equal_torch_in_float64(
-    float64_models, references, tmp_path
-):
+def test_gradients_and_adamw_equal_torch_in_float64(float64_models, references, tmp_path):
     """So their differences in float32 are rounding errors."""
     cases = []
     for case, directory in float64_models.items():
@@ -262,6 +262,11 @@ PARTS = {
     ),
     "zero-centered norms": ("gemma3", dict(zero_centered_norm=False), lambda params: params),
     "scale of queries": ("gemma3", dict(query_scale_dim=16), lambda params: params),
+    "scale of queries by position": (
+        "ministral3",
+        dict(rope_scaling_query_beta=0.0),
+        lambda params: params,
+    ),
     "scaled embeddings": ("gemma3", dict(scale_embeddings=False), lambda params: params),
     "activation": ("gemma3", dict(activation="silu"), lambda params: params),
     "output gate": ("qwen3_5", dict(attention_gate=False), _without_gate),

@@ -69,18 +69,21 @@ def traces(loss: str) -> list[list[Trace]]:
     return groups
 
 
+# queries are scaled by their position within a row
+QUERY_SCALE = dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=8)
+QUERY_SCALE |= dict(rope_scaling_query_beta=0.5)
 KINDS = {
-    "": {},
+    "": dict(model=QUERY_SCALE),
     "sliding": dict(model=dict(layer_kinds=("sliding", "full"), window=6, attention_sinks=True)),
     "lora": dict(lora=dict(rank=2)),
     "recurrent": dict(model=HYBRID),
-    "tiles": dict(memory=dict(tile_tokens=12)),
+    "tiles": dict(model=QUERY_SCALE, memory=dict(tile_tokens=12)),
     "experts": dict(
         model=dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, shared_ffn_dim=16),
         memory=dict(tile_tokens=12),
     ),
 }
-KINDS["sliding tiles"] = KINDS["sliding"] | KINDS["tiles"]
+KINDS["sliding tiles"] = KINDS["tiles"] | KINDS["sliding"]
 WITHOUT_TILES = {"tiles": "", "sliding tiles": "sliding"}
 
 

@@ -87,6 +87,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         ),
         *(
             "attention_factor",
+            "llama_4_scaling_beta",
             "mscale",
             "mscale_all_dim",
             "routed_scaling_factor",

@@ -147,6 +147,9 @@ class ModelConfig(AttentionSettings):
     rope_scaling_attention_factor: float = 0.0
     # yarn: round the limits between the frequency bands to whole dimensions
     rope_scaling_truncate: bool = True
+    # yarn: queries at position p of their document are multiplied by 1 + this x ln(1 + floor(p /
+    # rope_scaling_original_tokens)), as in Ministral 3; "llama_4_scaling_beta" in Hugging Face configs. 0: not.
+    rope_scaling_query_beta: float = 0.0
     # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
     rope_scaling_short_factors: tuple[float, ...] = ()
     # longrope: divisors of the frequencies for longer sequences
@@ -322,7 +325,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "ntk": ("factor",),
     "dynamic_ntk": ("factor", "original_tokens"),
-    "yarn": ("factor", "original_tokens", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    "yarn": (
+        *("factor", "original_tokens", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+        "query_beta",
+    ),
     "longrope": ("factor", "original_tokens", "attention_factor", "short_factors", "long_factors"),
     "llama3": ("factor", "original_tokens", "low_freq_factor", "high_freq_factor"),
 }
@@ -331,7 +337,7 @@ DEFAULTS: dict[str, Any] = {
     for field in dataclasses.fields(ModelConfig)
     if field.name.startswith("rope_scaling")
 }
-# with rope_scaling_factor=1 and attention factor 1
+# with rope_scaling_factor=1, attention factor 1, and queries that are not scaled
 NO_EFFECT_AT_1 = ("linear", "ntk", "yarn", "llama3")
 
 
@@ -375,6 +381,7 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
     yield from _fraction_problems(model)
     yield from _unused_parameters(model)
     scaling, factor = model.rope_scaling, model.rope_scaling_factor
+    is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope_scaling_query_beta
     scaled_kinds = {"full", "sliding"} if model.sliding_rope_scaling else {"full"}
     if scaling != "none" and scaled_kinds.isdisjoint(model.attentions):
         yield (
@@ -386,7 +393,16 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
             "config.model.sliding_rope_scaling=True has no effect, since config.model.layer_kinds names no sliding"
             " layers; use --noconfig.model.sliding_rope_scaling"
         )
-    if scaling in NO_EFFECT_AT_1 and factor == 1 and attention_factor(model) == 1:
+    if (
+        model.rope_scaling_query_beta
+        and "sliding" in model.attentions
+        and not model.sliding_rope_scaling
+    ):
+        yield (
+            f"config.model.rope_scaling_query_beta={model.rope_scaling_query_beta} scales the queries of sliding layers"
+            " as well; use it with --config.model.sliding_rope_scaling, or set it to 0"
+        )
+    if scaling in NO_EFFECT_AT_1 and is_unscaled:
         yield (
             f"config.model.rope_scaling={scaling!r} needs a rope_scaling_factor greater than 1, the new context length"
             " divided by the original one; use --config.model.rope_scaling_factor=4 or another factor"

@@ -22,6 +22,7 @@ from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
+_QUERY_BETA = "llama_4_scaling_beta"
 _THETA, _LOCAL_THETA, _SCALING = "rope_theta", "rope_local_base_freq", "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
 ROPE_FIELDS = frozenset({_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL})
@@ -42,10 +43,11 @@ _PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
     "truncate": "truncate",
+    _QUERY_BETA: "query_beta",
     "short_factor": "short_factors",
     "long_factor": "long_factors",
 }
-_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate", _QUERY_BETA)
 
 
 def rope_settings(
@@ -66,7 +68,8 @@ def rope_settings(
         return {**DEFAULTS, "rope_theta": theta, "rope_fraction": 1.0, "rope_scaling": "none"}
     if family.rope_by_layer_type:  # transformers reads the length within rope_scaling only
         config = {name: value for name, value in config.items() if name != _ORIGINAL}
-    new, old = config.get("rope_parameters"), config.get(_SCALING)
+    old = config.get(_SCALING)
+    new = config.get("rope_parameters") or (not old and family.defaults.get("rope_parameters"))
     settings = _settings(new or old or {}, config, where, family)
     stated = dict(rope_theta=config.get(_THETA), sliding_rope_theta=config.get(_LOCAL_THETA))
     if new and old:
@@ -95,7 +98,7 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     if _has_no_rope(model.attentions):
         return dict(rope_parameters=dict(rope_type="default", rope_theta=None))
     _check_family(model, family)
-    theta, scaling = model.rope_theta, _scaling_of(model)
+    theta, scaling = model.rope_theta, _scaling_of(model, family)
     if model.rope_scaling == "ntk":
         dim = int(model.head_dim * model.rope_fraction)
         theta *= model.rope_scaling_factor ** (dim / (dim - 2))
@@ -237,9 +240,16 @@ def _one_rope(
             f"unsupported: {where} has the unknown RoPE parameter {unknown[0]}={parameters[unknown[0]]} for type"
             f" {rope_type}"
         )
-    is_unscaled = settings["rope_scaling_factor"] == 1 and settings[
-        "rope_scaling_attention_factor"
-    ] in (0, 1)
+    if settings["rope_scaling_query_beta"] and _QUERY_BETA not in family.defaults:
+        raise Unsupported(
+            f"unsupported: {where} has {_QUERY_BETA}={settings['rope_scaling_query_beta']}, which transformers ignores"
+            f" in models of type {family.model_type}"
+        )
+    is_unscaled = (
+        settings["rope_scaling_factor"] == 1
+        and settings["rope_scaling_attention_factor"] in (0, 1)
+        and not settings["rope_scaling_query_beta"]
+    )
     return settings | DEFAULTS if scaling in NO_EFFECT_AT_1 and is_unscaled else settings
 
 
@@ -301,6 +311,12 @@ def _check_family(model: ModelConfig, family: Family) -> None:
             f"unsupported: export with config.model.rope_fraction={model.rope_fraction}, which transformers ignores in"
             f" models of type {family.model_type}"
         )
+    scales_queries, needed = model.rope_scaling_query_beta, _QUERY_BETA in family.defaults
+    if (scales_queries and not needed) or (needed and model.rope_scaling != "yarn"):
+        raise Unsupported(
+            f"unsupported: export with config.model.rope_scaling={model.rope_scaling} and rope_scaling_query_beta="
+            f"{scales_queries} of a model of type {family.model_type}, which {'needs yarn' if needed else 'needs 0'}"
+        )
     if family.rope_by_layer_type:
         if not model.rope_scaling_truncate:
             raise Unsupported(
@@ -322,7 +338,7 @@ def _check_family(model: ModelConfig, family: Family) -> None:
         )
 
 
-def _scaling_of(model: ModelConfig) -> dict[str, Any] | None:
+def _scaling_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     """The dict rope_scaling; None without scaling, and for NTK, which is another rope_theta."""
     if model.rope_scaling in ("none", "ntk"):
         return None
@@ -332,7 +348,7 @@ def _scaling_of(model: ModelConfig) -> dict[str, Any] | None:
         setting = f"rope_scaling_{parameter}"
         value = getattr(model, setting)
         is_default = name in _OPTIONAL and value == DEFAULTS[setting]
-        if name != _LONGEST and not is_default:
+        if name != _LONGEST and (not is_default or name in family.defaults):
             scaling[name] = list(value) if isinstance(value, tuple) else value
     if rope_type == "longrope":
         scaling["attention_factor"] = attention_factor(model)  # transformers 4 ignores the factor

@@ -4,6 +4,7 @@ Parameters and projections, layers in tiles, and attention of new tokens over th
 crosses ranks in training is in `jaxlc.attention`.
 """
 
+import functools
 import math
 
 import jax
@@ -46,7 +47,7 @@ from jaxlc.models.contract import (
 from jaxlc.models.layer_tiles import TiledLayer, add, at, put_at, tile_indices
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
-from jaxlc.models.rope import apply_rope
+from jaxlc.models.rope import apply_rope, query_scale
 from jaxlc.sharding.rules import Sharder
 
 
@@ -79,6 +80,9 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         self.k_norm = _qk_norm(model, kv_heads=K)
         # Attention divides its logits by sqrt(head_dim).
         self.query_multiplier = (H / model.query_scale_dim) ** 0.5 if model.query_scale_dim else 1.0
+        self.query_scale = (
+            functools.partial(query_scale, model) if model.rope_scaling_query_beta else None
+        )
 
     def operands(
         self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
@@ -103,8 +107,11 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             gate_BTNH = checkpoint_name(gate_BTNH, "query")
         if self.q_norm is not None:
             q_BTNH = self.q_norm(q_BTNH)
-        if self.query_multiplier != 1:
-            q_BTNH = (self.query_multiplier * q_BTNH.astype(jnp.float32)).astype(q_BTNH.dtype)
+        factor = self.query_multiplier
+        if self.query_scale is not None and rotation.tables is not None:
+            factor *= self.query_scale(rotation.positions_BT)
+        if self.query_scale is not None or self.query_multiplier != 1:
+            q_BTNH = (factor * q_BTNH.astype(jnp.float32)).astype(q_BTNH.dtype)
         return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)

@@ -9,6 +9,7 @@ from jaxlc.config.models.families.dense import (
     EXAONE4,
     GEMMA3_TEXT,
     LLAMA,
+    MINISTRAL3,
     MISTRAL,
     OLMO2,
     OLMO3,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
             SMOLLM3,
             GEMMA3_TEXT,
             OLMO3,
+            MINISTRAL3,
         ),
         *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4),
     )

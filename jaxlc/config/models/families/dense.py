@@ -10,6 +10,8 @@ Of models with images, the language model is loaded.
 Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers:
 models/mistral).
 
+Ministral 3 and Devstral 2 (transformers: models/ministral3).
+
 Olmo 2 (transformers: models/olmo2).
 
 Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo3).
@@ -24,6 +26,7 @@ SmolLM3: every fourth layer has no position embedding; layers may be sliding (tr
 models/smollm3).
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -140,8 +143,8 @@ GEMMA3_TEXT = Family(
 )
 
 
-def _mistral_read_kinds(config: Fields) -> list[str]:
-    kind = "full" if config.get("sliding_window", _DEFAULT_WINDOW) is None else "sliding"
+def _mistral_read_kinds(config: Fields, default: int | None = _DEFAULT_WINDOW) -> list[str]:
+    kind = "full" if config.get("sliding_window", default) is None else "sliding"
     return [kind] * config["num_hidden_layers"]
 
 
@@ -157,6 +160,32 @@ MISTRAL = Family(
     write_kinds=_write_kinds,
     defaults=dict(num_key_value_heads=8, head_dim=None, sliding_window=_DEFAULT_WINDOW),
     required_values=dict(attention_bias=(False,), layer_types=(None,)),
+)
+
+
+# YaRN with queries that grow with the position.
+MINISTRAL3 = dataclasses.replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    read_kinds=functools.partial(_mistral_read_kinds, default=None),
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        llama_4_scaling_beta=0.0,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e6,
+            factor=16.0,
+            original_max_position_embeddings=16384,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+    ),
+    irrelevant=frozenset({"max_position_embeddings"}),  # in rope_parameters
 )
 
 

@@ -113,7 +113,7 @@ class Family:
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     activation_field: str = "hidden_act"
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
-    # partial_rotary_factor, RoPE may rotate a part of a head.
+    # partial_rotary_factor, RoPE may rotate a part of a head; with llama_4_scaling_beta, YaRN may scale queries.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -195,6 +195,9 @@ class Family:
             model.query_scale_dim in (0, model.head_dim)
             or "query_scale_dim" in self.fields.values()
         )
+        has_query_scale = not model.rope_scaling_query_beta or (
+            "llama_4_scaling_beta" in self.defaults
+        )
         has_shared = not model.experts.shared_ffn_dim or "experts.shared_ffn_dim" in {
             *self.fields.values(),
             *self.varying,
@@ -209,6 +212,7 @@ class Family:
             )
             has_kinds = [*written] == [*model.kinds_of_layers]
         has_blocks = [model.default_feed_forward] == [*(self.feed_forward_tensors or ("dense",))]
+        has_scale = has_scale and has_query_scale
         return has_settings and has_scale and has_kinds and has_blocks and has_shared
 
 
