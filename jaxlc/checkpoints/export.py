@@ -53,7 +53,7 @@ from jaxlc.data.tokens.tokenizers import (
 )
 from jaxlc.hf.adapters import read_adapter, write_adapters
 from jaxlc.hf.files import TensorFiles, TensorWriter
-from jaxlc.hf.load import Layout, layouts_of, paths_of
+from jaxlc.hf.load import Layout, language_tensors, layouts_of, paths_of
 from jaxlc.models import decoder
 from jaxlc.step.state import groups_of
 
@@ -239,7 +239,9 @@ def export(
         with write_errors_explained(target, "export to a different directory"):
             partial.mkdir(parents=True)
             if adapters:
-                write_adapters(config, family, params, partial, base=_base_of_adapters(config))
+                write_adapters(
+                    config, family, params, partial, base=_base_of_adapters(config, family)
+                )
             else:
                 content |= write_text_files(config, source, partial, longest=longest)
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
@@ -258,7 +260,7 @@ def _is_run(init_from: str) -> bool:
     return bool(init_from) and local_path(init_from).exists() and locate(init_from).is_run
 
 
-def _base_of_adapters(config: Config) -> str:
+def _base_of_adapters(config: Config, family: Family) -> str:
     """What peft opens as the base of the adapters of a run, or "". Prints how to get the weights of
     training.
     """
@@ -269,7 +271,8 @@ def _base_of_adapters(config: Config) -> str:
             f" with `jaxlc export {base} BASE --dtype={frozen}`, and load them on that directory"
         )
         return ""
-    if base and frozen == "bf16" and not {"F32", "F16"}.isdisjoint(_stored_dtypes(base)):
+    dtypes = _stored_dtypes(config, family) if base and frozen == "bf16" else set()
+    if not dtypes.isdisjoint({"F32", "F16"}):
         print_to_stderr(
             f"note: training rounded the frozen weights of {base} to bf16 (config.precision.frozen): load the adapters"
             " on the base in bfloat16, or expect other results than those of the merged export"
@@ -277,10 +280,14 @@ def _base_of_adapters(config: Config) -> str:
     return base
 
 
-def _stored_dtypes(model: str) -> set[str]:
-    """The dtypes of the tensors of a Hugging Face model; none if its files are gone."""
+def _stored_dtypes(config: Config, family: Family) -> set[str]:
+    """The dtypes of the tensors of the Hugging Face model that a run started from; none if its
+    files are gone.
+    """
+    model = config.model
     with contextlib.suppress(UserError):
-        return {tensor.dtype for tensor in TensorFiles(locate(model).directory).tensors.values()}
+        files = TensorFiles(locate(model.init_from).directory)
+        return {tensor.dtype for tensor in language_tensors(files, family, model).values()}
     return set()
 
 

@@ -1,6 +1,7 @@
 """Reads slices of the tensors in safetensors files, and writes such files.
 
-The package safetensors reads. The writer takes tensors, and parts of them, in any order: the place
+The package safetensors checks the headers. Data are read from a memory map, because numpy, which the
+package would use, has no FP8. The writer takes tensors, and parts of them, in any order: the place
 of each tensor is known from the shapes. Format (https://github.com/huggingface/safetensors): 8
 bytes with the length of the header, a JSON header with the dtype, shape and byte range of each
 tensor, and the data, little-endian and row-major.
@@ -10,31 +11,43 @@ them: a weight [experts, inputs, outputs] NAME is stored as two tensors, with th
 
     NAME_blocks  uint8 [experts, outputs, inputs / 32, 16]  two values of 4 bits (E2M1), the first one in the low bits
     NAME_scales  uint8 [experts, outputs, inputs / 32]      exponent of the scale of 32 values, plus 127 (E8M0)
+
+Weights in FP8 (quant_method fp8: DeepSeek-V3, section 3.3.2, arXiv:2412.19437), as files of many
+families have them: a weight NAME is stored in float8_e4m3fn, with its scales. A weight is the
+float32 product of both, rounded to bfloat16:
+
+    NAME            float8_e4m3fn [..., outputs, inputs]
+    NAME_scale_inv  [..., blocks of outputs, blocks of inputs]  blocks of weight_block_size, the last of which may be
+                                                                smaller; or one number if weight_block_size is null
 """
 
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxlc.core.errors import UserError, reason_of
+from jaxlc.core.errors import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, other_format, read_json_file
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-# Name in the header -> dtype. Others, such as F8_E4M3 or I32, are of quantized weights.
+# Name in the header -> dtype. Others, such as I32, are of quantized weights.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_STORED_DTYPES = DTYPES | {"U8": np.dtype(np.uint8)}
+_STORED_DTYPES = DTYPES | {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +58,7 @@ class StoredTensor:
     name: str  # in the file
     dtype: str  # as in the header
     shape: tuple[int, ...]
+    offset_bytes: int = 0  # of its data in the file
 
     def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
         """A part of the tensor; `read(tensor, *slices)` reads that of a tensor that is in a file as
@@ -63,9 +77,8 @@ class JoinedTensor(StoredTensor):
         start, stop, _ = slices[0].indices(self.shape[0])
         arrays = []
         for part in self.parts:
-            arrays.append(
-                read(part, slice(max(0, start), max(0, stop)), *slices[1:]).astype(np.float32)
-            )
+            rows = slice(max(0, start), max(0, stop))
+            arrays.append(part.read(read, (rows, *slices[1:])).astype(np.float32))
             start, stop = start - part.shape[0], stop - part.shape[0]
         return np.concatenate(arrays)
 
@@ -109,17 +122,14 @@ class TensorFiles:
 
     def _read(self, tensor: StoredTensor, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor that is in a file as it is."""
-        ranges = [range(*part.indices(size)) for part, size in zip(slices, tensor.shape)]
-        shape = *map(len, ranges), *tensor.shape[len(ranges) :]
-        if not math.prod(shape):  # the package does not slice empty tensors
-            return np.empty(shape, _STORED_DTYPES[tensor.dtype])
+        dtype = _STORED_DTYPES[tensor.dtype]
         # one file at a time: what is read of it counts as memory of the process
         if tensor.path != self._open_path:
             self._open_path = tensor.path
-            self._open_file = safe_open(tensor.path, framework="numpy")
-        part = self._open_file.get_slice(tensor.name)[
-            tuple(slice(x.start, x.stop, x.step) for x in ranges)
-        ]
+            self._open_file = np.memmap(tensor.path, np.uint8, "r")
+        stop = tensor.offset_bytes + math.prod(tensor.shape) * dtype.itemsize
+        data = self._open_file[tensor.offset_bytes : stop].view(dtype)
+        part = np.array(data.reshape(tensor.shape)[slices])
         self.bytes_read += part.nbytes
         return part
 
@@ -185,17 +195,23 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
       UserError: it is truncated, or not a safetensors file.
     """
     try:
-        file = safe_open(path, framework="numpy")
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 no mapping
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            num_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(num_bytes))
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path} is not a valid safetensors file ({reason_of(error)}); download it again"
         ) from error
+    header.pop("__metadata__", None)
     return {
         name: StoredTensor(
-            path=path, name=name, dtype=part.get_dtype(), shape=tuple(part.get_shape())
+            path=path,
+            name=name,
+            dtype=part["dtype"],
+            shape=tuple(part["shape"]),
+            offset_bytes=8 + num_bytes + part["data_offsets"][0],
         )
-        for name, part in parts.items()
+        for name, part in header.items()
     }
 
 
@@ -231,7 +247,111 @@ class Mxfp4Tensor(StoredTensor):
         )
 
 
-def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+_SCALE, _ACTIVATION_SCALE = "_scale_inv", "activation_scale"
+_SCALE_DTYPES = (*DTYPES, "F8_E8M0")
+_CONVERTED_ROWS = 128  # at a time, so that few values are in float32
+# The values of all bytes: a table is faster than a conversion by ml_dtypes.
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Tensor(StoredTensor):
+    """A weight in FP8 and its scales as one tensor of dtype BF16; path and name are the weight's."""
+
+    weights: StoredTensor
+    scales: StoredTensor  # as many dimensions as the weights have
+    block: tuple[int, int]
+
+    def read(self, read: Callable[..., np.ndarray], slices: Sequence[slice]) -> np.ndarray:
+        """bfloat16: a part of the weight. `read(tensor, *slices)` reads a part of a stored tensor."""
+        values = read(self.weights, *slices)
+        weights = np.empty(values.shape, ml_dtypes.bfloat16)
+        if not values.size:
+            return weights
+        *experts, rows, columns = *slices, *[slice(None)] * (values.ndim - len(slices))
+        places = [
+            np.arange(size)[part] // block
+            for size, part, block in zip(self.shape[-2:], (rows, columns), self.block)
+        ]
+        scales = read(self.scales, *experts, *(slice(x[0], x[-1] + 1) for x in places))
+        of_row, of_column = (x - x[0] for x in places)
+        for start in range(0, len(of_row), _CONVERTED_ROWS):
+            part = slice(start, start + _CONVERTED_ROWS)
+            factors = scales.astype(np.float32)[..., of_row[part], :].take(of_column, -1)
+            floats = _E4M3.take(values[..., part, :].view(np.uint8), mode="clip")
+            with np.errstate(over="ignore"):  # infinite values are an error of `TensorFiles.read`
+                weights[..., part, :] = floats * factors
+        return weights
+
+
+def dequantized(
+    tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """`tensors` with each quantized weight as one tensor of dtype BF16.
+
+    Args:
+      quantization: quantization_config of config.json, empty if it has none.
+    Raises:
+      UserError: a weight in FP8 has no scales, or scales of another shape.
+      Unsupported: scales in FP8 files have an unknown dtype.
+    """
+    method = quantization.get("quant_method")
+    if method == "mxfp4":
+        return _joined_mxfp4(tensors)
+    if method != "fp8":
+        return {**tensors}
+    whole = {
+        name: _fp8_tensor(name, tensors, quantization.get("weight_block_size", (128, 128)))
+        for name, tensor in tensors.items()
+        if tensor.dtype == "F8_E4M3"
+    }
+    scales = {name + _SCALE for name in whole}
+    return {
+        name: whole.get(name, tensor)
+        for name, tensor in tensors.items()
+        if name not in scales and not name.endswith(_ACTIVATION_SCALE)
+    }
+
+
+def _fp8_tensor(
+    name: str, tensors: Mapping[str, StoredTensor], block_size: Sequence[int] | None
+) -> Fp8Tensor:
+    """The weight `name` with its scales; see `dequantized`."""
+    weights, scales = tensors[name], tensors.get(name + _SCALE)
+    if scales is None:
+        raise UserError(
+            f"{weights.path} has {name} in FP8 without its scales {name}{_SCALE}; download the model again, or use"
+            " its weights in bfloat16"
+        )
+    if scales.dtype not in _SCALE_DTYPES:
+        raise Unsupported(
+            f"unsupported: {scales.name} in {scales.path} has dtype {scales.dtype}; scales of FP8 may have"
+            f" {', '.join(_SCALE_DTYPES)}"
+        )
+    *experts, rows, columns = weights.shape if len(weights.shape) > 1 else (1, *weights.shape)
+    # of stacked experts: a number for the rows of the gate, and one for those of up
+    parts = scales.shape[1] if experts and len(scales.shape) == 3 and not block_size else 1
+    whole = max(rows // max(parts, 1), 1), max(columns, 1)
+    block = (block_size[0], block_size[1]) if block_size else whole
+    shape = *experts, -(-rows // block[0]), -(-columns // block[1])
+    is_number = not (block_size or experts) and scales.shape in ((), (1,))
+    if len(weights.shape) < 2 or not (scales.shape == shape or is_number):
+        raise UserError(
+            f"{scales.name} in {scales.path} has shape {list(scales.shape)}; {name} of shape {list(weights.shape)} with"
+            f" weight_block_size={json.dumps(block_size)} in config.json needs {list(shape)}: download both again"
+        )
+    return Fp8Tensor(
+        path=weights.path,
+        name=name,
+        dtype="BF16",
+        shape=weights.shape,
+        weights=weights,
+        scales=replace(scales, shape=shape),
+        block=block,
+    )
+
+
+def _joined_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """`tensors` with each pair of blocks and scales as one tensor; a tensor without the other one
     is unchanged.
     """

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlc.config.models.config_json import language_model_of, quantization_of
 from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import count_text
-from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles, joined
+from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles, dequantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +217,7 @@ def open_files(
       Unsupported: a tensor has a dtype of quantized weights, or the model has tensors of an unknown name.
     """
     files = TensorFiles(directory)
-    files.tensors = _joined(_of_language_model(files.tensors, family, model), family)
-    if family.quantization:
-        files.tensors = joined(files.tensors)
+    files.tensors = language_tensors(files, family, model)
     layouts = layouts_of(family, _by_path(abstract_params), _by_path(dims), model, files.tensors)
     if model.tie_embeddings and _HEAD in files.tensors:  # a copy of the embedding, or the only one
         embedding = layouts["embedding"]
@@ -325,6 +325,20 @@ def _num_bytes(param: jax.ShapeDtypeStruct) -> int:
     return math.prod(param.shape) * param.dtype.itemsize
 
 
+def language_tensors(
+    files: TensorFiles, family: Family, model: ModelConfig
+) -> dict[str, StoredTensor]:
+    """The tensors of the language model in `files`, with one tensor of dtype BF16 for a quantized
+    weight.
+
+    Raises:
+      UserError, Unsupported: as `dequantized`.
+    """
+    tensors = _of_language_model(files.tensors, family, model)
+    quantization = quantization_of(language_model_of(read_json(files.directory / CONFIG_FILE)))
+    return _joined(dequantized(tensors, quantization), family)
+
+
 def _of_language_model(
     tensors: Mapping[str, Any], family: Family, model: ModelConfig
 ) -> dict[str, Any]:
@@ -347,7 +361,9 @@ def _joined(tensors: dict[str, StoredTensor], family: Family) -> dict[str, Store
             parts = [tensors.pop(layer + end) for end in ends if layer + end in tensors]
             shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
             worst = next((part for part in parts if part.dtype not in DTYPES), parts[0])
-            tensors[layer + whole] = JoinedTensor(**vars(worst) | dict(shape=shape), parts=parts)
+            tensors[layer + whole] = JoinedTensor(
+                path=worst.path, name=worst.name, dtype=worst.dtype, shape=shape, parts=parts
+            )
     return tensors
 
 
@@ -367,7 +383,8 @@ def _check(files: TensorFiles, layouts: Mapping[str, Layout]) -> None:
             )
         if tensor.dtype not in DTYPES:
             raise Unsupported(
-                f"unsupported: {name} in {tensor.path} has dtype {tensor.dtype}; supported are {', '.join(DTYPES)}"
+                f"unsupported: {name} in {tensor.path} has dtype {tensor.dtype}; supported are {', '.join(DTYPES)}, and"
+                " F8_E4M3 with scales and quantization_config in config.json (quant_method fp8)"
             )
         if tensor.shape != layout.stored_shape:
             raise UserError(

@@ -165,6 +165,16 @@ def dequantize(directory: str) -> dict[str, np.ndarray]:
     return {name: x.contiguous().view(torch.uint16).numpy() for name, x in weights.items()}
 
 
+def weights(directory: str) -> dict[str, np.ndarray]:
+    """The bits of all weights in bfloat16, by the names of released files. On CPU, transformers
+    dequantizes weights in FP8 when it opens a model.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    return _by_expert(
+        {name: x.view(torch.uint16).numpy() for name, x in model.state_dict().items()}
+    )
+
+
 def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
     """As `gradients`, in float64, of a model with the adapters in another directory; of the trained
     parameters only.
@@ -283,6 +293,7 @@ def main(jobs_path: str) -> None:
             save,
             balance_gradients,
             dequantize,
+            weights,
             peft_gradients,
             train,
             generate,

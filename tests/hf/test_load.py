@@ -518,13 +518,30 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ("llama", dict(num_local_experts=8), "unknown field num_local_experts=8, which"),
         (
             "llama",
-            dict(quantization_config=dict(quant_method="fp8")),
-            "(model_type llama) has weights that are quantized",
+            dict(quantization_config=dict(quant_method="mxfp4")),
+            "(model_type llama) has weights that are quantized with mxfp4; use the model with weights in bfloat16,"
+            " float16 or float32, or quantized with fp8",
         ),
         (
             "gpt_oss",
             dict(quantization_config=dict(quant_method="awq")),
-            "quantized with awq (quantization_config)",
+            "quantized with awq; use the model with weights in bfloat16, float16 or float32, or quantized with fp8 or"
+            " mxfp4",
+        ),
+        (
+            "llama",
+            dict(compression_config=dict(quant_method="compressed-tensors")),
+            "quantized with compressed-tensors",
+        ),
+        (
+            "llama",
+            dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128])),
+            "weight_block_size=[128]: expected two integers",
+        ),
+        (
+            "llama",
+            dict(quantization_config=dict(quant_method="fp8", weight_block_size=[128, 0])),
+            "weight_block_size=[128, 0]: expected two integers",
         ),
         ("llama", dict(is_causal=False), "is_causal=False; only true"),
         ("llama", dict(mlp_bias="false"), "mlp_bias='false'; only false"),

@@ -106,7 +106,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("quantization_config", "compression_config"),
     ),
     list[str]: ("architectures", "layer_types"),
-    list[int]: ("mlp_only_layers", "no_rope_layers"),
+    list[int]: ("mlp_only_layers", "no_rope_layers", "weight_block_size"),
     list[float]: ("short_factor", "long_factor"),
 }
 _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
@@ -318,6 +318,7 @@ _IRRELEVANT = {
     ),
     *("transformers.js_config", "unsloth_fixed", "unsloth_version"),
 }
+FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may have
 # fields of models with quantized weights
 _QUANTIZATION = ("quantization_config", "compression_config")
 _REASONS = {  # part of the name of a field -> what such models have and no family does
@@ -514,13 +515,7 @@ def _by_names_of(family: Family, config: Mapping[str, Any], where: str) -> dict[
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None:
-    name = next((name for name in _QUANTIZATION if config.get(name)), None)
-    method = config[name].get("quant_method", "an unnamed method") if name else family.quantization
-    if method != family.quantization:
-        raise Unsupported(
-            f"unsupported: {where} (model_type {family.model_type}) has weights that are quantized with {method}"
-            f" ({name}); use the model with weights in bfloat16, float16 or float32"
-        )
+    _check_quantization(config, family, where)
     activation = {**COMMON_SETTINGS, **family.settings}["activation"]
     required = {
         **_REQUIRED_VALUES,
@@ -557,6 +552,27 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
         raise Unsupported(
             f"unsupported: {where} has the unknown field {name}={config[name]!r}{reason}, which may change the"
             f" computation{advice}"
+        )
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The description of quantized weights in config.json; empty if there is none."""
+    return next((config[name] for name in _QUANTIZATION if config.get(name)), {})
+
+
+def _check_quantization(config: Mapping[str, Any], family: Family, where: str) -> None:
+    quantization = quantization_of(config)
+    method = quantization.get("quant_method", "an unnamed method")
+    supported = [name for name in (FP8, family.quantization) if name]
+    if quantization and method not in supported:
+        raise Unsupported(
+            f"unsupported: {where} (model_type {family.model_type}) has weights that are quantized with {method}; use"
+            f" the model with weights in bfloat16, float16 or float32, or quantized with {' or '.join(supported)}"
+        )
+    block = quantization.get("weight_block_size")
+    if block is not None and (len(block) != 2 or min(block) < 1):
+        raise UserError(
+            f"{where} has weight_block_size={block!r}: expected two integers, at least 1, or null"
         )
 
 
