@@ -344,9 +344,8 @@ def _write_weights(
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 for place, weight in zip(layout.places, layout.arrays(array), strict=True):
                     merged = weight if adapter is None else adapter.merged(weight, place)
-                    files.write(
-                        layout.name_at(place), layout.to_stored(merged), layout.region_at(place)
-                    )
+                    for region, part in layout.stored_parts(merged, place):
+                        files.write(layout.name_at(place), part, region)
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:

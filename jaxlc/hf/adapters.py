@@ -243,9 +243,8 @@ def _tensors(
             )
             # each its own rows and ranks
             for i, (part, (_, b)) in enumerate(zip(parts, pairs, strict=True)):
-                lora_b[part.first_row : part.first_row + b.shape[1], i * rank : (i + 1) * rank] = (
-                    b.T
-                )
+                rows = np.r_[*part.stored_rows(slice(0, b.shape[1]))]
+                lora_b[rows, i * rank : (i + 1) * rank] = b.T
             module = _PREFIX + name.removesuffix(".weight")
             yield f"{module}.lora_A.weight", np.concatenate([a for a, _ in pairs], axis=1).T
             yield f"{module}.lora_B.weight", lora_b

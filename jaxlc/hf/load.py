@@ -34,8 +34,10 @@ class Layout:
     # for a stacked parameter: the indices of its layers in the model
     layers: Sequence[int] | None = None
     num_experts: int | None = None  # of a parameter with a tensor for each expert, or a part of one
-    first_row: int = 0  # of a parameter that is a part of the rows of its tensor
+    # A parameter may be a part of the rows of its tensor, or a part of each of several groups of them.
     num_rows: int = 0  # rows of the tensor; 0: those of the parameter
+    num_groups: int = 1  # groups of these rows, which have equal sizes
+    first_row: int = 0  # of the parameter in each group
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
@@ -51,17 +53,22 @@ class Layout:
             return self.tensor.name
         return self.tensor.name.format(layer=self.layers[place[0]], expert=place[-1])
 
-    def region_at(self, place: tuple[int, ...]) -> tuple[slice, ...]:
-        """The part of the tensor that a place in `stack_shape` is; dimensions after those of the
-        result are whole.
+    def stored_parts(
+        self, param: np.ndarray, place: tuple[int, ...]
+    ) -> list[tuple[tuple[slice, ...], np.ndarray]]:
+        """The parts of the tensor that a place in `stack_shape` is: their slices, where dimensions
+        after those given are whole, and their values.
+
+        Args:
+          param: the parameter at this place, one of `arrays`.
         """
+        stored = self.to_stored(param)
         if self.tensor.interleaved is not None:
-            return (
-                *[slice(None)] * (len(self.stored_shape) - 1),
-                slice(self.tensor.interleaved, None, 2),
-            )
-        rows = slice(self.first_row, self.first_row + self.part_shape[0])
-        return (slice(place[-1], place[-1] + 1), rows) if self.tensor.is_stacked else (rows,)
+            columns = slice(self.tensor.interleaved, None, 2)
+            return [((*[slice(None)] * (len(self.stored_shape) - 1), columns), stored)]
+        rows = self.stored_rows(slice(0, self.part_shape[0]))
+        expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
+        return [((*expert, x), y) for x, y in zip(rows, np.split(stored, self.num_groups))]
 
     @property
     def places(self) -> list[tuple[int, ...]]:
@@ -101,26 +108,39 @@ class Layout:
         outputs, inputs = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
         return (outputs, 1, inputs) if self.tensor.is_convolution else (outputs, inputs)
 
+    def stored_rows(self, rows: slice) -> list[slice]:
+        """The rows of the tensor that are these rows of the parameter, in each group."""
+        size, stride = (
+            num_rows // self.num_groups
+            for num_rows in (self.part_shape[0], self.num_rows or self.part_shape[0])
+        )
+        first = rows.start // size
+        found = []
+        for group in range(first, max(first + 1, -(-rows.stop // size))):
+            shift = group * (stride - size) + self.first_row
+            start, stop = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
+            found.append(slice(start + shift, stop + shift))
+        return found
+
     def stored_slices(
         self, slices: Sequence[slice], place: tuple[int, ...] = ()
-    ) -> tuple[slice, ...]:
-        """The part of the stored tensor at a place in `stack_shape` that has these slices of the
-        parameter.
+    ) -> list[tuple[slice, ...]]:
+        """The parts of the stored tensor at a place in `stack_shape` that have these slices of the
+        parameter, one after the other in the dimension of rows.
         """
-        if self.tensor.is_stacked:
-            return slice(place[-1], place[-1] + 1), *self._slices_of_part(slices)
-        return self._slices_of_part(slices)
+        expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
+        return [(*expert, *part) for part in self._slices_of_part(slices)]
 
-    def _slices_of_part(self, slices: Sequence[slice]) -> tuple[slice, ...]:
+    def _slices_of_part(self, slices: Sequence[slice]) -> list[tuple[slice, ...]]:
         inputs = self.tensor.num_inputs
         if inputs is None:
-            return (*slices[:-1], self._columns(slices[-1]))
+            return [(*slices[:-1], self._columns(slices[-1]))]
+        rows = self.stored_rows(_flat_slice(slices[inputs:], self.shape[inputs:]))
         if inputs == 0:
-            return (_flat_slice(slices, self.shape),)
-        rows = _flat_slice(slices[inputs:], self.shape[inputs:])
-        rows = slice(self.first_row + rows.start, self.first_row + rows.stop)
+            return [(x,) for x in rows]
         columns = _flat_slice(slices[:inputs], self.shape[:inputs])
-        return (rows, slice(0, 1), columns) if self.tensor.is_convolution else (rows, columns)
+        one = (slice(0, 1),) if self.tensor.is_convolution else ()
+        return [(x, *one, columns) for x in rows]
 
     def _columns(self, columns: slice) -> slice:
         """The columns of the tensor that are these columns of the parameter."""
@@ -131,7 +151,7 @@ class Layout:
         return slice(2 * start + first, 2 * stop + first, 2) if stop > start else slice(0, 0)
 
     def from_stored(self, part: np.ndarray, slices: Sequence[slice]) -> np.ndarray:
-        """A part that `stored_slices` selects, as a part of the parameter: a view."""
+        """The parts that `stored_slices` selects, joined, as a part of the parameter: a view."""
         if self.tensor.num_inputs is None:
             return part
         part = part[0] if self.tensor.is_stacked else part
@@ -141,7 +161,7 @@ class Layout:
         )
 
     def to_stored(self, param: np.ndarray) -> np.ndarray:
-        """The stored tensor of one of `arrays`, or the part of it that `region_at` gives."""
+        """The stored tensor of one of `arrays`, or the rows or columns of it that the parameter is."""
         if self.tensor.num_inputs is None:
             return param
         if not self.tensor.num_inputs:
@@ -276,7 +296,10 @@ def layouts_of(
             for tensor, path in paths.items()
             if path in abstract
         }
-        layouts |= {path: _part_of_rows(layout, own.values()) for path, layout in own.items()}
+        layouts |= {
+            path: _part_of_rows(layout, own.values(), family.num_row_groups(layout.tensor, model))
+            for path, layout in own.items()
+        }
     return {path: layouts[path] for path in abstract}
 
 
@@ -296,16 +319,17 @@ def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int
     return Layout(tensor=tensor, shape=shape[1:], layers=layers)
 
 
-def _part_of_rows(layout: Layout, of_layer: Collection[Layout]) -> Layout:
+def _part_of_rows(layout: Layout, of_layer: Collection[Layout], num_groups: int) -> Layout:
     """`layout`, with its place among the parameters of a layer that have the same tensor, in their
-    order.
+    order in each group of rows.
     """
     parts = [other for other in of_layer if other.tensor.name == layout.tensor.name]
     if len(parts) == 1 or layout.tensor.interleaved is not None:
         return layout
     rows = [part.part_shape[0] for part in parts]
+    first_row = sum(rows[: parts.index(layout)]) // num_groups
     return dataclasses.replace(
-        layout, first_row=sum(rows[: parts.index(layout)]), num_rows=sum(rows)
+        layout, num_groups=num_groups, first_row=first_row, num_rows=sum(rows)
     )
 
 
@@ -446,6 +470,9 @@ def read_shard(
     target = tuple(slice(0, piece.stop - piece.start) for piece in slices)
     for place in np.ndindex(shard.shape[:num_stacked]):
         stored_place = tuple(start + i for start, i in zip(first, place))
-        part = files.read(layout.name_at(stored_place), *layout.stored_slices(slices, stored_place))
+        name = layout.name_at(stored_place)
+        parts = [files.read(name, *x) for x in layout.stored_slices(slices, stored_place)]
+        rows = int(layout.tensor.is_stacked)  # the dimension
+        part = np.concatenate(parts, axis=rows) if len(parts) > 1 else parts[0]
         shard[place][target] = layout.from_stored(part, slices)
     return shard

@@ -140,11 +140,12 @@ def by_names_in_files(step, params) -> dict[str, np.ndarray]:
         # without vocabulary padding
         array = np.asarray(param)[tuple(slice(size) for size in abstract[path].shape)]
         for place, x in zip(layout.places, layout.arrays(array), strict=True):
-            part = layout.to_stored(x)  # several parameters may be regions of one tensor
+            # several parameters may be regions of one tensor
             tensor = by_name.setdefault(
-                layout.name_at(place), np.zeros(layout.stored_shape, part.dtype)
+                layout.name_at(place), np.zeros(layout.stored_shape, x.dtype)
             )
-            tensor[layout.region_at(place)] = part
+            for region, part in layout.stored_parts(x, place):
+                tensor[region] = part
     return by_name
 
 

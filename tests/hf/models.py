@@ -70,6 +70,7 @@ class Case:
     # Qwen 3.5.
     delta_norms: dict[str, str] = field(default_factory=lambda: PRE_NORMS)
     delta_modules: dict[str, str] = field(default_factory=dict)
+    linear_layers: tuple[int, ...] = ()  # of a config.json without layer_types
     dense_layers: tuple[int, ...] = ()  # of a model with experts
 
 
@@ -254,6 +255,40 @@ CASES: dict[str, Case] = {
         qk_norm="head",
         has_gate=True,
         group_layers=2,
+    ),
+    "qwen3_next": Case(  # as released: without layer_types, and a tensor for each expert
+        config=_config(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=70000.0,
+            rope_scaling=YARN_ROPE,
+            partial_rotary_factor=0.25,
+            max_position_embeddings=256,
+            attention_bias=False,
+            full_attention_interval=2,
+            decoder_sparse_step=1,
+            mlp_only_layers=[2],
+            use_sliding_window=False,
+            rms_norm_eps=HYBRID_NORM_EPSILON,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            linear_conv_kernel_dim=4,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            shared_expert_intermediate_size=20,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+        ),
+        qk_norm="head",
+        has_gate=True,
+        linear_layers=(0, 2),
+        group_layers=3,
+        dense_layers=(2,),
     ),
     "glm4_moe": Case(
         config=_config(
@@ -451,6 +486,15 @@ CASES: dict[str, Case] = {
 }
 
 
+def mixers_of(case: Case) -> list[str]:
+    """LINEAR, or FULL for any other attention, of each layer."""
+    layers = range(case.config["num_hidden_layers"])
+    types = case.config.get("layer_types") or [
+        LINEAR if layer in case.linear_layers else FULL for layer in layers
+    ]
+    return [LINEAR if x == LINEAR else FULL for x in types]
+
+
 def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     """Random tensors with the names and shapes of transformers."""
     rng = np.random.default_rng(0)
@@ -481,9 +525,10 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     if CASES[case].qk_norm != "none":
         heads = (1, 1) if CASES[case].qk_norm == "head" else (N, K)
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
-    for layer in range(config["num_hidden_layers"]):
-        is_linear = config.get("layer_types", [FULL] * (layer + 1))[layer] == LINEAR
-        own_shapes = _with_delta_net(layer_shapes, CASES[case]) if is_linear else layer_shapes
+    for layer, mixer in enumerate(mixers_of(CASES[case])):
+        own_shapes = layer_shapes
+        if mixer == LINEAR:
+            own_shapes = _with_delta_net(layer_shapes, CASES[case])
         if "num_local_experts" in config:
             own_shapes = _with_stacked_experts(own_shapes, config)
         if {"num_experts", "n_routed_experts"} & config.keys() and layer not in CASES[
@@ -491,9 +536,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         ].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
-    center = (
-        -1 if config["model_type"] in ("gemma3_text", "qwen3_5_text", "qwen3_5_moe_text") else 0
-    )  # the factor of a norm is 1 + its weight
+    # the factor of a norm is 1 + its weight
+    center = -1 if config["model_type"].startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0
     centered = {name for name in shapes if "norm" in name and "linear_attn" not in name}
     return {
         name: (_draw(rng, name, shape) + center * (name in centered)).astype(
@@ -519,11 +563,14 @@ def _with_delta_net(
     }
     if not case.delta_modules:
         parts = {"in_proj_qkv.weight": (channels, D)}
+    parts |= {f"in_proj_{x}.weight": (n, D) for x, n in dict(z=values, b=heads, a=heads).items()}
+    if config["model_type"] == "qwen3_next":
+        parts = {
+            "in_proj_qkvz.weight": (channels + values, D),
+            "in_proj_ba.weight": (2 * heads, D),
+        }
     shapes = {
         **parts,
-        "in_proj_z.weight": (values, D),
-        "in_proj_b.weight": (heads, D),
-        "in_proj_a.weight": (heads, D),
         "conv1d.weight": (channels, 1, config["linear_conv_kernel_dim"]),
         "A_log": (heads,),
         "dt_bias": (heads,),
@@ -556,7 +603,9 @@ def _with_experts(
     shapes = {"mlp.gate.weight": (E, D)}
     if "shared_expert_intermediate_size" in config:
         S = config["shared_expert_intermediate_size"]
-        shapes |= {"mlp.experts.gate_up_proj": (E, 2 * F, D), "mlp.experts.down_proj": (E, D, F)}
+        if config["model_type"] == "qwen3_5_moe_text":
+            stacked = {"gate_up_proj": (E, 2 * F, D), "down_proj": (E, D, F)}
+            shapes |= {f"mlp.experts.{name}": shape for name, shape in stacked.items()}
         shapes |= {f"mlp.shared_expert.{name}_proj.weight": (S, D) for name in ("gate", "up")}
         shapes |= {
             "mlp.shared_expert.down_proj.weight": (D, S),

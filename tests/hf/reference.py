@@ -58,7 +58,9 @@ def gradients(
     arrays = {
         f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()
     }
-    return dict(logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays))
+    return dict(
+        logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays, model)
+    )
 
 
 def logits(directory: str, tokens: list) -> dict[str, np.ndarray]:
@@ -110,18 +112,14 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
     return torch.randn(shape, generator=generator) * 1.5 / math.prod(shape[1:]) ** 0.5
 
 
-def _by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
     """The gradients of stacked experts by the names of released files, which have a tensor for each
-    expert.
+    expert, except those of gpt-oss and Qwen 3.5.
     """
     result = {}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".experts.")
-        if not stem or not {
-            f"{stem}.router.weight",
-            f"{stem}.shared_expert_gate.weight",
-        }.isdisjoint(arrays):
-            # gpt-oss and Qwen 3.5 have tensors for all experts.
+        if not stem or model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):
             result[name] = array
             continue
         for expert, x in enumerate(array):
@@ -147,7 +145,7 @@ def balance_gradients(directory: str, tokens: list, coefficient: float) -> dict[
         f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()
     }
     losses = dict(balance_loss=output.aux_loss.detach().numpy())
-    return dict(logits=output.logits.detach().numpy(), **losses, **_by_expert(arrays))
+    return dict(logits=output.logits.detach().numpy(), **losses, **_by_expert(arrays, model))
 
 
 def dequantize(directory: str) -> dict[str, np.ndarray]:
@@ -242,7 +240,7 @@ def train(
             updated = updated or {
                 f"updated/{name}": x.detach().numpy().copy() for name, x in named.items()
             }
-    return dict(losses=np.array(losses), **_by_expert(updated))
+    return dict(losses=np.array(losses), **_by_expert(updated, model))
 
 
 def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndarray]:

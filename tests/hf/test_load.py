@@ -43,14 +43,13 @@ from tests.hf.models import (
     LINEAR,
     LLAMA3_ROPE,
     SLIDING,
+    mixers_of,
     renamed,
     tensors_of,
     write_model,
     write_tensors,
 )
 from tests.train.runs import write_untrained_run
-
-DENSE = "dense"  # kind of the layers without experts of a model with experts
 
 
 def config_of(directory, **settings):
@@ -99,40 +98,30 @@ def expected_params(name, tensors=None):
             f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape))
             for x in "qk"
         }
-    kinds = [LINEAR if kind == LINEAR else FULL for kind in config.get("layer_types", [FULL] * L)]
+    mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
+    blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
     if "num_local_experts" in config:
-        conversions = {
-            path: value for path, value in conversions.items() if not path.startswith("mlp/")
-        }
-        conversions |= STACKED_EXPERTS
-    if "shared_expert_intermediate_size" in config:
-        conversions = {
-            path: value for path, value in conversions.items() if not path.startswith("mlp/")
-        }
-        conversions |= shared_expert_conversions(config["moe_intermediate_size"])
-    kinds = [DENSE if layer in case.dense_layers else kind for layer, kind in enumerate(kinds)]
-    by_kind = {FULL: conversions}
-    if DENSE in kinds:
-        others = {path: value for path, value in conversions.items() if not path.startswith("mlp/")}
-        by_kind = {FULL: others | expert_conversions(config), DENSE: conversions}
-    if "n_shared_experts" in config:
-        by_kind[FULL] |= {
-            f"mlp/shared/w_{x}": (f"mlp.shared_experts.{x}_proj.weight", np.transpose)
-            for x in ("gate", "up", "down")
-        }
-        by_kind[FULL]["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
-    if LINEAR in kinds:
-        others = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
-        others |= {
+        blocks[False] = STACKED_EXPERTS
+    elif {"num_experts", "n_routed_experts"} & config.keys():
+        blocks[False] = expert_conversions(config)
+    mixers = {FULL: {path: value for path, value in conversions.items() if path not in mlp}}
+    kinds = list(zip(mixers_of(case), (layer in case.dense_layers for layer in range(L))))
+    if LINEAR in mixers_of(case):
+        norms = {
             f"{path}/scale": (f"{norm}.weight", lambda x: x)
             for norm, path in case.delta_norms.items()
         }
-        by_kind[LINEAR] = others | delta_net_conversions(case)
-    has_rope = config["model_type"] != "olmo_hybrid"
-    names = {FULL: "full/" if has_rope else "nope/", LINEAR: "gated_delta_net/", DENSE: "dense/"}
-    stacks = (
-        {kind: names[kind] for kind in dict.fromkeys(kinds)} if len({*kinds}) > 1 else {FULL: ""}
-    )
+        mixers[LINEAR] = norms | delta_net_conversions(case)
+    names = {FULL: "nope" if config["model_type"] == "olmo_hybrid" else "full"}
+    names[LINEAR] = "gated_delta_net"
+    stacks = dict.fromkeys(kinds, "")
+    if len(stacks) > 1:
+        stacks = {
+            (mixer, is_dense): f"dense_{names[mixer]}/".replace("dense_full", "dense")
+            if is_dense
+            else f"{names[mixer]}/"
+            for mixer, is_dense in stacks
+        }
     last = (L - case.first_layers) % case.group_layers
     params = {
         "embedding": tensors["model.embed_tokens.weight"],
@@ -141,7 +130,8 @@ def expected_params(name, tensors=None):
     if not config["tie_word_embeddings"]:
         params["head"] = tensors["lm_head.weight"].T
     for kind, stack in stacks.items():
-        for path, (name, convert) in by_kind[kind].items():
+        mixer, is_dense = kind
+        for path, (name, convert) in {**mixers[mixer], **blocks[is_dense]}.items():
             converted = {
                 i: convert(
                     *(
@@ -164,36 +154,36 @@ def expected_params(name, tensors=None):
 
 
 def expert_conversions(config):
-    """As `conversions` in `expected_params`, of the feed-forward block of a layer with a tensor for
-    each expert.
-    """
+    """As `conversions` in `expected_params`, of the feed-forward block of a layer with experts: a
+    tensor for each, or for all of Qwen 3.5; and shared ones."""
 
     def stacked(*tensors):
         return np.stack([x.T for x in tensors])
 
+    width, module = config["moe_intermediate_size"], "shared_experts"
     conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
+    if "n_routed_experts" in config:
+        conversions["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
+    if "shared_expert_intermediate_size" in config:
+        module = "shared_expert"
+        conversions["mlp/shared_gate"] = ("mlp.shared_expert_gate.weight", np.transpose)
     for x in ("gate", "up", "down"):
         names = [
             f"mlp.experts.{expert}.{x}_proj.weight"
             for expert in range(config.get("num_experts") or config["n_routed_experts"])
         ]
         conversions[f"mlp/expert_{x}"] = names, stacked
+        if {"shared_expert_intermediate_size", "n_shared_experts"} & config.keys():
+            name = f"mlp.{module}.{x}_proj.weight"
+            conversions[f"mlp/shared/w_{x}"] = name, np.transpose
+    if config["model_type"] == "qwen3_5_moe_text":
+        gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+        conversions |= {
+            "mlp/expert_gate": (gate_up, lambda x: x[:, :width].swapaxes(1, 2)),
+            "mlp/expert_up": (gate_up, lambda x: x[:, width:].swapaxes(1, 2)),
+            "mlp/expert_down": (down, lambda x: x.swapaxes(1, 2)),
+        }
     return conversions
-
-
-def shared_expert_conversions(width):
-    """As `expert_conversions`, of Qwen 3.5: tensors for all experts, and a shared one."""
-    shared = {
-        f"mlp/shared/w_{x}": (f"mlp.shared_expert.{x}_proj.weight", np.transpose)
-        for x in ("gate", "up", "down")
-    }
-    return shared | {
-        "mlp/shared_gate": ("mlp.shared_expert_gate.weight", np.transpose),
-        "mlp/router": ("mlp.gate.weight", np.transpose),
-        "mlp/expert_gate": ("mlp.experts.gate_up_proj", lambda x: x[:, :width].swapaxes(1, 2)),
-        "mlp/expert_up": ("mlp.experts.gate_up_proj", lambda x: x[:, width:].swapaxes(1, 2)),
-        "mlp/expert_down": ("mlp.experts.down_proj", lambda x: x.swapaxes(1, 2)),
-    }
 
 
 STACKED_EXPERTS = {
@@ -228,7 +218,9 @@ def delta_net_conversions(case):
         "attention/decay_bias": ("dt_bias", np.asarray),
         "attention/out_norm/scale": ("norm.weight", np.asarray),
     }
-    if not case.delta_modules:
+    if case.config["model_type"] == "qwen3_next":
+        conversions |= fused_conversions(G, K, H, V)
+    elif not case.delta_modules:
         conversions |= {
             f"attention/w{x}": (
                 "in_proj_qkv.weight",
@@ -252,6 +244,31 @@ def delta_net_conversions(case):
     return {
         path: (f"linear_attn.{renamed(name, case)}", convert)
         for path, (name, convert) in conversions.items()
+    }
+
+
+def fused_conversions(G, K, H, V):
+    """As `conversions` in `expected_params`, of tensors whose rows are those of each key head."""
+    R = H // G
+
+    def part(tensor, start, width, shape):
+        heads = tensor.reshape(G, -1, tensor.shape[1])
+        return heads[:, start : start + width].reshape(-1, tensor.shape[1]).T.reshape(-1, *shape)
+
+    starts = dict(
+        q=(0, K, (G, K)),
+        k=(K, K, (G, K)),
+        v=(2 * K, R * V, (H, V)),
+        z=(2 * K + R * V, R * V, (H, V)),
+    )
+    gates = dict(b=(0, R, (H,)), a=(R, R, (H,)))
+    names = {**dict.fromkeys(starts, "in_proj_qkvz"), **dict.fromkeys(gates, "in_proj_ba")}
+    return {
+        f"attention/w{x}": (
+            f"{names[x]}.weight",
+            lambda tensor, place=place: part(tensor, *place),
+        )
+        for x, place in (starts | gates).items()
     }
 
 
@@ -374,6 +391,7 @@ def rename_olmo_hybrid(tensors, cuts=(32, 64)):
     [
         ("qwen3_moe", stack_experts),
         ("glm4_moe", stack_experts),
+        ("qwen3_next", stack_experts),
         ("qwen3_5_moe", split_experts),
         ("olmo_hybrid", rename_olmo_hybrid),
         ("olmo_hybrid", functools.partial(rename_olmo_hybrid, cuts=(24, 48))),
@@ -406,23 +424,42 @@ def test_load_reads_the_bytes_of_each_distinct_shard_once(tmp_path):
     assert f"{sum(x.nbytes for x in tensors_of('llama').values()):,} bytes read" in line
 
 
-def test_read_shard_reads_only_its_share(tmp_path):
-    files = TensorFiles(write_model(tmp_path / "model", "llama"))
+@pytest.mark.parametrize(
+    ("case", "shards"),
+    [
+        (
+            "llama",
+            {
+                "layers/attention/wo": (1, 4),
+                "layers/mlp/w_up": (1, 16),
+                "embedding": (1, 8),
+            },
+        ),
+        (
+            "qwen3_next",  # of heads, also of a part of those of a key head, and of columns
+            {
+                "layers/gated_delta_net/attention/wk": (2, 2),
+                "layers/gated_delta_net/attention/wz": (2, 4),
+                "layers/gated_delta_net/attention/wa": (2, 2),
+                "layers/dense_gated_delta_net/attention/wv": (1, 8),
+            },
+        ),
+    ],
+)
+def test_read_shard_reads_only_its_share(case, shards, tmp_path):
+    files = TensorFiles(write_model(tmp_path / "model", case))
     model = config_of(tmp_path / "model").model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(FAMILIES["llama"], abstract, dict(paths_of(decoder.dims_of(model))), model)
-    for path, (cut, parts) in {
-        "layers/attention/wo": (1, 4),
-        "layers/mlp/w_up": (1, 16),
-        "embedding": (1, 8),
-    }.items():
+    family = FAMILIES[CASES[case].config["model_type"]]
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    for path, (cut, parts) in shards.items():
         param = abstract[path]
         index = [(0, size, 1) for size in param.shape]
         index[cut] = (param.shape[cut] // parts, 2 * param.shape[cut] // parts, 1)
         before = files.bytes_read
         shard = read_shard(files, layouts[path], tuple(index), param)
         assert files.bytes_read - before == math.prod(param.shape) * 2 // parts
-        whole = expected_params("llama")[path]
+        whole = expected_params(case)[path]
         np.testing.assert_array_equal(shard, whole[tuple(slice(*piece) for piece in index)])
 
 
@@ -659,6 +696,7 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ),
         ("smollm3", dict(no_rope_layers=[1]), "types of 1 layers, and num_hidden_layers=3"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
+        ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
         (
             "qwen3",
             dict(layer_types=["full_attention", "sliding_attention"]),
@@ -863,6 +901,12 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
     "qwen3_5_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_moe_text": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "qwen3_5_text interval": (dict(full_attention_interval=2), ("gated_delta_net", "full"), 0),
+    "qwen3_next": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
+    "qwen3_next dense": (
+        dict(decoder_sparse_step=2, full_attention_interval=2),
+        ("dense_gated_delta_net", "full"),
+        0,
+    ),
     "smollm3": (dict(), (*["full"] * 3, "nope"), 0),
     "olmo_hybrid": (dict(), (*["gated_delta_net"] * 3, "full"), 0),
     "olmo_hybrid without RoPE": (

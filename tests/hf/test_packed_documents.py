@@ -2,8 +2,9 @@
 
 gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating sliding and full layers,
 experts. Qwen 3.5: two layers of Gated DeltaNet and a full one; or experts with a shared one,
-between two layers of Gated DeltaNet. Olmo Hybrid: a layer with attention between two of Gated
-DeltaNet. Ministral 3: queries are scaled by the position within their document.
+between two layers of Gated DeltaNet. Qwen3-Next: the same with a dense layer. Olmo Hybrid: a layer
+with attention between two of Gated DeltaNet. Ministral 3: queries are scaled by the position within
+their document.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ MODELS = {
     "olmo_hybrid": dict(case="olmo_hybrid"),
     "shared_expert": dict(case="qwen3_5_moe"),
     "query_scale": dict(case="ministral3"),
+    "qwen3_next": dict(case="qwen3_next"),
 }
 
 
@@ -115,6 +117,8 @@ def references(directories, tmp_path_factory):
         ("shared_expert", dict(context=8), dict(strategy="all_gather"), dict()),
         ("query_scale", dict(context=4, tensor=2), dict(), dict()),
         ("query_scale", dict(context=2), dict(strategy="ulysses"), dict(tile_tokens=24)),
+        ("qwen3_next", dict(context=2, tensor=2), dict(), dict()),
+        ("qwen3_next", dict(context=4), dict(), dict(remat="full")),
     ],
     ids=str,
 )

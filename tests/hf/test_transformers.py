@@ -57,6 +57,7 @@ FLOAT64_MODELS = {
     "olmo_hybrid": ("olmo_hybrid", 1.0),
     "qwen3_5_moe": ("qwen3_5_moe", 1.0),
     "ministral3": ("ministral3", 1.0),
+    "qwen3_next": ("qwen3_next", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
 }
@@ -228,6 +229,17 @@ def _long_memory(params):
     return jax.tree.map_with_path(lambda path, x: x - 9 * (path[-1].key == "log_decay"), params)
 
 
+def _in_another_order(params):
+    """Values as if the rows of `in_proj_qkvz` were those of all heads."""
+    return jax.tree.map_with_path(
+        lambda path, x: x[..., ::-1, :] if path[-1].key == "wv" else x, params
+    )
+
+
+def _without_dense_block(params):
+    return jax.tree.map_with_path(lambda path, x: x * (path[-1].key != "w_down"), params)
+
+
 # What a model has -> case, settings of a model without it, and its parameters.
 PARTS = {
     "llama3 scaling": ("llama", dict(rope_scaling="none"), lambda params: params),
@@ -315,6 +327,9 @@ PARTS = {
         dict(shared_expert_gate=False),
         lambda params: _without(("shared_gate",), params),
     ),
+    "projections of each key head": ("qwen3_next", dict(), _in_another_order),
+    "dense layers": ("qwen3_next", dict(), _without_dense_block),
+    "weights of experts": ("qwen3_next", {"experts.renormalize": False}, lambda params: params),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
     "scaled RoPE of sliding layers": (
         "gpt_oss",

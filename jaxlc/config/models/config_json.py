@@ -361,7 +361,8 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         settings["attention_out_bias"] = settings["qkv_bias"]
     first, group = _layer_kinds(config, family, where)
     kinds = {*first, *group}
-    settings |= dict.fromkeys(_unused_sizes(family, kinds), 0)
+    mixed = {family.kinds.get(kind, {}).get("attention", kind) for kind in kinds}
+    settings |= dict.fromkeys(_unused_sizes(family, mixed), 0)
     window = (
         config.get("sliding_window", defaults.get("sliding_window")) if "sliding" in kinds else 0
     )

@@ -20,7 +20,12 @@ from jaxlc.config.models.families.dense import (
 )
 from jaxlc.config.models.families.experts import GLM4_MOE, GPT_OSS, QWEN3_MOE
 from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family, Tensor
-from jaxlc.config.models.families.hybrid import OLMO_HYBRID, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from jaxlc.config.models.families.hybrid import (
+    OLMO_HYBRID,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -38,7 +43,7 @@ FAMILIES: dict[str, Family] = {
             OLMO3,
             MINISTRAL3,
         ),
-        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4),
+        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, QWEN3_NEXT),
     )
 }
 

@@ -18,16 +18,24 @@ from jaxlc.config.models.families.family import Family, Fields, read_layer_types
 from jaxlc.config.models.model_schema import ModelConfig
 
 
-def _read_kinds(config: Fields) -> list[str]:
-    """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers names it."""
+def are_dense(config: Fields) -> list[bool]:
+    """Whether each layer is dense: every decoder_sparse_step-th layer has experts, unless
+    mlp_only_layers names it.
+    """
     step, dense_layers = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
-    return ["dense" if layer in dense_layers or (layer + 1) % step else "full" for layer in layers]
+    return [layer in dense_layers or (layer + 1) % step > 0 for layer in layers]
 
 
-def _write_kinds(model: ModelConfig) -> dict[str, Any]:
-    dense_layers = [layer for layer, kind in enumerate(model.kinds_of_layers) if kind == "dense"]
+def write_dense_layers(model: ModelConfig) -> dict[str, Any]:
+    """The fields that `are_dense` reads."""
+    blocks = (model.of_kind(kind).feed_forward for kind in model.kinds_of_layers)
+    dense_layers = [layer for layer, block in enumerate(blocks) if block == "dense"]
     return dict(decoder_sparse_step=1, mlp_only_layers=dense_layers)
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    return ["dense" if is_dense else "full" for is_dense in are_dense(config)]
 
 
 QWEN3_MOE = Family(
@@ -35,7 +43,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     layer_kinds=(frozenset({"full"}), frozenset({"full", "dense"})),
     read_kinds=_read_kinds,
-    write_kinds=_write_kinds,
+    write_kinds=write_dense_layers,
     settings=dict(qk_norm="head"),
     fields={
         "attention_bias": "qkv_bias",

@@ -31,7 +31,8 @@ class Tensor:
 
     `nn.Linear` stores [out, in]; our parameters are [in, out], with one dimension for heads and one
     for head_dim. So a linear weight is transposed, and reshaped to the dimensions of the parameter.
-    If several parameters of a layer have the same tensor, they are its rows, one after the other.
+    If several parameters of a layer have the same tensor, they are its rows, one after the other;
+    or those of each group of its rows (`Family.row_groups`).
     """
 
     # "{layer}" stands for the index of the layer, and "{expert}" for that of the expert: the parameter of a layer has
@@ -129,6 +130,9 @@ class Family:
     # Mixer -> its parameters whose tensors have other names than in `config.kinds` -> ends of these
     # names.
     tensor_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # End of the name of a tensor that is several parameters -> the setting with the number of groups of its rows: each
+    # group has rows of every parameter, one after the other. Other tensors are one group.
+    row_groups: Mapping[str, str] = field(default_factory=dict)
     # What files of other programs have in place of these fields and tensors (transformers: attribute_map of a config,
     # and conversion_mapping.py): another name of a field -> its name; other tensors of parameters; and the end of the
     # name of a tensor -> those of the tensors that have its rows, one after the other.
@@ -160,6 +164,11 @@ class Family:
         )
         norm_placement = settings[kind.norm_setting] or settings["norm_placement"]
         return _tensors(norm_placement, tensors, mlp, self.tensor_aliases)
+
+    def num_row_groups(self, tensor: Tensor, model: ModelConfig) -> int:
+        """The number of groups of the rows of a tensor; see `row_groups`."""
+        ends = (end for end in self.row_groups if tensor.name.endswith(f".{end}"))
+        return next((model.by_path[self.row_groups[end]] for end in ends), 1)
 
     def prefixes_left_out(self, model: ModelConfig) -> tuple[str, ...]:
         """`other_prefixes` of a model."""

@@ -4,6 +4,10 @@ with experts.
 Transformers: models/qwen3_5 and models/qwen3_5_moe. Of models with images, the language model is
 loaded.
 
+Qwen3-Next and Qwen3-Coder-Next: the same layers with experts, some of which may be dense. A tensor
+has the projections of each key head of gated_delta_net layers, one head after the other
+(transformers: models/qwen3_next).
+
 Olmo Hybrid: groups of three gated_delta_net layers and one with attention (transformers:
 models/olmo_hybrid).
 
@@ -12,10 +16,18 @@ it is 10000.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 from jaxlc.config.kinds import experts
-from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
+from jaxlc.config.models.families.experts import are_dense, write_dense_layers
+from jaxlc.config.models.families.family import (
+    LAYER_TYPES,
+    Family,
+    Fields,
+    read_layer_types,
+    write_layer_types,
+)
 from jaxlc.config.models.model_schema import ModelConfig
 
 _KINDS = frozenset({"gated_delta_net", "full"})
@@ -101,6 +113,65 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
 
 
 _LINEAR = "gated_delta_net"
+# the same mixers with dense feed-forward blocks
+_DENSE = {"full": "dense", _LINEAR: "dense_gated_delta_net"}
+_NEXT_KINDS = (*_DENSE, *_DENSE.values())
+
+
+def _qwen3_next_read_kinds(config: Fields) -> list[str]:
+    layers = zip(_read_kinds(config), are_dense(config))
+    return [_DENSE.get(kind, kind) if is_dense else kind for kind, is_dense in layers]
+
+
+def _qwen3_next_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    types = [LAYER_TYPES[model.attention_of(kind)] for kind in model.kinds_of_layers]
+    return dict(layer_types=types, **write_dense_layers(model))
+
+
+QWEN3_NEXT = dataclasses.replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    layer_kinds=tuple(
+        frozenset(kinds)
+        for number in range(1, len(_NEXT_KINDS) + 1)
+        for kinds in itertools.combinations(_NEXT_KINDS, number)
+    ),
+    read_kinds=_qwen3_next_read_kinds,
+    write_kinds=_qwen3_next_write_kinds,
+    settings={**QWEN3_5_TEXT.settings, "experts.shared_gate": True},
+    fields={**QWEN3_5_MOE_TEXT.fields, "norm_topk_prob": "experts.renormalize"},
+    defaults={
+        **QWEN3_5_MOE_TEXT.defaults,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
+    required_values=dict(use_sliding_window=(False,)),
+    multimodal_type="",
+    multimodal_prefixes={},
+    other_prefixes=("mtp.",),
+    irrelevant=frozenset(
+        {
+            # the functions above read them
+            *("full_attention_interval", "decoder_sparse_step", "mlp_only_layers"),
+            *("router_aux_loss_coef", "output_router_logits"),
+        }
+    ),
+    tensor_names={
+        _LINEAR: {
+            **{f"w{x}": "linear_attn.in_proj_qkvz.weight" for x in "qkvz"},
+            **{f"w{x}": "linear_attn.in_proj_ba.weight" for x in "ba"},
+        }
+    },
+    row_groups={f"linear_attn.in_proj_{x}.weight": "delta_net.key_heads" for x in ("qkvz", "ba")},
+    feed_forward_tensors=dict(experts=(*experts.TENSORS, *experts.shared_tensors("shared_expert"))),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    kinds=dict(
+        dense=dict(feed_forward="dense"),
+        dense_gated_delta_net=dict(attention=_LINEAR, feed_forward="dense"),
+    ),
+)
 
 
 def _olmo_hybrid_read_kinds(config: Fields) -> list[str]:
