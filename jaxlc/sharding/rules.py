@@ -48,7 +48,7 @@ class ShardingRules:
     layers: Axes = ()  # L: every rank runs every layer
     norm: Axes = ()  # D or H of a norm's scale: a few kilobytes
     bias: Axes = ()  # H or D of a bias, E of a router's
-    ffn_bias: Axes = (TENSOR,)  # F of the biases of experts
+    ffn_bias: Axes = (TENSOR,)  # F of the biases of feed-forward layers
     sinks: Axes = (TENSOR,)  # N of the attention sinks, one logit per head
     taps: Axes = ()  # P of short convolutions, whose channels are heads
     decay: Axes = (TENSOR,)  # H of the decay of recurrent states, two numbers per head

@@ -90,7 +90,7 @@ def _config(model_type: str, architecture: str, **fields) -> dict:
 
 
 def _llama(**fields) -> dict:
-    return _config("llama", "LlamaForCausalLM", mlp_bias=False, **fields)
+    return _config("llama", "LlamaForCausalLM", **fields)
 
 
 def _mistral(**fields) -> dict:
@@ -106,6 +106,7 @@ CASES: dict[str, Case] = {
             rope_scaling=LLAMA3_ROPE,
             pretraining_tp=1,
             attention_bias=False,
+            mlp_bias=False,
         )
     ),
     "llama_tied": Case(
@@ -114,6 +115,7 @@ CASES: dict[str, Case] = {
             rope_parameters=dict(LLAMA3_ROPE, rope_theta=20000.0),
             head_dim=None,
             attention_bias=True,
+            mlp_bias=True,
         ),
         biases="qkvo",
     ),
@@ -518,6 +520,9 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         "mlp.down_proj.weight": (D, F),
     }
     layer_shapes |= {f"{name}.weight": (D,) for name in CASES[case].norms}
+    if config.get("mlp_bias"):
+        for x in ("gate", "up", "down"):
+            layer_shapes[f"mlp.{x}_proj.bias"] = layer_shapes[f"mlp.{x}_proj.weight"][:1]
     for x in CASES[case].biases:
         layer_shapes[f"self_attn.{x}_proj.bias"] = layer_shapes[f"self_attn.{x}_proj.weight"][:1]
     if CASES[case].has_sinks:

@@ -90,6 +90,10 @@ def expected_params(name, tensors=None):
             f"self_attn.{x}_proj.bias",
             functools.partial(np.reshape, shape=shapes[x]),
         )
+    if config.get("mlp_bias"):
+        conversions |= {
+            f"mlp/b_{x}": (f"mlp.{x}_proj.bias", lambda x: x) for x in ("gate", "up", "down")
+        }
     if case.has_sinks:
         conversions["attention/sinks"] = ("self_attn.sinks", lambda x: x)
     if case.qk_norm != "none":
@@ -544,7 +548,7 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             dict(mamba_ssm_dtype="bfloat16"),
             "mamba_ssm_dtype='bfloat16'; only float32",
         ),
-        ("llama", dict(mlp_bias=True), "mlp_bias=True"),
+        ("gemma3", dict(mlp_bias=True), "the unknown field mlp_bias=True"),
         ("llama", dict(hidden_act="gelu"), "hidden_act='gelu'; only silu"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
         (
@@ -581,7 +585,7 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "weight_block_size=[128, 0]: expected two integers",
         ),
         ("llama", dict(is_causal=False), "is_causal=False; only true"),
-        ("llama", dict(mlp_bias="false"), "mlp_bias='false'; only false"),
+        ("llama", dict(mlp_bias="false"), "mlp_bias='false': expected true or false"),
         (
             "qwen3_moe",
             dict(num_local_experts=4),

@@ -316,6 +316,11 @@ PARTS = {
             params, {"attention_post_norm": "attention_norm", "mlp_post_norm": "mlp_norm"}
         ),
     ),
+    "biases of dense layers": (
+        "llama_tied",
+        dict(mlp_bias=False),
+        lambda params: _without(("b_gate", "b_up", "b_down"), params),
+    ),
     "bias of the choice": (
         "glm4_moe",
         {"experts.choice_bias": False},

@@ -165,13 +165,15 @@ def _plain_row(params, model, tokens_T, positions_T):
 
 
 def _plain_mlp(p, model, kind, x_TD, positions_T):
-    gate_TF = x_TD @ p["w_gate"]
+    zero = dict(b_gate=0, b_up=0, b_down=0)
+    p = p if model.mlp_bias else p | zero
+    gate_TF = x_TD @ p["w_gate"] + p["b_gate"]
     if model.activation == "silu":
         gate_TF = gate_TF / (1 + np.exp(-gate_TF))
     else:  # the tanh approximation of GELU
         inner_TF = math.sqrt(2 / math.pi) * (gate_TF + 0.044715 * gate_TF**3)
         gate_TF = gate_TF * (1 + np.tanh(inner_TF)) / 2
-    return (gate_TF * (x_TD @ p["w_up"])) @ p["w_down"]
+    return (gate_TF * (x_TD @ p["w_up"] + p["b_up"])) @ p["w_down"] + p["b_down"]
 
 
 def _plain_projections(p, model, x_TD):

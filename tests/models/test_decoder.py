@@ -69,6 +69,7 @@ VARIANTS = {
         attention_gate=True,
         qkv_bias=True,
         attention_out_bias=True,
+        mlp_bias=True,
         layer_kinds=("sliding", "full"),
         window=5,
         rope_fraction=2 / 3,
@@ -105,13 +106,14 @@ def test_dims_of_names_every_parameter_dimension(variant):
             kv_heads=own.num_kv_heads,
             head_dim=own.query_dim if path[-1].key == "wq" else own.head_dim,
             ffn=own.ffn_dim,
+            ffn_bias=own.ffn_dim,
             sinks=own.num_heads,
             vocab=model.vocab_size,
         )
         assert all(
             sizes.get(name, size) == size for name, size in zip(names, param.shape, strict=True)
         )
-        assert (names[-1] in ("norm", "bias", "sinks")) == is_vector(names)
+        assert (names[-1] in ("norm", "bias", "ffn_bias", "sinks")) == is_vector(names)
 
     jax.tree.map_with_path(check, params, dims)
     assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)

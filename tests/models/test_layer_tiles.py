@@ -82,7 +82,12 @@ GEMMA = dict(
     qk_norm="head", norm_placement="pre_and_post", zero_centered_norm=True, activation="gelu_tanh"
 )
 OLMO = dict(
-    qk_norm="projection", norm_placement="post", qkv_bias=True, query_scale_dim=24, **ATTENTION
+    qk_norm="projection",
+    norm_placement="post",
+    qkv_bias=True,
+    mlp_bias=True,
+    query_scale_dim=24,
+    **ATTENTION,
 )
 
 

@@ -283,6 +283,7 @@ def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):
             qk_norm="projection",
             norm_placement="pre_and_post",
             qkv_bias=True,
+            mlp_bias=True,
             attention_out_bias=True,
             attention_gate=True,
             zero_centered_norm=True,

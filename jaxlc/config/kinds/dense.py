@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator
 
-from jaxlc.config.kinds.contract import FeedForward, Layer, LayerTensor, Matrix
+from jaxlc.config.kinds.contract import FeedForward, HasOwnSettings, Layer, LayerTensor, Matrix
 from jaxlc.config.schema import RunConfig
 
+_PROJECTIONS = ("gate", "up", "down")
 
-class DenseKind(FeedForward):
+
+class DenseKind(FeedForward, HasOwnSettings):
     name = "dense"
     layers = "dense layers"
     sizes = ("ffn_dim",)
+    only_with = ("model.mlp_bias",)
     tensors = (
-        LayerTensor("w_gate", "mlp.gate_proj.weight", 1),
-        LayerTensor("w_up", "mlp.up_proj.weight", 1),
-        LayerTensor("w_down", "mlp.down_proj.weight", 1),
+        *(LayerTensor(f"w_{x}", f"mlp.{x}_proj.weight", 1) for x in _PROJECTIONS),
+        *(LayerTensor(f"b_{x}", f"mlp.{x}_proj.bias") for x in _PROJECTIONS),
     )
     projections = dict(mlp_gate="w_gate", mlp_up="w_up", mlp_down="w_down")
     saved = ("mlp_gate", "mlp_up")
@@ -23,8 +25,8 @@ class DenseKind(FeedForward):
         return gated_matrices(layer.model_dim, layer.ffn_dim)
 
     def num_vector_entries(self, layer: Layer) -> int:
-        """None: the block has no biases."""
-        return 0
+        """Biases."""
+        return layer.mlp_bias * (2 * layer.ffn_dim + layer.model_dim)
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
         return dict.fromkeys(self.saved, float(itemsize * layer.ffn_dim))

@@ -97,7 +97,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     ),
     bool: (
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
-        *("norm_topk_prob", "output_router_logits", "attention_out_bias"),
+        *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
     ),
     str: ("model_type", "rope_type", "type"),
     int | str: ("sliding_window_pattern", "_sliding_window_pattern"),
@@ -261,7 +261,7 @@ _DERIVED: dict[str, Callable[[dict[str, Any]], int]] = {  # the values of fields
     "linear_value_head_dim": lambda x: 2 * x["delta_net.key_dim"],
 }
 # transformers has them in all families
-_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6)
+_DEFAULTS: dict[str, Any] = dict(tie_word_embeddings=False, rms_norm_eps=1e-6, mlp_bias=False)
 _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = dict(
     attention_dropout=(0,),
     is_decoder=(False, True),  # both are causal

@@ -105,6 +105,7 @@ class ModelConfig(AttentionSettings):
     # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of gpt-oss, which also
     # bounds gate and up projection.
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    mlp_bias: bool = False  # biases of the three projections of dense layers
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
     # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.

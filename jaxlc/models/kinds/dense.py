@@ -10,7 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
-from jaxlc.models.block import Block, InitKeys, matrix, residual_depth_scale
+from jaxlc.models.block import (
+    Block,
+    InitKeys,
+    add_bias,
+    bias_vector,
+    matrix,
+    residual_depth_scale,
+)
 from jaxlc.models.matmuls import Fp8
 from jaxlc.sharding.rules import Sharder
 
@@ -46,6 +53,10 @@ class MLP(Block):
         self.w_down = matrix(
             keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D
         )
+        has_bias = model.mlp_bias
+        self.b_gate = bias_vector(ffn_bias=F) if has_bias else None
+        self.b_up = bias_vector(ffn_bias=F) if has_bias else None
+        self.b_down = bias_vector(bias=D) if has_bias else None
         self.activation = model.activation
 
     @jax.named_scope(scopes.MLP)
@@ -55,7 +66,8 @@ class MLP(Block):
             self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard)
         )
         up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
+        gate_BTF, up_BTF = add_bias(gate_BTF, self.b_gate), add_bias(up_BTF, self.b_up)
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
         hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
         down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
-        return shard.residual(down_BTD)
+        return add_bias(shard.residual(down_BTD), self.b_down)

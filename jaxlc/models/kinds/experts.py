@@ -72,7 +72,7 @@ class Experts(nnx.Module, Routed):
             () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
         )
         shared = dataclasses.replace(
-            model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense"
+            model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense", mlp_bias=False
         )
         self.shared = MLP(shared, keys, fp8, lora) if model.experts.shared_ffn_dim else None
         self.shared_gate = (

@@ -40,12 +40,9 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     # None: num_key_value_heads is num_attention_heads, and head_dim is hidden_size /
     # num_attention_heads.
-    fields={"attention_bias": "qkv_bias"},
+    fields={"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=None, head_dim=None, attention_bias=False),
-    required_values=dict(
-        mlp_bias=(False,),
-        rope_interleaved=(False,),  # in configs of SmolLM2
-    ),
+    required_values=dict(rope_interleaved=(False,)),  # in configs of SmolLM2
     irrelevant=frozenset({"pretraining_tp", "is_llama_config"}),
 )
 
@@ -245,11 +242,15 @@ QWEN3 = Family(
 SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
-    fields={"attention_bias": "qkv_bias", "attention_out_bias": "attention_out_bias"},
+    fields={
+        "attention_bias": "qkv_bias",
+        "attention_out_bias": "attention_out_bias",
+        "mlp_bias": "mlp_bias",
+    },
     defaults=dict(
         num_key_value_heads=8, head_dim=128, attention_bias=True, attention_out_bias=False
     ),
-    required_values=dict(mlp_bias=(False,), attention_dropout=(0, 0.1), residual_dropout=(0, 0.1)),
+    required_values=dict(attention_dropout=(0, 0.1), residual_dropout=(0, 0.1)),
     irrelevant=frozenset({"pretraining_tp"}),
 )
 
@@ -298,8 +299,9 @@ SMOLLM3 = Family(
     ),
     read_kinds=_smollm3_read_kinds,
     write_kinds=_smollm3_write_kinds,
+    fields={"mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=4, head_dim=None, rope_theta=2e6, tie_word_embeddings=True),
-    required_values=dict(attention_bias=(False,), mlp_bias=(False,)),
+    required_values=dict(attention_bias=(False,)),
     irrelevant=frozenset(
         {
             "no_rope_layers",
