@@ -334,7 +334,10 @@ def test_metrics_of_a_step_have_the_balance_of_each_layer():
         (dict(memory=dict(save=("mlp_gate",))), "names 'mlp_gate', which no layer has"),
         (dict(model=dict(experts_per_token=9)), "experts_per_token=9 is not between 1"),
         (dict(model=dict(num_experts=0)), "no effect, since the model has no layers of experts"),
-        (dict(model=dict(mlp_bias=True)), "mlp_bias=True has no effect, since the model has no dense"),
+        (
+            dict(model=dict(mlp_bias=True)),
+            "mlp_bias=True has no effect, since the model has no dense",
+        ),
         (
             dict(mesh=dict(tensor=4), model=dict(expert_ffn_dim=10)),
             "experts.ffn_dim=10 is not divisible",
