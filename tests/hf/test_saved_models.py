@@ -36,12 +36,13 @@ WITH_ALIASES = [
 ]
 # Models around a language model: their model_type.
 WRAPPERS = {
-    case: CASES[case].config["model_type"].removesuffix("_text")
-    for case in ("gemma3", "qwen3_5_hybrid", "qwen3_5_moe")
+    case: FAMILIES[CASES[case].config["model_type"]].multimodal_type
+    for case in ("gemma3", "mistral", "ministral3", "qwen3_5_hybrid", "qwen3_5_moe")
 }
 SAVED = [(case, "files", "") for case in CASES] + [(case, "modules", "") for case in WITH_ALIASES]
 SAVED += [("gpt_oss", "shards", ""), ("olmo_hybrid", "shards", "")]
 SAVED += [(case, "files", wrapper) for case, wrapper in WRAPPERS.items()]
+SAVED += [("ministral3", "modules", "mistral3")]
 
 
 @pytest.fixture(scope="module")

@@ -380,16 +380,20 @@ def language_model_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the language model in config.json: `config` itself, or text_config of a model
     with images.
     """
-    model_type = config.get("model_type") or None
-    family = next(
-        (family for family in FAMILIES.values() if family.multimodal_type == model_type), None
-    )
-    if family is None or not isinstance(config.get("text_config"), dict):
+    model_type, text = config.get("model_type") or None, config.get("text_config")
+    families = [x for x in FAMILIES.values() if x.multimodal_type == model_type]
+    if not families or not isinstance(text, dict):
         return config
-    names = ("dtype", "torch_dtype", "tie_word_embeddings", *_QUANTIZATION)
-    outer = {name: config[name] for name in names if name in config}
-    inner = dict(model_type=family.model_type, architectures=[family.architecture])
-    return {**outer, **config["text_config"], **inner}
+    named = text.get("model_type", families[0].model_type)
+    if named not in [family.model_type for family in families]:
+        return config  # which is refused
+    outer = {
+        name: config[name] for name in ("dtype", "torch_dtype", *_QUANTIZATION) if name in config
+    }
+    inner = dict(model_type=named, architectures=[FAMILIES[named].architecture])
+    if "tie_word_embeddings" in config:  # transformers reads it here only
+        inner["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return {**outer, **text, **inner}
 
 
 def family_of(config: Mapping[str, Any] | None, model: ModelConfig) -> Family:

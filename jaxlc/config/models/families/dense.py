@@ -8,7 +8,7 @@ Gemma 3: groups of five sliding layers and a full one (transformers: models/gemm
 Of models with images, the language model is loaded.
 
 Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers:
-models/mistral).
+models/mistral). Mistral Small 3.1 and 3.2, and Ministral 3, are models with images (models/mistral3).
 
 Ministral 3 and Devstral 2 (transformers: models/ministral3).
 
@@ -95,6 +95,14 @@ def _read_kinds(config: Fields) -> list[str]:
     return read_layer_types(config, default=_group(pattern))
 
 
+# of models with images: names in files, and those of the modules of transformers 5
+_LANGUAGE_MODEL = {"language_model.": "", "model.language_model.": "model."}
+_VISION = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -127,13 +135,8 @@ GEMMA3_TEXT = Family(
         use_bidirectional_attention=(False,),
     ),
     multimodal_type="gemma3",
-    multimodal_prefixes={"language_model.": "", "model.language_model.": "model."},
-    other_prefixes=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
+    multimodal_prefixes=_LANGUAGE_MODEL,
+    other_prefixes=_VISION,
     irrelevant=frozenset(
         {"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}
     ),
@@ -157,6 +160,9 @@ MISTRAL = Family(
     write_kinds=_write_kinds,
     defaults=dict(num_key_value_heads=8, head_dim=None, sliding_window=_DEFAULT_WINDOW),
     required_values=dict(attention_bias=(False,), layer_types=(None,)),
+    multimodal_type="mistral3",
+    multimodal_prefixes=_LANGUAGE_MODEL,
+    other_prefixes=_VISION,
 )
 
 

@@ -122,7 +122,8 @@ class Family:
     # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
     # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
     rope_by_layer_type: bool = False
-    # The model_type of models with images whose text_config describes this language model; prefixes of the names of its
+    # The model_type of models with images whose text_config describes this language model, which other families may
+    # have too: the model_type of text_config chooses, and the first one is the default; prefixes of the names of its
     # tensors there -> prefixes in `tensors`; and prefixes of the other tensors, which are not read;
     # "{num_layers}" stands for the number of layers.
     multimodal_type: str = ""
