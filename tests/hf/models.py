@@ -148,6 +148,38 @@ CASES: dict[str, Case] = {
         ),
         biases="qkv",
     ),
+    "qwen2_window": Case(
+        config=_config(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=40000.0,
+            rope_scaling=YARN_ROPE,
+            max_position_embeddings=256,
+            head_dim=None,
+            use_sliding_window=True,
+            sliding_window=12,
+            max_window_layers=1,
+        ),
+        biases="qkv",
+        first_layers=1,
+    ),
+    "qwen3_window": Case(
+        config=_config(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(LLAMA3_ROPE, rope_theta=40000.0),
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=12,
+            max_window_layers=28,
+            layer_types=[SLIDING, FULL, SLIDING],
+        ),
+        biases="qkvo",
+        qk_norm="head",
+        group_layers=2,
+    ),
     "qwen3": Case(
         config=_config(
             "qwen3",

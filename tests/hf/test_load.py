@@ -665,7 +665,7 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             dict(layer_types=["full_attention"] * 3),
             "layer_types=['full_attention', 'full_attention', 'full",
         ),
-        ("qwen2", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
+        ("qwen3_moe", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
         (
             "gemma3",
             dict(hidden_activation="silu"),
@@ -704,7 +704,11 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "layers of type sliding_attention and no sliding_window",
         ),
         ("smollm3", dict(no_rope_layers=[1]), "types of 1 layers, and num_hidden_layers=3"),
-        ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
+        (
+            "qwen3_window",
+            dict(use_sliding_window=False),
+            "sliding_attention without use_sliding_window",
+        ),
         ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
         (
             "qwen3",
@@ -891,6 +895,14 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
         8,
     ),
     "olmo3": (dict(), (*["sliding"] * 3, "full"), 4096),
+    "qwen2": (dict(), ("full",), 0),
+    "qwen2 with a window": (dict(use_sliding_window=True, max_window_layers=0), ("sliding",), 4096),
+    "qwen3 with a window": (
+        dict(use_sliding_window=True, max_window_layers=1, sliding_window=8, num_hidden_layers=2),
+        ("full", "sliding"),
+        8,
+    ),
+    "qwen3 with a window after the last layer": (dict(use_sliding_window=True), ("full",), 0),
     "exaone4": (dict(), (*["sliding"] * 3, "nope"), 4096),
     "exaone4 length": (
         dict(sliding_window=8, sliding_window_pattern=2),

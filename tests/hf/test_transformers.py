@@ -248,6 +248,12 @@ PARTS = {
     "linear scaling": ("gemma3", dict(rope_scaling="none"), lambda params: params),
     "window of all layers": ("mistral_window", dict(window=256), lambda params: params),
     "window of some layers": ("gemma3", dict(window=256), lambda params: params),
+    "window of the last layers": ("qwen2_window", dict(window=256), lambda params: params),
+    "window of layers of a type": (
+        "qwen3_window",
+        dict(layer_kinds=("full", "sliding")),
+        lambda params: params,
+    ),
     "RoPE base of sliding layers": (
         "gemma3",
         dict(sliding_rope_theta=60000.0),

@@ -72,6 +72,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *(
             "sliding_window",
             "no_rope_layer_interval",
+            "max_window_layers",
         ),
         *("n_shared_experts", "first_k_dense_replace"),
     ),
@@ -98,6 +99,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     bool: (
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
         *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
+        "use_sliding_window",
     ),
     str: ("model_type", "rope_type", "type"),
     int | str: ("sliding_window_pattern", "_sliding_window_pattern"),

@@ -222,26 +222,61 @@ OLMO2 = Family(
 )
 
 
+_WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
+_WINDOWS = (frozenset({"full"}), frozenset({"full", "sliding"}), frozenset({"sliding"}))
+
+
+def _read_windows(config: Fields) -> list[str]:
+    """If use_sliding_window is true, layers from max_window_layers on are sliding, or those that
+    layer_types says."""
+    num_layers, has_window = config["num_hidden_layers"], config.get("use_sliding_window")
+    has_window = has_window and config.get("sliding_window", _DEFAULT_WINDOW) is not None
+    num_full = (config.get("max_window_layers", 28) or 0) if has_window else num_layers
+    by_default = ["full" if layer < num_full else "sliding" for layer in range(num_layers)]
+    kinds = read_layer_types(config, by_default)
+    without = "sliding_attention without use_sliding_window and sliding_window"
+    return [without if kind == "sliding" and not has_window else kind for kind in kinds]
+
+
+def _write_windows(model: ModelConfig) -> dict[str, Any]:
+    """layer_types takes precedence over max_window_layers, which old programs read."""
+    kinds = model.kinds_of_layers
+    return dict(
+        **_write_masks(model),
+        use_sliding_window="sliding" in kinds,
+        max_window_layers=(*kinds, "sliding").index("sliding"),
+    )
+
+
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    layer_kinds=_WINDOWS,
+    read_kinds=_read_windows,
+    write_kinds=_write_windows,
     settings=dict(qkv_bias=True),
-    defaults=dict(num_key_value_heads=32, head_dim=None),
-    required_values=dict(use_sliding_window=(False,), use_mrope=(False,)),
-    # without effect: use_sliding_window is false
-    irrelevant=frozenset({"max_window_layers", "sliding_window"}),
+    defaults=dict(num_key_value_heads=32, head_dim=None, sliding_window=_DEFAULT_WINDOW),
+    required_values=dict(use_mrope=(False,)),
+    irrelevant=_WINDOW_FIELDS,
 )
 
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    layer_kinds=_WINDOWS,
+    read_kinds=_read_windows,
+    write_kinds=_write_windows,
     settings=dict(qk_norm="head"),
     fields={"attention_bias": "qkv_bias"},
-    defaults=dict(num_key_value_heads=32, head_dim=128, attention_bias=False),
-    required_values=dict(use_sliding_window=(False,), use_qk_norm=(True,)),
-    # without effect: use_sliding_window is false
-    irrelevant=frozenset({"max_window_layers", "sliding_window"}),
+    defaults=dict(
+        num_key_value_heads=32,
+        head_dim=128,
+        attention_bias=False,
+        sliding_window=_DEFAULT_WINDOW,
+    ),
+    required_values=dict(use_qk_norm=(True,)),
+    irrelevant=_WINDOW_FIELDS,
 )
 
 
@@ -286,35 +321,22 @@ def _smollm3_read_kinds(config: Fields) -> list[str]:
 
 
 def _smollm3_write_kinds(model: ModelConfig) -> dict[str, Any]:
-    kinds = model.kinds_of_layers
-    return dict(
-        **_write_masks(model),
-        no_rope_layers=[int(kind != "nope") for kind in kinds],
-        use_sliding_window="sliding" in kinds,
-    )
+    has_rope = [int(kind != "nope") for kind in model.kinds_of_layers]
+    return dict(**_write_windows(model), no_rope_layers=has_rope)
 
 
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    layer_kinds=tuple(
-        map(
-            frozenset,
-            (("full", "nope"), ("full",), ("full", "sliding"), ("full", "nope", "sliding")),
-        )
+    layer_kinds=(
+        *_WINDOWS[:2],
+        frozenset({"full", "nope"}),
+        frozenset({"full", "nope", "sliding"}),
     ),
     read_kinds=_smollm3_read_kinds,
     write_kinds=_smollm3_write_kinds,
     fields={"mlp_bias": "mlp_bias"},
     defaults=dict(num_key_value_heads=4, head_dim=None, rope_theta=2e6, tie_word_embeddings=True),
     required_values=dict(attention_bias=(False,)),
-    irrelevant=frozenset(
-        {
-            "no_rope_layers",
-            "no_rope_layer_interval",
-            "use_sliding_window",
-            "max_window_layers",
-            "pretraining_tp",
-        }
-    ),
+    irrelevant=_WINDOW_FIELDS | {"no_rope_layers", "no_rope_layer_interval", "pretraining_tp"},
 )
