@@ -49,7 +49,8 @@ POST_NORMS = {
 # Of hybrids in float32. Outputs of a delta net may be close to 0; then its norm amplifies their rounding errors, by up
 # to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
-CHOICE_BIAS = "e_score_correction_bias"  # in float32 in all files, and no parameter in transformers
+CHOICE_BIAS = "e_score_correction_bias"  # no parameter in transformers
+FLOAT32_NAMES = (CHOICE_BIAS, "block_sparse_moe.gate.weight")  # in float32 in all files
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -350,6 +351,38 @@ CASES: dict[str, Case] = {
         first_layers=1,
         dense_layers=(0,),
     ),
+    "minimax_m2": Case(  # with the fields and tensors of released files
+        config=_config(
+            "minimax_m2",
+            "MiniMaxM2ForCausalLM",
+            tie_word_embeddings=False,
+            rope_theta=30000.0,
+            rope_scaling=YARN_ROPE,
+            rotary_dim=8,
+            max_position_embeddings=256,
+            attn_type_list=[1, 1, 1],
+            intermediate_size=24,
+            mlp_intermediate_size=96,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            scoring_func="sigmoid",
+            use_routing_bias=True,
+            use_qk_norm=True,
+            qk_norm_type="per_layer",
+            shared_intermediate_size=0,
+            shared_moe_mode="sigmoid",
+            layernorm_full_attention_beta=1.0,
+            layernorm_linear_attention_beta=1.0,
+            layernorm_mlp_beta=1.0,
+            use_mtp=True,
+            num_mtp_modules=3,
+            mtp_transformer_layers=1,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+            router_jitter_noise=0.0,
+        ),
+        qk_norm="projection",
+    ),
     "gpt_oss": Case(
         config=_config(
             "gpt_oss",
@@ -566,11 +599,9 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         own_shapes = layer_shapes
         if mixer == LINEAR:
             own_shapes = _with_delta_net(layer_shapes, CASES[case])
-        if "num_local_experts" in config:
+        if config["model_type"] == "gpt_oss":
             own_shapes = _with_stacked_experts(own_shapes, config)
-        if {"num_experts", "n_routed_experts"} & config.keys() and layer not in CASES[
-            case
-        ].dense_layers:
+        elif number_of_experts(config) and layer not in CASES[case].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
     # the factor of a norm is 1 + its weight
@@ -578,7 +609,7 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     centered = {name for name in shapes if "norm" in name and "linear_attn" not in name}
     return {
         name: (_draw(rng, name, shape) + center * (name in centered)).astype(
-            np.float32 if name.endswith(CHOICE_BIAS) else dtype
+            np.float32 if name.endswith(FLOAT32_NAMES) else dtype
         )
         for name, shape in shapes.items()
     }
@@ -635,8 +666,8 @@ def _with_experts(
     """The tensors of a layer with a tensor for each expert in place of the dense feed-forward
     block.
     """
-    D, F = config["hidden_size"], config["moe_intermediate_size"]
-    E = config.get("num_experts") or config["n_routed_experts"]
+    D, E = config["hidden_size"], number_of_experts(config)
+    F = config.get("moe_intermediate_size") or config["intermediate_size"]
     shapes = {"mlp.gate.weight": (E, D)}
     if "shared_expert_intermediate_size" in config:
         S = config["shared_expert_intermediate_size"]
@@ -658,9 +689,25 @@ def _with_experts(
     for expert in () if "mlp.experts.down_proj" in shapes else range(E):
         shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F
-    return {
-        name: shape for name, shape in layer_shapes.items() if not name.startswith("mlp")
-    } | shapes
+    if config["model_type"] == "minimax_m2":
+        shapes["mlp.e_score_correction_bias"] = (E,)
+        shapes = {name_in_mixtral(name): shape for name, shape in shapes.items()}
+    others = {name: x for name, x in layer_shapes.items() if not name.startswith("mlp")}
+    return others | shapes
+
+
+def number_of_experts(config: dict) -> int:
+    """0 of a model without experts."""
+    names = "num_experts", "n_routed_experts", "num_local_experts"
+    return next((config[name] for name in names if name in config), 0)
+
+
+def name_in_mixtral(name: str) -> str:
+    """The name of a tensor of experts in files with the names of Mixtral."""
+    name = name.replace("mlp.", "block_sparse_moe.")
+    for ours, theirs in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _with_stacked_experts(
@@ -714,7 +761,7 @@ def write_model(
     config = CASES[case].config
     (directory / "config.json").write_text(json.dumps(config | changes, indent=2) + "\n")
     tensors = {
-        name: (x * scale).astype(dtype) if x.ndim > 1 else x
+        name: (x * scale).astype(x.dtype) if x.ndim > 1 else x
         for name, x in tensors_of(case, dtype).items()
     }
     write_tensors(directory, tensors, num_files=num_files)

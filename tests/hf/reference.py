@@ -116,7 +116,9 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
     """The gradients of stacked experts by the names of released files, which have a tensor for each
     expert, except those of gpt-oss and Qwen 3.5.
     """
-    result = {}
+    result, is_mixtral = {}, model.config.model_type == "minimax_m2"
+    if is_mixtral:
+        arrays = {name.replace(".mlp.", ".block_sparse_moe."): x for name, x in arrays.items()}
     for name, array in arrays.items():
         stem, _, last = name.rpartition(".experts.")
         if not stem or model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):
@@ -128,7 +130,11 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
                 if last == "gate_up_proj"
                 else {last: x}
             )
-            result |= {f"{stem}.experts.{expert}.{part}.weight": y for part, y in parts.items()}
+            names = dict(gate_proj="w1", up_proj="w3", down_proj="w2") if is_mixtral else {}
+            result |= {
+                f"{stem}.experts.{expert}.{names.get(part, part)}.weight": y
+                for part, y in parts.items()
+            }
     return result
 
 

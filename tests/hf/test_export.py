@@ -126,6 +126,26 @@ def test_config_json_of_an_export_has_one_dtype_and_its_rope():
     assert (written["rope_theta"], written["rope_parameters"]["factor"]) == (70_000.0, 8.0)
 
 
+def test_config_json_of_minimax_m2_names_the_rotated_dimensions_and_no_code():
+    """rotary_dim gives the fraction unless another field does; released files name code of their own."""
+    base = CASES["minimax_m2"].config | dict(auto_map=dict(AutoConfig="configuration.Config"))
+    for changes, fraction in (
+        ({}, 0.5),
+        (dict(rotary_dim=None), 1.0),
+        (dict(partial_rotary_factor=0.25), 0.25),
+    ):
+        settings = settings_of(base | changes, "config.json")
+        assert settings["rope_fraction"] == fraction
+        model = model_from(PRESETS["tiny"].by_path | settings)
+        written = config_json_of(model, base | changes, seq_len=16, dtype="float32")
+        assert "auto_map" not in written
+        assert written.get("rotary_dim") == (base | changes)["rotary_dim"]
+        longer = dataclasses.replace(model, rope_scaling_factor=16.0)
+        written = config_json_of(longer, base | changes, seq_len=16, dtype="float32")
+        assert written["rotary_dim"] == 16 * fraction
+        assert settings_of(written, "config.json")["rope_fraction"] == fraction
+
+
 def test_export_to_a_full_disk_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     def write(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -44,6 +44,8 @@ from tests.hf.models import (
     LLAMA3_ROPE,
     SLIDING,
     mixers_of,
+    name_in_mixtral,
+    number_of_experts,
     renamed,
     tensors_of,
     write_model,
@@ -104,9 +106,9 @@ def expected_params(name, tensors=None):
         }
     mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
-    if "num_local_experts" in config:
+    if config["model_type"] == "gpt_oss":
         blocks[False] = STACKED_EXPERTS
-    elif {"num_experts", "n_routed_experts"} & config.keys():
+    elif number_of_experts(config):
         blocks[False] = expert_conversions(config)
     mixers = {FULL: {path: value for path, value in conversions.items() if path not in mlp}}
     kinds = list(zip(mixers_of(case), (layer in case.dense_layers for layer in range(L))))
@@ -164,7 +166,7 @@ def expert_conversions(config):
     def stacked(*tensors):
         return np.stack([x.T for x in tensors])
 
-    width, module = config["moe_intermediate_size"], "shared_experts"
+    width, module = config.get("moe_intermediate_size"), "shared_experts"
     conversions = {"mlp/router": ("mlp.gate.weight", np.transpose)}
     if "n_routed_experts" in config:
         conversions["mlp/choice_bias"] = ("mlp.gate.e_score_correction_bias", np.asarray)
@@ -173,8 +175,7 @@ def expert_conversions(config):
         conversions["mlp/shared_gate"] = ("mlp.shared_expert_gate.weight", np.transpose)
     for x in ("gate", "up", "down"):
         names = [
-            f"mlp.experts.{expert}.{x}_proj.weight"
-            for expert in range(config.get("num_experts") or config["n_routed_experts"])
+            f"mlp.experts.{expert}.{x}_proj.weight" for expert in range(number_of_experts(config))
         ]
         conversions[f"mlp/expert_{x}"] = names, stacked
         if {"shared_expert_intermediate_size", "n_shared_experts"} & config.keys():
@@ -186,6 +187,12 @@ def expert_conversions(config):
             "mlp/expert_gate": (gate_up, lambda x: x[:, :width].swapaxes(1, 2)),
             "mlp/expert_up": (gate_up, lambda x: x[:, width:].swapaxes(1, 2)),
             "mlp/expert_down": (down, lambda x: x.swapaxes(1, 2)),
+        }
+    if config["model_type"] == "minimax_m2":
+        conversions["mlp/choice_bias"] = ("mlp.e_score_correction_bias", np.asarray)
+        return {
+            path: ([*map(name_in_mixtral, x)] if isinstance(x, list) else name_in_mixtral(x), y)
+            for path, (x, y) in conversions.items()
         }
     return conversions
 
@@ -364,6 +371,14 @@ def stack_experts(tensors):
     return stacked
 
 
+def stack_minimax_experts(tensors):
+    """As `stack_experts`, with the names of modules."""
+    names = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return stack_experts(
+        {".".join(names.get(x, x) for x in name.split(".")): y for name, y in tensors.items()}
+    )
+
+
 def split_experts(tensors):
     """A tensor for each expert."""
     split = {name: value for name, value in tensors.items() if ".experts." not in name}
@@ -401,6 +416,7 @@ def rename_olmo_hybrid(tensors, cuts=(32, 64)):
         ("qwen3_moe", stack_experts),
         ("glm4_moe", stack_experts),
         ("qwen3_next", stack_experts),
+        ("minimax_m2", stack_minimax_experts),
         ("qwen3_5_moe", split_experts),
         ("olmo_hybrid", rename_olmo_hybrid),
         ("olmo_hybrid", functools.partial(rename_olmo_hybrid, cuts=(24, 48))),
@@ -710,6 +726,13 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
             "sliding_attention without use_sliding_window",
         ),
         ("qwen3_next", dict(use_sliding_window=True), "use_sliding_window=True; only false"),
+        (
+            "minimax_m2",
+            dict(attn_type_list=[0, 1, 1]),
+            "layers of type lightning attention; in models of type minimax_m2 only full layers",
+        ),
+        ("minimax_m2", dict(scoring_func="softmax"), "scoring_func='softmax'; only sigmoid"),
+        ("minimax_m2", dict(use_routing_bias=False), "use_routing_bias=False; only true"),
         (
             "qwen3",
             dict(layer_types=["full_attention", "sliding_attention"]),

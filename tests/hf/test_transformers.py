@@ -58,6 +58,7 @@ FLOAT64_MODELS = {
     "qwen3_5_moe": ("qwen3_5_moe", 1.0),
     "ministral3": ("ministral3", 1.0),
     "qwen3_next": ("qwen3_next", 1.0),
+    "minimax_m2": ("minimax_m2", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
 }
@@ -341,6 +342,17 @@ PARTS = {
     "projections of each key head": ("qwen3_next", dict(), _in_another_order),
     "dense layers": ("qwen3_next", dict(), _without_dense_block),
     "weights of experts": ("qwen3_next", {"experts.renormalize": False}, lambda params: params),
+    "rotated dimensions": ("minimax_m2", dict(rope_fraction=1.0), lambda params: params),
+    "norms of all heads": (
+        "minimax_m2",
+        dict(qk_norm="none"),
+        lambda params: _without(("q_norm", "k_norm"), params),
+    ),
+    "bias of the choice of MiniMax-M2": (
+        "minimax_m2",
+        {"experts.choice_bias": False},
+        lambda params: _without(("choice_bias",), params),
+    ),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
     "scaled RoPE of sliding layers": (
         "gpt_oss",

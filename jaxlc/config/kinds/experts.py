@@ -1,8 +1,8 @@
 """A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a
 shared expert computes all tokens. `jaxlc.models.kinds.experts` has the computation.
 
-Families store experts in three ways, which are tables of names: a tensor for each expert; one for
-all, whose gate and up are rows; or where they are columns in turn.
+Families store experts in three ways, which are tables of names: a tensor for each expert, with names
+of two kinds; one for all, whose gate and up are rows; or where they are columns in turn.
 
 The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m
 rows are needed, whatever the routing.
@@ -42,6 +42,15 @@ STACKED_LINEAR_TENSORS = (
     LayerTensor("expert_gate", "mlp.experts.gate_up_proj", 1, is_stacked=True),
     LayerTensor("expert_up", "mlp.experts.gate_up_proj", 1, is_stacked=True),
     LayerTensor("expert_down", "mlp.experts.down_proj", 1, is_stacked=True),
+)
+# A tensor for each expert, whose parts have the names of Mixtral; router and bias of the choice are float32: released
+# files of MiniMax-M2; transformers, conversion_mapping.py.
+MIXTRAL_TENSORS = (
+    LayerTensor("router", "block_sparse_moe.gate.weight", 1, is_float32=True),
+    LayerTensor("expert_gate", "block_sparse_moe.experts.{expert}.w1.weight", 1),
+    LayerTensor("expert_up", "block_sparse_moe.experts.{expert}.w3.weight", 1),
+    LayerTensor("expert_down", "block_sparse_moe.experts.{expert}.w2.weight", 1),
+    LayerTensor("choice_bias", "block_sparse_moe.e_score_correction_bias", is_float32=True),
 )
 # The bias of the choice, which files have in float32: transformers, models/glm4_moe.
 CHOICE_BIAS = LayerTensor("choice_bias", "mlp.gate.e_score_correction_bias", is_float32=True)

@@ -66,6 +66,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
+        "rotary_dim",
     ),
     Positive: ("rope_theta", "rope_local_base_freq"),
     int: (
@@ -108,7 +109,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("quantization_config", "compression_config"),
     ),
     list[str]: ("architectures", "layer_types"),
-    list[int]: ("mlp_only_layers", "no_rope_layers", "weight_block_size"),
+    list[int]: ("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
     list[float]: ("short_factor", "long_factor"),
 }
 _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
@@ -460,8 +461,8 @@ def config_json_of(
             | rope_fields(model, family)
             | changed
         )
-    # the weights are not, any more
-    base = {name: value for name, value in base.items() if name not in _QUANTIZATION}
+    # not quantized, and without the code of the repository
+    base = {name: value for name, value in base.items() if name not in (*_QUANTIZATION, "auto_map")}
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(model_from(model.by_path | before), family).items():

@@ -21,7 +21,7 @@ from jaxlc.config.models.model_schema import (
 from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
-_PARTIAL = "partial_rotary_factor"
+_PARTIAL, _ROTATED = "partial_rotary_factor", "rotary_dim"
 _QUERY_BETA = "llama_4_scaling_beta"
 _THETA, _LOCAL_THETA, _SCALING = "rope_theta", "rope_local_base_freq", "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
@@ -108,6 +108,8 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
     if _PARTIAL in family.defaults:
         old[_PARTIAL] = full[_PARTIAL] = model.rope_fraction
+    if _ROTATED in family.defaults:
+        old[_ROTATED] = round(model.head_dim * model.rope_fraction)
     if not family.rope_by_layer_type:
         return old | dict(rope_parameters=full)
     sliding = dict(rope_type="default", rope_theta=model.sliding_rope_theta)
@@ -207,10 +209,10 @@ def _one_rope(
     theta, default = parameters.pop(_THETA), family.defaults.get(_PARTIAL, 1)
     if theta is None:
         raise Unsupported(f"unsupported: {where} has {_THETA}=null, a model without RoPE")
-    fraction = next(
-        (x for x in (parameters.pop(_PARTIAL, None), config.get(_PARTIAL)) if x is not None),
-        default,
-    )
+    stated = [parameters.pop(_PARTIAL, None), config.get(_PARTIAL)]
+    if _ROTATED in family.defaults and config.get(_ROTATED):
+        stated.append(config[_ROTATED] / (config.get("head_dim") or family.defaults["head_dim"]))
+    fraction = next((x for x in stated if x is not None), default)
     if fraction != 1 and _PARTIAL not in family.defaults:
         raise Unsupported(f"unsupported: {where} has {_PARTIAL}={fraction}; only 1 is supported")
     parameters = {

@@ -18,7 +18,7 @@ from jaxlc.config.models.families.dense import (
     SEED_OSS,
     SMOLLM3,
 )
-from jaxlc.config.models.families.experts import GLM4_MOE, GPT_OSS, QWEN3_MOE
+from jaxlc.config.models.families.experts import GLM4_MOE, GPT_OSS, MINIMAX_M2, QWEN3_MOE
 from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family, Tensor
 from jaxlc.config.models.families.hybrid import (
     OLMO_HYBRID,
@@ -43,7 +43,7 @@ FAMILIES: dict[str, Family] = {
             OLMO3,
             MINISTRAL3,
         ),
-        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, QWEN3_NEXT),
+        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, QWEN3_NEXT, MINIMAX_M2),
     )
 }
 

@@ -4,6 +4,8 @@ GLM 4.5 and 4.6: dense layers, then layers of experts with a sigmoid router and 
 
 Transformers: models/glm4_moe. Layers of multi-token prediction are left out.
 
+MiniMax-M2: a sigmoid router, and norms of all heads together (transformers: models/minimax_m2).
+
 gpt-oss: experts with biases, attention sinks, sliding and full layers in turn (transformers:
 models/gpt_oss).
 
@@ -14,6 +16,7 @@ type.
 from typing import Any
 
 from jaxlc.config.kinds import experts
+from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
 from jaxlc.config.models.model_schema import ModelConfig
 
@@ -164,6 +167,67 @@ GLM4_MOE = Family(
     ),
     tensor_aliases=experts.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),
+)
+
+
+_ATTENTIONS = ("lightning attention", "full")  # by entries of attn_type_list
+
+
+def _minimax_m2_read_kinds(config: Fields) -> list[str]:
+    types = config.get("attn_type_list") or [1] * config["num_hidden_layers"]
+    return [_ATTENTIONS[x] if x in (0, 1) else f"{x} in attn_type_list" for x in types]
+
+
+MINIMAX_M2 = Family(
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    read_kinds=_minimax_m2_read_kinds,
+    settings={
+        "qk_norm": "projection",
+        "experts.router": "sigmoid",
+        "experts.choice_bias": True,
+        "experts.renormalize": True,
+    },
+    fields={
+        "num_local_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "intermediate_size": "experts.ffn_dim",
+    },
+    field_aliases={"num_experts": "num_local_experts"},
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=5e6,
+        partial_rotary_factor=1.0,
+        rotary_dim=None,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+    ),
+    required_values=dict(
+        attention_bias=(False,),
+        scoring_func=("sigmoid",),
+        use_routing_bias=(True,),
+        use_qk_norm=(True,),
+        qk_norm_type=("per_layer",),
+        shared_intermediate_size=(0,),
+        router_jitter_noise=(0,),
+        **{f"layernorm_{x}_beta": (1,) for x in ("full_attention", "mlp")},
+    ),
+    irrelevant=frozenset(
+        {
+            *("attn_type_list", "rotary_dim"),  # the function above, and `rope_json`, read them
+            *("router_aux_loss_coef", "output_router_logits"),
+            # of layers that the model does not have, and of multi-token prediction
+            *("mlp_intermediate_size", "shared_moe_mode", "layernorm_linear_attention_beta"),
+            *("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+            "auto_map",  # transformers has the code
+        }
+    ),
+    feed_forward_tensors=dict(experts=experts.MIXTRAL_TENSORS),
+    tensor_aliases=(
+        *experts.STACKED_LINEAR_TENSORS,
+        LayerTensor("choice_bias", "mlp.e_score_correction_bias"),
+    ),
 )
 
 

@@ -115,7 +115,8 @@ class Family:
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     activation_field: str = "hidden_act"
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
-    # partial_rotary_factor, RoPE may rotate a part of a head; with llama_4_scaling_beta, YaRN may scale queries.
+    # partial_rotary_factor, RoPE may rotate a part of a head, and with rotary_dim, this field may give its size; with
+    # llama_4_scaling_beta, YaRN may scale queries.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
