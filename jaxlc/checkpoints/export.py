@@ -197,6 +197,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # name -> names in safetensors and in config.json
 DTYPES = {"bf16": ("BF16", "bfloat16"), "fp32": ("F32", "float32")}
 
@@ -226,8 +227,13 @@ def export(
     config = from_dict(meta["config"])
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
-    longest = _longest_sequence(directory, step)
-    content = config_json_of(config.model, base, seq_len=longest, dtype=DTYPES[dtype][1])
+    longest = length = _longest_sequence(directory, step)
+    tokens = {}
+    if base is not None and not family_of(base, config.model).architecture:
+        length = max(length, base.get("max_position_embeddings", 0))
+        tokens = {name: base[name] for name in _TOKENS if name in base}
+        base = None
+    content = config_json_of(config.model, base, seq_len=length, dtype=DTYPES[dtype][1]) | tokens
     load_all = (lambda: load_params(step)) if BASE in meta else None
     params = StoredParams(workdir, step, config, load_all=load_all)
     family = family_of(base, config.model)

@@ -68,6 +68,8 @@ class Layout:
             return [((*[slice(None)] * (len(self.stored_shape) - 1), columns), stored)]
         rows = self.stored_rows(slice(0, self.part_shape[0]))
         expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
+        if self.tensor.is_transposed:
+            return [((*expert, slice(None), *rows), stored.T)]
         return [((*expert, x), y) for x, y in zip(rows, np.split(stored, self.num_groups))]
 
     @property
@@ -91,7 +93,8 @@ class Layout:
         experts = (
             (self.num_experts,) if self.tensor.is_stacked and self.num_experts is not None else ()
         )
-        return *experts, self.num_rows or rows, *others
+        shape = *experts, self.num_rows or rows, *others
+        return (*shape[:-2], *shape[:-3:-1]) if self.tensor.is_transposed else shape
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -129,7 +132,8 @@ class Layout:
         parameter, one after the other in the dimension of rows.
         """
         expert = (slice(place[-1], place[-1] + 1),) if self.tensor.is_stacked else ()
-        return [(*expert, *part) for part in self._slices_of_part(slices)]
+        step = -1 if self.tensor.is_transposed else 1
+        return [(*expert, *part[::step]) for part in self._slices_of_part(slices)]
 
     def _slices_of_part(self, slices: Sequence[slice]) -> list[tuple[slice, ...]]:
         inputs = self.tensor.num_inputs
@@ -156,7 +160,7 @@ class Layout:
             return part
         part = part[0] if self.tensor.is_stacked else part
         part = part[:, 0] if self.tensor.is_convolution else part
-        return part.T.reshape(
+        return (part if self.tensor.is_transposed else part.T).reshape(
             [len(range(*piece.indices(size))) for piece, size in zip(slices, self.shape)]
         )
 
@@ -268,13 +272,13 @@ def layouts_of(
     abstract: Mapping[str, Any],
     dims: Mapping[str, tuple[str, ...]],
     model: ModelConfig,
-    names: Collection[str] = (),
+    stored: Mapping[str, StoredTensor] | None = None,
 ) -> dict[str, Layout]:
     """The layout of the tensor of each parameter, by the parameter's path, without vocabulary
     padding.
 
     Args:
-      names: of the tensors in the files, which may be aliases.
+      stored: the tensors in the files by name, which may be aliases.
     """
     layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of("attention")}
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
@@ -289,26 +293,32 @@ def layouts_of(
         layer = model.of_kind(model.kinds_of_layers[layers[0]])
         tensors = family.tensors_of(layer.mixer, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
-        own = {
-            path: _stacked_layout(
-                _as_stored(tensor, layers[0], names), tuple(abstract[path].shape), layers
+        own, others = (
+            {
+                path: _stacked_layout(choice(tensor), tuple(abstract[path].shape), layers)
+                for tensor, path in paths.items()
+                if path in abstract
+            }
+            for choice in (lambda x: x, lambda x: x.alias or x)
+        )
+        for path, layout in own.items():
+            groups = family.num_row_groups(layout.tensor, model)
+            layouts[path] = _as_stored(
+                _part_of_rows(layout, own.values(), groups),
+                _part_of_rows(others[path], others.values(), groups),
+                stored or {},
             )
-            for tensor, path in paths.items()
-            if path in abstract
-        }
-        layouts |= {
-            path: _part_of_rows(layout, own.values(), family.num_row_groups(layout.tensor, model))
-            for path, layout in own.items()
-        }
     return {path: layouts[path] for path in abstract}
 
 
-def _as_stored(tensor: Tensor, layer: int, names: Collection[str]) -> Tensor:
-    """`tensor`, or its alias if the files have that in this layer."""
-    alias = tensor.alias
-    return (
-        alias if alias is not None and alias.name.format(layer=layer, expert=0) in names else tensor
+def _as_stored(layout: Layout, other: Layout, stored: Mapping[str, StoredTensor]) -> Layout:
+    """`layout`, or that of its alias if the files have it in the first layer."""
+    tensor = stored.get(other.name_at((0,) * len(other.stack_shape)))
+    has_other = tensor is not None and (
+        other.tensor.name != layout.tensor.name
+        or tensor.shape == other.stored_shape != layout.stored_shape
     )
+    return other if has_other else layout
 
 
 def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int]) -> Layout:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxlc.config import load
-from jaxlc.config.models.config_json import family_of
+from jaxlc.config.models.config_json import family_of, language_model_of
 from jaxlc.config.models.pretrained import read_json
 from jaxlc.hf.load import layouts_of, paths_of
 from jaxlc.models import decoder
@@ -131,7 +131,8 @@ def evaluate(
 def by_names_in_files(step, params) -> dict[str, np.ndarray]:
     """A tree of parameters by the names and in the shapes of the files."""
     model = step.config.model
-    family = family_of(read_json(Path(model.init_from) / "config.json"), model)
+    content = read_json(Path(model.init_from) / "config.json")
+    family = family_of(language_model_of(content), model)
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
     by_name = {}

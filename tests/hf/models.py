@@ -73,6 +73,9 @@ class Case:
     delta_modules: dict[str, str] = field(default_factory=dict)
     linear_layers: tuple[int, ...] = ()  # of a config.json without layer_types
     dense_layers: tuple[int, ...] = ()  # of a model with experts
+    # Architecture of the model with images whose text_config `config` is; transformers has no class for such a language
+    # model alone.
+    wrapper: str = ""
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -324,6 +327,42 @@ CASES: dict[str, Case] = {
         linear_layers=(0, 2),
         group_layers=3,
         dense_layers=(2,),
+    ),
+    "qwen3_vl": Case(
+        config=_config(
+            "qwen3_vl_text",
+            "",
+            tie_word_embeddings=True,
+            rope_scaling=dict(rope_type="default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+            rope_theta=50000.0,
+            attention_bias=False,
+        ),
+        qk_norm="head",
+        wrapper="Qwen3VLForConditionalGeneration",
+    ),
+    "qwen3_vl_moe": Case(
+        config=_config(
+            "qwen3_vl_moe_text",
+            "",
+            tie_word_embeddings=False,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=50000.0,
+                mrope_section=[4, 2, 2],
+                mrope_interleaved=True,
+            ),
+            attention_bias=False,
+            decoder_sparse_step=1,
+            mlp_only_layers=[1],
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+        qk_norm="head",
+        group_layers=2,
+        dense_layers=(1,),
+        wrapper="Qwen3VLMoeForConditionalGeneration",
     ),
     "glm4_moe": Case(
         config=_config(
@@ -669,6 +708,8 @@ def _with_experts(
     D, E = config["hidden_size"], number_of_experts(config)
     F = config.get("moe_intermediate_size") or config["intermediate_size"]
     shapes = {"mlp.gate.weight": (E, D)}
+    if config["model_type"] == "qwen3_vl_moe_text":
+        shapes |= {"mlp.experts.gate_up_proj": (E, D, 2 * F), "mlp.experts.down_proj": (E, F, D)}
     if "shared_expert_intermediate_size" in config:
         S = config["shared_expert_intermediate_size"]
         if config["model_type"] == "qwen3_5_moe_text":
@@ -728,6 +769,45 @@ def _with_stacked_experts(
     } | shapes
 
 
+VISION = dict(
+    **dict(
+        depth=1, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    ),
+    **dict(num_heads=2, out_hidden_size=32, num_position_embeddings=16),
+    deepstack_visual_indexes=[0],
+)
+
+
+def config_json_in_files(case: str) -> dict:
+    """The content of config.json: of the model with images, if there is no other one."""
+    config, wrapper = CASES[case].config, CASES[case].wrapper
+    if not wrapper:
+        return config
+    text = {name: value for name, value in config.items() if name != "architectures"}
+    outer = {
+        name: text[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in text
+    }
+    outer |= dict(architectures=[wrapper], model_type=config["model_type"].removesuffix("_text"))
+    return outer | dict(text_config=text, vision_config=VISION, image_token_id=7)
+
+
+def stored_tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    """The tensors in the files of a case: `tensors_of` and, of a model with images, a part of the
+    others, in float32.
+    """
+    tensors = tensors_of(case, dtype)
+    if not CASES[case].wrapper:
+        return tensors
+    rng = np.random.default_rng(1)
+    renamed = {x.replace("model.", "model.language_model.", 1): y for x, y in tensors.items()}
+    shapes = {"norm1.weight": (16,), "attn.qkv.weight": (48, 16), "attn.qkv.bias": (48,)}
+    others = {
+        f"model.visual.blocks.0.{name}": rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    return renamed | others
+
+
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name.endswith(CHOICE_BIAS):
         return rng.standard_normal(shape) / 5  # it is added to sigmoids
@@ -758,11 +838,13 @@ def write_model(
       changes: fields of config.json; the tensors have the shapes of the unchanged config.
     """
     directory.mkdir(parents=True)
-    config = CASES[case].config
-    (directory / "config.json").write_text(json.dumps(config | changes, indent=2) + "\n")
+    config, content = CASES[case].config, config_json_in_files(case)
+    content = json.loads(json.dumps(content))  # a copy
+    content.get("text_config", content).update(changes)
+    (directory / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     tensors = {
-        name: (x * scale).astype(x.dtype) if x.ndim > 1 else x
-        for name, x in tensors_of(case, dtype).items()
+        name: (x * scale).astype(x.dtype) if x.ndim > 1 and "visual" not in name else x
+        for name, x in stored_tensors_of(case, dtype).items()
     }
     write_tensors(directory, tensors, num_files=num_files)
     write_tokenizer(directory, config["vocab_size"] - 1)

@@ -21,7 +21,11 @@ CROSS_ENTROPY = torch.nn.functional.cross_entropy
 
 
 def open_model(directory: str):
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    fields = json.loads((pathlib.Path(directory) / "config.json").read_text())
+    auto = transformers.AutoModelForCausalLM
+    if "vision_config" in fields:
+        auto = transformers.AutoModelForImageTextToText
+    model = auto.from_pretrained(
         directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )
     return model.train()
@@ -56,7 +60,9 @@ def gradients(
         logits, loss = logits_and_loss(model, np.array(tokens), first_position)
         loss.backward()
     arrays = {
-        f"gradient/{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()
+        f"gradient/{name}": parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None  # of images
     }
     return dict(
         logits=logits.detach().numpy(), loss=loss.detach().numpy(), **_by_expert(arrays, model)
@@ -114,13 +120,17 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
     """The gradients of stacked experts by the names of released files, which have a tensor for each
-    expert, except those of gpt-oss and Qwen 3.5.
+    expert, except those of gpt-oss, Qwen 3.5 and Qwen 3 VL.
     """
     result, is_mixtral = {}, model.config.model_type == "minimax_m2"
     if is_mixtral:
         arrays = {name.replace(".mlp.", ".block_sparse_moe."): x for name, x in arrays.items()}
-    for name, array in arrays.items():
+    for full_name, array in arrays.items():
+        name = full_name.replace("model.language_model.", "model.")
         stem, _, last = name.rpartition(".experts.")
+        if stem and model.config.model_type == "qwen3_vl_moe":
+            result[name] = array.swapaxes(1, 2)
+            continue
         if not stem or model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):
             result[name] = array
             continue

@@ -82,7 +82,7 @@ def assert_same_bits(actual, expected):
         )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if not CASES[case].wrapper])
 def test_import_then_export_is_bit_identical(case, tmp_path):
     """61 ids are padded to 62 in the run."""
     source = write_model(tmp_path / "model", case)

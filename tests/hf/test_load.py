@@ -181,6 +181,12 @@ def expert_conversions(config):
         if {"shared_expert_intermediate_size", "n_shared_experts"} & config.keys():
             name = f"mlp.{module}.{x}_proj.weight"
             conversions[f"mlp/shared/w_{x}"] = name, np.transpose
+    if config["model_type"] == "qwen3_vl_moe_text":
+        conversions |= {
+            "mlp/expert_gate": ("mlp.experts.gate_up_proj", lambda x: x[..., :width]),
+            "mlp/expert_up": ("mlp.experts.gate_up_proj", lambda x: x[..., width:]),
+            "mlp/expert_down": ("mlp.experts.down_proj", np.asarray),
+        }
     if config["model_type"] == "qwen3_5_moe_text":
         gate_up, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
         conversions |= {
@@ -379,6 +385,11 @@ def stack_minimax_experts(tensors):
     )
 
 
+def transpose_experts(tensors):
+    """nn.Linear of each expert, as `save_pretrained(save_original_format=False)` writes them."""
+    return {x: y.swapaxes(1, 2).copy() if ".experts." in x else y for x, y in tensors.items()}
+
+
 def split_experts(tensors):
     """A tensor for each expert."""
     split = {name: value for name, value in tensors.items() if ".experts." not in name}
@@ -418,6 +429,7 @@ def rename_olmo_hybrid(tensors, cuts=(32, 64)):
         ("qwen3_next", stack_experts),
         ("minimax_m2", stack_minimax_experts),
         ("qwen3_5_moe", split_experts),
+        ("qwen3_vl_moe", transpose_experts),
         ("olmo_hybrid", rename_olmo_hybrid),
         ("olmo_hybrid", functools.partial(rename_olmo_hybrid, cuts=(24, 48))),
     ],
@@ -886,6 +898,25 @@ def _changed(config, path, value):
 
 # Fields of released files that the cases do not have, and the settings that they give.
 RELEASED = {
+    "Ministral-3-8B": (
+        "ministral3",
+        dict(
+            rope_parameters=dict(
+                beta_fast=32.0,
+                beta_slow=1.0,
+                factor=16.0,
+                llama_4_scaling_beta=0.1,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                original_max_position_embeddings=16384,
+                rope_theta=1000000.0,
+                rope_type="yarn",
+                type="yarn",
+            ),
+            max_position_embeddings=262144,
+        ),
+        dict(rope_scaling_query_beta=0.1, rope_scaling_attention_factor=1.0, rope_theta=1e6),
+    ),
     "Seed-OSS-36B": (
         "seed_oss",
         dict(

@@ -91,6 +91,7 @@ class LayerTensor(NamedTuple):
     is_convolution: bool = False
     interleaved: int | None = None
     is_stacked: bool = False
+    is_transposed: bool = False
     is_float32: bool = False
 
 

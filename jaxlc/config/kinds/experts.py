@@ -1,8 +1,8 @@
 """A mixture of experts: a router chooses some of E gated feed-forward blocks for each token; a
 shared expert computes all tokens. `jaxlc.models.kinds.experts` has the computation.
 
-Families store experts in three ways, which are tables of names: a tensor for each expert, with names
-of two kinds; one for all, whose gate and up are rows; or where they are columns in turn.
+Families store experts in four ways, which are tables of names: a tensor for each expert, with names
+of two kinds; one for all, whose gate and up are rows, or columns; or where they are columns in turn.
 
 The rows of each expert are padded to whole blocks. At most (rows + experts (m - 1)) / m blocks of m
 rows are needed, whatever the routing.
@@ -52,6 +52,8 @@ MIXTRAL_TENSORS = (
     LayerTensor("expert_down", "block_sparse_moe.experts.{expert}.w2.weight", 1),
     LayerTensor("choice_bias", "block_sparse_moe.e_score_correction_bias", is_float32=True),
 )
+# The same with the last two dimensions exchanged: files of Qwen 3 VL.
+TRANSPOSED_TENSORS = tuple(x._replace(is_transposed=x.is_stacked) for x in STACKED_LINEAR_TENSORS)
 # The bias of the choice, which files have in float32: transformers, models/glm4_moe.
 CHOICE_BIAS = LayerTensor("choice_bias", "mlp.gate.e_score_correction_bias", is_float32=True)
 

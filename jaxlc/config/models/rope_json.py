@@ -301,7 +301,7 @@ def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
     """
     mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
     if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
-        log_factor = math.log(values["factor"])
+        log_factor = math.log(abs(values["factor"]))  # the check of settings refuses one below 1
         values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (
             0.1 * mscale_all_dim * log_factor + 1
         )

@@ -15,10 +15,17 @@ from jaxlc.config.models.families.dense import (
     OLMO3,
     QWEN2,
     QWEN3,
+    QWEN3_VL_TEXT,
     SEED_OSS,
     SMOLLM3,
 )
-from jaxlc.config.models.families.experts import GLM4_MOE, GPT_OSS, MINIMAX_M2, QWEN3_MOE
+from jaxlc.config.models.families.experts import (
+    GLM4_MOE,
+    GPT_OSS,
+    MINIMAX_M2,
+    QWEN3_MOE,
+    QWEN3_VL_MOE_TEXT,
+)
 from jaxlc.config.models.families.family import COMMON_SETTINGS, LAYER_TYPES, Family, Tensor
 from jaxlc.config.models.families.hybrid import (
     OLMO_HYBRID,
@@ -44,6 +51,7 @@ FAMILIES: dict[str, Family] = {
             MINISTRAL3,
         ),
         *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, QWEN3_NEXT, MINIMAX_M2),
+        *(QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
     )
 }
 

@@ -18,7 +18,7 @@ Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo
 
 Qwen 2 and 2.5, dense models (transformers: models/qwen2).
 
-Qwen 3, dense models (transformers: models/qwen3).
+Qwen 3, dense models (transformers: models/qwen3), and those of Qwen 3 VL (models/qwen3_vl).
 
 Seed-OSS (transformers: models/seed_oss). Released files name the dropout of the authors' training.
 
@@ -277,6 +277,19 @@ QWEN3 = Family(
     ),
     required_values=dict(use_qk_norm=(True,)),
     irrelevant=_WINDOW_FIELDS,
+)
+
+
+# For text, whose positions have one dimension, the layers of Qwen 3; deepstack only adds features of images.
+QWEN3_VL_TEXT = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_vl_text",
+    architecture="",
+    defaults={**QWEN3.defaults, "rope_theta": 5e5},
+    irrelevant=QWEN3.irrelevant | {"mrope_section", "mrope_interleaved"},
+    multimodal_type="qwen3_vl",
+    multimodal_prefixes={"model.language_model.": "model."},
+    other_prefixes=("model.visual.",),
 )
 
 

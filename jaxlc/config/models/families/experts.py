@@ -1,4 +1,5 @@
-"""Qwen 3 with experts; some layers may be dense (transformers: models/qwen3_moe).
+"""Qwen 3 with experts; some layers may be dense (transformers: models/qwen3_moe). Qwen 3 VL with
+experts has the same language model (models/qwen3_vl_moe), and always normalizes the weights.
 
 GLM 4.5 and 4.6: dense layers, then layers of experts with a sigmoid router and shared experts.
 
@@ -13,10 +14,12 @@ Released files have experts in MXFP4 (`jaxlc.hf.files`), and exports have all we
 type.
 """
 
+import dataclasses
 from typing import Any
 
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.models.families.dense import QWEN3_VL_TEXT
 from jaxlc.config.models.families.family import Family, Fields, read_layer_types, write_layer_types
 from jaxlc.config.models.model_schema import ModelConfig
 
@@ -76,6 +79,30 @@ QWEN3_MOE = Family(
     feed_forward_tensors=dict(experts=experts.TENSORS),
     tensor_aliases=experts.STACKED_LINEAR_TENSORS,
     kinds=dict(dense=dict(feed_forward="dense")),
+)
+
+
+QWEN3_VL_MOE_TEXT = dataclasses.replace(
+    QWEN3_MOE,
+    model_type="qwen3_vl_moe_text",
+    architecture="",
+    defaults={
+        **QWEN3_MOE.defaults,
+        "num_key_value_heads": 16,
+        "head_dim": None,
+        "rope_theta": 5e5,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+    },
+    required_values={**QWEN3_MOE.required_values, "norm_topk_prob": (True,)},
+    irrelevant=QWEN3_MOE.irrelevant | QWEN3_VL_TEXT.irrelevant,
+    feed_forward_tensors=dict(experts=experts.TRANSPOSED_TENSORS),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    multimodal_type="qwen3_vl_moe",
+    multimodal_prefixes=QWEN3_VL_TEXT.multimodal_prefixes,
+    other_prefixes=QWEN3_VL_TEXT.other_prefixes,
 )
 
 

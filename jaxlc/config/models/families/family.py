@@ -52,8 +52,9 @@ class Tensor:
     interleaved: int | None = None
     # The tensor has a first dimension for the experts; the other fields describe the part of one.
     is_stacked: bool = False
+    is_transposed: bool = False  # files have its last two dimensions exchanged
     is_float32: bool = False  # exports have it in float32, whatever the dtype of the other tensors
-    # the tensor that files of other programs may have in place of this one
+    # the tensor that files of other programs may have in place of this one: of another name or shape
     alias: "Tensor | None" = None
 
 
@@ -97,7 +98,9 @@ class Family:
     """A `model_type` of config.json that the decoder computes exactly."""
 
     model_type: str
-    architecture: str  # entry of "architectures"
+    # Entry of "architectures". Empty: transformers has no class for the language model alone, which is exported as the
+    # first family with its layers.
+    architecture: str
     # the sets of kinds that models may have
     layer_kinds: tuple[frozenset[str], ...] = (frozenset({"full"}),)
     # The kind of each layer in config.json. An unknown type of layer is returned as it is.
