@@ -105,9 +105,7 @@ class CachedDecoder:
             .sum(axis=1)
             .astype(self.compute_dtype)
         )
-        normed_BD = rms_norm(
-            last_BD, module.final_norm.factor.astype(jnp.float32), model.norm_epsilon
-        )
+        normed_BD = rms_norm(last_BD, module.final_factor.astype(jnp.float32), model.norm_epsilon)
         head_DV = module.head_DV(shard, self.compute_dtype)
         logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
         return logits_BV[:, : model.vocab_size], updated

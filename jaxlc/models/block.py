@@ -171,6 +171,15 @@ class Block(nnx.Module):
         return out if self.lora is None else self.lora.add(name, subscripts, out, x, shard=shard)
 
 
+def scaled(x: jax.Array, factor: float | jax.Array) -> jax.Array:
+    """x * factor, multiplied in float32, since a factor such as 0.22 is not exact in bfloat16; in
+    the dtype of x.
+    """
+    if isinstance(factor, float) and factor == 1:
+        return x
+    return (factor * x.astype(jnp.float32)).astype(x.dtype)
+
+
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """x + bias, added in float32, so that the gradient of the bias is summed in float32; in the
     dtype of x.

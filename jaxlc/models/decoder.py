@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
-from jaxlc.models.block import InitKeys, RMSNorm, matrix, over_chunks
+from jaxlc.models.block import InitKeys, RMSNorm, matrix, over_chunks, scaled
 from jaxlc.models.contract import LayerOutput
 from jaxlc.models.layer_stack import DecoderLayer, IsFrozen, LayerContext, run_stack
 from jaxlc.models.lora import join, paths_in_layer
@@ -181,7 +181,9 @@ class Decoder(nnx.Module):
         self.final_norm = RMSNorm(
             epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D
         )
-        self.embedding_multiplier = D**0.5 if model.scale_embeddings else 1.0
+        self.embedding_scale = D**0.5 if model.scale_embeddings else 1.0
+        self.embedding_multiplier = model.embedding_multiplier
+        self.logits_scaling = model.logits_scaling
 
     def __call__(
         self,
@@ -212,9 +214,16 @@ class Decoder(nnx.Module):
     def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
         """The input of the first layer, x_BTD in compute_dtype, T sharded over context and tensor."""
         x_BTD = lookup(self.embedding[...], tokens_BT, shard, compute_dtype)
-        if self.embedding_multiplier != 1:
-            x_BTD *= jnp.asarray(self.embedding_multiplier, compute_dtype)
-        return x_BTD
+        if self.embedding_scale != 1:
+            x_BTD *= jnp.asarray(self.embedding_scale, compute_dtype)
+        return scaled(x_BTD, self.embedding_multiplier)
+
+    @property
+    def final_factor(self) -> jax.Array:
+        """The factor of the final norm, divided by `logits_scaling`: so the product of the normed
+        states and the head is the logits wherever it is computed. float32 [D].
+        """
+        return self.final_norm.factor / self.logits_scaling
 
     def head_DV(self, shard: Sharder, compute_dtype) -> jax.Array:
         """The output head, sharded over tensor along V; of the copy of a node with a first
@@ -296,8 +305,8 @@ def apply(
       lora: the adapters that `params` contains.
     Returns:
       x_BTD, the final hidden states in compute_dtype, T sharded over context and tensor; factor_D of the final norm,
-      float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V padded and sharded over tensor; sums
-      over the tokens that layers return, float32 [layers that return it] by name.
+      divided by model.logits_scaling, float32, which the loss applies chunk by chunk; head_DV in compute_dtype, V
+      padded and sharded over tensor; sums over the tokens that layers return, float32 [layers that return it] by name.
     """
     shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
     joined = join(params.trainable, params.frozen)
@@ -312,7 +321,7 @@ def apply(
     )
     return (
         output.x_BTD,
-        decoder.final_norm.factor,
+        decoder.final_factor,
         decoder.head_DV(shard, context.compute_dtype),
         output.sums,
     )

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
-from jaxlc.models.block import InitKeys, RMSNorm
+from jaxlc.models.block import InitKeys, RMSNorm, scaled
 from jaxlc.models.contract import LayerOutput, Routed, operands
 from jaxlc.models.kinds import FEED_FORWARDS, MIXERS
 from jaxlc.models.matmuls import Fp8
@@ -65,6 +65,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm("pre", "pre_and_post")
         self.mlp = FEED_FORWARDS[model.feed_forward](model, keys, fp8, lora)
         self.mlp_post_norm = norm("post", "pre_and_post")
+        self.residual_multiplier = model.residual_multiplier
 
     def __call__(
         self,
@@ -116,7 +117,7 @@ class DecoderLayer(nnx.Module):
         """
         projected_BTD = self.attention.projected(out, kept, shard=shard)
         with jax.named_scope(scopes.ATTENTION):
-            x_BTD += _normed(projected_BTD, self.attention_post_norm)
+            x_BTD = self._added(x_BTD, projected_BTD, self.attention_post_norm)
         with jax.named_scope(scopes.MLP):
             input_BTD = shard.gathered(_normed(x_BTD, self.mlp_norm))
         if isinstance(self.mlp, Routed):
@@ -124,7 +125,11 @@ class DecoderLayer(nnx.Module):
         else:
             out_BTD, sums = self.mlp(input_BTD, shard=shard), {}
         with jax.named_scope(scopes.MLP):
-            return LayerOutput(x_BTD + _normed(out_BTD, self.mlp_post_norm), sums), chosen_BTk
+            return LayerOutput(self._added(x_BTD, out_BTD, self.mlp_post_norm), sums), chosen_BTk
+
+    def _added(self, x_BTD: jax.Array, out_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        """The residual stream plus the output of a block."""
+        return x_BTD + scaled(_normed(out_BTD, norm), self.residual_multiplier)
 
 
 def _normed(x_BTD: jax.Array, norm: RMSNorm | None) -> jax.Array:

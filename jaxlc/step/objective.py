@@ -318,8 +318,8 @@ class Objective:
     def features(
         self, params, batch: Batch, tables: TablesOfKinds | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Hidden states after the final norm [sequences, tokens, D], and the output head [D, V
-        padded].
+        """Hidden states after the final norm, divided by model.logits_scaling, [sequences, tokens,
+        D], and the output head [D, V padded].
 
         Both are in the compute dtype. The product of the two, without the padding, gives the
         logits. `tables` as in `token_losses`.

@@ -532,6 +532,23 @@ CASES: dict[str, Case] = {
         qk_norm="head",
         group_layers=4,
     ),
+    "granite": Case(
+        config=_config(
+            "granite",
+            "GraniteForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=30000.0,
+            rope_scaling=YARN_ROPE,
+            max_position_embeddings=256,
+            head_dim=None,
+            attention_bias=False,
+            mlp_bias=False,
+            attention_multiplier=0.3,
+            embedding_multiplier=0.7,
+            logits_scaling=1.4,
+            residual_multiplier=0.6,
+        )
+    ),
     "olmo2": Case(
         config=_config(
             "olmo2",

@@ -917,6 +917,23 @@ RELEASED = {
         ),
         dict(rope_scaling_query_beta=0.1, rope_scaling_attention_factor=1.0, rope_theta=1e6),
     ),
+    "Granite 3.1 8B": (
+        "granite",
+        dict(
+            attention_dropout=0.1,
+            attention_multiplier=0.0078125,
+            embedding_multiplier=12.0,
+            logits_scaling=16.0,
+            residual_multiplier=0.22,
+            rope_scaling=None,
+        ),
+        dict(
+            query_scale_dim=16384,
+            embedding_multiplier=12,
+            logits_scaling=16,
+            residual_multiplier=0.22,
+        ),
+    ),
     "Seed-OSS-36B": (
         "seed_oss",
         dict(

@@ -56,6 +56,7 @@ FLOAT64_MODELS = {
     "qwen3_5_hybrid": ("qwen3_5_hybrid", 1.0),
     "olmo_hybrid": ("olmo_hybrid", 1.0),
     "qwen3_5_moe": ("qwen3_5_moe", 1.0),
+    "granite": ("granite", 1.0),
     "ministral3": ("ministral3", 1.0),
     "qwen3_next": ("qwen3_next", 1.0),
     "minimax_m2": ("minimax_m2", 1.0),
@@ -174,7 +175,12 @@ def test_gradients_and_adamw_equal_torch_in_float64(float64_models, references, 
 
 @pytest.mark.parametrize(
     "case, mesh",
-    [("llama", "context=4"), ("gemma3", "context=2,tensor=2"), ("gpt_oss", "context=2")],
+    [
+        ("llama", "context=4"),
+        ("gemma3", "context=2,tensor=2"),
+        ("gpt_oss", "context=2"),
+        ("granite", "context=2"),
+    ],
 )
 def test_log_probs_equal_transformers(case, mesh, models, references, tmp_path):
     """`jaxlc logprobs`. Errors are compared with the largest log-probability, which may also be
@@ -306,6 +312,12 @@ PARTS = {
         dict(attention_out_bias=False),
         lambda params: _without(("bo",), params),
     ),
+    **{
+        setting: ("granite", {setting: value}, lambda params: params)
+        for setting, value in dict(
+            query_scale_dim=0, embedding_multiplier=1, residual_multiplier=1, logits_scaling=1
+        ).items()
+    },
     "RoPE of full layers, without sliding ones": (
         "exaone4",
         dict(layer_kinds=("nope",), rope_scaling="none"),

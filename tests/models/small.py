@@ -147,7 +147,7 @@ def _plain_norm(x, scale, model):
 
 def _plain_row(params, model, tokens_T, positions_T):
     x_TD = params["embedding"][tokens_T] * (
-        math.sqrt(model.model_dim) if model.scale_embeddings else 1
+        math.sqrt(model.model_dim) if model.scale_embeddings else model.embedding_multiplier
     )
     for layer, kind in enumerate(model.kinds_of_layers):
         path, layers = next(item for item in model.layer_stacks.items() if layer in item[1])
@@ -160,8 +160,8 @@ def _plain_row(params, model, tokens_T, positions_T):
             out_TD = block(p[name], model.of_kind(kind), kind, out_TD, positions_T)
             if model.norm_placement in ("post", "pre_and_post"):
                 out_TD = _plain_norm(out_TD, p[f"{name}_post_norm"]["scale"], model)
-            x_TD = x_TD + out_TD
-    return _plain_norm(x_TD, params["final_norm"]["scale"], model)
+            x_TD = x_TD + model.residual_multiplier * out_TD
+    return _plain_norm(x_TD, params["final_norm"]["scale"], model) / model.logits_scaling
 
 
 def _plain_mlp(p, model, kind, x_TD, positions_T):

@@ -59,7 +59,14 @@ VARIANTS = {
         window=5,
         kinds=(KindConfig(name="wide", num_heads=2, num_kv_heads=1, head_dim=10, ffn_dim=40),),
     ),
-    "olmo": dict(qk_norm="projection", norm_placement="post", qkv_bias=True),
+    "olmo": dict(
+        qk_norm="projection",
+        norm_placement="post",
+        qkv_bias=True,
+        embedding_multiplier=1.5,
+        residual_multiplier=0.4,
+        logits_scaling=1.7,
+    ),
     "odd": dict(
         tie_embeddings=False,
         num_kv_heads=1,

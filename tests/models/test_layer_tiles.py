@@ -87,6 +87,7 @@ OLMO = dict(
     qkv_bias=True,
     mlp_bias=True,
     query_scale_dim=24,
+    residual_multiplier=0.4,
     **ATTENTION,
 )
 

@@ -32,9 +32,9 @@ class AttentionSettings:
     # the output of attention is multiplied by the sigmoid of a gate before its projection; the query projection
     # computes the gate as well, as in Qwen 3.5.
     attention_gate: bool = False
-    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs.
-    # 0: head_dim.
-    query_scale_dim: int = 0
+    # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs,
+    # or "attention_multiplier" to the power -2. 0: head_dim.
+    query_scale_dim: float = 0.0
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0

@@ -68,7 +68,10 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
         "rotary_dim",
     ),
-    Positive: ("rope_theta", "rope_local_base_freq"),
+    Positive: (
+        *("rope_theta", "rope_local_base_freq", "attention_multiplier"),
+        *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
     int: (
         *(
             "sliding_window",
@@ -609,7 +612,10 @@ def _layer_kinds(
 
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The fields of config.json that give the sizes of `model`."""
-    values = model.by_path | dict(query_scale_dim=model.query_scale_dim or model.head_dim)
+    scale_dim = model.query_scale_dim or model.head_dim
+    values = model.by_path | dict(
+        query_scale_dim=int(scale_dim) if scale_dim == int(scale_dim) else scale_dim
+    )
     fields = {name: values[setting] for name, setting in _settings_of_fields(family).items()}
     unused = _unused_sizes(family, model.attentions)
     fields = {

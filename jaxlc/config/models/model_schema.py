@@ -107,6 +107,13 @@ class ModelConfig(AttentionSettings):
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     mlp_bias: bool = False  # biases of the three projections of dense layers
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
+    embedding_multiplier: Above0[float] = (
+        1.0  # token embeddings are multiplied by it, as in Granite
+    )
+    # the outputs of attention and of feed-forward blocks are multiplied by it before they are added
+    # to the residual stream
+    residual_multiplier: Above0[float] = 1.0
+    logits_scaling: Above0[float] = 1.0  # logits are divided by it
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
     # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.
     # nope: as full, without position embedding. gated_delta_net: linear attention with a state, as in Qwen 3.5.

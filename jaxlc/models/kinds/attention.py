@@ -27,6 +27,7 @@ from jaxlc.models.block import (
     add_bias,
     bias_vector,
     residual_depth_scale,
+    scaled,
     weight,
 )
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
@@ -110,8 +111,7 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         factor = self.query_multiplier
         if self.query_scale is not None and rotation.tables is not None:
             factor *= self.query_scale(rotation.positions_BT)
-        if self.query_scale is not None or self.query_multiplier != 1:
-            q_BTNH = (factor * q_BTNH.astype(jnp.float32)).astype(q_BTNH.dtype)
+        q_BTNH = scaled(q_BTNH, factor)
         return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
 
     @jax.named_scope(scopes.ATTENTION)

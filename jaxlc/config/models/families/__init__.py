@@ -8,6 +8,7 @@ them, add it to FAMILIES, and add it to the cases of tests/hf/models.py.
 from jaxlc.config.models.families.dense import (
     EXAONE4,
     GEMMA3_TEXT,
+    GRANITE,
     LLAMA,
     MINISTRAL3,
     MISTRAL,
@@ -50,8 +51,8 @@ FAMILIES: dict[str, Family] = {
             OLMO3,
             MINISTRAL3,
         ),
-        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, QWEN3_NEXT, MINIMAX_M2),
-        *(QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
+        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, GRANITE, QWEN3_NEXT),
+        *(MINIMAX_M2, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
     )
 }
 

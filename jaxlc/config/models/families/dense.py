@@ -7,6 +7,9 @@ Gemma 3: groups of five sliding layers and a full one (transformers: models/gemm
 
 Of models with images, the language model is loaded.
 
+Granite 3: Llama with multipliers of embeddings, block outputs, attention logits and logits
+(transformers: models/granite). Released files name the dropout of the authors' training.
+
 Mistral 7B and other Mistral models, with a sliding window in all layers or none (transformers:
 models/mistral). Mistral Small 3.1 and 3.2, and Ministral 3, are models with images (models/mistral3).
 
@@ -140,6 +143,39 @@ GEMMA3_TEXT = Family(
     irrelevant=frozenset(
         {"sliding_window_pattern", "_sliding_window_pattern", "cache_implementation", "hidden_act"}
     ),
+)
+
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _read_multiplier(config: Fields) -> dict[str, Any]:
+    """Attention logits are multiplied by attention_multiplier, not divided by a root."""
+    return dict(query_scale_dim=config["attention_multiplier"] ** -2)
+
+
+def _write_multiplier(model: ModelConfig) -> dict[str, Any]:
+    return dict(attention_multiplier=(model.query_scale_dim or model.head_dim) ** -0.5)
+
+
+GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    fields={
+        "attention_bias": "qkv_bias",
+        "mlp_bias": "mlp_bias",
+        "attention_multiplier": "query_scale_dim",  # converted by `_read_multiplier`
+        **{name: name for name in _MULTIPLIERS},
+    },
+    read_settings=_read_multiplier,
+    write_settings=_write_multiplier,
+    defaults=dict(
+        num_key_value_heads=None,
+        head_dim=None,
+        attention_bias=False,
+        **dict.fromkeys(("attention_multiplier", *_MULTIPLIERS), 1.0),
+    ),
+    required_values=dict(attention_dropout=(0, 0.1)),
 )
 
 

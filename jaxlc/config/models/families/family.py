@@ -18,7 +18,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     path: value
     for path, value in flattened(defaults_of(ModelConfig)).items()
     if path in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
-    or path in ("mlp_bias",)
+    or path in ("mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling")
     or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
     or path in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
     or path
