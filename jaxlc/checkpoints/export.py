@@ -245,9 +245,9 @@ def export(
         with write_errors_explained(target, "export to a different directory"):
             partial.mkdir(parents=True)
             if adapters:
-                write_adapters(
-                    config, family, params, partial, base=_base_of_adapters(config, family)
-                )
+                num_tokens = (base or {}).get("vocab_size", config.model.vocab_size)
+                name = _base_of_adapters(config, family, num_tokens)
+                write_adapters(config, family, params, partial, base=name)
             else:
                 content |= write_text_files(config, source, partial, longest=longest)
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
@@ -266,17 +266,25 @@ def _is_run(init_from: str) -> bool:
     return bool(init_from) and local_path(init_from).exists() and locate(init_from).is_run
 
 
-def _base_of_adapters(config: Config, family: Family) -> str:
+def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
     """What peft opens as the base of the adapters of a run, or "". Prints how to get the weights of
     training.
+
+    Args:
+      num_tokens: of the vocabulary of the base.
     """
-    base, frozen = config.model.init_from, config.precision.frozen
+    base, frozen, size = config.model.init_from, config.precision.frozen, config.model.vocab_size
     if _is_run(base):
         print_to_stderr(
             f"note: the adapters are for the weights of the run {base}, so base_model_name_or_path is null: export it"
             f" with `jaxlc export {base} BASE --dtype={frozen}`, and load them on that directory"
         )
         return ""
+    if num_tokens < size:
+        print_to_stderr(
+            f"note: the run added tokens to {base}, so call base.resize_token_embeddings({size}) before"
+            " PeftModel.from_pretrained"
+        )
     dtypes = _stored_dtypes(config, family) if base and frozen == "bf16" else set()
     if not dtypes.isdisjoint({"F32", "F16"}):
         print_to_stderr(

@@ -6,6 +6,8 @@ are the initial values of config.train.seed. A checkpoint stores their fingerpri
 does not resume, and is not loaded, with another base model.
 """
 
+import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -13,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlc.checkpoints.files import BASE, checksums_of, stored_dtypes
 from jaxlc.checkpoints.restore import restore_params
 from jaxlc.config.frozen import to_dict
 from jaxlc.config.models.config_json import family_of
-from jaxlc.config.models.model_schema import KindConfig
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.files import displayed
-from jaxlc.hf.load import ROUNDED, load_params, open_files
+from jaxlc.hf.load import ROUNDED, VOCAB, load_params, open_files
 from jaxlc.models import lora
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
@@ -37,11 +41,10 @@ def check_pretrained(step: TrainStep) -> None:
     Raises:
       UserError: the model cannot be read, or differs from the config.
     """
-    pretrained, _, abstract, dims = _source_of(step)
+    pretrained, model, _, abstract, dims = _source_of(step)
     if pretrained.is_run:
         _check_is_whole(pretrained)
     else:
-        model = step.config.model
         family = family_of(pretrained.config_json(), model)
         open_files(pretrained.directory, family, abstract, dims, model=model)
 
@@ -52,40 +55,111 @@ def load_pretrained(
     """The parameters of config.model.init_from, with the shardings of `step`, and a line that
     describes them.
 
-    Adapters of LoRA have their initial values.
+    Adapters of LoRA have their initial values. If config.model.vocab_size is larger than the
+    vocabulary of the model, the rows of new tokens are added: see `_with_new_rows`.
 
     Args:
       progress: called with the bytes of parameters done and in total.
     Raises:
       UserError: the model cannot be read, differs from the config, or has NaN or infinite values.
     """
-    config = step.config
-    pretrained, adapter_names, abstract, dims = _source_of(step)
+    pretrained, model, adapter_names, abstract, dims = _source_of(step)
     if pretrained.is_run:
         _check_is_whole(pretrained)
-        params = _restored_as(pretrained.directory.absolute(), abstract, config.model.vocab_size)
+        params = _restored_as(pretrained.directory.absolute(), abstract, model.vocab_size)
         line = f"weights    of the checkpoint {displayed(pretrained.directory.absolute())}"
         if any(x.dtype.itemsize == 2 for x in jax.tree.leaves(abstract)):
             line += ROUNDED
     else:
-        family = family_of(pretrained.config_json(), config.model)
+        family = family_of(pretrained.config_json(), model)
         params, read = load_params(
             pretrained.directory,
             family,
             abstract,
             dims,
-            model=config.model,
+            model=model,
             progress=progress,
         )
         line = f"weights    {pretrained.directory}, {read}"
+    if model.vocab_size < step.config.model.vocab_size:
+        params, names = _with_new_rows(step, params, dims, model.vocab_size)
+        line += f"; new rows of {' and '.join(names)} for tokens from {model.vocab_size:,} on"
+        if not step.frozen.isdisjoint(names):
+            line += f", which are frozen: config.train.trainable={','.join(names)} trains them"
     if adapter_names:
         params = lora.join(params, step.init_params(adapter_names))
     return params, line
 
 
-def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
-    """The model of config.model.init_from, the names of the parameters that it does not have, which
-    are adapters, and the shapes and dimensions of the others.
+_ROWS = 8192  # of the vocabulary in host memory at a time
+_COVARIANCE_FACTOR = 1e-9
+
+
+def _with_new_rows(
+    step: TrainStep, params: dict, dims: dict, num_tokens: int
+) -> tuple[dict, list[str]]:
+    """`params` with values for the tokens from `num_tokens` on, and the names of the parameters
+    that have them.
+
+    The new rows of a parameter are drawn from the normal distribution with the mean of the other
+    rows and 1e-9 times their covariance; they are the mean if that matrix is not positive definite
+    in float32. So does `resize_token_embeddings` of transformers (Hewitt 2021,
+    https://nlp.stanford.edu/~johnhew/vocab-expansion.html). The values depend on config.train.seed
+    and not on the mesh: each process adds up all rows in the same order, in float64.
+    """
+    names = sorted(name for name in params if VOCAB in dims[name])
+    extended, model = dict(params), step.config.model
+    for number, name in enumerate(names):
+        param, axis = params[name], dims[name].index(VOCAB)
+        # RandomState, not default_rng: its stream is frozen, so every NumPy version gives the same
+        random = np.random.RandomState([step.config.train.seed % 2**32, number])
+        mean, factor = _distribution_of_rows(param, axis, num_tokens)
+        normal = random.standard_normal((model.vocab_size - num_tokens, len(mean)))
+        rows = np.moveaxis(mean + normal @ factor.T, 0, axis).astype(param.dtype)
+
+        def replace(x: jax.Array, rows: jax.Array, axis: int = axis) -> jax.Array:
+            x = to_memory_kind(x, DEVICE)
+            return jax.lax.dynamic_update_slice_in_dim(x, rows, num_tokens, axis)
+
+        extended[name] = jax.jit(replace, out_shardings=param.sharding)(param, rows)
+    return extended, names
+
+
+def _distribution_of_rows(
+    param: jax.Array, axis: int, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The mean [D] of the first rows of a parameter, along `axis`, and a factor [D, D] of 1e-9
+    times their covariance, 0 if that is not positive definite; float64.
+    """
+    everywhere = NamedSharding(param.sharding.mesh, PartitionSpec())
+
+    @functools.partial(jax.jit, static_argnums=(1, 2), out_shardings=everywhere)
+    def part(x: jax.Array, start: int, stop: int) -> jax.Array:
+        return jax.lax.slice_in_dim(to_memory_kind(x, DEVICE), start, stop, axis=axis)
+
+    width = param.size // param.shape[axis]
+    total, products = np.zeros(width), np.zeros((width, width))
+    for start in range(0, num_rows, _ROWS):
+        rows = np.asarray(part(param, start, min(num_rows, start + _ROWS)), np.float64)
+        rows = np.moveaxis(rows, axis, 0)
+        total += rows.sum(0)
+        products += rows.T @ rows
+    mean = total / num_rows
+    covariance = products / num_rows - np.outer(mean, mean)
+    scaled = (_COVARIANCE_FACTOR * covariance).astype(np.float32)
+    try:
+        np.linalg.cholesky(scaled)  # transformers decides in float32
+        return mean, np.linalg.cholesky(scaled.astype(np.float64))
+    except np.linalg.LinAlgError:
+        return mean, np.zeros_like(products)
+
+
+def _source_of(
+    step: TrainStep,
+) -> tuple[Pretrained, ModelConfig, frozenset[str], Any, Any]:
+    """The model of config.model.init_from and its settings: those of the run, with the size of its
+    own vocabulary; the names of the parameters that it does not have, which are adapters; and the
+    shapes and dimensions of the others.
 
     Raises:
       UserError: the model cannot be found, or its description differs from the config.
@@ -96,7 +170,8 @@ def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
             "unsupported: config.model.init_from with a custom model, which has its own init()"
         )
     pretrained = locate(config.model.init_from, with_weights=True)
-    kinds = dict.fromkeys(pretrained.model_settings().get("kinds", {}), defaults_of(KindConfig))
+    settings = pretrained.model_settings()
+    kinds = dict.fromkeys(settings.get("kinds", {}), defaults_of(KindConfig))
     kinds |= to_dict(config)["model"]["kinds"]
     # a config that was loaded before may differ
     with_overrides(pretrained, config.model.by_path | {"kinds": kinds})
@@ -105,7 +180,8 @@ def _source_of(step: TrainStep) -> tuple[Pretrained, frozenset[str], Any, Any]:
     )
     abstract, _ = lora.split(step.abstract_state.params, adapter_names)
     dims, _ = lora.split(step.dims, adapter_names)
-    return pretrained, adapter_names, abstract, dims
+    model = dataclasses.replace(config.model, vocab_size=settings["vocab_size"])
+    return pretrained, model, adapter_names, abstract, dims
 
 
 def _check_is_whole(run: Pretrained) -> None:

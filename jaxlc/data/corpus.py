@@ -132,7 +132,8 @@ def check_ids(store: TokenStore, tokenizer: Tokenizer, vocab_size: int, setting:
             raise UserError(
                 f"{setting}: document {document:,} has the token {tokens[place]}"
                 f" ({tokenizer.decode(tokens[place : place + 1])!r}), and the model has tokens 0 to {vocab_size - 1}:"
-                " remove its text, or set --config.data.tokenizer to the tokenizer of the model"
+                " remove its text, or set --config.data.tokenizer to the tokenizer of the model, or"
+                f" --config.model.vocab_size={tokenizer.vocab_size}"
             )
 
 

@@ -85,11 +85,14 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     always_used = [tokenizer.end_of_document_id, *tokenizer.start_ids.tolist()]
     num_needed = max(always_used) + 1 if is_pretrained else tokenizer.vocab_size
     if num_needed > config.model.vocab_size:
-        advice = f"set --config.model.vocab_size={num_needed}"
+        advice = f"--config.model.vocab_size={num_needed}"
         if is_pretrained:
-            advice = "set --config.data.tokenizer to the tokenizer of config.model.init_from"
+            tokenizer_of_model = (
+                "--config.data.tokenizer to the tokenizer of config.model.init_from"
+            )
+            advice = f"{tokenizer_of_model}, or {advice}, which adds rows"
         raise UserError(
             f"the tokenizer {config.data.tokenizer} has {num_needed} tokens and the model"
-            f" {config.model.vocab_size}; {advice}"
+            f" {config.model.vocab_size}; set {advice}"
         )
     return tokenizer

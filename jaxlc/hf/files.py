@@ -303,7 +303,7 @@ def dequantized(
     whole = {
         name: _fp8_tensor(name, tensors, quantization.get("weight_block_size", (128, 128)))
         for name, tensor in tensors.items()
-        if tensor.dtype == "F8_E4M3"
+        if tensor.dtype == "F8_E4M3" and len(tensor.shape) > 1
     }
     scales = {name + _SCALE for name in whole}
     return {
@@ -328,14 +328,14 @@ def _fp8_tensor(
             f"unsupported: {scales.name} in {scales.path} has dtype {scales.dtype}; scales of FP8 may have"
             f" {', '.join(_SCALE_DTYPES)}"
         )
-    *experts, rows, columns = weights.shape if len(weights.shape) > 1 else (1, *weights.shape)
+    *experts, rows, columns = weights.shape
     # of stacked experts: a number for the rows of the gate, and one for those of up
     parts = scales.shape[1] if experts and len(scales.shape) == 3 and not block_size else 1
     whole = max(rows // max(parts, 1), 1), max(columns, 1)
     block = (block_size[0], block_size[1]) if block_size else whole
     shape = *experts, -(-rows // block[0]), -(-columns // block[1])
     is_number = not (block_size or experts) and scales.shape in ((), (1,))
-    if len(weights.shape) < 2 or not (scales.shape == shape or is_number):
+    if scales.shape != shape and not is_number:
         raise UserError(
             f"{scales.name} in {scales.path} has shape {list(scales.shape)}; {name} of shape {list(weights.shape)} with"
             f" weight_block_size={json.dumps(block_size)} in config.json needs {list(shape)}: download both again"

@@ -184,7 +184,7 @@ def _flat_slice(slices: Sequence[slice], sizes: Sequence[int]) -> slice:
 
 
 _HEAD = "lm_head.weight"
-_VOCAB = "vocab"  # name of the dimension that the mesh pads
+VOCAB = "vocab"  # name of the dimension that the mesh pads
 ROUNDED = "; frozen weights are rounded to bf16 (config.precision.frozen)"
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed from config.json; old checkpoints contain it
 
@@ -284,8 +284,7 @@ def layouts_of(
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
         sizes = tuple(
-            model.vocab_size if dim == _VOCAB else size
-            for dim, size in zip(dims[path], param.shape)
+            model.vocab_size if dim == VOCAB else size for dim, size in zip(dims[path], param.shape)
         )
         if not path.startswith(tuple(stacks)):
             layouts[path] = Layout(tensor=outside[path], shape=sizes)

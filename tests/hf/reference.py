@@ -184,9 +184,17 @@ def weights(directory: str) -> dict[str, np.ndarray]:
     dequantizes weights in FP8 when it opens a model.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    return _by_expert(
-        {name: x.view(torch.uint16).numpy() for name, x in model.state_dict().items()}
-    )
+    bits = {name: x.bfloat16().view(torch.uint16).numpy() for name, x in model.state_dict().items()}
+    return _by_expert(bits, model)
+
+
+def resize(directory: str, num_tokens: int) -> dict[str, np.ndarray]:
+    """The embedding and the head after more tokens were added."""
+    torch.manual_seed(0)
+    model = open_model(directory)
+    model.resize_token_embeddings(num_tokens)
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    return {name: model.state_dict()[name].numpy() for name in names}
 
 
 def peft_gradients(directory: str, adapters: str, tokens: list) -> dict[str, np.ndarray]:
@@ -308,6 +316,7 @@ def main(jobs_path: str) -> None:
             balance_gradients,
             dequantize,
             weights,
+            resize,
             peft_gradients,
             train,
             generate,

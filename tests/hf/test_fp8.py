@@ -186,7 +186,7 @@ def test_export_of_adapters_of_an_fp8_model_takes_its_weights_as_bfloat16(tmp_pa
 @needs_transformers
 def test_fp8_weights_equal_those_of_transformers_bit_for_bit(tmp_path):
     """transformers takes the size of blocks from the shape of the scales, so no block is cut here."""
-    cases = dict(llama=(16, 8), qwen3=(16, 8), qwen3_moe=(8, 8), mistral=None)
+    cases = dict(llama=(16, 8), qwen3=(16, 8), qwen3_moe=(8, 8), minimax_m2=(8, 8), ministral3=None)
     jobs = {}
     for case, block in cases.items():
         write_fp8(tmp_path / case, case, block)

@@ -469,7 +469,9 @@ def config_json_of(
     before = settings_of(base, "config.json")
     before.pop("kinds", None)  # those of `model`, whose weights were loaded
     for name, value in _fields_of(model_from(model.by_path | before), family).items():
-        if value != fields[name]:
+        if name == "vocab_size" and value < fields[name]:
+            changed[name] = fields[name]
+        elif value != fields[name]:
             raise UserError(
                 f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore that file"
             )

@@ -90,7 +90,8 @@ class ModelConfig(AttentionSettings):
     # model whose weights training starts from: a Hugging Face directory, a hub id ORGANIZATION/NAME, or the workdir of
     # a run. It gives the shape as well, and preset has no effect; docs/pretrained.md. Empty: random weights.
     init_from: str = ""
-    # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor
+    # number of token ids, at least those of the tokenizer; padded to a multiple of mesh.tensor. More than the model of
+    # init_from has: rows of new tokens are added; docs/pretrained.md
     vocab_size: From1[int]
     num_layers: From1[int]  # number of decoder layers (attention and feed-forward)
     model_dim: From1[int]  # width of the residual stream; "hidden_size" in Hugging Face configs

@@ -224,8 +224,8 @@ def eos_token_ids(directory: Path) -> list[int]:
 
 
 def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the model, with those of `explicit` that may differ from it: RoPE and the
-    window.
+    """The settings of the model, with those of `explicit` that may differ from it: RoPE, the
+    window, and a larger vocabulary.
 
     Raises:
       UserError: other settings of `explicit` differ; the message names all differences.
@@ -236,7 +236,8 @@ def with_overrides(pretrained: Pretrained, explicit: dict[str, Any]) -> dict[str
     for path, value in flattened(explicit).items():
         name, field = path.partition(".")[0], path.rpartition(".")[2]
         known = stored.get(path, defaults.get(field) if name == "kinds" else value)
-        if name not in CHANGEABLE_SETTINGS and known != value:
+        is_larger = name == "vocab_size" and value > known
+        if name not in CHANGEABLE_SETTINGS and known != value and not is_larger:
             problems.append(
                 f"config.model.{path}={setting_text(value)} contradicts {pretrained.init_from}, which has"
                 f" {setting_text(known)}: remove that setting, or use --config.model.{path}={setting_text(known)}"
