@@ -221,10 +221,8 @@ def load_params(
             progress(done, total)
     leaves = [loaded[path] for path in abstract]
     read = f"{files.bytes_read:,} bytes read by this process{_left_out(directory, family, model)}"
-    stored = {path: files.tensors[layouts[path].names[0]].dtype for path in abstract}
-    if any(
-        stored[path] != "BF16" and param.dtype.itemsize == 2 for path, param in abstract.items()
-    ):
+    rounded = (path for path, param in abstract.items() if param.dtype.itemsize == 2)
+    if any(files.tensors[name].dtype != "BF16" for path in rounded for name in layouts[path].names):
         read += ROUNDED
     return jax.tree.unflatten(jax.tree.structure(abstract_params), leaves), read
 
@@ -393,7 +391,7 @@ def _joined(tensors: dict[str, StoredTensor], family: Family) -> dict[str, Store
             layer = name.removesuffix(ends[0])
             parts = [tensors.pop(layer + end) for end in ends if layer + end in tensors]
             shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
-            worst = next((part for part in parts if part.dtype not in DTYPES), parts[0])
+            worst = max(parts, key=lambda part: (part.dtype not in DTYPES, part.dtype != "BF16"))
             tensors[layer + whole] = JoinedTensor(
                 path=worst.path, name=worst.name, dtype=worst.dtype, shape=shape, parts=parts
             )

@@ -1241,6 +1241,31 @@ def test_load_of_joined_tensors_of_several_dtypes(dtype, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("case", "change", "name", "dtype"),
+    [
+        ("llama", dict, "model.layers.1.mlp.up_proj.weight", np.float32),
+        ("llama", dict, "model.layers.1.mlp.up_proj.weight", ml_dtypes.bfloat16),
+        ("qwen3_moe", dict, "model.layers.0.mlp.experts.7.up_proj.weight", np.float16),
+        (
+            "olmo_hybrid",
+            rename_olmo_hybrid,
+            "model.layers.0.linear_attn.v_conv1d.weight",
+            np.float32,
+        ),
+    ],
+)
+def test_load_says_that_one_frozen_tensor_of_many_is_rounded(case, change, name, dtype, tmp_path):
+    directory = write_model(tmp_path / "model", case)
+    rewrite(directory, lambda x: (y := change(x)) | {name: y[name].astype(dtype)})
+    config = config_of(directory, **{"lora.rank": 2})
+    step = build_step(config, make_mesh(config.mesh, jax.devices()[:1]))
+    _, line = load_pretrained(step)
+    assert line.endswith("rounded to bf16 (config.precision.frozen)") == (
+        dtype != ml_dtypes.bfloat16
+    )
+
+
 def test_load_of_a_tensor_in_two_files_reads_the_one_in_the_index(tmp_path):
     directory = write_model(tmp_path / "model", "llama")
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
