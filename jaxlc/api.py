@@ -218,6 +218,7 @@ def export(
     dtype: str = "bf16",
     max_shard_gb: float = 5.0,
     adapters: bool = False,
+    text_only: bool = False,
 ) -> Path:
     """Writes the weights of a run as a directory that Hugging Face `transformers` opens, and returns its path.
 
@@ -233,8 +234,12 @@ def export(
       dtype: of the weights, "bf16" or "fp32".
       max_shard_gb: size limit of a safetensors file in GB.
       adapters: write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of `peft`.
+      text_only: write the language model alone. Otherwise, the tensors that were not trained, those of images and of
+        multi-token prediction, are copied from the model that the run started from, with its config.json, processor
+        and names, so that it opens as the same class of `transformers`.
     Raises:
-      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, or `out` cannot be written.
+      jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, `out` cannot be written, or a tensor
+        that was not trained is missing in the model that the run started from, or has changed.
       jaxlc.core.errors.Unsupported: transformers does not compute the RoPE of the model.
     """
     start_runtime(RuntimeConfig(num_processes=1))
@@ -246,5 +251,6 @@ def export(
         dtype=dtype,
         max_shard_gb=max_shard_gb,
         adapters=adapters,
+        text_only=text_only,
         load_params=lambda step: load(workdir, step=step, mesh={}).params,
     )

@@ -9,7 +9,7 @@ import contextlib
 import json
 import operator
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,26 @@ from jaxlc.checkpoints.files import (
     existing_step,
     read_meta,
 )
+from jaxlc.checkpoints.pretrained import untrained_tensors
 from jaxlc.checkpoints.restore import StoredParams
 from jaxlc.config import Config, from_dict
-from jaxlc.config.models.config_json import config_json_of, family_of
+from jaxlc.config.models.config_json import config_json_of, family_of, language_model_of
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.pretrained import (
     CONFIG_FILE,
+    COPY_DIRECTORY,
     GENERATION_FILE,
+    PROCESSOR_FILES,
     TEXT_FILES,
     TOKENIZER_FILE,
+    UNTRAINED_FILE,
     Pretrained,
     copy_file,
     eos_token_ids,
     locate,
     original_of,
     read_json,
+    with_language_model,
 )
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import local_path, write_errors_explained
@@ -210,6 +215,7 @@ def export(
     dtype: str,
     max_shard_gb: float,
     adapters: bool,
+    text_only: bool,
     load_params: Callable[[int], Any],
 ) -> Path:
     """Writes a checkpoint; see `jaxlc.export`.
@@ -227,9 +233,10 @@ def export(
     config = from_dict(meta["config"])
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
+    record = None if source is None or adapters or text_only else _record_of(source, workdir)
     longest = length = _longest_sequence(directory, step)
     tokens = {}
-    if base is not None and not family_of(base, config.model).architecture:
+    if text_only and base is not None and not family_of(base, config.model).architecture:
         length = max(length, base.get("max_position_embeddings", 0))
         tokens = {name: base[name] for name in _TOKENS if name in base}
         base = None
@@ -250,9 +257,17 @@ def export(
                 write_adapters(config, family, params, partial, base=name)
             else:
                 content |= write_text_files(config, source, partial, longest=longest)
+                if source is not None and record is not None:
+                    for name in PROCESSOR_FILES:
+                        if (source.directory / name).is_file():
+                            copy_file(source.directory, name, partial)
+                    content = with_language_model(
+                        read_json(source.directory / CONFIG_FILE), content
+                    )
                 (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+                shard_bytes = int(max_shard_gb * 1e9)
                 _write_weights(
-                    config, family, params, partial, DTYPES[dtype][0], int(max_shard_gb * 1e9)
+                    config, family, params, partial, DTYPES[dtype][0], shard_bytes, record or {}
                 )
             if target.is_dir():
                 target.rmdir()
@@ -260,6 +275,22 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after an error
     return target
+
+
+def _record_of(source: Pretrained, workdir: Path) -> dict[str, Any] | None:
+    """Which tensors of the original model are copied, and from where; None: it has no such tensors.
+
+    Raises:
+      UserError: it has, and the run did not store which.
+    """
+    record = _read(source.directory / UNTRAINED_FILE)
+    content = read_json(source.directory / CONFIG_FILE)
+    if record is None and language_model_of(content) is not content:
+        raise UserError(
+            f"{workdir} has no {COPY_DIRECTORY}/{UNTRAINED_FILE}, which names the tensors of images: export"
+            " the language model alone, with --text_only"
+        )
+    return record
 
 
 def _is_run(init_from: str) -> bool:
@@ -335,31 +366,40 @@ def _write_weights(
     target: Path,
     dtype: str,
     max_shard_bytes: int,
+    record: Mapping[str, Any],
 ) -> None:
     """Reads one stacked parameter, or a few small ones, at a time to host memory, and writes their
-    tensors.
+    tensors, after those of `record`.
     """
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
     layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
-    float32_names = {
-        name for layout in layouts.values() if layout.tensor.is_float32 for name in layout.names
+    others, prefix = record.get("tensors", {}), record.get("prefix", "")
+    shapes = [(family.with_prefix(name, prefix), shape) for name, shape in _shapes(layouts)]
+    dtypes = {
+        family.with_prefix(name, prefix): "F32"
+        for layout in layouts.values()
+        if layout.tensor.is_float32
+        for name in layout.names
     }
     with TensorWriter(
         target,
-        _shapes(layouts),
+        [*shapes, *((name, tuple(other["shape"])) for name, other in others.items())],
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        float32_names=float32_names,
+        dtypes=dtypes | {name: other["dtype"] for name, other in others.items()},
     ) as files:
+        for name, tensor in untrained_tensors(record):
+            files.write_bytes(name, tensor.bytes_in_file)
         paths = list(abstract)
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():
                 layout, adapter = layouts[path], read_adapter(config, params, path)
                 for place, weight in zip(layout.places, layout.arrays(array), strict=True):
                     merged = weight if adapter is None else adapter.merged(weight, place)
+                    name = family.with_prefix(layout.name_at(place), prefix)
                     for region, part in layout.stored_parts(merged, place):
-                        files.write(layout.name_at(place), part, region)
+                        files.write(name, part, region)
 
 
 def _shapes(layouts: dict[str, Layout]) -> list[tuple[str, tuple[int, ...]]]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,19 @@ from jaxlc.checkpoints.restore import restore_params
 from jaxlc.config.frozen import to_dict
 from jaxlc.config.models.config_json import family_of
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig
-from jaxlc.config.models.pretrained import Pretrained, locate, with_overrides
+from jaxlc.config.models.pretrained import (
+    COPY_DIRECTORY,
+    UNTRAINED_FILE,
+    Pretrained,
+    copy_description,
+    locate,
+    with_overrides,
+)
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import Unsupported, UserError
-from jaxlc.core.files import displayed
-from jaxlc.hf.load import ROUNDED, VOCAB, load_params, open_files
+from jaxlc.core.files import displayed, local_path
+from jaxlc.hf.files import StoredTensor, TensorFiles
+from jaxlc.hf.load import ROUNDED, VOCAB, left_out, load_params, open_files
 from jaxlc.models import lora
 from jaxlc.models.lora import is_adapter
 from jaxlc.step.state import DEVICE, TrainState, bytes_per_device, groups_of, to_memory_kind
@@ -89,6 +97,68 @@ def load_pretrained(
     if adapter_names:
         params = lora.join(params, step.init_params(adapter_names))
     return params, line
+
+
+def keep_description(model: ModelConfig, workdir: Path) -> str:
+    """Copies what exports need of the original model to `workdir`, with names, dtypes, shapes and SHA-256 of the
+    tensors that are not trained, such as those of images.
+
+    Returns:
+      A line that describes these tensors, or "".
+    """
+    copy_description(model.init_from, workdir)
+    source = locate(model.init_from)
+    family = None if source.is_run else family_of(source.config_json(), model)
+    if family is None or not family.other_prefixes:
+        return ""
+    tensors, text = left_out(source.directory, family, model)
+    is_path = local_path(model.init_from).exists()
+    record: dict[str, Any] = dict(
+        source=str(source.directory.absolute()) if is_path else model.init_from,
+        prefix=family.prefix_of(TensorFiles(source.directory).tensors),
+        tensors={name: _described(tensor) for name, tensor in tensors.items()},
+    )
+    content = json.dumps(record, indent=1) + "\n"
+    (workdir / COPY_DIRECTORY / UNTRAINED_FILE).write_text(content, encoding="utf-8")
+    digest = hashlib.sha256(json.dumps(record["tensors"], sort_keys=True).encode()).hexdigest()
+    return (
+        text
+        and f"untrained  {text}, SHA-256 {digest[:16]}; exports copy them from {record['source']}"
+    )
+
+
+def _described(tensor: StoredTensor) -> dict[str, Any]:
+    digest = hashlib.sha256(tensor.bytes_in_file).hexdigest()
+    return dict(dtype=tensor.dtype, shape=list(tensor.shape), sha256=digest)
+
+
+def untrained_tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a record that `keep_description` wrote, by name.
+
+    Raises:
+      UserError: the model that has them is missing, or one of them has changed.
+      Unsupported: one of them is quantized.
+    """
+    if not record.get("tensors"):
+        return
+    source, cure = record["source"], "restore it, or export with --text_only"
+    try:
+        tensors = TensorFiles(locate(source, with_weights=True).directory).tensors
+    except UserError as error:
+        raise UserError(
+            f"cannot read {source}, which has the tensors that were not trained ({error}): {cure}"
+        ) from error
+    for name, described in record["tensors"].items():
+        if name not in tensors or _described(tensors[name]) != described:
+            raise UserError(
+                f"{name} in {source} is missing, or differs from the one that the run started with: {cure}"
+            )
+        if tensors[name].dtype.startswith("F8"):
+            raise Unsupported(
+                f"unsupported: {name} in {source}, which was not trained, has dtype {tensors[name].dtype}, and exports"
+                " have no quantization_config; export with --text_only"
+            )
+        yield name, tensors[name]
 
 
 _ROWS = 8192  # of the vocabulary in host memory at a time

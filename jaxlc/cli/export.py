@@ -1,6 +1,8 @@
-"""usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters]
+"""usage: jaxlc export WORKDIR OUT [--step=STEP] [--dtype=bf16] [--adapters] [--text_only]
 
 Writes the weights of a run as a Hugging Face directory, which transformers and other programs open.
+Of a model with images, or with layers of multi-token prediction, it copies the parts that were not
+trained from the model that the run started from.
 It needs no accelerator, and host memory for the largest parameter, stacked over the layers.
 """
 
@@ -28,6 +30,8 @@ class Flags(VerbFlags):
     max_shard_gb: Above0[float] = 5.0  # size limit of a file in GB
     # write the adapters of LoRA alone, for peft, in float32, instead of merging them
     adapters: bool = False
+    # write the language model alone, without the parts that were not trained
+    text_only: bool = False
 
 
 def main(argv: Sequence[str]) -> int:

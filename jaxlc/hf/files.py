@@ -23,7 +23,8 @@ float32 product of both, rounded to bfloat16:
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -65,6 +66,19 @@ class StoredTensor:
         it is.
         """
         return read(self, *slices)
+
+    @property
+    def bytes_in_file(self) -> np.ndarray:
+        """The bytes of a tensor that is in a file as it is, uint8, mapped to memory."""
+        num_bytes = _num_bytes(self.shape, self.dtype)
+        if not num_bytes:
+            return np.empty(0, np.uint8)  # which cannot be mapped
+        return np.memmap(self.path, np.uint8, "r", self.offset_bytes, (num_bytes,))
+
+
+def _num_bytes(shape: Sequence[int], dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)  # BOOL names none
+    return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +406,7 @@ class TensorWriter:
         dtype: str,
         max_shard_bytes: int,
         single_file: str = SINGLE_FILE,
-        float32_names: Collection[str] = (),
+        dtypes: Mapping[str, str] | None = None,
     ):
         """
         Args:
@@ -401,10 +415,10 @@ class TensorWriter:
           dtype: of the files, a key of DTYPES; arrays are converted.
           max_shard_bytes: largest number of bytes of tensors in a file; a larger tensor has a file of its own.
           single_file: name of the file if there is only one.
-          float32_names: tensors that are float32 in any case.
+          dtypes: of tensors that have another one, as in a header.
         """
         shapes = [*shapes]
-        self._dtypes = {name: "F32" if name in float32_names else dtype for name, _ in shapes}
+        self._dtypes = dict.fromkeys((name for name, _ in shapes), dtype) | dict(dtypes or {})
         self._place: dict[str, tuple[IO[bytes], int, tuple[int, ...]]] = {}
         self._missing = {name: math.prod(shape) for name, shape in shapes}  # values
         self._files: list[IO[bytes]] = []
@@ -456,6 +470,13 @@ class TensorWriter:
         if not self._missing[name]:
             del self._missing[name]
 
+    def write_bytes(self, name: str, data: np.ndarray) -> None:
+        """Writes the bytes of a tensor, uint8, as they are."""
+        file, offset_bytes, _ = self._place[name]
+        file.seek(offset_bytes)
+        file.write(data)
+        del self._missing[name]
+
     def __enter__(self) -> "TensorWriter":
         return self
 
@@ -467,7 +488,7 @@ class TensorWriter:
         assert error_type is not None or not self._missing, f"not written: {sorted(self._missing)}"
 
     def _num_bytes(self, name: str, shape: Sequence[int]) -> int:
-        return math.prod(shape) * DTYPES[self._dtypes[name]].itemsize
+        return _num_bytes(shape, self._dtypes[name])
 
     def _create(self, path: Path, shard: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers requires it

@@ -220,7 +220,8 @@ def load_params(
         if progress is not None:
             progress(done, total)
     leaves = [loaded[path] for path in abstract]
-    read = f"{files.bytes_read:,} bytes read by this process{_left_out(directory, family, model)}"
+    _, others = left_out(directory, family, model)
+    read = f"{files.bytes_read:,} bytes read by this process{others and '; left out: '}{others}"
     rounded = (path for path, param in abstract.items() if param.dtype.itemsize == 2)
     if any(files.tensors[name].dtype != "BF16" for path in rounded for name in layouts[path].names):
         read += ROUNDED
@@ -252,17 +253,17 @@ def open_files(
     return files, layouts
 
 
-def _left_out(directory: Path, family: Family, model: ModelConfig) -> str:
-    """The tensors in `directory` that `load_params` does not read: "" or "; left out: ..."."""
-    names = TensorFiles(directory).tensors
-    counts = {
-        prefix: sum(name.startswith(prefix) for name in names)
-        for prefix in family.prefixes_left_out(model)
-    }
+def left_out(
+    directory: Path, family: Family, model: ModelConfig
+) -> tuple[dict[str, StoredTensor], str]:
+    """The tensors in `directory` that `load_params` does not read, and a text such as "3 tensors mtp.*", or ""."""
+    prefixes = family.prefixes_left_out(model)
+    tensors = {x: y for x, y in TensorFiles(directory).tensors.items() if x.startswith(prefixes)}
+    counts = {prefix: sum(name.startswith(prefix) for name in tensors) for prefix in prefixes}
     texts = [
         f"{count_text(count, 'tensor')} {prefix}*" for prefix, count in counts.items() if count
     ]
-    return f"; left out: {', '.join(texts)}" if texts else ""
+    return tensors, ", ".join(texts)
 
 
 def layouts_of(
@@ -377,9 +378,7 @@ def _of_language_model(
     renamed, left_out = {}, family.prefixes_left_out(model)
     for name, tensor in tensors.items():
         if not name.startswith(left_out):
-            prefix = next(
-                (prefix for prefix in family.multimodal_prefixes if name.startswith(prefix)), ""
-            )
+            prefix = family.prefix_of([name])
             renamed[family.multimodal_prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return renamed
 

@@ -21,6 +21,7 @@ import jax
 from jaxlc.checkpoints.files import BASE, CHECKPOINTS_DIRECTORY, committed_steps, read_meta
 from jaxlc.checkpoints.pretrained import (
     check_pretrained,
+    keep_description,
     load_pretrained,
     with_base,
     without_frozen,
@@ -30,7 +31,7 @@ from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, SCORES
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.stage_checks import parse_min_scores
-from jaxlc.config.models.pretrained import context_warning, copy_description
+from jaxlc.config.models.pretrained import context_warning
 from jaxlc.config.values import flattened
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import AUTO
@@ -271,8 +272,8 @@ def _initial_state(stage: PreparedStage, workdir: Path, progress: Progress) -> T
         with progress.progress_bar(f"reading {init_from}") as update:
             params, line = load_pretrained(stage.step, update)
         progress.log(line)
-        if jax.process_index() == 0:
-            copy_description(init_from, workdir)
+        if jax.process_index() == 0 and (line := keep_description(stage.config.model, workdir)):
+            progress.log(line)
     return stage.step.init(params)
 
 

@@ -20,8 +20,9 @@ import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.cli.export import main
 from jaxlc.config import PRESETS, load
-from jaxlc.config.models.config_json import config_json_of, settings_of
-from jaxlc.config.models.model_schema import model_from
+from jaxlc.config.models.config_json import config_json_of, language_model_of, settings_of
+from jaxlc.config.models.model_schema import KindConfig, model_from
+from jaxlc.config.models.pretrained import with_language_model
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
@@ -32,7 +33,15 @@ from jaxlc.hf.files import TensorWriter
 from jaxlc.posttrain.traces import open_traces
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
-from tests.hf.models import CASES, tensors_of, write_model, write_tensors, write_tokenizer
+from tests.hf.models import (
+    CASES,
+    config_json_in_files,
+    stored_tensors_of,
+    tensors_of,
+    write_model,
+    write_tensors,
+    write_tokenizer,
+)
 from tests.train.runs import save_step_0, write_untrained_run
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "without_plots")
@@ -82,23 +91,96 @@ def assert_same_bits(actual, expected):
         )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not CASES[case].wrapper])
+@pytest.mark.parametrize("case", CASES)
 def test_import_then_export_is_bit_identical(case, tmp_path):
     """61 ids are padded to 62 in the run."""
     source = write_model(tmp_path / "model", case)
     save_step_0(config_of(source), tmp_path / "run")
     out = jaxlc.export(tmp_path / "run", tmp_path / "out", max_shard_gb=2e-5)
-    assert_same_bits(tensors_in(out), tensors_of(case))
-    assert json.loads((out / "config.json").read_text()) == CASES[case].config
+    tensors = stored_tensors_of(case)
+    assert_same_bits(tensors_in(out), tensors)
+    assert json.loads((out / "config.json").read_text()) == config_json_in_files(case)
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors_of(case).values())
-    assert index["weight_map"].keys() == tensors_of(case).keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
     assert {path.name for path in out.glob("*.safetensors")} == set(index["weight_map"].values())
     for path in out.glob("*.safetensors"):
         sizes = [x.nbytes for x in load_file(path).values()]
         assert sum(sizes) <= 2e4 or len(sizes) == 1
+
+
+def test_parts_that_are_not_trained_are_copied_unless_they_changed(tmp_path, capsys):
+    """Of a model with images, also through a second run."""
+    source = write_model(tmp_path / "model", "qwen3_vl")
+    (source / "preprocessor_config.json").write_text("{}")
+    train(source, tmp_path / "run", 1, train__steps=1)
+    line = next(x for x in capsys.readouterr().out.splitlines() if "untrained " in x)
+    assert "3 tensors model.visual.*, SHA-256" in line and line.endswith(str(source))
+    save_step_0(config_of(tmp_path / "run"), tmp_path / "second")
+    for run in ("run", "second"):
+        out = jaxlc.export(tmp_path / run, tmp_path / f"out-{run}")
+        assert_same_bits(tensors_in(out), stored_tensors_of("qwen3_vl"))
+        assert json.loads((out / "config.json").read_text()) == config_json_in_files("qwen3_vl")
+        assert (out / "preprocessor_config.json").is_file()
+    for tensors in (tensors_of("qwen3_vl"), changed(stored_tensors_of("qwen3_vl")), None):
+        if tensors:
+            write_tensors(source, tensors, num_files=2)
+        else:
+            shutil.rmtree(source)
+        with pytest.raises(UserError, match="restore it, or export with --text_only"):
+            jaxlc.export(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "run" / "pretrained" / "untrained.json").unlink()  # an older run
+    with pytest.raises(UserError, match="export the language model alone, with --text_only"):
+        jaxlc.export(tmp_path / "run", tmp_path / "out")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--text_only"]) == 0
+    assert_same_bits(tensors_in(tmp_path / "out"), tensors_of("qwen3_vl"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["model_type"], written["eos_token_id"]) == ("qwen3", 2)
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+
+
+def changed(tensors):
+    name = "model.visual.blocks.0.attn.qkv.weight"
+    return tensors | {name: np.nextafter(tensors[name], np.float32(9))}
+
+
+def test_layers_of_multi_token_prediction_are_copied(tmp_path):
+    """In the dtypes of the files, also one that no weight has."""
+    source = write_model(tmp_path / "model", "glm4_moe")
+    others = {
+        "model.layers.3.eh_proj.weight": np.ones((32, 64), np.float32),
+        "model.layers.3.steps": np.arange(5),
+        "model.layers.3.empty": np.zeros((0, 4), np.float16),
+    }
+    tensors = tensors_of("glm4_moe")
+    write_tensors(source, tensors | others, num_files=3)
+    save_step_0(config_of(source), tmp_path / "run")
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out", max_shard_gb=2e-5)
+    assert_same_bits(tensors_in(out), tensors | others)
+    alone = jaxlc.export(tmp_path / "run", tmp_path / "alone", text_only=True)
+    assert_same_bits(tensors_in(alone), tensors)
+
+
+def test_config_json_of_a_model_with_images_has_another_rope_where_it_was():
+    content = config_json_in_files("qwen3_vl_moe") | dict(eos_token_id=5)
+    base = language_model_of(content)
+    kinds = (KindConfig(name="dense", feed_forward="dense"),)
+    settings = settings_of(base, "config.json") | dict(kinds=kinds, rope_theta=7e6)
+    longer = model_from(PRESETS["tiny"].by_path | settings)
+    fields = config_json_of(longer, base, seq_len=512, dtype="float32")
+    written = with_language_model(content, fields | dict(eos_token_id=[5, 6]))
+    assert written["eos_token_id"] == written["text_config"]["eos_token_id"] == [5, 6]
+    assert written["text_config"]["max_position_embeddings"] == 512
+    rope = content["text_config"]["rope_parameters"]
+    assert written["text_config"]["rope_parameters"] == rope | dict(rope_theta=7e6)
+    assert written["dtype"] == written["text_config"]["dtype"] == "float32"
+    assert settings_of(language_model_of(written), "config.json")["rope_theta"] == 7e6
+    assert {**written, "text_config": 0} == {
+        **content, "text_config": 0, "dtype": "float32", "eos_token_id": [5, 6]
+    }  # fmt: skip
+    assert with_language_model(content, base) == content
 
 
 def test_export_fp32_is_bit_identical(tmp_path):

@@ -8,11 +8,13 @@ tests/hf/models.py.
 import functools
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxlc
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.checkpoints.pretrained import keep_description, load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.config import to_dict
 from jaxlc.config.models.families import FAMILIES
@@ -92,20 +94,43 @@ def test_saved_model_has_the_logits_of_transformers(case, options, wrapper, save
 
 
 def test_exports_of_saved_models_have_their_logits_in_transformers(saved, tmp_path):
+    """A model with images is exported as such a model, and as its language model."""
     jobs, expected = {}, {}
-    for case in CASES:
-        directory, expected[case] = saved[case, "files", ALONE[case]]
+    for (case, options, wrapper), (directory, logits) in saved.items():
+        if options != "files":
+            continue
         step, params, _ = loaded(directory)
-        checkpoints = Checkpoints(tmp_path / case / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
+        workdir = tmp_path / f"{case}-{wrapper}"
+        checkpoints = Checkpoints(workdir / CHECKPOINTS_DIRECTORY, keep=1, warn=print)
         checkpoints.save(
             1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(step.config))
         )
         checkpoints.close()
-        out = jaxlc.export(tmp_path / case, tmp_path / f"{case}-out", dtype="fp32")
-        before, after = (
-            json.loads((path / "config.json").read_text()) for path in (directory, out)
-        )
-        assert ALONE[case] or before.keys() <= after.keys(), case
-        jobs[case] = dict(job="logits", directory=str(out), tokens=tokens_of(NUM_TOKENS).tolist())
-    for case, result in run_jobs(tmp_path, jobs).items():
-        assert relative_error(result["logits"], expected[case]) <= 1e-4, case
+        keep_description(step.config.model, workdir)
+        for text_only in (False, True) if wrapper else (False,):
+            out = jaxlc.export(workdir, f"{workdir}-{text_only}", dtype="fp32", text_only=text_only)
+            before, after = (
+                json.loads((path / "config.json").read_text()) for path in (directory, out)
+            )
+            key = case, wrapper, text_only
+            assert text_only or before.keys() <= after.keys(), key
+            if wrapper and not text_only:
+                assert_same_tensors(out, directory)
+                assert before["architectures"] == after["architectures"], key
+            tokens = tokens_of(NUM_TOKENS).tolist()
+            jobs[key] = dict(job="logits", directory=str(out), tokens=tokens)
+            expected[key] = logits
+    for key, result in run_jobs(tmp_path, jobs).items():
+        assert relative_error(result["logits"], expected[key]) <= 1e-4, key
+
+
+def assert_same_tensors(actual, expected):
+    """Of two directories with files in float32: names and bits, except those of experts, which have aliases."""
+    parts = ({}, {})
+    for tensors, directory in zip(parts, (actual, expected)):
+        for path in directory.glob("*.safetensors"):
+            tensors |= {x: y for x, y in load_file(path).items() if ".experts." not in x}
+    assert parts[0].keys() == parts[1].keys()
+    assert any("vision" in name or "visual" in name for name in parts[0])
+    for name, x in parts[1].items():
+        np.testing.assert_array_equal(parts[0][name].view(np.uint8), x.view(np.uint8), name)

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY
-from jaxlc.checkpoints.pretrained import load_pretrained
+from jaxlc.checkpoints.pretrained import keep_description, load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.cli.train import train as run_training
 from jaxlc.config import Config, defaults, load, to_dict
@@ -105,6 +105,8 @@ def save_step_0(config, workdir: Path) -> Config:
         1, step.init(params), dict(step=1, next_row=0, corpus="", config=to_dict(config))
     )
     checkpoints.close()
+    if config.model.init_from:
+        keep_description(config.model, workdir)
     return config
 
 

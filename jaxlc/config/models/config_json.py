@@ -486,7 +486,7 @@ def config_json_of(
     ):
         return {**base, **changed}
     kept = {name: value for name, value in base.items() if name not in ROPE_FIELDS}
-    return kept | rope_fields(model, family) | changed
+    return kept | rope_fields(model, family, base) | changed
 
 
 def _family_of(config: Mapping[str, Any], where: str) -> Family:

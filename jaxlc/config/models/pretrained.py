@@ -54,7 +54,13 @@ TEXT_FILES = (
     ),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
-# in the workdir of a run: config.json and TEXT_FILES of the model it started from
+# of images
+PROCESSOR_FILES = tuple(
+    f"{x}_config.json" for x in ("preprocessor", "processor", "video_preprocessor")
+)
+# Names, dtypes, shapes and digests of the tensors that are not trained, and the model that has them.
+UNTRAINED_FILE = "untrained.json"
+# in the workdir of a run: config.json and the files above of the model it started from
 COPY_DIRECTORY = "pretrained"
 
 
@@ -179,17 +185,37 @@ def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | Non
 
 
 def copy_description(init_from: str, workdir: Path) -> None:
-    """Copies config.json and the tokenizer of the original model to `workdir`, so that an export
-    does not need it.
+    """Copies the files of the original model besides its weights to `workdir`, so that an export
+    does not need it for them.
     """
     original = original_of(init_from)
     if original is None:
         return
     target = workdir / COPY_DIRECTORY
     target.mkdir(exist_ok=True)
-    for name in (*TEXT_FILES, CONFIG_FILE):
+    for name in (*TEXT_FILES, *PROCESSOR_FILES, CONFIG_FILE, UNTRAINED_FILE):
         if (original.directory / name).is_file():
             copy_file(original.directory, name, target)
+
+
+def with_language_model(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a model whose language model has other fields than in `config`.
+
+    Args:
+      config: of a language model, or of a model with images.
+      fields: as `language_model_of` returns them.
+    """
+    before, outer = language_model_of(config), dict(config)
+    if before is config:
+        return dict(fields)
+    text = outer["text_config"] = dict(config["text_config"])
+    for name in before.keys() - fields.keys():
+        outer.pop(name, None)
+        text.pop(name, None)
+    for name in (name for name in fields if name not in before or fields[name] != before[name]):
+        for part in [x for x in (outer, text) if name in x] or [text]:
+            part[name] = fields[name]
+    return outer
 
 
 def copy_file(directory: Path, name: str, target: Path) -> None:

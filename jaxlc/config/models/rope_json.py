@@ -89,9 +89,13 @@ def rope_settings(
     return _of_kinds(settings, where, family, kinds)
 
 
-def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
+def rope_fields(
+    model: ModelConfig, family: Family, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Both forms of the RoPE of `model`; only the new one if the old one cannot express it.
 
+    Args:
+      base: config.json of a model whose RoPE of images remains.
     Raises:
       Unsupported: transformers does not compute this RoPE in models of this family.
     """
@@ -105,7 +109,9 @@ def rope_fields(model: ModelConfig, family: Family) -> dict[str, Any]:
     old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
     if model.rope_scaling == "longrope":  # read by transformers 4
         old[_ORIGINAL] = model.rope_scaling_original_tokens
-    full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
+    before = (base or {}).get("rope_parameters") or (base or {}).get(_SCALING) or {}
+    kept = {name: value for name, value in before.items() if name in family.irrelevant}
+    full = (scaling or {"rope_type": "default"}) | {"rope_theta": theta} | kept
     if _PARTIAL in family.defaults:
         old[_PARTIAL] = full[_PARTIAL] = model.rope_fraction
     if _ROTATED in family.defaults:

@@ -180,6 +180,20 @@ class Family:
         """`other_prefixes` of a model."""
         return tuple(prefix.format(num_layers=model.num_layers) for prefix in self.other_prefixes)
 
+    def prefix_of(self, names: Iterable[str]) -> str:
+        """The key of `multimodal_prefixes` that names in files of a model with images begin with; "" without images."""
+        prefixes = (x for name in names for x in self.multimodal_prefixes if name.startswith(x))
+        return next(prefixes, "")
+
+    def with_prefix(self, name: str, prefix: str) -> str:
+        """The name of a tensor of the language model in a model with images.
+
+        Args:
+          prefix: of `prefix_of`.
+        """
+        own = self.multimodal_prefixes.get(prefix, "")
+        return prefix + name.removeprefix(own) if name.startswith(own) else name
+
     @property
     def has_one_attention_bias(self) -> bool:
         """Whether the field attention_bias is that of all projections of attention; otherwise, not
