@@ -458,6 +458,50 @@ CASES: dict[str, Case] = {
         ),
         biases="qkvo",
     ),
+    "phi3": Case(  # the fields of Phi-4-mini
+        config=_config(
+            "phi3",
+            "Phi3ForCausalLM",
+            tie_word_embeddings=True,
+            rope_theta=10000.0,
+            rope_scaling=dict(
+                type="longrope",
+                short_factor=[1 + i / 8 for i in range(3)],
+                long_factor=[1.5 + i for i in range(3)],
+            ),
+            original_max_position_embeddings=32,
+            max_position_embeddings=96,
+            partial_rotary_factor=0.75,
+            head_dim=None,
+            attention_bias=False,
+            mlp_bias=False,
+            lm_head_bias=False,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            full_attn_mod=1,
+            interpolate_factor=1,
+            sliding_window=512,
+        ),
+    ),
+    "phi3_window": Case(
+        config=_config(
+            "phi3",
+            "Phi3ForCausalLM",
+            tie_word_embeddings=False,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=10000.0,
+                partial_rotary_factor=1.0,
+                original_max_position_embeddings=32,
+                short_factor=[1 + i / 8 for i in range(4)],
+                long_factor=[1.5 + i for i in range(4)],
+            ),
+            original_max_position_embeddings=32,
+            max_position_embeddings=64,
+            head_dim=None,
+            sliding_window=12,
+        ),
+    ),
     "smollm3": Case(
         config=_config(
             "smollm3",
@@ -644,6 +688,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     if config.get("mlp_bias"):
         for x in ("gate", "up", "down"):
             layer_shapes[f"mlp.{x}_proj.bias"] = layer_shapes[f"mlp.{x}_proj.weight"][:1]
+    if config["model_type"] == "phi3":
+        layer_shapes = _with_fused_projections(layer_shapes)
     for x in CASES[case].biases:
         layer_shapes[f"self_attn.{x}_proj.bias"] = layer_shapes[f"self_attn.{x}_proj.weight"][:1]
     if CASES[case].has_sinks:
@@ -669,6 +715,21 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         )
         for name, shape in shapes.items()
     }
+
+
+def _with_fused_projections(
+    layer_shapes: dict[str, tuple[int, ...]],
+) -> dict[str, tuple[int, ...]]:
+    """One tensor for queries, keys and values, and one for gate and up projection."""
+    fused = {
+        "self_attn.qkv_proj.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
+        "mlp.gate_up_proj.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
+    }
+    shapes = dict(layer_shapes)
+    for whole, parts in fused.items():
+        rows, columns = zip(*map(shapes.pop, parts))
+        shapes[whole] = sum(rows), columns[0]
+    return shapes
 
 
 def _with_delta_net(

@@ -58,7 +58,7 @@ def test_greedy_tokens_equal_transformers(case, mesh, models, references):
     """
     step = step_of(models[case], 128, MESHES[mesh])
     params, _ = load_pretrained(step)
-    generator = Generator(step, params, ByteTokenizer())
+    generator = Generator(step, params, ByteTokenizer(), is_pretrained=True)
     prompt = tokens_of(PROMPT_TOKENS[0])[0]
     generations = generator(
         [prompt[:length] for length in PROMPT_TOKENS], max_tokens=NEW_TOKENS, chunk_tokens=32

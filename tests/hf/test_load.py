@@ -92,6 +92,18 @@ def expected_params(name, tensors=None):
             f"self_attn.{x}_proj.bias",
             functools.partial(np.reshape, shape=shapes[x]),
         )
+    if config["model_type"] == "phi3":
+        conversions |= {
+            "attention/wq": ("self_attn.qkv_proj.weight", lambda x: x[: N * H].T.reshape(D, N, H)),
+            "mlp/w_gate": ("mlp.gate_up_proj.weight", lambda x: x[: len(x) // 2].T),
+            "mlp/w_up": ("mlp.gate_up_proj.weight", lambda x: x[len(x) // 2 :].T),
+        }
+        for i, x in enumerate("kv"):
+            first = (N + i * K) * H
+            conversions[f"attention/w{x}"] = (
+                "self_attn.qkv_proj.weight",
+                lambda x, first=first: x[first : first + K * H].T.reshape(D, K, H),
+            )
     if config.get("mlp_bias"):
         conversions |= {
             f"mlp/b_{x}": (f"mlp.{x}_proj.bias", lambda x: x) for x in ("gate", "up", "down")
@@ -934,6 +946,21 @@ RELEASED = {
             residual_multiplier=0.22,
         ),
     ),
+    "Phi-4-mini": (
+        "phi3",
+        dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config")),
+        dict(rope_fraction=0.75, rope_scaling="longrope", window=0, layer_kinds=("full",)),
+    ),
+    "Phi-4": (
+        "phi3",
+        dict(
+            rope_scaling=None,
+            original_max_position_embeddings=256,
+            partial_rotary_factor=1.0,
+            sliding_window=None,
+        ),
+        dict(rope_fraction=1, rope_scaling="none", window=0),
+    ),
     "Seed-OSS-36B": (
         "seed_oss",
         dict(
@@ -954,7 +981,27 @@ def test_config_json_of_a_released_model_is_read_and_written_unchanged(name):
     settings = settings_of(base, "config.json")
     assert settings | expected == settings
     model = model_from(PRESETS["tiny"].by_path | settings)
-    assert config_json_of(model, base, seq_len=16, dtype="bfloat16") == base
+    written = config_json_of(model, base, seq_len=16, dtype="bfloat16")
+    assert written == {name: value for name, value in base.items() if name != "auto_map"}
+
+
+def test_window_that_gets_an_effect_with_the_length_of_the_run_is_removed():
+    base = CASES["phi3"].config
+    model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
+    written = config_json_of(model, base, seq_len=512, dtype="bfloat16")
+    assert (written["sliding_window"], written["max_position_embeddings"]) == (512, 512)
+    written = config_json_of(model, base, seq_len=1024, dtype="bfloat16")
+    assert (written["sliding_window"], written["max_position_embeddings"]) == (None, 1024)
+
+
+def test_config_json_rope_that_a_family_lacks_raises():
+    base = CASES["phi3"].config
+    with pytest.raises(Unsupported, match="of type 'yarn'; supported are default, longrope"):
+        settings_of(base | dict(rope_scaling=LLAMA3_ROPE | dict(rope_type="yarn")), "config.json")
+    model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
+    model = dataclasses.replace(model, rope_scaling="linear")
+    with pytest.raises(Unsupported, match="rope_scaling='linear' of a model of type phi3"):
+        config_json_of(model, base, seq_len=16, dtype="bfloat16")
 
 
 LAYERS = {  # model_type -> fields of config.json, layer_kinds, window

@@ -57,6 +57,7 @@ FLOAT64_MODELS = {
     "olmo_hybrid": ("olmo_hybrid", 1.0),
     "qwen3_5_moe": ("qwen3_5_moe", 1.0),
     "granite": ("granite", 1.0),
+    "phi3": ("phi3", 1.0),
     "ministral3": ("ministral3", 1.0),
     "qwen3_next": ("qwen3_next", 1.0),
     "minimax_m2": ("minimax_m2", 1.0),
@@ -306,6 +307,32 @@ PARTS = {
         "llama_tied",
         dict(attention_out_bias=False),
         lambda params: _without(("bo",), params),
+    ),
+    "partial RoPE with factors": (
+        "phi3",
+        dict(rope_fraction=1.0, rope_scaling="none"),
+        lambda params: params,
+    ),
+    "long factors of all layers": (
+        "phi3",
+        dict(rope_scaling_long_factors=(1.0, 1.125, 1.25)),  # the short ones
+        lambda params: params,
+    ),
+    "attention factor of longrope": (
+        "phi3",
+        dict(rope_scaling_attention_factor=1.0),
+        lambda params: params,
+    ),
+    "window of all layers with longrope": ("phi3_window", dict(window=256), lambda params: params),
+    "longrope of sliding layers": (
+        "phi3_window",
+        dict(sliding_rope_scaling=False),
+        lambda params: params,
+    ),
+    "order of fused projections": (
+        "phi3",
+        dict(),
+        lambda params: _renamed(params, dict(w_gate="w_up", w_up="w_gate")),
     ),
     "output bias without others": (
         "seed_oss",

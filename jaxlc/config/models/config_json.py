@@ -475,10 +475,11 @@ def config_json_of(
             raise UserError(
                 f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore that file"
             )
-    if before["window"] != model.window:
-        changed |= family.write_kinds(model)
-    # the length that the run adds may change the RoPE
+    # the length that the run adds may change the RoPE, and whether a window has an effect
     after = settings_of({**base, **changed}, "config.json")
+    if after["window"] != model.window:
+        changed |= family.write_kinds(model)
+        after = settings_of({**base, **changed}, "config.json")
     if all(
         after[name] == model.by_path[name]
         for name in (*ROPE_SETTINGS, *_SLIDING_SETTINGS)

@@ -66,6 +66,8 @@ def rope_settings(
     if _has_no_rope(kinds):  # these have no effect
         theta = float(config.get(_THETA) or _theta({}, family))
         return {**DEFAULTS, "rope_theta": theta, "rope_fraction": 1.0, "rope_scaling": "none"}
+    if _ORIGINAL in family.defaults:
+        config = {_ORIGINAL: family.defaults[_ORIGINAL], **config}
     if family.rope_by_layer_type:  # transformers reads the length within rope_scaling only
         config = {name: value for name, value in config.items() if name != _ORIGINAL}
     old = config.get(_SCALING)
@@ -208,9 +210,10 @@ def _one_rope(
     """
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
-    if rope_type not in _TYPES:
+    known = [x for x in _TYPES if _TYPES[x] in (family.rope_scalings or _TYPES.values())]
+    if rope_type not in known:
         raise Unsupported(
-            f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(_TYPES)}"
+            f"unsupported: {where} has RoPE of type {rope_type!r}; supported are {', '.join(known)}"
         )
     theta, default = parameters.pop(_THETA), family.defaults.get(_PARTIAL, 1)
     if theta is None:
@@ -314,6 +317,11 @@ def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _check_family(model: ModelConfig, family: Family) -> None:
+    if model.rope_scaling not in (family.rope_scalings or (model.rope_scaling,)):
+        raise Unsupported(
+            f"unsupported: export with config.model.rope_scaling={model.rope_scaling!r} of a model of type"
+            f" {family.model_type} (supported: {', '.join(family.rope_scalings)})"
+        )
     if model.rope_fraction != 1 and _PARTIAL not in family.defaults:
         raise Unsupported(
             f"unsupported: export with config.model.rope_fraction={model.rope_fraction}, which transformers ignores in"

@@ -14,6 +14,7 @@ from jaxlc.config.models.families.dense import (
     MISTRAL,
     OLMO2,
     OLMO3,
+    PHI3,
     QWEN2,
     QWEN3,
     QWEN3_VL_TEXT,
@@ -51,7 +52,7 @@ FAMILIES: dict[str, Family] = {
             OLMO3,
             MINISTRAL3,
         ),
-        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, GRANITE, QWEN3_NEXT),
+        *(OLMO_HYBRID, GPT_OSS, GLM4_MOE, OLMO2, SEED_OSS, EXAONE4, GRANITE, QWEN3_NEXT, PHI3),
         *(MINIMAX_M2, QWEN3_VL_TEXT, QWEN3_VL_MOE_TEXT),
     )
 }

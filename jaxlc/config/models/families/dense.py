@@ -19,6 +19,9 @@ Olmo 2 (transformers: models/olmo2).
 
 Olmo 3: groups of three sliding layers and a full one (transformers: models/olmo3).
 
+Phi-3, 3.5 mini, 4 and 4 mini (transformers: models/phi3). Some released files name code of their
+own, which computes the same.
+
 Qwen 2 and 2.5, dense models (transformers: models/qwen2).
 
 Qwen 3, dense models (transformers: models/qwen3), and those of Qwen 3 VL (models/qwen3_vl).
@@ -180,8 +183,10 @@ GRANITE = Family(
 
 
 def _mistral_read_kinds(config: Fields, default: int | None = _DEFAULT_WINDOW) -> list[str]:
-    kind = "full" if config.get("sliding_window", default) is None else "sliding"
-    return [kind] * config["num_hidden_layers"]
+    """All layers have the window, or none: also if it is at least as long as any text."""
+    window, longest = config.get("sliding_window", default), config.get("max_position_embeddings")
+    has_window = window is not None and (longest is None or window < longest)
+    return ["sliding" if has_window else "full"] * config["num_hidden_layers"]
 
 
 def _write_kinds(model: ModelConfig) -> dict[str, Any]:
@@ -255,6 +260,38 @@ OLMO2 = Family(
     settings=OLMO3.settings,
     defaults=dict(num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-5),
     required_values=OLMO3.required_values,
+)
+
+
+_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    layer_kinds=MISTRAL.layer_kinds,
+    read_kinds=functools.partial(_mistral_read_kinds, default=None),
+    write_kinds=_write_kinds,
+    defaults=dict(
+        num_key_value_heads=None,
+        head_dim=None,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=1.0,
+        original_max_position_embeddings=4096,
+    ),
+    rope_scalings=("none", "ntk", "longrope"),
+    tensor_names=dict(
+        attention=dict(wq=_QKV, wk=_QKV, wv=_QKV), dense=dict(w_gate=_GATE_UP, w_up=_GATE_UP)
+    ),
+    required_values=dict(
+        attention_bias=(False,),
+        mlp_bias=(False,),
+        lm_head_bias=(False,),
+        embd_pdrop=(0,),
+        resid_pdrop=(0,),
+        full_attn_mod=(1,),
+        interpolate_factor=(1,),
+    ),
+    irrelevant=frozenset({"auto_map"}),
 )
 
 

@@ -123,6 +123,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Fields of this family that change the computation, and the only values that are supported.
     required_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Values of model.rope_scaling that transformers computes in this family; empty: all.
+    rope_scalings: tuple[str, ...] = ()
     # Whether rope_parameters has an entry for each layer type. RoPE of sliding layers is not scaled then; its base is
     # rope_local_base_freq if `defaults` has that field, and otherwise rope_theta.
     rope_by_layer_type: bool = False
@@ -133,8 +135,8 @@ class Family:
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
-    # Mixer -> its parameters whose tensors have other names than in `config.kinds` -> ends of these
-    # names.
+    # Mixer or feed-forward block -> its parameters whose tensors have other names than in
+    # `config.kinds` -> ends of these names.
     tensor_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # End of the name of a tensor that is several parameters -> the setting with the number of groups of its rows: each
     # group has rows of every parameter, one after the other. Other tensors are one group.
@@ -157,11 +159,6 @@ class Family:
         `config.kinds.MIXERS` and one of FEED_FORWARDS, in the order of the computation of a layer.
         """
         settings, kind = {**COMMON_SETTINGS, **self.settings}, MIXERS[mixer]
-        names = self.tensor_names.get(mixer, {})
-        tensors = tuple(
-            tensor._replace(tensor=names.get(tensor.param, tensor.tensor))
-            for tensor in kind.tensors
-        )
         is_own = feed_forward in self.feed_forward_tensors
         mlp = (
             self.feed_forward_tensors[feed_forward]
@@ -169,7 +166,13 @@ class Family:
             else FEED_FORWARDS[feed_forward].tensors
         )
         norm_placement = settings[kind.norm_setting] or settings["norm_placement"]
-        return _tensors(norm_placement, tensors, mlp, self.tensor_aliases)
+        blocks = self._named(mixer, kind.tensors), self._named(feed_forward, mlp)
+        return _tensors(norm_placement, *blocks, self.tensor_aliases)
+
+    def _named(self, block: str, tensors: tuple[LayerTensor, ...]) -> tuple[LayerTensor, ...]:
+        """`tensors` with the names of `tensor_names`."""
+        names = self.tensor_names.get(block, {})
+        return tuple(x._replace(tensor=names.get(x.param, x.tensor)) for x in tensors)
 
     def num_row_groups(self, tensor: Tensor, model: ModelConfig) -> int:
         """The number of groups of the rows of a tensor; see `row_groups`."""
