@@ -26,7 +26,7 @@ from jaxlc.checkpoints.files import (
 from jaxlc.checkpoints.pretrained import untrained_tensors
 from jaxlc.checkpoints.restore import StoredParams
 from jaxlc.config import Config, from_dict
-from jaxlc.config.models.config_json import config_json_of, family_of, language_model_of
+from jaxlc.config.models.config_json import config_json_of, family_of
 from jaxlc.config.models.families import Family
 from jaxlc.config.models.pretrained import (
     CONFIG_FILE,
@@ -254,7 +254,9 @@ def export(
             if adapters:
                 num_tokens = (base or {}).get("vocab_size", config.model.vocab_size)
                 name = _base_of_adapters(config, family, num_tokens)
-                write_adapters(config, family, params, partial, base=name)
+                is_whole = source is not None and source.has_images and not text_only
+                prefix = [*family.multimodal_prefixes][-1] if is_whole else ""
+                write_adapters(config, family, params, partial, base=name, prefix=prefix)
             else:
                 content |= write_text_files(config, source, partial, longest=longest)
                 if source is not None and record is not None:
@@ -284,8 +286,7 @@ def _record_of(source: Pretrained, workdir: Path) -> dict[str, Any] | None:
       UserError: it has, and the run did not store which.
     """
     record = _read(source.directory / UNTRAINED_FILE)
-    content = read_json(source.directory / CONFIG_FILE)
-    if record is None and language_model_of(content) is not content:
+    if record is None and source.has_images:
         raise UserError(
             f"{workdir} has no {COPY_DIRECTORY}/{UNTRAINED_FILE}, which names the tensors of images: export"
             " the language model alone, with --text_only"

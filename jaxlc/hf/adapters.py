@@ -6,8 +6,9 @@ adapter_model.safetensors  lora_A [rank, in] and lora_B [out, rank] of each proj
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -81,12 +82,19 @@ def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | 
 
 
 def write_adapters(
-    config: Config, family: Family, params: Params, target: Path, *, base: str = ""
+    config: Config,
+    family: Family,
+    params: Params,
+    target: Path,
+    *,
+    base: str = "",
+    prefix: str = "",
 ) -> None:
     """Writes the two files.
 
     Args:
       base: the directory or hub id of the base model, or "".
+      prefix: of the modules of a language model in a model with images; see `Family.with_prefix`.
     Raises:
       UserError: the run has no adapters.
       Unsupported: `peft` has no equivalent of the trained parameters.
@@ -97,7 +105,15 @@ def write_adapters(
         )
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    layouts = {
+        path: replace(
+            layout,
+            tensor=replace(layout.tensor, name=family.with_prefix(layout.tensor.name, prefix)),
+        )
+        for path, layout in layouts_of(
+            family, abstract, dict(paths_of(decoder.dims_of(model))), model
+        ).items()
+    }
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
@@ -118,6 +134,9 @@ def write_adapters(
     ) as files:
         for name, array in tensors.items():
             files.write(name, array)
+    targets = sorted({_module(parts[0]) for paths, parts in modules.items() if paths not in dense})
+    # the other parts of a model with images may have modules of these names
+    regex = rf"{re.escape(prefix)}.*\.({'|'.join(targets)})" if targets and prefix else ""
     content = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
@@ -125,9 +144,7 @@ def write_adapters(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         use_rslora=config.lora.rslora,
-        target_modules=sorted(
-            {_module(parts[0]) for paths, parts in modules.items() if paths not in dense}
-        ),
+        target_modules=regex or targets,
         target_parameters=sorted(
             {f"{_EXPERTS}.{name}" for _, name in experts}
             | {f"{_module(modules[paths][0])}.weight" for paths in dense}
@@ -272,7 +289,8 @@ def _expert_tensors(
             a_EIr = np.concatenate([a[number] for a, _ in pairs.values()], axis=2)
             b_ErO = _joined_outputs({path: b[number] for path, (_, b) in pairs.items()}, parts)
             num_experts, num_inputs, rank = a_EIr.shape
-            module = f"{_PREFIX}model.layers.{layer}.{_EXPERTS}{'.base_layer' if is_inner else ''}"
+            stem = next(iter(parts.values())).tensor.name.partition("{layer}")[0]
+            module = f"{_PREFIX}{stem}{layer}.{_EXPERTS}{'.base_layer' if is_inner else ''}"
             yield (
                 f"{module}.lora_A.weight",
                 a_EIr.swapaxes(1, 2).reshape(num_experts * rank, num_inputs),

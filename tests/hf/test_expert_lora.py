@@ -143,6 +143,40 @@ def test_adapters_of_gate_and_up_are_one_parameter_of_peft(tmp_path):
         write_adapters(run.config, run.family, run, tmp_path)
 
 
+def test_adapters_of_groups_of_rows_are_one_module_with_the_product_of_all(tmp_path):
+    """That of the ranks of all parts, each with the rows of its groups."""
+    projections = ("query", "key", "value", "delta_step", "delta_decay")
+    run = _Run(tmp_path, "qwen3_next", projections)
+    write_adapters(run.config, run.family, run, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    adapters = load_file(tmp_path / "adapter_model.safetensors")
+    (merged,) = run.export(tmp_path / "merged").glob("*.safetensors")
+    (base,) = run.export(tmp_path / "unmerged", _Base(run)).glob("*.safetensors")
+    merged, base = load_file(merged), load_file(base)
+    assert config["rank_pattern"] == dict(in_proj_qkvz=3 * RANK, in_proj_ba=2 * RANK)
+    changed = 0
+    for name, weight in base.items():
+        module, fused = f"base_model.model.{name.removesuffix('.weight')}", name.split(".")[-2]
+        if f"{module}.lora_A.weight" in adapters:
+            rank = config["rank_pattern"].get(fused, RANK)
+            scale = config["alpha_pattern"].get(fused, config["lora_alpha"]) / rank**0.5
+            a, b = adapters[f"{module}.lora_A.weight"], adapters[f"{module}.lora_B.weight"]
+            assert len(a) == rank
+            weight, changed = weight + scale * b @ a, changed + 1
+        np.testing.assert_allclose(merged[name], weight, atol=1e-5, err_msg=name)
+    assert changed == len(adapters) // 2 > 0
+
+
+def test_adapters_of_a_model_with_images_name_its_modules(tmp_path):
+    run = _Run(tmp_path, "qwen3_5_moe", ALL, trainable=("embedding",))
+    write_adapters(run.config, run.family, run, tmp_path, prefix="model.language_model.")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == r"model\.language_model\..*\.(in_proj_qkv|q_proj)"
+    assert config["modules_to_save"] == ["model.language_model.embed_tokens"]
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.language_model.") for name in names)
+
+
 @needs_transformers
 def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
     tokens = tokens_of(16)
@@ -151,6 +185,8 @@ def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
     cases += [
         ("qwen3_5_moe", (*ALL, *MLP)),
         ("glm4_moe", MLP),
+        ("qwen3_next", (*ALL, *MLP)),
+        ("minimax_m2", ALL),
         ("qwen3_moe", ("mlp_up", "expert_down")),
     ]
     runs, jobs = [], {}

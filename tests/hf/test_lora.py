@@ -20,7 +20,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
-from tests.hf.models import write_model
+from tests.hf.models import CASES, write_model, write_tokenizer
 from tests.hf.test_export import batches, config_of, tensors_in
 from tests.train.runs import save_step_0
 
@@ -241,6 +241,8 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("qwen3_5_hybrid", _DELTA_NAMES, "in_proj_qkv"),  # the adapters of three projections
         ("qwen3_5_hybrid", ("query", "value", "delta_gate"), "in_proj_z"),
         ("olmo_hybrid", _DELTA_NAMES, "a_proj"),
+        ("qwen3_next", _DELTA_NAMES, "in_proj_ba"),  # of groups of rows
+        ("qwen3_next", ("value", "delta_decay"), "in_proj_qkvz"),
     ],
 )
 def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(
@@ -269,3 +271,45 @@ def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(
     assert relative_error(logits, expected["peft"]["logits"]) <= 1e-4
     assert relative_error(logits, expected["merged"]["logits"]) <= 1e-4
     assert relative_error(logits, expected["base"]["logits"]) >= 1e-2
+
+
+_EXPERTS = ("expert_gate", "expert_up", "expert_down")
+# Modules of images have names of the language model, except in Qwen.
+WRAPPERS = {
+    "mistral": ("mistral3", MATMUL_NAMES),
+    "gemma3": ("gemma3", ("query", "mlp_down")),
+    "qwen3_5_moe": ("qwen3_5_moe", (*_DELTA_NAMES, *_EXPERTS)),
+    "qwen3_vl_moe": ("qwen3_vl_moe", ("query", *_EXPERTS)),
+}
+
+
+@needs_transformers
+def test_adapters_of_models_with_images_open_in_peft_on_the_whole_model(tmp_path):
+    tokens = tokens_of(64).tolist()
+    saved = {
+        case: dict(job="save", config=CASES[case].config, tokens=tokens, wrapper=wrapper)
+        for case, (wrapper, _) in WRAPPERS.items()
+    }
+    run_jobs(tmp_path, {x: job | dict(directory=str(tmp_path / x)) for x, job in saved.items()})
+    results, jobs = {}, {}
+    for case, (_, projections) in WRAPPERS.items():
+        write_tokenizer(tmp_path / case, 60)
+        config = lora_config(tmp_path / case, train__steps=2)
+        config.lora.projections = projections
+        config.train.trainable = ("final_norm/scale",)
+        workdir, adapters = tmp_path / f"{case}-run", tmp_path / f"{case}-adapters"
+        results[case] = jaxlc.train.run(config, workdir, batches=batches(2))
+        jaxlc.export(workdir, adapters, adapters=True)
+        jobs[case] = dict(
+            job="peft_gradients", directory=str(tmp_path / case), adapters=str(adapters)
+        )
+        jobs[f"{case} base"] = dict(job="logits", directory=str(tmp_path / case))
+    expected = run_jobs(tmp_path, {x: job | dict(tokens=tokens) for x, job in jobs.items()})
+    for case, result in results.items():
+        names = [name for name in expected[case] if name.startswith("gradient/")]
+        prefix = "gradient/base_model.model.model.language_model."
+        assert names and all(name.startswith(prefix) for name in names), case
+        assert f"{prefix}norm.modules_to_save.default.weight" in names
+        logits, _ = evaluate(result.train_step, result.params, np.array(tokens), 0)
+        assert relative_error(logits, expected[case]["logits"]) <= 1e-4, case
+        assert relative_error(logits, expected[f"{case} base"]["logits"]) >= 1e-2, case

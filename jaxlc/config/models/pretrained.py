@@ -96,6 +96,12 @@ class Pretrained:
         """The fields of the language model in config.json; not for runs."""
         return dict(language_model_of(read_json(self.directory / CONFIG_FILE)))
 
+    @property
+    def has_images(self) -> bool:
+        """Whether config.json is that of a model with images around a language model."""
+        config = read_json(self.directory / CONFIG_FILE)
+        return language_model_of(config) is not config
+
     def run_config(self) -> dict[str, dict[str, Any]]:
         """The config that a run stored in the checkpoint; not for Hugging Face models."""
         meta = read_json(self.directory / "meta" / "metadata")
