@@ -1,5 +1,6 @@
 import importlib.machinery
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -138,9 +139,12 @@ def test_tokenizer_unusable_file_is_refused(tmp_path: Path):
         match=r"cannot read .*/tokenizer.json' .*a Hugging Face directory with one, or a hub id",
     ):
         load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(UserError, match=r"cannot read .*; convert its tokenizer.model"):
-        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").touch()
+    written = f'AutoTokenizer.from_pretrained("{tmp_path}").save_pretrained("{tmp_path}")'
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(UserError, match=re.escape(written)):
+            load_tokenizer(str(name))
+    (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "broken.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="broken.json' is not a valid tokenizer.json"):
         load_tokenizer(str(tmp_path / "broken.json"))

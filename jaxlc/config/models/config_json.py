@@ -4,13 +4,9 @@ Imports no jax.
 A field that changes the computation and is not known is an error. `rope_json` reads and writes
 RoPE.
 
-The types of the fields of config.json. Imports no jax.
-
-The config.json of models that no family of transformers computes: their settings, under model_type
-"jaxlc".
-
-Tensors have the names that most families use. `model.init_from`, generation and evaluation read
-such a directory as any other; transformers does not. Imports no jax.
+The config.json of models that no family of transformers computes has their settings, under
+model_type "jaxlc". Tensors have the names that most families use. `model.init_from`, generation and
+evaluation read such a directory as any other; transformers does not.
 """
 
 import dataclasses
@@ -73,32 +69,14 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     ),
     int: (
-        *(
-            "sliding_window",
-            "no_rope_layer_interval",
-            "max_window_layers",
-        ),
+        *("sliding_window", "no_rope_layer_interval", "max_window_layers"),
         *("n_shared_experts", "first_k_dense_replace"),
     ),
     float: (
         *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"),
-        *(
-            "partial_rotary_factor",
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-        ),
-        *(
-            "attention_factor",
-            "llama_4_scaling_beta",
-            "mscale",
-            "mscale_all_dim",
-            "routed_scaling_factor",
-            "swiglu_alpha",
-            "swiglu_limit",
-        ),
+        *("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast"),
+        *("beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim"),
+        *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
     ),
     bool: (
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
@@ -327,12 +305,18 @@ _IRRELEVANT = {
 FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may have
 # fields of models with quantized weights
 _QUANTIZATION = ("quantization_config", "compression_config")
+_OWN_CODE = "code of its own"
 _REASONS = {  # part of the name of a field -> what such models have and no family does
     "lora_rank": "multi-head latent attention",
+    "index_topk": "sparse attention with an indexer",
+    "linear_attn_config": "Kimi Delta Attention",
     "mamba": "state space layers",
+    "ssm_": "state space layers",
+    "conv_L_cache": "layers of short convolutions",
+    "attention_chunk_size": "attention within chunks",
     "softcap": "capped logits",
     "per_layer_input": "embeddings of each layer",
-    "auto_map": "code of its own",
+    "auto_map": _OWN_CODE,
 }
 
 
@@ -494,14 +478,14 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        names = ", ".join([*FAMILIES, MODEL_TYPE])
-        inner = config.get("text_config")
-        reason = _reason(config)
+        inner, around = config.get("text_config"), ""
+        fields = {**config, str(model_type): True}
         if isinstance(inner, dict):
-            reason = _reason(inner) or f" (a model around one of type {inner.get('model_type')!r})"
-        raise Unsupported(
-            f"unsupported: {where} has model_type {model_type!r}{reason}; supported are {names}"
-        )
+            around = f" (a model around one of type {inner.get('model_type')!r})"
+            fields |= inner
+        layers = _reason(fields)
+        others = f"{around}; supported are {', '.join([*FAMILIES, MODEL_TYPE])}"
+        raise Unsupported(f"unsupported: {where} has model_type {model_type!r}{layers or others}")
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise Unsupported(
@@ -556,7 +540,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, where: str) -> None
         name for name, value in config.items() if value and name not in (*known, *_QUANTIZATION)
     )
     if unknown:
-        name = unknown[0]
+        name = next((name for name in unknown if _reason({name: True})), unknown[0])
         reason = suggestion(name, known, cutoff=0.8) or _reason({name: True})
         advice = (
             ""
@@ -642,8 +626,8 @@ def _settings_of_fields(family: Family) -> dict[str, str]:
 
 
 def _reason(config: Mapping[str, Any]) -> str:
-    """What models with such fields have, in parentheses; "" for other fields."""
+    """The layers that models with such fields have, in parentheses; "" for other fields."""
     names = [name for name, value in config.items() if value]
-    reasons = (reason for part, reason in _REASONS.items() if any(part in name for name in names))
-    reason = next(reasons, None)
-    return f" ({reason})" if reason else ""
+    found = [reason for part, reason in _REASONS.items() if any(part in name for name in names)]
+    reasons = dict.fromkeys([x for x in found if x != _OWN_CODE] or found)
+    return f" ({' and '.join(reasons)})" if reasons else ""

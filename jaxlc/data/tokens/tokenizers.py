@@ -368,7 +368,7 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         self.file = path = tokenizer_file(name)
-        content = _read(path)
+        content = _read(path, name)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except (
@@ -546,13 +546,16 @@ def tokenizer_file(name: str) -> Path:
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, name: str) -> bytes:
     try:
         return read_limited(path, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
         advice = _EXPECTED
-        if (path.parent / "tokenizer.model").is_file():
-            advice = "convert its tokenizer.model: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        others = ("config.json", "tokenizer_config.json", "tokenizer.model")
+        if path.name == TOKENIZER_FILE and any((path.parent / x).is_file() for x in others):
+            source = name if hub.is_model_id(name) else path.parent
+            line = f'AutoTokenizer.from_pretrained("{source}").save_pretrained("{path.parent}")'
+            advice = f"write it with transformers: {line}"
         raise UserError(
             f"cannot read data.tokenizer {str(path)!r} ({reason_of(error)}); {advice}"
         ) from error

@@ -62,6 +62,7 @@ LAYER_TYPES = {
     name: mixer.layer_types[name] for mixer in MIXERS.values() for name in mixer.layer_types
 }
 _KINDS = {layer_type: name for name, layer_type in LAYER_TYPES.items()}
+_KINDS["attention"] = "full"  # the older name, which transformers reads as well
 
 
 def read_layer_types(config: Fields, default: Sequence[str] = ("full",)) -> list[str]:
