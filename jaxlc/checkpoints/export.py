@@ -327,13 +327,14 @@ def _base_of_adapters(config: Config, family: Family, num_tokens: int) -> str:
 
 
 def _stored_dtypes(config: Config, family: Family) -> set[str]:
-    """The dtypes of the tensors of the Hugging Face model that a run started from; none if its
-    files are gone.
+    """The dtypes of the matrices of the Hugging Face model that a run started from, those that are
+    frozen in bf16; none if its files are gone.
     """
     model = config.model
     with contextlib.suppress(UserError):
         files = TensorFiles(locate(model.init_from).directory)
-        return {tensor.dtype for tensor in language_tensors(files, family, model).values()}
+        tensors = language_tensors(files, family, model).values()
+        return {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return set()
 
 

@@ -174,8 +174,12 @@ def test_export_of_fp8_model_is_in_bfloat16_without_quantization(tmp_path):
 
 
 def test_export_of_adapters_of_an_fp8_model_takes_its_weights_as_bfloat16(tmp_path, capsys):
-    """Scales are float32; but training rounded no weight."""
-    write_fp8(tmp_path / "model", "llama", BLOCK)
+    """Scales and norms are float32; but training rounded no weight."""
+
+    def with_float32_norms(tensors):
+        return {name: x.astype(np.float32) if x.ndim == 1 else x for name, x in tensors.items()}
+
+    write_fp8(tmp_path / "model", "llama", BLOCK, with_float32_norms)
     config = run_config(tmp_path / "model")
     config.lora = {"rank": 2}
     save_step_0(config, tmp_path / "run")

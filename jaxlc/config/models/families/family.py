@@ -149,7 +149,7 @@ class Family:
     tensor_aliases: tuple[LayerTensor, ...] = ()
     joined_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()  # more fields that do not change the computation
-    quantization: str = ""  # quant_method of the quantized weights that models may have; "": none
+    quantization: str = ""  # quant_method of the weights that models may have besides fp8; "": none
     # Feed-forward blocks of the layers besides dense -> their tensors.
     feed_forward_tensors: Mapping[str, tuple[LayerTensor, ...]] = field(default_factory=dict)
     # More kinds of layers that models may have, and their settings: entries of model.kinds.
