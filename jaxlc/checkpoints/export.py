@@ -233,7 +233,8 @@ def export(
     config = from_dict(meta["config"])
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
-    record = None if source is None or adapters or text_only else _record_of(source, workdir)
+    size, is_whole = config.model.vocab_size, not (adapters or text_only)
+    record = _record_of(source, workdir, size) if source is not None and is_whole else None
     longest = length = _longest_sequence(directory, step)
     tokens = {}
     if text_only and base is not None and not family_of(base, config.model).architecture:
@@ -252,7 +253,7 @@ def export(
         with write_errors_explained(target, "export to a different directory"):
             partial.mkdir(parents=True)
             if adapters:
-                num_tokens = (base or {}).get("vocab_size", config.model.vocab_size)
+                num_tokens = (base or {}).get("vocab_size", size)
                 name = _base_of_adapters(config, family, num_tokens)
                 is_whole = source is not None and source.has_images and not text_only
                 prefix = [*family.multimodal_prefixes][-1] if is_whole else ""
@@ -279,9 +280,13 @@ def export(
     return target
 
 
-def _record_of(source: Pretrained, workdir: Path) -> dict[str, Any] | None:
+def _record_of(source: Pretrained, workdir: Path, num_tokens: int) -> dict[str, Any] | None:
     """Which tensors of the original model are copied, and from where; None: it has no such tensors.
+    Without those with a row for each token, such as a head of multi-token prediction, if
+    the run has more tokens; prints their names.
 
+    Args:
+      num_tokens: of the vocabulary of the run.
     Raises:
       UserError: it has, and the run did not store which.
     """
@@ -291,6 +296,15 @@ def _record_of(source: Pretrained, workdir: Path) -> dict[str, Any] | None:
             f"{workdir} has no {COPY_DIRECTORY}/{UNTRAINED_FILE}, which names the tensors of images: export"
             " the language model alone, with --text_only"
         )
+    before = source.config_json().get("vocab_size", num_tokens)
+    if record is not None and before < num_tokens:
+        tensors = record["tensors"]
+        names = [name for name, tensor in tensors.items() if tensor["shape"][:1] == [before]]
+        record["tensors"] = {name: x for name, x in tensors.items() if name not in names}
+        if names:
+            print_to_stderr(
+                f"note: the export has no {', '.join(names)}: with rows for {before} of {num_tokens} tokens"
+            )
     return record
 
 
@@ -392,7 +406,7 @@ def _write_weights(
         dtypes=dtypes | {name: other["dtype"] for name, other in others.items()},
     ) as files:
         for name, tensor in untrained_tensors(record):
-            files.write_bytes(name, tensor.bytes_in_file)
+            files.write_bytes(name, tensor.bytes)
         paths = list(abstract)
         for group in groups_of(x.size * x.dtype.itemsize for x in abstract.values()):
             for path, array in params.read([paths[index] for index in group]).items():

@@ -128,7 +128,7 @@ def keep_description(model: ModelConfig, workdir: Path) -> str:
 
 
 def _described(tensor: StoredTensor) -> dict[str, Any]:
-    digest = hashlib.sha256(tensor.bytes_in_file).hexdigest()
+    digest = hashlib.sha256(tensor.bytes).hexdigest()
     return dict(dtype=tensor.dtype, shape=list(tensor.shape), sha256=digest)
 
 
@@ -137,7 +137,6 @@ def untrained_tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, StoredTe
 
     Raises:
       UserError: the model that has them is missing, or one of them has changed.
-      Unsupported: one of them is quantized.
     """
     if not record.get("tensors"):
         return
@@ -152,11 +151,6 @@ def untrained_tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, StoredTe
         if name not in tensors or _described(tensors[name]) != described:
             raise UserError(
                 f"{name} in {source} is missing, or differs from the one that the run started with: {cure}"
-            )
-        if tensors[name].dtype.startswith("F8"):
-            raise Unsupported(
-                f"unsupported: {name} in {source}, which was not trained, has dtype {tensors[name].dtype}, and exports"
-                " have no quantization_config; export with --text_only"
             )
         yield name, tensors[name]
 

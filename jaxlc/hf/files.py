@@ -34,6 +34,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxlc.config.models.config_json import language_model_of, quantization_of
+from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError, reason_of
 from jaxlc.core.files import file_inside, other_format, read_json_file
 
@@ -68,8 +70,8 @@ class StoredTensor:
         return read(self, *slices)
 
     @property
-    def bytes_in_file(self) -> np.ndarray:
-        """The bytes of a tensor that is in a file as it is, uint8, mapped to memory."""
+    def bytes(self) -> np.ndarray:
+        """The bytes of the tensor, uint8; of one that is in a file as it is, mapped to memory."""
         num_bytes = _num_bytes(self.shape, self.dtype)
         if not num_bytes:
             return np.empty(0, np.uint8)  # which cannot be mapped
@@ -78,7 +80,7 @@ class StoredTensor:
 
 def _num_bytes(shape: Sequence[int], dtype: str) -> int:
     bits = re.search(r"\d+", dtype)  # BOOL names none
-    return math.prod(shape) * (int(bits[0]) // 8 if bits else 1)
+    return math.prod(shape) * (int(bits[0]) if bits else 8) // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +100,16 @@ class JoinedTensor(StoredTensor):
 
 
 class TensorFiles:
-    """The tensors of a directory with model.safetensors, or several files and their index."""
+    """The tensors of a directory with config.json and model.safetensors, or several files and their
+    index. A quantized weight is one tensor of dtype BF16.
+    """
 
     def __init__(self, directory: Path):
         """Reads the headers of all files.
 
         Raises:
-          UserError: a file is missing, truncated, or not a safetensors file.
+          UserError: a file is missing, truncated, or not a safetensors file, or as `_dequantized`.
+          Unsupported: as `_dequantized`.
         """
         self.directory = directory
         self.bytes_read = 0  # bytes of tensor data
@@ -119,6 +124,8 @@ class TensorFiles:
                 )
             # Of tensors that several files have, that of the file in the index.
             self.tensors = header | self.tensors | {name: header[name] for name in names}
+        config = language_model_of(read_json(directory / CONFIG_FILE))
+        self.tensors = _dequantized(self.tensors, quantization_of(config))
 
     def read(self, name: str, *slices: slice) -> np.ndarray:
         """A copy of a part of a tensor, in its own dtype; only the pages of that part are read.
@@ -297,8 +304,18 @@ class Fp8Tensor(StoredTensor):
                 weights[..., part, :] = floats * factors
         return weights
 
+    @property
+    def bytes(self) -> np.ndarray:
+        """The bytes of the weight in bfloat16, uint8."""
 
-def dequantized(
+        def read(tensor: StoredTensor, *slices: slice) -> np.ndarray:
+            stored = tensor.bytes.view(_STORED_DTYPES[tensor.dtype])
+            return stored.reshape(tensor.shape)[slices]
+
+        return self.read(read, ()).reshape(-1).view(np.uint8)
+
+
+def _dequantized(
     tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """`tensors` with each quantized weight as one tensor of dtype BF16.
@@ -330,7 +347,7 @@ def dequantized(
 def _fp8_tensor(
     name: str, tensors: Mapping[str, StoredTensor], block_size: Sequence[int] | None
 ) -> Fp8Tensor:
-    """The weight `name` with its scales; see `dequantized`."""
+    """The weight `name` with its scales; see `_dequantized`."""
     weights, scales = tensors[name], tensors.get(name + _SCALE)
     if scales is None:
         raise UserError(

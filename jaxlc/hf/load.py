@@ -16,13 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlc.config.models.config_json import language_model_of, quantization_of
 from jaxlc.config.models.families import Family, Tensor
 from jaxlc.config.models.model_schema import ModelConfig
-from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import count_text
-from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles, dequantized
+from jaxlc.hf.files import DTYPES, JoinedTensor, StoredTensor, TensorFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,15 +358,10 @@ def _num_bytes(param: jax.ShapeDtypeStruct) -> int:
 def language_tensors(
     files: TensorFiles, family: Family, model: ModelConfig
 ) -> dict[str, StoredTensor]:
-    """The tensors of the language model in `files`, with one tensor of dtype BF16 for a quantized
-    weight.
-
-    Raises:
-      UserError, Unsupported: as `dequantized`.
+    """The tensors of the language model in `files`, with the names that they have in a model
+    without images.
     """
-    tensors = _of_language_model(files.tensors, family, model)
-    quantization = quantization_of(language_model_of(read_json(files.directory / CONFIG_FILE)))
-    return _joined(dequantized(tensors, quantization), family)
+    return _joined(_of_language_model(files.tensors, family, model), family)
 
 
 def _of_language_model(

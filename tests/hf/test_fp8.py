@@ -173,6 +173,19 @@ def test_export_of_fp8_model_is_in_bfloat16_without_quantization(tmp_path):
     assert_same_bits(tensors_in(out), whole)
 
 
+def test_export_of_untrained_tensors_in_fp8_is_in_bfloat16(tmp_path):
+    """Files of Qwen3-Next in FP8 have layers of multi-token prediction in FP8, too."""
+    write_model(tmp_path / "model", "qwen3_5")
+    rng = np.random.default_rng(0)
+    others = {"mtp.fc.weight": rng.standard_normal((50, 30)).astype(ml_dtypes.bfloat16)}
+    stored, whole = quantized(tensors_of("qwen3_5") | others, BLOCK)
+    rewrite(tmp_path / "model", lambda _: stored, num_files=2)
+    description = dict(quant_method="fp8", weight_block_size=BLOCK)
+    change_config(tmp_path / "model", quantization_config=description)
+    save_step_0(run_config(tmp_path / "model"), tmp_path / "run")
+    assert_same_bits(tensors_in(jaxlc.export(tmp_path / "run", tmp_path / "out")), whole)
+
+
 def test_export_of_adapters_of_an_fp8_model_takes_its_weights_as_bfloat16(tmp_path, capsys):
     """Scales and norms are float32; but training rounded no weight."""
 

@@ -17,7 +17,7 @@ from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import needs_transformers, run_jobs
-from tests.hf.models import tensors_of, write_model
+from tests.hf.models import tensors_of, write_model, write_tensors
 from tests.hf.test_export import batches, config_of, tensors_in
 from tests.hf.test_load import rewrite
 from tests.train.runs import save_step_0
@@ -179,6 +179,33 @@ def test_frozen_new_rows_are_named_with_the_setting_that_trains_them(tmp_path):
     assert line.endswith(
         "from 61 on, which are frozen: config.train.trainable=embedding trains them"
     )
+
+
+def test_export_drops_untrained_tensors_with_a_row_for_each_token(tmp_path, capsys):
+    """Those of multi-token prediction; the others are copied."""
+    source = write_model(tmp_path / "model", "glm4_moe")
+    rows = np.ones((OLD, 32), np.float32)
+    names = [f"model.layers.3.{x}.weight" for x in ("embed_tokens", "shared_head.head", "eh_proj")]
+    others = dict(zip(names, (rows, rows, np.ones((32, 64), np.float32))))
+    write_tensors(source, tensors_of("glm4_moe") | others, num_files=2)
+    save_step_0(extended(source), tmp_path / "run")
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out")
+    assert f"no {names[0]}, {names[1]}: with rows for 61 of 65 tokens" in capsys.readouterr().err
+    exported = tensors_in(out)
+    assert exported.keys() == tensors_of("glm4_moe").keys() | {names[2]}
+    assert exported[EMBEDDING].shape == (NEW, 32)
+
+
+def test_export_of_a_model_with_images_has_the_new_rows(tmp_path):
+    source = write_model(tmp_path / "model", "qwen3_vl", dtype=np.float32)
+    save_step_0(extended(source), tmp_path / "run")
+    out = jaxlc.export(tmp_path / "run", tmp_path / "out", dtype="fp32")
+    assert json.loads((out / "config.json").read_text())["text_config"]["vocab_size"] == NEW
+    before, after = tensors_in(source), tensors_in(out)
+    assert before.keys() == after.keys()
+    name = next(name for name in after if name.endswith("embed_tokens.weight"))
+    assert after[name].shape[0] == NEW
+    np.testing.assert_array_equal(after[name][:OLD], before[name])
 
 
 @needs_transformers
