@@ -218,8 +218,7 @@ def load_params(
         if progress is not None:
             progress(done, total)
     leaves = [loaded[path] for path in abstract]
-    _, others = left_out(directory, family, model)
-    read = f"{files.bytes_read:,} bytes read by this process{others and '; left out: '}{others}"
+    read = f"{files.bytes_read:,} bytes read by this process"
     rounded = (path for path, param in abstract.items() if param.dtype.itemsize == 2)
     if any(files.tensors[name].dtype != "BF16" for path in rounded for name in layouts[path].names):
         read += ROUNDED
