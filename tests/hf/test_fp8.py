@@ -90,6 +90,7 @@ def write_fp8(directory, case, block, change=lambda x: x, **options):
         ("qwen3_moe", None, stack_experts, np.float32),
         ("qwen3_5_hybrid", BLOCK, dict, np.float16),  # one tensor for queries, keys and values
         ("gpt_oss", BLOCK, dict, np.float32),  # gate and up are every second column
+        ("qwen3_next", BLOCK, dict, np.float32),  # rows of four projections of each key head
     ],
 )
 def test_fp8_weights_equal_their_definition(case, block, change, scale_dtype, mesh, tmp_path):
