@@ -243,9 +243,11 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("olmo_hybrid", _DELTA_NAMES, "a_proj"),
         ("qwen3_next", _DELTA_NAMES, "in_proj_ba"),  # of groups of rows
         ("qwen3_next", ("value", "delta_decay"), "in_proj_qkvz"),
+        ("phi3_window", MATMUL_NAMES, "qkv_proj"),
+        ("phi3_window", ("key", "mlp_up"), "gate_up_proj"),
     ],
 )
-def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(
+def test_adapters_of_fused_modules_and_gated_delta_net_open_in_peft_with_equal_logits(
     case, projections, module, tmp_path
 ):
     base = write_model(tmp_path / "base", case, dtype=np.float32)
@@ -266,7 +268,7 @@ def test_adapters_of_gated_delta_net_open_in_peft_with_equal_logits(
         "base": dict(job="gradients", directory=str(base), tokens=tokens.tolist()),
     }
     expected = run_jobs(tmp_path, jobs)
-    assert any(f"linear_attn.{module}.lora_B" in name for name in expected["peft"])
+    assert any(f".{module}.lora_B" in name for name in expected["peft"])
     logits, _ = evaluate(result.train_step, result.params, tokens, 0)
     assert relative_error(logits, expected["peft"]["logits"]) <= 1e-4
     assert relative_error(logits, expected["merged"]["logits"]) <= 1e-4
