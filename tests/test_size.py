@@ -15,9 +15,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 373_705  # without comments, docstrings and ends of lines
+MAX_TOKENS = 377_360  # without comments, docstrings and ends of lines
 MAX_TOKENS_PER_LINE = 8.8  # of lines with code
-MAX_FILES = 266
+MAX_FILES = 269
 MIN_MEDIAN_LINES = 230
 
 # Files that may name Gated DeltaNet; all others ask the description of a kind.

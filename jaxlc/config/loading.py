@@ -163,11 +163,17 @@ def _with_shape(model: dict[str, Any]) -> dict[str, Any]:
     A config that was loaded before has all of them, and init_from is not read again: the model may
     be gone.
     """
-    shape = {**PRESETS[model.get("preset", DEFAULT_PRESET)].by_path, "kinds": dict[str, Any]()}
+    preset = PRESETS[model.get("preset", DEFAULT_PRESET)]
+    shape = {**preset.by_path, "kinds": dict[str, Any]()}
     if shape.keys() <= model.keys():
         return model
     if not model.get("init_from"):
-        return with_scaling(shape, model)
+        settings = with_scaling(shape, model)
+        used = (*settings["first_layer_kinds"], *settings["layer_kinds"])
+        own = {x.name: dict(vars(x)) for x in preset.kinds if x.name in used}
+        for kind in own.values():
+            del kind["name"]
+        return settings | {"kinds": own | settings["kinds"]}
     explicit = {
         name: value
         for name, value in model.items()

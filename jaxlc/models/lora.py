@@ -90,7 +90,8 @@ class Adapter(nnx.Module):
 
 def _rank_name(names: Collection[str]) -> str:
     """The name of R of a matrix whose other dimensions have these names."""
-    return "rank" if "model" in names else "sharded_rank"
+    is_sharded = not {"model", "sharded_latent"}.isdisjoint(names)
+    return "rank" if is_sharded else "sharded_rank"
 
 
 class Adapters(nnx.Module):

@@ -27,7 +27,7 @@ LOW_TOKENS = 4096  # number of positions of the low table
 
 
 class RopeTables(NamedTuple):
-    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = head_dim x rope_fraction
+    """float32 numpy arrays, computed in float64, for R/2 frequencies; R = model.rotated_dim
     is rotated.
 
     With a leading dimension B, each sequence has tables of its own.
@@ -106,6 +106,11 @@ def apply_rope(x_BTNH: jax.Array, positions_BT: jax.Array, tables: RopeTables | 
     return jnp.concatenate([rotated, x_BTNH[..., dim:]], axis=-1)
 
 
+def query_factor(model: ModelConfig) -> float:
+    """The factor of queries with `rope_scaling_query_mscale`, as `yarn_get_mscale` of DeepSeek V3."""
+    return (1 + 0.1 * model.rope_scaling_query_mscale * math.log(model.rope_scaling_factor)) ** 2
+
+
 def query_scale(model: ModelConfig, positions_BT: jax.Array) -> jax.Array:
     """The factor of queries, float32 [B, T, 1, 1]: 1 + beta ln(1 + floor(position / original)).
 
@@ -147,7 +152,7 @@ def rope_frequencies(model: ModelConfig, kind: str, seq_len: int) -> Frequencies
     Args:
       seq_len: length that dynamic_ntk and longrope depend on.
     """
-    dim = int(model.of_kind(kind).head_dim * model.rope_fraction)
+    dim = model.of_kind(kind).rotated_dim
     scale, theta = model.rope_scaling_factor, model.rope_theta
     if model.attention_of(kind) == "sliding":
         theta = model.sliding_rope_theta

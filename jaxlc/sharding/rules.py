@@ -43,6 +43,8 @@ class ShardingRules:
     experts: Axes = ()  # E: every rank computes the experts of its tokens
     vocab: Axes = (TENSOR,)  # V of embedding [V, D] and head [D, V]
     head_dim: Axes = ()  # H: attention needs the entire head dimension
+    latent: Axes = ()  # R of the matrix [D, R] of a latent
+    sharded_latent: Axes = WEIGHT_AXES  # R of the matrix [R, N, H] that expands it
     rank: Axes = ()  # R of the matrix of an adapter that has a dimension D
     sharded_rank: Axes = WEIGHT_AXES  # R of the other matrix
     layers: Axes = ()  # L: every rank runs every layer

@@ -98,7 +98,7 @@ def test_check_beta_of_1_raises(name):
         (
             "model",
             dict(YARN, layer_kinds=("nope",)),
-            ["rope_scaling='yarn' has no effect", "names no full layers"],
+            ["rope_scaling='yarn' has no effect", "names no full or latent layers"],
         ),
         (
             "model",

@@ -76,6 +76,7 @@ class Case:
     # Architecture of the model with images whose text_config `config` is; transformers has no class for such a language
     # model alone.
     wrapper: str = ""
+    has_latents: bool = False  # attention is latent attention
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -99,6 +100,32 @@ def _llama(**fields) -> dict:
 
 def _mistral(**fields) -> dict:
     return _config("mistral", "MistralForCausalLM", tie_word_embeddings=False, **fields)
+
+
+def _latent(model_type: str, architecture: str, **fields) -> Case:
+    """A model with latent attention: a dense layer, then layers of experts."""
+    config = dict(
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        num_key_value_heads=4,
+        kv_lora_rank=10,
+        q_lora_rank=12,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=12,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        attention_bias=False,
+    )
+    config = _config(model_type, architecture, **config | fields)
+    del config["head_dim"]
+    return Case(config=config, has_latents=True, first_layers=1, dense_layers=(0,))
 
 
 # Both forms of RoPE, tied and untied.
@@ -650,6 +677,33 @@ CASES: dict[str, Case] = {
             "out_proj": "o_proj",
         },
     ),
+    "deepseek_v3": _latent(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        rope_parameters=dict(YARN_ROPE, rope_theta=30000.0, mscale=1.0, mscale_all_dim=0.8),
+        norm_topk_prob=True,
+        rope_interleave=True,
+        num_nextn_predict_layers=1,
+    ),
+    "deepseek_v2": _latent(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        rope_theta=30000.0,
+        rope_scaling=dict(YARN_ROPE, mscale=0.707, mscale_all_dim=0.707),
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        norm_topk_prob=False,
+    ),
+    "glm4_moe_lite": _latent(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        rope_parameters=dict(rope_type="default", rope_theta=30000.0),
+        v_head_dim=16,
+        n_group=1,
+        topk_group=1,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        norm_topk_prob=True,
+    ),
 }
 
 
@@ -697,6 +751,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     if CASES[case].qk_norm != "none":
         heads = (1, 1) if CASES[case].qk_norm == "head" else (N, K)
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
+    if CASES[case].has_latents:
+        layer_shapes = _with_latents(layer_shapes, config)
     for layer, mixer in enumerate(mixers_of(CASES[case])):
         own_shapes = layer_shapes
         if mixer == LINEAR:
@@ -730,6 +786,33 @@ def _with_fused_projections(
         rows, columns = zip(*map(shapes.pop, parts))
         shapes[whole] = sum(rows), columns[0]
     return shapes
+
+
+def _with_latents(
+    layer_shapes: dict[str, tuple[int, ...]], config: dict
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a dense layer with latent attention."""
+    D, N, R = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    V, P, Q = config["v_head_dim"], config["qk_rope_head_dim"], config["q_lora_rank"]
+    queries = N * (config["qk_nope_head_dim"] + P)
+    shapes = {
+        "kv_a_proj_with_mqa.weight": (R + P, D),
+        "kv_a_layernorm.weight": (R,),
+        "kv_b_proj.weight": (N * (config["qk_nope_head_dim"] + V), R),
+        "o_proj.weight": (D, N * V),
+    }
+    shapes |= (
+        {
+            "q_a_proj.weight": (Q, D),
+            "q_a_layernorm.weight": (Q,),
+            "q_b_proj.weight": (queries, Q),
+        }
+        if Q
+        else {"q_proj.weight": (queries, D)}
+    )
+    return {
+        name: shape for name, shape in layer_shapes.items() if not name.startswith("self_attn")
+    } | {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _with_delta_net(
@@ -805,6 +888,8 @@ def _with_experts(
             "mlp.shared_experts.down_proj.weight": (D, S),
             "mlp.gate.e_score_correction_bias": (E,),
         }
+    if config["model_type"] == "deepseek_v2":
+        del shapes["mlp.gate.e_score_correction_bias"]
     for expert in () if "mlp.experts.down_proj" in shapes else range(E):
         shapes |= {f"mlp.experts.{expert}.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         shapes[f"mlp.experts.{expert}.down_proj.weight"] = D, F

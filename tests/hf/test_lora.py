@@ -34,6 +34,7 @@ MODULES = {
     **{f"mlp_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 
+_LATENT_NAMES = ("query_down", "query_up", "latent", "key_value", "attention_projected")
 _DELTA_NAMES = (*MATMUL_NAMES, "delta_gate", "delta_step", "delta_decay")
 
 
@@ -245,9 +246,11 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("qwen3_next", ("value", "delta_decay"), "in_proj_qkvz"),
         ("phi3_window", MATMUL_NAMES, "qkv_proj"),
         ("phi3_window", ("key", "mlp_up"), "gate_up_proj"),
+        ("deepseek_v3", _LATENT_NAMES, "kv_a_proj_with_mqa"),
+        ("deepseek_v2", ("query", "key_value"), "kv_b_proj"),
     ],
 )
-def test_adapters_of_fused_modules_and_gated_delta_net_open_in_peft_with_equal_logits(
+def test_adapters_of_other_modules_open_in_peft_with_equal_logits(
     case, projections, module, tmp_path
 ):
     base = write_model(tmp_path / "base", case, dtype=np.float32)

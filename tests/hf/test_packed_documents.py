@@ -4,7 +4,8 @@ gpt-oss: sinks, biases, YaRN without truncation in all layers, alternating slidi
 experts. Qwen 3.5: two layers of Gated DeltaNet and a full one; or experts with a shared one,
 between two layers of Gated DeltaNet. Qwen3-Next: the same with a dense layer. Olmo Hybrid: a layer
 with attention between two of Gated DeltaNet. Ministral 3: queries are scaled by the position within
-their document. MiniMax-M2: norms of all heads together, partial RoPE.
+their document. MiniMax-M2: norms of all heads together, partial RoPE. DeepSeek V3: latent
+attention, with yarn.
 """
 
 import dataclasses
@@ -38,6 +39,7 @@ MODELS = {
     "query_scale": dict(case="ministral3"),
     "minimax_m2": dict(case="minimax_m2"),
     "qwen3_next": dict(case="qwen3_next"),
+    "deepseek_v3": dict(case="deepseek_v3"),
 }
 
 

@@ -61,6 +61,8 @@ FLOAT64_MODELS = {
     "ministral3": ("ministral3", 1.0),
     "qwen3_next": ("qwen3_next", 1.0),
     "minimax_m2": ("minimax_m2", 1.0),
+    "deepseek_v3": ("deepseek_v3", 1.0),
+    "deepseek_v2": ("deepseek_v2", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
 }
@@ -91,9 +93,12 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def float64_models(tmp_path_factory):
     root = tmp_path_factory.mktemp("float64_models")
-    changes = dict(dtype=np.float32, rms_norm_eps=RELEASED_EPSILON)
+    # Norms of latents have this epsilon, too, and the other norms of these models another one.
+    epsilon = {
+        case: dict(rms_norm_eps=RELEASED_EPSILON) for case, x in CASES.items() if not x.has_latents
+    }
     return {
-        name: write_model(root / name, case, scale=scale, **changes)
+        name: write_model(root / name, case, scale=scale, dtype=np.float32, **epsilon.get(case, {}))
         for name, (case, scale) in FLOAT64_MODELS.items()
     }
 
@@ -250,6 +255,18 @@ def _without_dense_block(params):
 
 # What a model has -> case, settings of a model without it, and its parameters.
 PARTS = {
+    "scale of queries by the factor of yarn": (
+        "deepseek_v3",
+        dict(rope_scaling_query_mscale=0.0),
+        lambda params: params,
+    ),
+    "interleaved RoPE": ("deepseek_v2", {"latent.interleaved": False}, lambda params: params),
+    "epsilon of latents": ("deepseek_v3", {"latent.norm_epsilon": 0.3}, lambda params: params),
+    "groups of a softmax router": (
+        "deepseek_v2",
+        {"experts.groups": 1, "experts.groups_per_token": 1},
+        lambda params: params,
+    ),
     "llama3 scaling": ("llama", dict(rope_scaling="none"), lambda params: params),
     "llama3 scaling, tied": ("llama_tied", dict(rope_scaling="none"), lambda params: params),
     "yarn scaling": ("qwen2", dict(rope_scaling="none"), lambda params: params),

@@ -28,6 +28,14 @@ HYBRID = dict(
     delta_value_dim=12,
     delta_conv_taps=4,
 )
+# Latent attention; values are narrower than keys.
+LATENT = dict(
+    layer_kinds=("latent",),
+    num_kv_heads=4,
+    head_dim=12,
+    rope_fraction=1 / 3,
+    latent=dict(rank=10, query_rank=6, value_dim=8, interleaved=True),
+)
 TOKENS = 96  # divisible by every context x tensor of the tests
 ROWS = 4
 

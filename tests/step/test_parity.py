@@ -12,6 +12,7 @@ import pytest
 from jaxlc.config import load
 from tests.step.synthetic import (
     HYBRID,
+    LATENT,
     MIXED_KINDS,
     gradients_and_loss,
     make_batch,
@@ -274,6 +275,28 @@ HYBRIDS = [
 def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     _assert_same(axes, split=split, memory=memory, model=HYBRID | model)
+
+
+LATENTS = [
+    ("ring", dict(context=3, tensor=2), dict(remat="attention", save=("latent",))),
+    ("hybrid", dict(context=4, fsdp=2), dict(remat="full", tile_tokens=12)),
+    ("ulysses", dict(context=2, tensor=2), dict(remat="full", offload=("residual", "value"))),
+    ("all_gather", dict(context=8), dict(remat="none")),
+    ("ring", dict(context=2, tensor=4), dict(remat="attention", tile_tokens=24)),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "memory"),
+    [
+        pytest.param(*case, marks=[] if index < 2 else pytest.mark.full)
+        for index, case in enumerate(LATENTS)
+    ],
+    ids=str,
+)
+def test_latent_attention_equals_one_device(strategy, axes, memory):
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    _assert_same(axes, split=split, memory=memory, model=LATENT)
 
 
 @pytest.mark.parametrize(

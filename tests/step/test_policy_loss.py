@@ -20,6 +20,7 @@ from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
 from jaxlc.posttrain.trees import PackedTraces, trees_of
 from tests.step.synthetic import (
     HYBRID,
+    LATENT,
     gradients_and_loss,
     make_batch,
     put_params,
@@ -77,6 +78,8 @@ KINDS = {
     "sliding": dict(model=dict(layer_kinds=("sliding", "full"), window=6, attention_sinks=True)),
     "lora": dict(lora=dict(rank=2)),
     "recurrent": dict(model=HYBRID),
+    "latent": dict(model=LATENT),
+    "latent tiles": dict(model=LATENT, memory=dict(tile_tokens=12)),
     "tiles": dict(model=QUERY_SCALE, memory=dict(tile_tokens=12)),
     "experts": dict(
         model=dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, shared_ffn_dim=16),
@@ -84,7 +87,7 @@ KINDS = {
     ),
 }
 KINDS["sliding tiles"] = KINDS["tiles"] | KINDS["sliding"]
-WITHOUT_TILES = {"tiles": "", "sliding tiles": "sliding"}
+WITHOUT_TILES = {"tiles": "", "sliding tiles": "sliding", "latent tiles": "latent"}
 
 
 def config_with(loss: str, *, shares=True, **sections):
@@ -157,6 +160,7 @@ def magnitude(config, loss):
                 ("grpo", "", dict(context=1), {}),
                 ("grpo", "tiles", dict(context=2), {}),
                 ("grpo", "recurrent", dict(context=4), {}),
+                ("grpo", "latent", dict(context=2, tensor=2), {}),
                 ("", "", dict(context=4, tensor=2), {}),
                 ("dapo", "lora", dict(context=4), dict(strategy="all_gather")),
                 ("dpo", "tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
@@ -205,7 +209,7 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "flags, num_cases", [([], 3), pytest.param(["--all"], 5, marks=pytest.mark.full)]
+    "flags, num_cases", [([], 4), pytest.param(["--all"], 8, marks=pytest.mark.full)]
 )
 def test_shared_prefixes_in_float64_equal_separate_rows(flags, num_cases):
     """To 1e-13, so the differences of float32 are those of sums in another order."""

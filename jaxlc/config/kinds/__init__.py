@@ -4,11 +4,14 @@ checks, weights with their Hugging Face names, FLOPs, and bytes of what can be s
 `register` adds a kind from outside the package; `jaxlc.models.kinds.register` adds its computation.
 """
 
+import itertools
+
 from jaxlc.config.kinds.attention import AttentionKind
-from jaxlc.config.kinds.contract import Block, FeedForward, Layer, Matrix, Mixer
+from jaxlc.config.kinds.contract import Block, FeedForward, HasRope, Layer, Matrix, Mixer
 from jaxlc.config.kinds.delta_net import DeltaNetKind
 from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.kinds.experts import ExpertsKind
+from jaxlc.config.kinds.latent import LatentKind
 
 MIXERS: dict[str, Mixer] = {}
 FEED_FORWARDS: dict[str, FeedForward] = {}
@@ -26,7 +29,7 @@ def register(kind: Block) -> None:
         raise TypeError(f"{kind!r} is neither a Mixer nor a FeedForward")
 
 
-for _kind in (AttentionKind(), DeltaNetKind(), DenseKind(), ExpertsKind()):
+for _kind in (AttentionKind(), LatentKind(), DeltaNetKind(), DenseKind(), ExpertsKind()):
     register(_kind)
 
 
@@ -38,6 +41,12 @@ def blocks() -> tuple[Block, ...]:
 def mixer_by_layer_kind() -> dict[str, Mixer]:
     """The mixer of each name that model.layer_kinds may have without an entry in model.kinds."""
     return {name: mixer for mixer in MIXERS.values() for name in mixer.layer_kinds}
+
+
+def scaled_kinds() -> frozenset[str]:
+    """The layer kinds that model.rope_scaling applies to."""
+    kinds = (mixer.scaled_kinds for mixer in MIXERS.values() if isinstance(mixer, HasRope))
+    return frozenset(itertools.chain.from_iterable(kinds))
 
 
 def tensor_names() -> tuple[str, ...]:

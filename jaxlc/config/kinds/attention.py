@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, Mixer, MixingFlops
+from jaxlc.config.kinds.contract import HasRope, Layer, LayerTensor, Matrix, Mixer, MixingFlops
 from jaxlc.config.ranges import From1
 from jaxlc.config.schema import RunConfig
 
@@ -45,11 +45,12 @@ class AttentionSettings:
         return 2 * self.head_dim if self.attention_gate else self.head_dim
 
 
-class AttentionKind(Mixer):
+class AttentionKind(Mixer, HasRope):
     name = "attention"
     layers = "layers with attention"
     layer_types = {"full": "full_attention", "sliding": "sliding_attention"}
     layer_kinds = ("full", "sliding", "nope")
+    scaled_kinds = ("full",)
     norm_setting = "norm_placement"
     sizes = ("num_heads", "num_kv_heads", "head_dim")
     tensors = (

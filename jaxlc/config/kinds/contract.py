@@ -37,6 +37,8 @@ class Layer(Protocol):
     def activation(self) -> str: ...
     @property
     def mlp_bias(self) -> bool: ...
+    @property
+    def rotated_dim(self) -> int: ...
     def section(self, part: type[SectionT]) -> SectionT:
         """The settings of a kind."""
         ...
@@ -180,6 +182,12 @@ class Mixer(Block):
     @abstractmethod
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         """Reasons why layers cannot run in tiles of memory.tile_tokens."""
+
+
+class HasRope(ABC):
+    """A mixer with position embeddings."""
+
+    scaled_kinds: tuple[str, ...]  # its layer_kinds that model.rope_scaling applies to
 
 
 class FeedForward(Block):

@@ -123,8 +123,9 @@ class ExpertsConfig:
     # sigmoid router: a bias of each expert is added for the choice, and not for the weights. It has no gradient;
     # train.balance_bias_rate changes it. "e_score_correction_bias" in Hugging Face files.
     choice_bias: bool = False
-    # sigmoid router: the experts are this many groups, in order. A token is routed to experts of some groups: those
-    # with the largest sums of two scores. "n_group" in Hugging Face configs.
+    # sigmoid and softmax router: the experts are this many groups, in order. A token is routed to experts of some
+    # groups: those with the largest sums of two scores, or, with softmax, with the largest score, as in DeepSeek V2.
+    # "n_group" in Hugging Face configs.
     groups: From1[int] = 1
     groups_per_token: From1[int] = 1  # number of these groups; "topk_group" in Hugging Face configs
     # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
@@ -253,8 +254,8 @@ def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
             f"config.model.experts.renormalize=True has no effect with config.model.experts.router={sizes.router!r},"
             " whose weights have the sum 1; remove it"
         )
-    for name in ("choice_bias", "groups"):
-        if sizes.router != "sigmoid" and vars(sizes)[name] != vars(ExpertsConfig())[name]:
+    for name, routers in (("choice_bias", ("sigmoid",)), ("groups", ("sigmoid", "softmax"))):
+        if sizes.router not in routers and vars(sizes)[name] != vars(ExpertsConfig())[name]:
             yield (
                 f"config.model.experts.{name}={vars(sizes)[name]} has no effect with config.model.experts.router="
                 f"{sizes.router!r}; remove it, or use --config.model.experts.router=sigmoid"

@@ -63,6 +63,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
         "rotary_dim",
+        *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     ),
     Positive: (
         *("rope_theta", "rope_local_base_freq", "attention_multiplier"),
@@ -89,7 +90,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
         *("quantization_config", "compression_config"),
     ),
-    list[str]: ("architectures", "layer_types"),
+    list[str]: ("architectures", "layer_types", "mlp_layer_types"),
     list[int]: ("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
     list[float]: ("short_factor", "long_factor"),
 }
@@ -308,7 +309,7 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 _OWN_CODE = "code of its own"
 _REASONS = {  # part of the name of a field -> what such models have and no family does
     "lora_rank": "multi-head latent attention",
-    "index_topk": "sparse attention with an indexer",
+    "index_topk": "sparse attention with an indexer (DSA)",
     "linear_attn_config": "Kimi Delta Attention",
     "mamba": "state space layers",
     "ssm_": "state space layers",
@@ -459,6 +460,8 @@ def config_json_of(
             raise UserError(
                 f"config.json of model.init_from has {name}={value} and the run {fields[name]}; restore that file"
             )
+    if family.exported_type:
+        changed["model_type"] = family.exported_type
     # the length that the run adds may change the RoPE, and whether a window has an effect
     after = settings_of({**base, **changed}, "config.json")
     if after["window"] != model.window:
@@ -621,7 +624,8 @@ def _settings_of_fields(family: Family) -> dict[str, str]:
     """The fields of config.json that give settings, and these; without the width of dense layers if
     there are none.
     """
-    common = {name: x for name, x in _FIELDS.items() if x != "ffn_dim" or family.has_dense_layers}
+    left_out = {*family.varying, *(() if family.has_dense_layers else ("ffn_dim",))}
+    common = {name: x for name, x in _FIELDS.items() if x not in left_out}
     return {**common, **family.fields}
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
-from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind
+from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind, scaled_kinds
 from jaxlc.config.kinds.attention import AttentionSettings
 from jaxlc.config.kinds.delta_net import DeltaNetConfig
 from jaxlc.config.kinds.experts import ExpertsConfig
+from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
@@ -118,6 +119,7 @@ class ModelConfig(AttentionSettings):
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
     # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.
     # nope: as full, without position embedding. gated_delta_net: linear attention with a state, as in Qwen 3.5.
+    # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -127,6 +129,7 @@ class ModelConfig(AttentionSettings):
     kinds: tuple[KindConfig, ...] = ()
     delta_net: DeltaNetConfig = DeltaNetConfig()
     experts: ExpertsConfig = ExpertsConfig()
+    latent: LatentConfig = LatentConfig()
     sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
     sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
     # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one
@@ -159,12 +162,20 @@ class ModelConfig(AttentionSettings):
     # yarn: queries at position p of their document are multiplied by 1 + this x ln(1 + floor(p /
     # rope_scaling_original_tokens)), as in Ministral 3; "llama_4_scaling_beta" in Hugging Face configs. 0: not.
     rope_scaling_query_beta: float = 0.0
+    # yarn: queries are multiplied by the square of 1 + 0.1 x this x ln(rope_scaling_factor), as in DeepSeek V3;
+    # "mscale_all_dim" in Hugging Face configs. 0: not.
+    rope_scaling_query_mscale: float = 0.0
     # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
     rope_scaling_short_factors: tuple[float, ...] = ()
     # longrope: divisors of the frequencies for longer sequences
     rope_scaling_long_factors: tuple[float, ...] = ()
     # fraction of head_dim that RoPE rotates, its first dimensions; the others are unchanged.
     rope_fraction: Above0UpTo1[float] = 1.0
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of a head that RoPE rotates."""
+        return round(self.head_dim * self.rope_fraction)
 
     @property
     def num_last_layers(self) -> int:
@@ -336,7 +347,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "dynamic_ntk": ("factor", "original_tokens"),
     "yarn": (
         *("factor", "original_tokens", "beta_fast", "beta_slow", "attention_factor", "truncate"),
-        "query_beta",
+        *("query_beta", "query_mscale"),
     ),
     "longrope": ("factor", "original_tokens", "attention_factor", "short_factors", "long_factors"),
     "llama3": ("factor", "original_tokens", "low_freq_factor", "high_freq_factor"),
@@ -391,11 +402,12 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
     yield from _unused_parameters(model)
     scaling, factor = model.rope_scaling, model.rope_scaling_factor
     is_unscaled = factor == 1 and attention_factor(model) == 1 and not model.rope_scaling_query_beta
-    scaled_kinds = {"full", "sliding"} if model.sliding_rope_scaling else {"full"}
-    if scaling != "none" and scaled_kinds.isdisjoint(model.attentions):
+    scaled = scaled_kinds() | ({"sliding"} if model.sliding_rope_scaling else set())
+    if scaling != "none" and scaled.isdisjoint(model.attentions):
         yield (
-            f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full layers;"
-            " use --config.model.rope_scaling=none, or --config.model.sliding_rope_scaling for sliding layers"
+            f"config.model.rope_scaling={scaling!r} has no effect, since config.model.layer_kinds names no full or"
+            " latent layers; use --config.model.rope_scaling=none, or --config.model.sliding_rope_scaling for sliding"
+            " layers"
         )
     if model.sliding_rope_scaling and "sliding" not in model.attentions:
         yield (
@@ -439,7 +451,7 @@ def rope_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _fraction_problems(model: ModelConfig) -> Iterator[str]:
-    rotated = model.head_dim * model.rope_fraction
+    rotated = round(model.head_dim * model.rope_fraction, 6)  # fractions such as 64 / 192
     # their base has the exponent d / (d - 2)
     smallest = 4 if model.rope_scaling in ("ntk", "dynamic_ntk") else 2
     if rotated % 2 or rotated < smallest:
@@ -467,7 +479,7 @@ def _unused_parameters(model: ModelConfig) -> Iterator[str]:
 
 
 def _longrope_problems(model: ModelConfig) -> Iterator[str]:
-    num_frequencies = int(model.head_dim * model.rope_fraction) // 2
+    num_frequencies = model.rotated_dim // 2
     for name, factors in (
         ("rope_scaling_short_factors", model.rope_scaling_short_factors),
         ("rope_scaling_long_factors", model.rope_scaling_long_factors),

@@ -7,7 +7,7 @@ the parameter count of each entry with the published one.
 from typing import Any
 
 from jaxlc.config.models.families import FAMILIES
-from jaxlc.config.models.model_schema import ModelConfig, model_from
+from jaxlc.config.models.model_schema import KindConfig, ModelConfig, model_from
 from jaxlc.config.values import flattened
 
 _LLAMA_3_1: dict[str, Any] = dict(
@@ -56,6 +56,13 @@ _QWEN2_5: dict[str, Any] = dict(
     tie_embeddings=False,
     rope_theta=1_000_000.0,
     **FAMILIES["qwen2"].settings,
+)
+
+_LATENT: dict[str, Any] = dict(
+    tie_embeddings=False,
+    first_layer_kinds=("dense",),
+    layer_kinds=("latent",),
+    kinds=(KindConfig(name="dense", attention="latent", feed_forward="dense"),),
 )
 
 _PRESETS: tuple[dict[str, Any], ...] = (
@@ -200,6 +207,55 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         rope_scaling_original_tokens=4096,
         rope_scaling_truncate=False,
         **FAMILIES["gpt_oss"].settings,
+    ),
+    dict(
+        # deepseek-ai/DeepSeek-V2-Lite
+        preset="deepseek-v2-lite",
+        vocab_size=102_400,
+        num_layers=27,
+        model_dim=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_dim=10_944,
+        head_dim=192,
+        rope_fraction=64 / 192,
+        latent=dict(rank=512, value_dim=128, interleaved=True),
+        experts=dict(num_experts=64, experts_per_token=6, ffn_dim=1408, shared_ffn_dim=2816),
+        rope_theta=10_000.0,
+        rope_scaling="yarn",
+        rope_scaling_factor=40.0,
+        rope_scaling_original_tokens=4096,
+        rope_scaling_attention_factor=1.0,
+        rope_scaling_query_mscale=0.707,
+        norm_epsilon=1e-6,
+        **_LATENT,
+        **FAMILIES["deepseek_v2"].settings,
+    ),
+    dict(
+        # zai-org/GLM-4.7-Flash: the defaults of Glm4MoeLiteConfig in transformers 5.23; the base of RoPE is that of
+        # GLM 4.5.
+        preset="glm-4.7-flash",
+        vocab_size=154_880,
+        num_layers=47,
+        model_dim=2048,
+        num_heads=20,
+        num_kv_heads=20,
+        ffn_dim=10_240,
+        head_dim=256,
+        rope_fraction=64 / 256,
+        latent=dict(rank=512, query_rank=768, value_dim=256, interleaved=True),
+        experts=dict(
+            num_experts=64,
+            experts_per_token=4,
+            ffn_dim=1536,
+            shared_ffn_dim=1536,
+            renormalize=True,
+            scale=1.8,
+        ),
+        rope_theta=1_000_000.0,
+        norm_epsilon=1e-5,
+        **_LATENT,
+        **FAMILIES["glm4_moe_lite"].settings,
     ),
     dict(
         # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is

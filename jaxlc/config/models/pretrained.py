@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlc.config.differences import setting_text
+from jaxlc.config.kinds import scaled_kinds
 from jaxlc.config.models import hub
 from jaxlc.config.models.config_json import (
     CHANGEABLE_SETTINGS,
@@ -308,7 +309,7 @@ def context_tokens(model: ModelConfig, trained_tokens: int = 0) -> int | None:
     Args:
       trained_tokens: data.seq_len of the run that trained the weights; 0: they are those of model.init_from.
     """
-    if "full" not in model.attentions or model.rope_scaling == "dynamic_ntk":
+    if scaled_kinds().isdisjoint(model.attentions) or model.rope_scaling == "dynamic_ntk":
         return None
     if not model.init_from:
         return trained_tokens or None

@@ -22,7 +22,7 @@ from jaxlc.core.errors import Unsupported, UserError
 
 _LONGEST, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _PARTIAL, _ROTATED = "partial_rotary_factor", "rotary_dim"
-_QUERY_BETA = "llama_4_scaling_beta"
+_QUERY_BETA, _QUERY_MSCALE = "llama_4_scaling_beta", "mscale_all_dim"
 _THETA, _LOCAL_THETA, _SCALING = "rope_theta", "rope_local_base_freq", "rope_scaling"
 # Fields of config.json. The length takes precedence over the same key in rope_scaling.
 ROPE_FIELDS = frozenset({_THETA, _SCALING, "rope_parameters", _LOCAL_THETA, _ORIGINAL, _PARTIAL})
@@ -44,10 +44,11 @@ _PARAMETERS = {  # key in rope_scaling -> suffix of model.rope_scaling_...
     "attention_factor": "attention_factor",
     "truncate": "truncate",
     _QUERY_BETA: "query_beta",
+    _QUERY_MSCALE: "query_mscale",
     "short_factor": "short_factors",
     "long_factor": "long_factors",
 }
-_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate", _QUERY_BETA)
+_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "truncate", _QUERY_BETA, _QUERY_MSCALE)
 
 
 def rope_settings(
@@ -88,7 +89,8 @@ def rope_settings(
         }
         differ = " and ".join(f"{name}={value}" for name, value in fields.items())
         raise UserError(f"{where} has {differ}, which differ in {wrong}; remove the wrong ones")
-    return _of_kinds(settings, where, family, kinds)
+    settings = _of_kinds(settings, where, family, kinds)
+    return {name: value for name, value in settings.items() if name not in family.varying}
 
 
 def rope_fields(
@@ -106,7 +108,7 @@ def rope_fields(
     _check_family(model, family)
     theta, scaling = model.rope_theta, _scaling_of(model, family)
     if model.rope_scaling == "ntk":
-        dim = int(model.head_dim * model.rope_fraction)
+        dim = model.rotated_dim
         theta *= model.rope_scaling_factor ** (dim / (dim - 2))
     old: dict[str, Any] = dict(rope_theta=theta, rope_scaling=scaling)
     if model.rope_scaling == "longrope":  # read by transformers 4
@@ -117,7 +119,7 @@ def rope_fields(
     if _PARTIAL in family.defaults:
         old[_PARTIAL] = full[_PARTIAL] = model.rope_fraction
     if _ROTATED in family.defaults:
-        old[_ROTATED] = round(model.head_dim * model.rope_fraction)
+        old[_ROTATED] = model.rotated_dim
     if not family.rope_by_layer_type:
         return old | dict(rope_parameters=full)
     sliding = dict(rope_type="default", rope_theta=model.sliding_rope_theta)
@@ -238,6 +240,8 @@ def _one_rope(
     values = _values(names, parameters, rope_type, config)
     if rope_type == "yarn":
         _replace_mscale(parameters, values)
+        if _QUERY_MSCALE not in family.defaults:
+            values[_QUERY_MSCALE] = None
     for name, parameter in names.items():
         if values[name] is not None:
             settings[f"rope_scaling_{parameter}"] = _converted(parameter, values[name])
@@ -308,7 +312,7 @@ def _replace_mscale(parameters: dict[str, Any], values: dict[str, Any]) -> None:
     """Replaces DeepSeek's two factors by the attention factor that they give; one without the other
     has no effect.
     """
-    mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
+    mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop(_QUERY_MSCALE, None)
     if mscale and mscale_all_dim and values["attention_factor"] is None and values["factor"]:
         log_factor = math.log(abs(values["factor"]))  # the check of settings refuses one below 1
         values["attention_factor"] = (0.1 * mscale * log_factor + 1) / (
@@ -322,7 +326,8 @@ def _check_family(model: ModelConfig, family: Family) -> None:
             f"unsupported: export with config.model.rope_scaling={model.rope_scaling!r} of a model of type"
             f" {family.model_type} (supported: {', '.join(family.rope_scalings)})"
         )
-    if model.rope_fraction != 1 and _PARTIAL not in family.defaults:
+    has_fraction = _PARTIAL in family.defaults or "rope_fraction" in family.varying
+    if model.rope_fraction != 1 and not has_fraction:
         raise Unsupported(
             f"unsupported: export with config.model.rope_fraction={model.rope_fraction}, which transformers ignores in"
             f" models of type {family.model_type}"
@@ -332,6 +337,11 @@ def _check_family(model: ModelConfig, family: Family) -> None:
         raise Unsupported(
             f"unsupported: export with config.model.rope_scaling={model.rope_scaling} and rope_scaling_query_beta="
             f"{scales_queries} of a model of type {family.model_type}, which {'needs yarn' if needed else 'needs 0'}"
+        )
+    if model.rope_scaling_query_mscale and _QUERY_MSCALE not in family.defaults:
+        raise Unsupported(
+            f"unsupported: export with config.model.rope_scaling_query_mscale={model.rope_scaling_query_mscale}, which"
+            f" transformers ignores in models of type {family.model_type}"
         )
     if family.rope_by_layer_type:
         if not model.rope_scaling_truncate:

@@ -31,9 +31,14 @@ from jaxlc.models.kinds.attention import Attention
 from jaxlc.models.kinds.delta_net import GatedDeltaNet
 from jaxlc.models.kinds.dense import MLP
 from jaxlc.models.kinds.experts import Experts
+from jaxlc.models.kinds.latent import LatentAttention
 from jaxlc.models.rope import TablesOfKinds, rope_tables
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet}
+MIXERS: dict[str, type[Mixer]] = {
+    "attention": Attention,
+    "latent": LatentAttention,
+    "gated_delta_net": GatedDeltaNet,
+}
 FEED_FORWARDS: dict[str, type[MLP | Experts]] = {"dense": MLP, "experts": Experts}
 
 

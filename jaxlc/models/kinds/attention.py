@@ -48,39 +48,30 @@ from jaxlc.models.contract import (
 from jaxlc.models.layer_tiles import TiledLayer, add, at, put_at, tile_indices
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
-from jaxlc.models.rope import apply_rope, query_scale
+from jaxlc.models.rope import apply_rope, query_factor, query_scale
 from jaxlc.sharding.rules import Sharder
 
 
-class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
-    """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
+class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
+    """Mixers with queries, keys and values of heads: what is computed between their projections.
+
+    A subclass has the methods `queries`, `keys_values` and `projected`, as `Attention`.
+    """
+
+    sinks: nnx.Param | None = None
 
     def __init__(
         self,
         model: ModelConfig,
         keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
+        fp8: Fp8 | None,
+        lora: LoraConfig | None,
+        projections: tuple[str, ...],
     ):
-        super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
-        D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
-        weights = mixer_matrices(model)
-        self.wq = weight(keys, weights["wq"])  # with a gate: first q, then the gate
-        self.wk = weight(keys, weights["wk"])
-        self.wv = weight(keys, weights["wv"])
-        self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
-        self.bq = bias_vector(heads=N, bias=model.query_dim) if model.qkv_bias else None
-        self.bk = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
-        self.bv = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
-        self.bo = bias_vector(bias=D) if model.attention_out_bias else None
-        self.sinks = (
-            nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention_sinks else None
-        )
-        self.has_gate = model.attention_gate
-        self.q_norm = _qk_norm(model, heads=N)
-        self.k_norm = _qk_norm(model, kv_heads=K)
+        super().__init__(model, keys, fp8, lora, projections)
         # Attention divides its logits by sqrt(head_dim).
-        self.query_multiplier = (H / model.query_scale_dim) ** 0.5 if model.query_scale_dim else 1.0
+        scale_dim = model.query_scale_dim or model.head_dim
+        self.query_multiplier = (model.head_dim / scale_dim) ** 0.5 * query_factor(model)
         self.query_scale = (
             functools.partial(query_scale, model) if model.rope_scaling_query_beta else None
         )
@@ -95,56 +86,12 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         k_BTKH, v_BTKH = self.keys_values(x_BTD, rotation, shard=shard)
         return (q_BTNH, k_BTKH, v_BTKH, self.sinks_N), gate_BTNH
 
-    @jax.named_scope(scopes.ATTENTION)
-    def queries(
-        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the
-        input of the block, gathered over tensor."""
-        q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
-        q_BTNH, gate_BTNH = add_bias(q_BTNH, self.bq), None
-        if self.has_gate:
-            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
-            gate_BTNH = checkpoint_name(gate_BTNH, "query")
-        if self.q_norm is not None:
-            q_BTNH = self.q_norm(q_BTNH)
+    def scaled_queries(self, q_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+        """Queries times their factors."""
         factor = self.query_multiplier
         if self.query_scale is not None and rotation.tables is not None:
             factor *= self.query_scale(rotation.positions_BT)
-        q_BTNH = scaled(q_BTNH, factor)
-        return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
-
-    @jax.named_scope(scopes.ATTENTION)
-    def keys_values(
-        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over
-        tensor.
-        """
-        k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
-        v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
-        k_BTKH, v_BTKH = add_bias(k_BTKH, self.bk), add_bias(v_BTKH, self.bv)
-        if self.k_norm is not None:
-            k_BTKH = self.k_norm(k_BTKH)
-        return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(
-            v_BTKH, "value"
-        )
-
-    @jax.named_scope(scopes.ATTENTION)
-    def projected(
-        self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder
-    ) -> jax.Array:
-        """The output projection, out_BTD. With a gate, out_BTNH is multiplied by its sigmoid first."""
-        out_BTNH = shard.heads(out_BTNH)
-        if gate_BTNH is not None:
-            gated_BTNH = out_BTNH.astype(jnp.float32) * jax.nn.sigmoid(
-                gate_BTNH.astype(jnp.float32)
-            )
-            out_BTNH = gated_BTNH.astype(out_BTNH.dtype)
-        out_BTD = self.project(
-            "attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard
-        )
-        return checkpoint_name(add_bias(shard.residual(out_BTD), self.bo), "attention_projected")
+        return scaled(q_BTNH, factor)
 
     @property
     def sinks_N(self) -> jax.Array | None:
@@ -199,25 +146,7 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
 
     @classmethod
     def kernel(cls, on: KindOnMesh) -> KernelSelection:
-        config, sizes = on.config, on.mesh.shape
-        num_sequences = config.train.global_batch_size // (
-            config.train.gradient_accumulation_steps * math.prod(sizes[axis] for axis in BATCH_AXES)
-        )
-        num_tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
-        return sharded_attention.choose(
-            config.attention,
-            on.mesh,
-            dtype=on.compute_dtype,
-            head_dim=on.model.head_dim,
-            window=on.window,
-            packed=config.attention.document_mask
-            or (on.window is not None and config.memory.tile_tokens > 0),
-            num_elements=num_sequences
-            * num_tokens
-            * on.model.num_heads
-            // sizes[TENSOR]
-            * on.model.head_dim,
-        )
+        return choose_kernel(on)
 
     @classmethod
     def abstract_cache(
@@ -242,6 +171,107 @@ class Attention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             q_like=_abstract_queries(on, (batch_size, chunk_tokens)),
             num_kv_heads=_num_cached_heads(on),
         )
+
+
+class Attention(SoftmaxAttention):
+    """Projections, norms of queries and keys, RoPE, sinks and the output gate."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
+        super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
+        D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
+        weights = mixer_matrices(model)
+        self.wq = weight(keys, weights["wq"])  # with a gate: first q, then the gate
+        self.wk = weight(keys, weights["wk"])
+        self.wv = weight(keys, weights["wv"])
+        self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
+        self.bq = bias_vector(heads=N, bias=model.query_dim) if model.qkv_bias else None
+        self.bk = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
+        self.bv = bias_vector(kv_heads=K, bias=H) if model.qkv_bias else None
+        self.bo = bias_vector(bias=D) if model.attention_out_bias else None
+        self.sinks = (
+            nnx.Param(jnp.zeros(N, jnp.float32), dims=("sinks",)) if model.attention_sinks else None
+        )
+        self.has_gate = model.attention_gate
+        self.q_norm = _qk_norm(model, heads=N)
+        self.k_norm = _qk_norm(model, kv_heads=K)
+
+    @jax.named_scope(scopes.ATTENTION)
+    def queries(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns q_BTNH, with RoPE, and the gate_BTNH of `projected`, or None. `x_BTD` is the
+        input of the block, gathered over tensor."""
+        q_BTNH = shard.heads(self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard))
+        q_BTNH, gate_BTNH = add_bias(q_BTNH, self.bq), None
+        if self.has_gate:
+            q_BTNH, gate_BTNH = jnp.split(q_BTNH, 2, axis=-1)
+            gate_BTNH = checkpoint_name(gate_BTNH, "query")
+        if self.q_norm is not None:
+            q_BTNH = self.q_norm(q_BTNH)
+        q_BTNH = self.scaled_queries(q_BTNH, rotation)
+        return checkpoint_name(apply_rope(q_BTNH, *rotation), "query"), gate_BTNH
+
+    @jax.named_scope(scopes.ATTENTION)
+    def keys_values(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (k_BTKH, v_BTKH), K with RoPE. `x_BTD` is the input of the block, gathered over
+        tensor.
+        """
+        k_BTKH = shard.heads(self.project("key", "BTD,DKH->BTKH", x_BTD, self.wk, shard=shard))
+        v_BTKH = shard.heads(self.project("value", "BTD,DKH->BTKH", x_BTD, self.wv, shard=shard))
+        k_BTKH, v_BTKH = add_bias(k_BTKH, self.bk), add_bias(v_BTKH, self.bv)
+        if self.k_norm is not None:
+            k_BTKH = self.k_norm(k_BTKH)
+        return checkpoint_name(apply_rope(k_BTKH, *rotation), "key"), checkpoint_name(
+            v_BTKH, "value"
+        )
+
+    @jax.named_scope(scopes.ATTENTION)
+    def projected(
+        self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None, *, shard: Sharder
+    ) -> jax.Array:
+        """The output projection, out_BTD. With a gate, out_BTNH is multiplied by its sigmoid first."""
+        out_BTNH = shard.heads(out_BTNH)
+        if gate_BTNH is not None:
+            gated_BTNH = out_BTNH.astype(jnp.float32) * jax.nn.sigmoid(
+                gate_BTNH.astype(jnp.float32)
+            )
+            out_BTNH = gated_BTNH.astype(out_BTNH.dtype)
+        out_BTD = self.project(
+            "attention_projected", "BTNH,NHD->BTD", out_BTNH, self.wo, shard=shard
+        )
+        return checkpoint_name(add_bias(shard.residual(out_BTD), self.bo), "attention_projected")
+
+
+def choose_kernel(on: KindOnMesh, value_dim: int | None = None) -> KernelSelection:
+    """The kernel of training, for values of this width; None: that of queries and keys."""
+    config, sizes = on.config, on.mesh.shape
+    num_sequences = config.train.global_batch_size // (
+        config.train.gradient_accumulation_steps * math.prod(sizes[axis] for axis in BATCH_AXES)
+    )
+    num_tokens = config.memory.tile_tokens or config.data.seq_len // sizes[CONTEXT]
+    return sharded_attention.choose(
+        config.attention,
+        on.mesh,
+        dtype=on.compute_dtype,
+        head_dim=on.model.head_dim,
+        value_dim=value_dim,
+        window=on.window,
+        packed=config.attention.document_mask
+        or (on.window is not None and config.memory.tile_tokens > 0),
+        num_elements=num_sequences
+        * num_tokens
+        * on.model.num_heads
+        // sizes[TENSOR]
+        * on.model.head_dim,
+    )
 
 
 def _abstract_queries(on: KindOnMesh, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

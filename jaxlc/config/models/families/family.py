@@ -117,6 +117,7 @@ class Family:
     read_settings: Callable[[Fields], dict[str, Any]] = no_settings
     write_settings: Callable[[ModelConfig], dict[str, Any]] = no_fields
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
+    exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
     # partial_rotary_factor, RoPE may rotate a part of a head, and with rotary_dim, this field may give its size; with

@@ -1,0 +1,180 @@
+"""DeepSeek V3 and V2, Kimi K2 and GLM 4.7 Flash: latent attention, dense layers first, then layers
+of experts with shared ones.
+
+Transformers: models/deepseek_v3, deepseek_v2 and glm4_moe_lite. Kimi K2 has the layers of DeepSeek
+V3, and is exported as such. Layers of multi-token prediction are left out.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxlc.config.kinds import experts
+from jaxlc.config.models.families.family import Family, Fields
+from jaxlc.config.models.model_schema import ModelConfig
+
+
+def _read_kinds(config: Fields) -> list[str]:
+    num_layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    num_dense = config.get("first_k_dense_replace") or 0
+    types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
+    return ["dense" if kind == "dense" else "latent" for kind in types]
+
+
+def _write_kinds(model: ModelConfig) -> dict[str, Any]:
+    return dict(first_k_dense_replace=model.num_layers_of("dense"))
+
+
+def _read_settings(config: Fields) -> dict[str, Any]:
+    # null: head_dim is invalid
+    rotated_dim, own_dim = (config[f"qk_{part}_head_dim"] or 0 for part in ("rope", "nope"))
+    head_dim = own_dim + rotated_dim
+    return {
+        "head_dim": head_dim,
+        "rope_fraction": rotated_dim / (head_dim or 1),
+        "latent.query_rank": config["q_lora_rank"] or 0,
+        "latent.interleaved": bool(config.get("rope_interleave", True)),
+        "experts.groups": config["n_group"] or 1,
+        "experts.groups_per_token": config["topk_group"] or 1,
+        "experts.shared_ffn_dim": (config["n_shared_experts"] or 0)
+        * config["moe_intermediate_size"],
+    }
+
+
+def _write_settings(model: ModelConfig) -> dict[str, Any]:
+    return dict(
+        qk_rope_head_dim=model.rotated_dim,
+        qk_nope_head_dim=model.head_dim - model.rotated_dim,
+        q_lora_rank=model.latent.query_rank or None,
+        rope_interleave=model.latent.interleaved,
+        n_group=model.experts.groups,
+        topk_group=model.experts.groups_per_token,
+        n_shared_experts=model.experts.shared_ffn_dim // model.experts.ffn_dim,
+    )
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    layer_kinds=(frozenset({"latent"}), frozenset({"dense", "latent"}), frozenset({"dense"})),
+    read_kinds=_read_kinds,
+    write_kinds=_write_kinds,
+    settings={"experts.router": "sigmoid", "experts.choice_bias": True},
+    fields={
+        "kv_lora_rank": "latent.rank",
+        "v_head_dim": "latent.value_dim",
+        "n_routed_experts": "experts.num_experts",
+        "num_experts_per_tok": "experts.experts_per_token",
+        "moe_intermediate_size": "experts.ffn_dim",
+        "norm_topk_prob": "experts.renormalize",
+        "routed_scaling_factor": "experts.scale",
+    },
+    field_aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    read_settings=_read_settings,
+    write_settings=_write_settings,
+    varying=frozenset(
+        {
+            *("head_dim", "rope_fraction", "latent.query_rank", "latent.interleaved"),
+            *("experts.groups", "experts.groups_per_token", "experts.shared_ffn_dim"),
+        }
+    ),
+    defaults=dict(
+        num_key_value_heads=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        v_head_dim=128,
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        mscale_all_dim=0.0,  # attention reads it, besides the RoPE
+    ),
+    required_values=dict(
+        attention_bias=(False,),
+        scoring_func=("sigmoid",),
+        topk_method=("noaux_tc",),
+        moe_layer_freq=(1,),
+    ),
+    other_prefixes=("model.layers.{num_layers}.",),
+    irrelevant=frozenset(
+        {
+            # the functions above read them
+            *("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts"),
+            *("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim"),
+            *("rope_interleave", "mlp_layer_types"),
+            *("num_nextn_predict_layers", "router_aux_loss_coef", "output_router_logits"),
+            *("aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "auto_map"),
+        }
+    ),
+    feed_forward_tensors=dict(
+        experts=(
+            *experts.TENSORS,
+            experts.CHOICE_BIAS,
+            *experts.shared_tensors("shared_experts"),
+        )
+    ),
+    tensor_aliases=experts.STACKED_LINEAR_TENSORS,
+    kinds=dict(dense=dict(attention="latent", feed_forward="dense")),
+)
+
+KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2", exported_type="deepseek_v3")
+
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "qk_nope_head_dim": 192,
+        "q_lora_rank": 768,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+    },
+)
+
+# Groups are chosen by the largest probability in them, and weights are not divided by their sum.
+DEEPSEEK_V2 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    settings={"experts.router": "softmax"},
+    fields={x: y for x, y in DEEPSEEK_V3.fields.items() if x != "norm_topk_prob"},
+    field_aliases={"num_experts": "n_routed_experts"},
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+        "n_group": None,
+        "topk_group": None,
+        "routed_scaling_factor": 1.0,
+    },
+    required_values={
+        **DEEPSEEK_V3.required_values,
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+        "mlp_bias": (False,),
+    },
+    feed_forward_tensors=dict(
+        experts=(*experts.TENSORS, *experts.shared_tensors("shared_experts"))
+    ),
+)

@@ -1,0 +1,122 @@
+"""Latent attention: keys and values of all heads are products of one latent per token (DeepSeek-V2,
+arXiv:2405.04434, section 2.1).
+
+    latent, shared = x wkv_down        one vector of L, and one of P, which RoPE rotates, per token
+    k, v = norm(latent) wkv_up         H - P and V per head; the shared part follows in each key
+
+Queries have no latent, or one of their own. Attention itself is `kinds.attention.SoftmaxAttention`
+with as many key/value heads as query heads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.kinds import mixer_matrices
+from jaxlc.core import scopes
+from jaxlc.models.block import InitKeys, RMSNorm, residual_depth_scale, weight
+from jaxlc.models.contract import KindOnMesh, Rotation, Sequences
+from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
+from jaxlc.models.matmuls import Fp8
+from jaxlc.models.rope import apply_rope
+from jaxlc.sharding.rules import Sharder
+
+
+class LatentAttention(SoftmaxAttention):
+    """Projections to latents and from them to heads, norms of the latents, and RoPE."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+    ):
+        latent, weights = model.latent, mixer_matrices(model)
+        queries = ("query_down", "query_up") if latent.query_rank else ("query",)
+        projections = (*queries, "latent", "key_value", "attention_projected")
+        super().__init__(model, keys, fp8, lora, projections)
+        norm = functools.partial(RMSNorm, epsilon=latent.norm_epsilon)
+        self.wq, self.wq_down, self.wq_up = (
+            weight(keys, weights[name]) if name in weights else None
+            for name in ("wq", "wq_down", "wq_up")
+        )
+        self.q_norm = norm(norm=latent.query_rank) if latent.query_rank else None
+        self.wkv_down = weight(keys, weights["wkv_down"])
+        self.kv_norm = norm(norm=latent.rank)
+        self.wkv_up = weight(keys, weights["wkv_up"])
+        self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
+        self.rank, self.rotated_dim = latent.rank, model.rotated_dim
+        self.own_dim, self.value_dim = model.head_dim - model.rotated_dim, latent.value_dim
+        self.is_interleaved = latent.interleaved
+
+    @jax.named_scope(scopes.ATTENTION)
+    def queries(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[jax.Array, None]:
+        """Returns q_BTNH, with RoPE in its last dimensions, and None. `x_BTD` is the input of the
+        block, gathered over tensor.
+        """
+        if self.q_norm is None:
+            q_BTNH = self.project("query", "BTD,DNH->BTNH", x_BTD, self.wq, shard=shard)
+        else:
+            latent_BTL = self.project("query_down", "BTD,DL->BTL", x_BTD, self.wq_down, shard=shard)
+            latent_BTL = checkpoint_name(self.q_norm(shard.gathered(latent_BTL)), "latent")
+            q_BTNH = self.project("query_up", "BTL,LNH->BTNH", latent_BTL, self.wq_up, shard=shard)
+        own, rotated = jnp.split(
+            self.scaled_queries(shard.heads(q_BTNH), rotation), [self.own_dim], -1
+        )
+        q_BTNH = jnp.concatenate([own, self._rotated(rotated, rotation)], axis=-1)
+        return checkpoint_name(q_BTNH, "query"), None
+
+    @jax.named_scope(scopes.ATTENTION)
+    def keys_values(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (k_BTNH, v_BTNH), K with RoPE in its last dimensions, and V padded with zeros to the
+        width of K, since not all kernels take values of another width. `x_BTD` is the input of the
+        block, gathered over tensor.
+        """
+        latent_BTL = self.project("latent", "BTD,DL->BTL", x_BTD, self.wkv_down, shard=shard)
+        latent_BTL, shared_BTP = jnp.split(shard.gathered(latent_BTL), [self.rank], axis=-1)
+        latent_BTL = checkpoint_name(self.kv_norm(latent_BTL), "latent")
+        shared_BT1P = self._rotated(shared_BTP[:, :, None], rotation)
+        shared_BT1P = checkpoint_name(shared_BT1P, "latent")
+        expanded = self.project("key_value", "BTL,LNH->BTNH", latent_BTL, self.wkv_up, shard=shard)
+        own, v_BTNV = jnp.split(shard.heads(expanded), [self.own_dim], axis=-1)
+        shared_BTNP = jnp.broadcast_to(shared_BT1P, (*own.shape[:-1], self.rotated_dim))
+        k_BTNH = shard.heads(jnp.concatenate([own, shared_BTNP], axis=-1))
+        v_BTNV = checkpoint_name(v_BTNV, "value")
+        padding = [(0, 0)] * 3 + [(0, k_BTNH.shape[-1] - self.value_dim)]
+        return checkpoint_name(k_BTNH, "key"), jnp.pad(v_BTNV, padding)
+
+    def _rotated(self, x_BTNP: jax.Array, rotation: Rotation) -> jax.Array:
+        """With RoPE. Interleaved pairs are put into the half-split order, of queries and of keys."""
+        if self.is_interleaved:
+            pairs = x_BTNP.reshape(*x_BTNP.shape[:-1], -1, 2)
+            x_BTNP = pairs.swapaxes(-1, -2).reshape(x_BTNP.shape)
+        return apply_rope(x_BTNP, *rotation)
+
+    @jax.named_scope(scopes.ATTENTION)
+    def projected(self, out_BTNV: jax.Array, kept: None, *, shard: Sharder) -> jax.Array:
+        """The output projection, out_BTD; of padded values, the first dimensions."""
+        out_BTNV = shard.heads(out_BTNV)[..., : self.value_dim]
+        out_BTD = self.project(
+            "attention_projected", "BTNV,NVD->BTD", out_BTNV, self.wo, shard=shard
+        )
+        return checkpoint_name(shard.residual(out_BTD), "attention_projected")
+
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        prepare, attend = super().on_sequences(on)
+        value_dim = on.model.latent.value_dim
+        if choose_kernel(on, value_dim).name != choose_kernel(on).name:
+            return Sequences(prepare, attend)
+
+        def attend_unpadded(q_BTNH, k_BTNH, v_BTNH, sinks_N, *, ranges):
+            return attend(q_BTNH, k_BTNH, v_BTNH[..., :value_dim], sinks_N, ranges=ranges)
+
+        return Sequences(prepare, attend_unpadded)
