@@ -295,10 +295,10 @@ class Fp8Tensor(StoredTensor):
             for size, part, block in zip(self.shape[-2:], (rows, columns), self.block)
         ]
         scales = read(self.scales, *experts, *(slice(x[0], x[-1] + 1) for x in places))
-        of_row, of_column = (x - x[0] for x in places)
-        for start in range(0, len(of_row), _CONVERTED_ROWS):
+        row_blocks, column_blocks = (x - x[0] for x in places)
+        for start in range(0, len(row_blocks), _CONVERTED_ROWS):
             part = slice(start, start + _CONVERTED_ROWS)
-            factors = scales.astype(np.float32)[..., of_row[part], :].take(of_column, -1)
+            factors = scales.astype(np.float32)[..., row_blocks[part], :].take(column_blocks, -1)
             floats = _E4M3.take(values[..., part, :].view(np.uint8), mode="clip")
             with np.errstate(over="ignore"):  # infinite values are an error of `TensorFiles.read`
                 weights[..., part, :] = floats * factors
@@ -369,7 +369,8 @@ def _fp8_tensor(
     if scales.shape != shape and not is_number:
         raise UserError(
             f"{scales.name} in {scales.path} has shape {list(scales.shape)}; {name} of shape {list(weights.shape)} with"
-            f" weight_block_size={json.dumps(block_size)} in config.json needs {list(shape)}: download both again"
+            f" weight_block_size={json.dumps(block_size)} in config.json needs {list(shape)}: correct that, or"
+            " download both again"
         )
     return Fp8Tensor(
         path=weights.path,

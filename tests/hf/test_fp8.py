@@ -51,8 +51,8 @@ def quantized(tensors, block, scale_dtype=np.float32):
         grid = *experts, math.ceil(rows / rows_of_block), math.ceil(columns / columns_of_block)
         weight = (8 * x.astype(np.float32)).astype(ml_dtypes.float8_e4m3fn)
         scale = rng.uniform(0.1, 2, grid).astype(scale_dtype)
-        of_value = scale.astype(np.float32).repeat(rows_of_block, -2).repeat(columns_of_block, -1)
-        product = weight.astype(np.float32) * of_value[..., :rows, :columns]
+        factors = scale.astype(np.float32).repeat(rows_of_block, -2).repeat(columns_of_block, -1)
+        product = weight.astype(np.float32) * factors[..., :rows, :columns]
         whole[name] = product.astype(ml_dtypes.bfloat16)
         stored |= {name: weight, f"{name}_scale_inv": scale}
         if block is None:
