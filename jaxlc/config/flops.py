@@ -39,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxlc.config.kinds import MIXERS, blocks_of, layer_matrices, param_names, projection_paths
+from jaxlc.config.kinds import MIXERS, branches_of, layer_matrices, param_names, projection_paths
 from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 
@@ -239,10 +239,8 @@ def sum_over_layers(model: ModelConfig, count: Callable[[LayerConfig], int]) -> 
 
 def _num_vector_entries(layer: LayerConfig) -> int:
     """Entries of all parameters of a layer that are not in `layer_matrices`."""
-    num_norms = 4 if layer.norm_placement == "pre_and_post" else 2
-    return num_norms * layer.model_dim + sum(
-        block.num_vector_entries(layer) for block in blocks_of(layer)
-    )
+    norm_entries = (1 + (layer.norm_placement == "pre_and_post")) * layer.model_dim
+    return sum(norm_entries + x.num_vector_entries(layer) for x in branches_of(layer).values())
 
 
 def _flops_per_token(layer: LayerConfig) -> int:

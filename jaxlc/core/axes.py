@@ -29,9 +29,14 @@ MESH_AXES = (DATA, FSDP, CONTEXT, TENSOR)  # slowest to fastest varying: tensor 
 BATCH_AXES = (DATA, FSDP)  # axes that split the batch
 WEIGHT_AXES = (FSDP, CONTEXT)  # axes that shard parameters, which are equal on their ranks at use
 
-# Entries of a parameter tree whose arrays have a leading dimension of layers, in the order in which
-# they run.
-LAYER_STACKS = FIRST_LAYERS, LAYERS, LAST_LAYERS = ("first_layers", "layers", "last_layers")
+# Entries of a parameter tree whose arrays have a leading dimension of layers: `is_layers`.
+FIRST_LAYERS, LAYERS, LAST_LAYERS = "first_layers", "layers", "last_layers"
+
+
+def is_layers(name: str) -> bool:
+    """Whether the entry of a parameter tree with this name is a segment of the layers: first_layers, layers, layers_2
+    and so on, last_layers; see `ModelConfig.segments`."""
+    return LAYERS in name.split("_")
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

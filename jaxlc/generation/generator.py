@@ -21,15 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.config import Config
-from jaxlc.core.axes import (
-    BATCH_AXES,
-    CONTEXT,
-    FIRST_LAYERS,
-    LAST_LAYERS,
-    LAYER_STACKS,
-    LAYERS,
-    TENSOR,
-)
+from jaxlc.config.models.model_schema import Segment
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -93,12 +86,9 @@ class CachedDecoder:
             for kind, cached in self.cached_kinds(*tokens_BC.shape).items()
         }
         updated = {}
-        for name in LAYER_STACKS:
-            if name in cache:
-                kinds = model.kinds_of_iteration(name)
-                x_BCD, updated[name] = self._run_stack(
-                    getattr(module, name), kinds, x_BCD, cache[name], run_kind
-                )
+        for segment in model.segments:
+            layers, name = getattr(module, segment.name), segment.name
+            x_BCD, updated[name] = self._run_stack(layers, segment, x_BCD, cache[name], run_kind)
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
         last_BD = (
             jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0)
@@ -123,15 +113,15 @@ class CachedDecoder:
     def _run_stack(
         self,
         layers: DecoderLayer | nnx.Dict,
-        kinds: Sequence[str],
+        segment: Segment,
         x_BCD: jax.Array,
         caches: tuple[Any, ...],
         run_kind: dict[str, Callable],
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Runs stacked layers, one of each of `kinds` in each iteration. The caches are in the
-        carry of the loop, where XLA updates them in place."""
+        """Runs the layers of a segment. The caches are in the carry of the loop, where XLA updates
+        them in place."""
         stacks = Stacks.split(layers)
-        places = stacks.places(kinds)
+        places = stacks.places(segment.kinds)
 
         def run_period(carry, inputs):
             (x_BCD, caches), (params, index) = carry, inputs
@@ -143,8 +133,7 @@ class CachedDecoder:
                 updated.append(cache)
             return (x_BCD, tuple(updated)), None
 
-        num_periods = stacks.num_layers // len(places)
-        inputs = stacks.grouped(places), jnp.arange(num_periods, dtype=jnp.int32)
+        inputs = stacks.grouped(places), jnp.arange(segment.num_iterations, dtype=jnp.int32)
         return lax.scan(run_period, (x_BCD, caches), inputs)[0]
 
 
@@ -159,10 +148,11 @@ def _run_layer(
     tables: RopeTables | None,
     shard: Sharder,
 ) -> tuple[jax.Array, Any]:
-    positions_BC = new.positions_BC(x_BCD.shape[1])
-    input_BCD = layer.attention_input(x_BCD, shard=shard)
-    mixed, kept = operands(layer.attention, input_BCD, positions_BC, tables=tables, shard=shard)
-    out, cache = attend(*mixed, cache=cache, layer=index)
+    positions_BC, out, kept = new.positions_BC(x_BCD.shape[1]), None, None
+    if layer.attention is not None:
+        input_BCD = layer.attention_input(x_BCD, shard=shard)
+        mixed, kept = operands(layer.attention, input_BCD, positions_BC, tables=tables, shard=shard)
+        out, cache = attend(*mixed, cache=cache, layer=index)
     output, _ = layer.after_attention(x_BCD, out, kept, positions_BC, shard=shard)
     return output.x_BTD, cache
 
@@ -213,24 +203,15 @@ class CachedStep:
 
     def abstract_cache(self, layout: CacheLayout, batch_size: int) -> Cache:
         """Shapes, dtypes and shardings of the cache."""
-        model = self.config.model
         on_mesh = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
-        num_layers = {
-            FIRST_LAYERS: len(model.first_layer_kinds),
-            LAYERS: model.num_group_layers,
-            LAST_LAYERS: model.num_last_layers,
-        }
         cache: Cache = {}
-        for stack in filter(num_layers.get, num_layers):
-            kinds = model.kinds_of_iteration(stack)
+        for segment in self.config.model.segments:
             sizes = dict(
-                batch_size=batch_size,
-                num_layers=num_layers[stack] // len(kinds),
-                dtype=self.cache_dtype,
+                batch_size=batch_size, num_layers=segment.num_iterations, dtype=self.cache_dtype
             )
-            cache[stack] = tuple(
+            cache[segment.name] = tuple(
                 mixer_of(on_mesh[kind].model).abstract_cache(on_mesh[kind], layout, **sizes)
-                for kind in kinds
+                for kind in segment.kinds
             )
         return cache
 

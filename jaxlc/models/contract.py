@@ -35,7 +35,7 @@ BLOCK_TOKENS = 64  # consecutive tokens on one rank
 
 Cache = dict[
     str, tuple[Any, ...]
-]  # for each of LAYER_STACKS: what `Mixer.abstract_cache` describes, by the place in the period
+]  # for each segment: what `Mixer.abstract_cache` describes, by the place in an iteration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,10 @@ It computes no logits: the loss computes them chunk by chunk. The decoder is ind
 attention strategies and tiling, which are inside `LayerContext.run_layer`, and of the mesh, which
 is inside its `Sharder`.
 
-The kinds of layers (model.layer_kinds) repeat with a period. Their parameters are stacked in
-"layers", or in "layers"/KIND for each kind if the shapes of kinds differ
-(`ModelConfig.layer_stacks`). A scan runs one period per iteration (`layer_stack`). If the period
-does not divide the number of layers, the rest is in "last_layers" and runs after the scan. Layers
-of model.first_layer_kinds are in "first_layers" and run before it.
+The layers are segments, in each of which a group of kinds repeats (`ModelConfig.segments`): most
+models have one, "layers", whose group is model.layer_kinds. Its parameters are stacked in "layers",
+or in "layers"/KIND for each kind if the shapes of kinds differ (`ModelConfig.layer_stacks`). A scan
+runs one group per iteration (`layer_stack`).
 """
 
 import functools
@@ -25,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.core import scopes
-from jaxlc.core.axes import BATCH_AXES, CONTEXT, LAYER_STACKS, TENSOR
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, is_layers
 from jaxlc.models.block import InitKeys, RMSNorm, matrix, over_chunks, scaled
 from jaxlc.models.contract import LayerOutput
 from jaxlc.models.layer_stack import DecoderLayer, IsFrozen, LayerContext, run_stack
@@ -139,11 +138,11 @@ def _local_ids(tokens_t: jax.Array, start: jax.Array, size: int, num_rows: int) 
     return jnp.where((ids_c >= 0) & (ids_c < num_rows), ids_c, num_rows)
 
 
-_LAYERS = "layers"  # name of the leading dimension of every parameter in LAYER_STACKS
+_LAYERS = "layers"  # name of the leading dimension of every parameter of the layers
 
 
 class Decoder(nnx.Module):
-    """Embedding, L layers stored as one to three stacked layers, final norm, and an output head
+    """Embedding, L layers stored as stacked layers of segments, final norm, and an output head
     unless it is tied.
     """
 
@@ -171,13 +170,12 @@ class Decoder(nnx.Module):
                 layer_keys[jnp.array(layers)]
             )
 
-        stacks: dict[str, Any] = dict.fromkeys(LAYER_STACKS)
-        for (stack, *kind), layers in model.layer_stacks.items():
-            if kind:
-                stacks[stack] = nnx.Dict({**(stacks[stack] or {}), kind[0]: stacked(layers)})
-            else:
-                stacks[stack] = stacked(layers)
-        self.first_layers, self.layers, self.last_layers = stacks.values()
+        stacks: dict[str, Any] = {}
+        for (segment, *kind), layers in model.layer_stacks.items():
+            stack = stacked(layers)
+            stacks[segment] = {**stacks.get(segment, {}), kind[0]: stack} if kind else stack
+        for segment, stack in stacks.items():
+            setattr(self, segment, nnx.Dict(stack) if isinstance(stack, dict) else stack)
         self.final_norm = RMSNorm(
             epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, norm=D
         )
@@ -197,18 +195,14 @@ class Decoder(nnx.Module):
         see `apply`.
         """
         output = LayerOutput(self.embedded(tokens_BT, context.shard, context.compute_dtype), {})
-        for name in LAYER_STACKS:
-            layers = getattr(self, name)
-            if layers is not None:
-                kinds = model.kinds_of_iteration(name)
-                x_BTD, sums = run_stack(
-                    layers, output.x_BTD, positions_BT, kinds, context, is_frozen
-                )
-                both = {
-                    name: jnp.concatenate([output.sums[name], sums[name]])
-                    for name in output.sums.keys() & sums
-                }
-                output = LayerOutput(x_BTD, {**output.sums, **sums, **both})
+        for segment in model.segments:
+            layers = getattr(self, segment.name)
+            x_BTD, sums = run_stack(layers, output.x_BTD, positions_BT, segment, context, is_frozen)
+            both = {
+                name: jnp.concatenate([output.sums[name], sums[name]])
+                for name in output.sums.keys() & sums
+            }
+            output = LayerOutput(x_BTD, {**output.sums, **sums, **both})
         return output
 
     def embedded(self, tokens_BT: jax.Array, shard: Sharder, compute_dtype) -> jax.Array:
@@ -268,8 +262,7 @@ def dims_of(model: ModelConfig, lora: LoraConfig | None = None) -> dict:
     _, state = _abstract_decoder(model, model.vocab_size, lora=lora)
     declared = {path: param.dims for path, param in nnx.to_flat_state(state)}
     stacked = {
-        path: (_LAYERS, *dims) if path[0] in LAYER_STACKS else dims
-        for path, dims in declared.items()
+        path: (_LAYERS, *dims) if is_layers(path[0]) else dims for path, dims in declared.items()
     }
     return nnx.traversals.unflatten_mapping(stacked)
 
@@ -311,7 +304,7 @@ def apply(
     shard, frozen_in_layer = context.shard, paths_in_layer(params.frozen)
     joined = join(params.trainable, params.frozen)
     joined = {
-        name: part if name in LAYER_STACKS else shard.fetched(part) for name, part in joined.items()
+        name: part if is_layers(name) else shard.fetched(part) for name, part in joined.items()
     }
     vocab_size_padded = joined["embedding"].shape[-2]
     graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)

@@ -1,10 +1,10 @@
-"""Runs the layers of a stack: a scan over periods of layer kinds, with rematerialization of layers
-and of groups.
+"""Runs the layers of a segment: a scan over a group of layer kinds, with rematerialization of
+layers and of groups.
 
-The kinds of layers (model.layer_kinds) repeat with a period, after those of
-model.first_layer_kinds. Their parameters are stacked: in one stack if all kinds have equal shapes,
-and otherwise in one for each kind. An iteration of the scan runs one period, or one remat group; a
-group is whole periods, so each iteration has the same number of layers of every stack.
+In a segment, a group of kinds repeats. The parameters are stacked: in one stack if all kinds have
+equal shapes, and otherwise in one for each kind. An iteration of the scan runs one group of kinds,
+or one remat group, which is whole groups of kinds, so each iteration has the same number of layers
+of every stack.
 
 A decoder layer: a block that mixes tokens, a feed-forward block, dense or of experts, and the
 RMSNorms around them.
@@ -25,9 +25,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.kinds.contract import Absent
+from jaxlc.config.models.model_schema import Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
-from jaxlc.models.block import InitKeys, RMSNorm, scaled
+from jaxlc.models.block import Block, InitKeys, RMSNorm, scaled
 from jaxlc.models.contract import LayerOutput, Routed, operands
 from jaxlc.models.kinds import FEED_FORWARDS, MIXERS
 from jaxlc.models.matmuls import Fp8
@@ -38,7 +40,7 @@ from jaxlc.sharding.rules import Sharder
 
 class DecoderLayer(nnx.Module):
     """A block that mixes tokens, called attention, and a feed-forward block, called mlp, whose
-    outputs are added to the residual stream.
+    outputs are added to the residual stream. One of them may be absent.
 
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
@@ -50,8 +52,8 @@ class DecoderLayer(nnx.Module):
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
     ):
-        def norm(*placements: str) -> RMSNorm | None:
-            if model.norm_placement not in placements:
+        def norm(block: Block | None, *placements: str) -> RMSNorm | None:
+            if block is None or model.norm_placement not in placements:
                 return None
             return RMSNorm(
                 epsilon=model.norm_epsilon,
@@ -59,12 +61,14 @@ class DecoderLayer(nnx.Module):
                 norm=model.model_dim,
             )
 
-        self.attention_norm = norm("pre", "pre_and_post")
-        self.attention = MIXERS[model.mixer](model, keys, fp8, lora)
-        self.attention_post_norm = norm("post", "pre_and_post")
-        self.mlp_norm = norm("pre", "pre_and_post")
-        self.mlp = FEED_FORWARDS[model.feed_forward](model, keys, fp8, lora)
-        self.mlp_post_norm = norm("post", "pre_and_post")
+        self.attention, self.mlp = (
+            None if name == Absent.name else kinds[name](model, keys, fp8, lora)
+            for kinds, name in ((MIXERS, model.mixer), (FEED_FORWARDS, model.feed_forward))
+        )
+        self.attention_norm = norm(self.attention, "pre", "pre_and_post")
+        self.attention_post_norm = norm(self.attention, "post", "pre_and_post")
+        self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")
+        self.mlp_post_norm = norm(self.mlp, "post", "pre_and_post")
         self.residual_multiplier = model.residual_multiplier
 
     def __call__(
@@ -86,11 +90,16 @@ class DecoderLayer(nnx.Module):
           attend: from the first result of `Mixer.operands` to the first argument of `Mixer.projected`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
+
+        def after(*mixed) -> LayerOutput:
+            return self.after_attention(*mixed, positions_BT, shard=shard)[0]
+
+        if self.attention is None:
+            return overlap_with_prefetch(after, (x_BTD, None, None), prefetch)
         input_BTD = self.attention_input(x_BTD, shard=shard)
         mixed, kept = operands(self.attention, input_BTD, positions_BT, tables=tables, shard=shard)
         out, next_weights = overlap_with_prefetch(attend, mixed, prefetch)
-        output, _ = self.after_attention(x_BTD, out, kept, positions_BT, shard=shard)
-        return output, next_weights
+        return after(x_BTD, out, kept), next_weights
 
     @jax.named_scope(scopes.ATTENTION)
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
@@ -100,7 +109,7 @@ class DecoderLayer(nnx.Module):
     def after_attention(
         self,
         x_BTD: jax.Array,
-        out: jax.Array,
+        out: jax.Array | None,
         kept: Any,
         positions_BT: jax.Array,
         chosen_BTk: jax.Array | None = None,
@@ -112,12 +121,16 @@ class DecoderLayer(nnx.Module):
         saves. None: the layer has none.
 
         Args:
+          out, kept: None if the layer has no attention.
           positions_BT: as in `__call__`.
           chosen_BTk: the experts of each token, of an earlier call; None: the router chooses.
         """
-        projected_BTD = self.attention.projected(out, kept, shard=shard)
-        with jax.named_scope(scopes.ATTENTION):
-            x_BTD = self._added(x_BTD, projected_BTD, self.attention_post_norm)
+        if self.attention is not None:
+            projected_BTD = self.attention.projected(out, kept, shard=shard)
+            with jax.named_scope(scopes.ATTENTION):
+                x_BTD = self._added(x_BTD, projected_BTD, self.attention_post_norm)
+        if self.mlp is None:
+            return LayerOutput(x_BTD, {}), None
         with jax.named_scope(scopes.MLP):
             input_BTD = shard.gathered(_normed(x_BTD, self.mlp_norm))
         if isinstance(self.mlp, Routed):
@@ -208,9 +221,7 @@ class LayerContext(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The layers of one of LAYER_STACKS: a stack for each kind, or one with the key "" for all
-    kinds.
-    """
+    """The layers of a segment: a stack for each kind, or one with the key "" for all kinds."""
 
     defs: dict[str, nnx.GraphDef]
     params: LayerParams  # both parts are dictionaries of stacks, with arrays [layers, ...]
@@ -219,7 +230,7 @@ class Stacks(NamedTuple):
     def split(
         cls, layers: DecoderLayer | nnx.Dict, is_frozen: IsFrozen = lambda *_: False
     ) -> "Stacks":
-        """The stacks of a decoder's `first_layers`, `layers` or `last_layers`."""
+        """The stacks of a segment of a decoder, such as `layers`."""
         by_key = {"": layers} if isinstance(layers, DecoderLayer) else dict(layers)
         defs, trainable, frozen = {}, {}, {}
         for key, layer in by_key.items():
@@ -229,10 +240,6 @@ class Stacks(NamedTuple):
             )
             defs[key], frozen[key], trainable[key] = parts
         return cls(defs, LayerParams(trainable, frozen))
-
-    @property
-    def num_layers(self) -> int:
-        return sum(len(jax.tree.leaves(self.params.of(stack))[0]) for stack in self.defs)
 
     def places(self, kinds: Sequence[str]) -> list[Place]:
         """The places of an iteration with layers of these kinds."""
@@ -261,21 +268,19 @@ def run_stack(
     layers: DecoderLayer | nnx.Dict,
     x_BTD: jax.Array,
     positions_BT: jax.Array,
-    layer_kinds: Sequence[str],
+    segment: Segment,
     context: LayerContext,
     is_frozen: IsFrozen,
 ) -> LayerOutput:
-    """Runs the layers of one of LAYER_STACKS.
+    """Runs the layers of a segment.
 
     Args:
-      layer_kinds: of the layers of an iteration.
       is_frozen: selects the parameters that are not differentiated.
     Returns:
       x_BTD, and the sums of the layers [layers that return it], in their order.
     """
     stacks = Stacks.split(layers, is_frozen)
-    num_layers = stacks.num_layers
-    places = stacks.places(layer_kinds)
+    places = stacks.places(segment.kinds)
     run_layer, shard, remat = context.run_layer, context.shard, context.remat
     shared = positions_BT, context.ranges  # arrays that are equal for all layers
 
@@ -289,14 +294,11 @@ def run_stack(
         )
 
     run_kind = {place.kind: remat.wrap_layer(functools.partial(run_one, place)) for place in places}
-    if len(layer_kinds) > 1 or num_layers == 1:
+    if len(places) > 1 or segment.num_layers == 1:
         run_kind = {kind: _in_backward_order(run) for kind, run in run_kind.items()}
     if remat.layers_per_group > 1:
-        # All first or last layers, which run in one iteration, are one group.
-        group_size = min(max(remat.layers_per_group, len(layer_kinds)), num_layers)
-        places = stacks.places(
-            [layer_kinds[index % len(layer_kinds)] for index in range(group_size)]
-        )
+        size = segment.remat_group(remat.layers_per_group)
+        places = stacks.places(segment.kinds * (size // len(places)))
         runs, params, places = (
             [remat.wrap_group(_group_of(run_kind, places))],
             stacks.grouped(places),

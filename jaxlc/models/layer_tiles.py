@@ -138,6 +138,50 @@ class TiledLayer:
         return (output, next_weights), saved, chosen_nBtk
 
 
+class TokenwiseLayer(TiledLayer):
+    """A layer without a mixer: each tile is computed by itself; y overwrites x, and dx overwrites
+    dy.
+    """
+
+    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
+        def run_tile(x_nBtD, operands):
+            tile, positions_Bt = operands
+            (y_BtD, sums), chosen_Btk = self.after_attention(
+                weights, at(x_nBtD, tile), None, None, positions_Bt
+            )
+            return put_at(x_nBtD, y_BtD, tile), (None, sums, chosen_Btk)
+
+        output, _, chosen_nBtk = self.scan_tiles(run_tile, x_nBtD, (positions_nBt,), prefetch)
+        return output, (weights, x_nBtD, positions_nBt, chosen_nBtk, prefetch)
+
+    def backward(self, residuals, gradients):
+        weights, x_nBtD, positions_nBt, chosen_nBtk, prefetch = residuals
+        (dy_nBtD, dsums), _ = gradients
+        trainable, all_of = weights.trainable, weights.with_trainable
+        # as in `kinds.attention.AttentionLayer`
+        x_nBtD, dy_nBtD = lax.optimization_barrier((x_nBtD, dy_nBtD))
+
+        def tile_backward(carry, operands):
+            dx_nBtD, dweights = carry
+            tile, x_BtD, *rest = operands
+            _, tile_vjp = jax.vjp(
+                lambda w, x: self.after_attention(all_of(w), x, None, None, *rest)[0],
+                *(trainable, x_BtD),
+            )
+            dweights_tile, dx_BtD = tile_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
+            return (put_at(dx_nBtD, dx_BtD, tile), add(dweights, dweights_tile)), None
+
+        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, chosen_nBtk
+        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
+        carry, _ = lax.scan(tile_backward, (dy_nBtD, dweights), tiles)
+        if prefetch is not None:
+            carry, next_weights = schedule_after(carry, prefetch.in_backward)
+            prefetch = Prefetch(None, next_weights)
+        dx_nBtD, dweights = carry
+        dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
+        return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
+
+
 class TileRecurrence(Protocol):
     """What a `RecurrentLayer` computes between its projections, implemented in `jaxlc.attention`.
     JAX differentiates all of these functions. `ranges` are those of a tile."""

@@ -40,7 +40,7 @@ from jaxlc.config.kinds.contract import Matrix
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.values import invalid_value
 from jaxlc.core import scopes
-from jaxlc.core.axes import LAYER_STACKS, LAYERS
+from jaxlc.core.axes import LAYERS, is_layers
 from jaxlc.core.errors import UserError
 from jaxlc.models.matmuls import in_use, product
 from jaxlc.sharding.rules import Sharder
@@ -205,13 +205,13 @@ def join(a: dict, b: dict) -> dict:
 
 def names_of(tree: Any) -> list[str]:
     """The names of all parameters, such as layers/attention/wq, sorted. They select parameters:
-    those of the last layers, which are a stack of their own, have the names of the other layers."""
+    those of all segments of the layers have the names of one, layers."""
     return sorted({_name(path) for path, _ in _leaves(tree)})
 
 
 def paths_in_layer(tree: dict) -> frozenset[tuple[str, ...]]:
     """The paths within a layer, such as ("attention", "wq"), of the parameters of layers in `tree`."""
-    return frozenset(path[1:] for path, _ in _leaves(tree) if path[0] in LAYER_STACKS)
+    return frozenset(path[1:] for path, _ in _leaves(tree) if is_layers(path[0]))
 
 
 def _select(tree: Any, frozen: Set[str], is_frozen: bool) -> dict:
@@ -238,5 +238,5 @@ def _leaves(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _name(path: tuple[str, ...]) -> str:
-    first = LAYERS if path[0] in LAYER_STACKS else path[0]
+    first = LAYERS if is_layers(path[0]) else path[0]
     return "/".join((first, *path[1:]))

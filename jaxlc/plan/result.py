@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxlc.config import Config, load, to_dict
 from jaxlc.config.checks.mesh_checks import mesh_overrides, working_mesh
+from jaxlc.config.models.model_schema import longest, segments_of
 from jaxlc.config.models.pretrained import context_warning
 from jaxlc.core import errors
 from jaxlc.core.axes import mesh_text
@@ -163,8 +164,12 @@ class Plan(PlanRecord):
     @property
     def _layers_of_timeline(self) -> str:
         """What an iteration of the loop over layers runs."""
-        period = len(self.config.get("model", {}).get("layer_kinds", ["full"]))
-        num_layers = max(period, self.config.get("memory", {}).get("layers_per_remat_group", 1))
+        model, memory = (self.config.get(section, {}) for section in ("model", "memory"))
+        kinds = (
+            tuple(model.get(*x)) for x in (("first_layer_kinds", ()), ("layer_kinds", ("full",)))
+        )
+        segment = longest(segments_of(*kinds, model.get("num_layers", 1)))
+        num_layers = segment.remat_group(memory.get("layers_per_remat_group", 1))
         return "one layer" if num_layers == 1 else f"one group of {num_layers} layers"
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, product_entries
-from jaxlc.config.kinds import active_ffn_dim, tensor_names
+from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.errors import UserError
@@ -128,13 +128,13 @@ class Layout:
             entries.input_gradients + entries.weight_gradients
         ) / entries.forward
         # Means over the layers; projected: the query projection, with the gate.
-        self.query_dim = _mean_over_layers(
+        self.query_dim = _mean_over_mixers(
             model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor
         )
-        self.projected_dim = _mean_over_layers(
+        self.projected_dim = _mean_over_mixers(
             model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor
         )
-        self.key_dim = _mean_over_layers(
+        self.key_dim = _mean_over_mixers(
             model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim
         )
         self.ffn_dim = _mean_over_layers(model, active_ffn_dim) / mesh.tensor
@@ -172,7 +172,7 @@ class Layout:
         group = memory.layers_per_remat_group
         saved = {"residual"} if group > 1 else _saved(memory)
         activations = activation_bytes(
-            config, saved - {*memory.offload}, config.model.num_layers // group
+            config, saved - {*memory.offload}, config.model.num_remat_groups(group)
         )
         # in two bytes each; with several microbatches also a float32 sum of gradients
         if memory.node_copy_devices:
@@ -250,7 +250,7 @@ class Layout:
     def _offloaded_bytes(self, memory: MemoryConfig) -> float:
         group = memory.layers_per_remat_group
         names = memory.offload if group == 1 else ("residual",) if memory.offload else ()
-        return activation_bytes(self.config, names, self.config.model.num_layers // group)
+        return activation_bytes(self.config, names, self.config.model.num_remat_groups(group))
 
     def _attention_seconds(self, tile_tokens: int) -> tuple[float, float]:
         """Forward and backward of an attention layer, the mean over the kinds of layers."""
@@ -348,7 +348,7 @@ class Layout:
                 else 0.0
             )
 
-        head_dim = _mean_over_layers(model, lambda shape: shape.head_dim)
+        head_dim = _mean_over_mixers(model, lambda shape: shape.head_dim)
         exchanged = 2 * self.query_dim + 2 * max(self.key_dim, head_dim * ranks)
         exchange = seconds("all-to-all", (3,), 2 * self.tokens * exchanged)
         if config.attention.strategy == "all_gather":
@@ -369,6 +369,11 @@ def _mean_over_layers(model: ModelConfig, value: Callable[[ModelConfig], float])
     """The mean of `value` of the sizes of all layers."""
     total = sum(model.num_layers_of(kind) * value(model.of_kind(kind)) for kind in model.used_kinds)
     return total / model.num_layers
+
+
+def _mean_over_mixers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
+    """As `_mean_over_layers`, with 0 for layers without a mixer."""
+    return _mean_over_layers(model, lambda shape: value(shape) * bool(mixer_matrices(shape)))
 
 
 class _Collectives(NamedTuple):

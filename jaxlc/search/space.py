@@ -188,22 +188,21 @@ def batch_settings(config: Config, mesh: Mapping[str, int], sequences: int) -> S
 
 def memory_settings(config: Config) -> Iterator[Settings]:
     """Settings of config.memory for the mesh of `config`, in a few cases invalid ones."""
-    tokens, period = config.data.seq_len // config.mesh.context, len(config.model.layer_kinds)
+    tokens, segment = config.data.seq_len // config.mesh.context, config.model.repeated
     tiles = [size for size in _TILE_TOKENS if tokens % size == 0 and tokens >= 4 * size]
-    num_layers = config.model.num_group_layers
     for activations, tile, (optimizer, parameters) in itertools.product(
         ACTIVATIONS, (0, *tiles), _STATE
     ):
         group = activations.layers_per_remat_group
         if group > 1:
-            group = max(group, period)
+            group = max(group, len(segment.kinds))
         settings = activations.settings | {
             "memory.layers_per_remat_group": group,
             "memory.tile_tokens": tile,
             "memory.optimizer": optimizer,
             "memory.parameters": parameters,
         }
-        if num_layers % group or (parameters == "host" and activations.remat == "none"):
+        if segment.num_layers % group or (parameters == "host" and activations.remat == "none"):
             continue
         candidate = unchecked(config, settings)
         if any(tile_problems(candidate)) or any(unsupported_problems(candidate)):

@@ -110,10 +110,7 @@ def _offloaded_bytes(config: Config) -> int:
     group = config.memory.layers_per_remat_group
     # see step/remat.py
     offloaded = [name for name in config.memory.offload if group == 1 or name == "residual"]
-    num_stored = config.model.num_layers // group
-    if group > 1 and config.model.first_layer_kinds:  # at most one more group
-        num_stored += 1
-    return math.ceil(activation_bytes(config, offloaded, num_stored))
+    return math.ceil(activation_bytes(config, offloaded, config.model.num_remat_groups(group)))
 
 
 def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> float:

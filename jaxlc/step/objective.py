@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.query_tiles import layout_of, tiles_of
 from jaxlc.config import Config, LoraConfig, MemoryConfig
 from jaxlc.core import scopes
-from jaxlc.core.axes import CONTEXT, LAYER_STACKS, TENSOR
+from jaxlc.core.axes import CONTEXT, TENSOR, is_layers
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
@@ -163,7 +163,7 @@ class NodeCopies:
 
     def _reduce_dtype(self, path, dtype) -> jnp.dtype:
         """The dtype in which a parameter is gathered, and its gradient summed, across nodes."""
-        is_layer = path[0].key in LAYER_STACKS
+        is_layer = is_layers(path[0].key)
         return self.compute_dtype if is_layer and self.reduce == "compute" else dtype
 
     def _mapped(self, function, in_spec: PartitionSpec, out_spec: PartitionSpec):
@@ -369,10 +369,7 @@ class Objective:
             run_layer={kind: self._run_layer(bound[kind], tables.get(kind)) for kind in bound},
             ranges={kind: layers.prepare(tokens) for kind, layers in bound.items()},
             shard=self._sharder(params.trainable),
-            remat=make_remat(
-                self._memory,
-                period=len(self.config.model.layer_kinds + self.config.model.first_layer_kinds),
-            ),
+            remat=make_remat(self._memory, self.config.model.num_compiled_layers),
             compute_dtype=self._compute_dtype,
         )
         return decoder.apply(

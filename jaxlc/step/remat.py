@@ -36,9 +36,9 @@ class Remat(NamedTuple):
     layers_per_group: int
 
 
-def make_remat(memory: MemoryConfig, period: int = 1) -> Remat:
-    """The rematerialization policy of config.memory, for layers of which `period` run in an
-    iteration of a scan.
+def make_remat(memory: MemoryConfig, num_compiled: int = 1) -> Remat:
+    """The rematerialization policy of config.memory, for a program with `num_compiled` layers
+    (`ModelConfig.num_compiled_layers`).
 
     With groups of layers, a group saves only its input. When the backward pass recomputes the
     group, its layers save what `memory` selects, all on the device. So layers are recomputed from
@@ -49,10 +49,10 @@ def make_remat(memory: MemoryConfig, period: int = 1) -> Remat:
         return Remat(lambda layer: layer, lambda group: group, 1)
     if memory.layers_per_remat_group == 1:
         return Remat(
-            _checkpoint(memory, memory.save, memory.offload, period), lambda group: group, 1
+            _checkpoint(memory, memory.save, memory.offload, num_compiled), lambda group: group, 1
         )
-    wrap_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), period)
-    wrap_group = _group_checkpoint(_GROUP_INPUT in memory.offload, period)
+    wrap_layer = _checkpoint(memory, (*memory.save, *memory.offload), (), num_compiled)
+    wrap_group = _group_checkpoint(_GROUP_INPUT in memory.offload, num_compiled)
     return Remat(wrap_layer, wrap_group, memory.layers_per_remat_group)
 
 
@@ -68,7 +68,7 @@ def saves_attention(memory: MemoryConfig) -> bool:
 
 
 def _checkpoint(
-    memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], period: int
+    memory: MemoryConfig, save: tuple[str, ...], offload: tuple[str, ...], num_compiled: int
 ) -> Callable:
     saved = {*_SAVED_BY[memory.remat], *save} - set(offload)
     policy = _policy(saved, offload)
@@ -76,20 +76,22 @@ def _checkpoint(
         policy = jax.checkpoint_policies.save_from_both_policies(
             policy, jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         )
-    return lambda layer: jax.checkpoint(layer, policy=policy, prevent_cse=_needs_barriers(period))
+    return lambda layer: jax.checkpoint(
+        layer, policy=policy, prevent_cse=_needs_barriers(num_compiled)
+    )
 
 
-def _needs_barriers(period: int) -> bool:
+def _needs_barriers(num_compiled: int) -> bool:
     """Whether a recomputation has to wait for the gradients of its results (`prevent_cse`).
 
     A scan with one layer per iteration does not need it. If an iteration has several layers, XLA
     could recompute all of them first. It could also merge recomputations with the forward pass, if
     the scan has one iteration and is inlined.
     """
-    return period > 1
+    return num_compiled > 1
 
 
-def _group_checkpoint(offloads_input: bool, period: int) -> Callable:
+def _group_checkpoint(offloads_input: bool, num_compiled: int) -> Callable:
     # Not "residual": every layer names its input that, and a group saves only its own.
     name = "group_residual"
     policy = _policy((CHOICE,), (name,) if offloads_input else ())
@@ -98,7 +100,7 @@ def _group_checkpoint(offloads_input: bool, period: int) -> Callable:
         def named(x_BTD, *operands):
             return group(checkpoint_name(x_BTD, name), *operands)
 
-        return jax.checkpoint(named, policy=policy, prevent_cse=_needs_barriers(period))
+        return jax.checkpoint(named, policy=policy, prevent_cse=_needs_barriers(num_compiled))
 
     return wrap_group
 

@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 
 from jaxlc._jax_internals import kept_argument_indices
 from jaxlc.core import scopes
-from jaxlc.core.axes import LAYER_STACKS
+from jaxlc.core.axes import is_layers
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, Program, analyze
 from jaxlc.hlo.attention_kernels import AttentionCollective
@@ -244,10 +244,7 @@ def check_memory(step: TrainStep, program: Program) -> None:
     requested = Counter(_shard_shape(x) for x, space in leaves if space is HOST)
     if not requested:
         return
-    memory, layer_kinds = (
-        step.config.memory,
-        step.config.model.layer_kinds + step.config.model.first_layer_kinds,
-    )
+    memory, model = step.config.memory, step.config.model
     settings = f"config.memory.parameters={memory.parameters!r} and .optimizer={memory.optimizer!r}"
     missing = requested - Counter(array.dims for array in host_arguments(program))
     if missing:
@@ -258,8 +255,11 @@ def check_memory(step: TrainStep, program: Program) -> None:
     # Norm scales and biases are skipped: they are small, and other arrays may have their shapes. If only the weights or
     # only the moments are in host memory, the others have the same shapes on the device. A stack of one layer is copied
     # as a whole, and if there are several kinds of layers, so is a remat group.
-    num_at_once = memory.layers_per_remat_group if len(layer_kinds) > 1 else 1
-    layers = [name for name in LAYER_STACKS if name in state.params]
+    group = memory.layers_per_remat_group
+    num_at_once = 1
+    if group > 1 and model.num_compiled_layers > 1:
+        num_at_once = max(segment.remat_group(group) for segment in model.segments)
+    layers = [name for name in state.params if is_layers(name)]
     params = jax.tree.leaves([state.params[name] for name in layers])
     dims = jax.tree.leaves(
         [step.dims[name] for name in layers], is_leaf=lambda x: isinstance(x, tuple)

@@ -1161,11 +1161,15 @@ def test_config_json_of_glm_has_first_dense_layers(num_dense):
     assert not FAMILIES["glm4_moe"].fits(alternating)
 
 
-def test_config_json_layers_that_do_not_repeat_raise_their_index(tmp_path):
+def test_config_json_of_any_order_has_all_layers(tmp_path):
     types = ["sliding_attention"] * 9 + ["full_attention"] * 9
     directory = write_model(tmp_path / "model", "gemma3", num_hidden_layers=18, layer_types=types)
-    with pytest.raises(Unsupported, match=r"not a repeating group: layer 9 \(from 0\) is full"):
-        config_of(directory)
+    model = config_of(directory).model
+    assert model.layer_kinds == ("sliding",) * 9 + ("full",) * 9 == model.kinds_of_layers
+    assert [(x.kinds, x.num_iterations) for x in model.segments] == [
+        (("sliding",), 9),
+        (("full",), 9),
+    ]
 
 
 def remove_shard(directory):

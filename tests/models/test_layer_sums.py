@@ -37,7 +37,7 @@ def _sums_and_gradients(mesh=None, memory=None):
     """(sums, gradients of a function of the sums that is not linear)."""
     context = context_of(MODEL, mesh)
     if memory is not None:
-        context = context._replace(remat=make_remat(memory, period=2))
+        context = context._replace(remat=make_remat(memory, num_compiled=2))
 
     def objective(params):
         *_, sums = decoder.apply(decoder.Params(params), MODEL, *small_inputs(MODEL), context)

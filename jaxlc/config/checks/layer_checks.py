@@ -185,9 +185,11 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
 
 
 def _group_problems(config: Config) -> Iterator[str]:
-    """Memory settings that require groups of layers, and that model.layer_kinds contradicts."""
-    memory, period = config.memory, len(config.model.layer_kinds)
-    group, num_layers = memory.layers_per_remat_group, config.model.num_group_layers
+    """Memory settings that require groups of layers, and that model.layer_kinds contradicts: those
+    of the longest segment that repeats. The remat groups of others are as large as they can be.
+    """
+    segment, group = config.model.repeated, config.memory.layers_per_remat_group
+    period, num_layers = len(segment.kinds), segment.num_layers
     setting = f"config.memory.layers_per_remat_group={group}"
     if group > 1 and group % period:
         yield f"{setting} is not a multiple of the {period} layers of config.model.layer_kinds; use 1 or {period}"

@@ -7,7 +7,15 @@ checks, weights with their Hugging Face names, FLOPs, and bytes of what can be s
 import itertools
 
 from jaxlc.config.kinds.attention import AttentionKind
-from jaxlc.config.kinds.contract import Block, FeedForward, HasRope, Layer, Matrix, Mixer
+from jaxlc.config.kinds.contract import (
+    Absent,
+    Block,
+    FeedForward,
+    HasRope,
+    Layer,
+    Matrix,
+    Mixer,
+)
 from jaxlc.config.kinds.delta_net import DeltaNetKind
 from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.kinds.experts import ExpertsKind
@@ -31,6 +39,8 @@ def register(kind: Block) -> None:
 
 for _kind in (AttentionKind(), LatentKind(), DeltaNetKind(), DenseKind(), ExpertsKind()):
     register(_kind)
+MIXERS[Absent.name] = Absent("layers without a mixer")
+FEED_FORWARDS[Absent.name] = Absent("layers without a feed-forward block")
 
 
 def blocks() -> tuple[Block, ...]:
@@ -66,19 +76,24 @@ def mixer_matrices(layer: Layer) -> dict[str, Matrix]:
     return MIXERS[layer.mixer].matrices(layer)
 
 
+def branches_of(layer: Layer) -> dict[str, Block]:
+    """The blocks that a layer has, by their names in the parameter tree."""
+    parts = zip(_PARTS, blocks_of(layer))
+    return {part: block for part, block in parts if not isinstance(block, Absent)}
+
+
 def layer_matrices(layer: Layer) -> dict[str, Matrix]:
     """All weight matrices of a layer, by their paths within the layer."""
-    parts = zip(_PARTS, blocks_of(layer))
     return {
         f"{part}/{name}": matrix
-        for part, block in parts
+        for part, block in branches_of(layer).items()
         for name, matrix in block.matrices(layer).items()
     }
 
 
 def param_names(layer: Layer) -> set[str]:
     """The names of all parameters that a layer may have, without adapters."""
-    norms = {f"{part}{place}_norm/scale" for part in _PARTS for place in ("", "_post")}
+    norms = {f"{part}{place}_norm/scale" for part in branches_of(layer) for place in ("", "_post")}
     tensors = (tensor for block in blocks_of(layer) for tensor in block.tensors)
     return (
         norms | {f"attention/{tensor.param}" for tensor in tensors} | layer_matrices(layer).keys()

@@ -201,3 +201,47 @@ class FeedForward(Block):
     @abstractmethod
     def active_ffn_dim(self, layer: Layer) -> int:
         """The width of the block of a token."""
+
+
+class Absent(Mixer, FeedForward):
+    """The description of a block that layers do not have: they have no norms of it either."""
+
+    name = "none"
+    layer_types: Mapping[str, str] = {}
+    layer_kinds = ("none",)
+    norm_setting = "norm_placement"
+    tensors = saved = sizes = ()
+    projections: Mapping[str, str] = {}
+
+    def __init__(self, layers: str):
+        self.layers = layers
+
+    def matrices(self, layer: Layer) -> dict[str, Matrix]:
+        return {}
+
+    def num_vector_entries(self, layer: Layer) -> int:
+        return 0
+
+    def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
+        return {}
+
+    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        if layer.mixer == layer.feed_forward:
+            yield (
+                f"config.{path} has attention='none' and feed_forward='none', so its layers compute nothing; set one"
+            )
+
+    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        yield from ()
+
+    def mixing_flops(self, layer: Layer) -> MixingFlops:
+        return MixingFlops()
+
+    def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        yield from ()
+
+    def is_chosen(self, layer: Layer) -> bool:
+        return False
+
+    def active_ffn_dim(self, layer: Layer) -> int:
+        return 0

@@ -597,7 +597,7 @@ def _layer_kinds(
             f"{where} has types of {len(kinds)} layers, and num_hidden_layers={config['num_hidden_layers']}; correct"
             " one of them"
         )
-    return first_and_group(kinds, where)
+    return first_and_group(kinds)
 
 
 def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:

@@ -6,11 +6,12 @@ The settings that each `model.rope_scaling` uses, and checks of the RoPE setting
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind, scaled_kinds
 from jaxlc.config.kinds.attention import AttentionSettings
@@ -20,41 +21,92 @@ from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
-from jaxlc.core.errors import Unsupported
 
-# The first layers are compiled one by one, as are those of a group: together they may be more than this only if most
-# layers repeat.
-_MAX_LAYERS_WITHOUT_REPETITION = 8
+# Layers in the compiled program for which the segments that the settings name are not replaced.
+_FEW_LAYERS = 8
 
 
-def first_and_group(kinds: Sequence[str], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The kinds of the first layers and the group of kinds that repeats after them to give `kinds`,
-    with the fewest layers in both and then the fewest first layers; the last repetition may be
-    incomplete.
-
-    Args:
-      kinds: of all layers.
-      where: what has these layers, for the error.
-    Raises:
-      Unsupported: they are not a repeating group; the message names the layer that differs.
+class Segment(NamedTuple):
+    """Consecutive layers of a group of kinds that repeats: a scan runs a group in each iteration,
+    so the compiled program has the layers of one group.
     """
-    longest = max(len(kinds) // 2, min(len(kinds), _MAX_LAYERS_WITHOUT_REPETITION))
-    for num_layers in range(1, longest + 1):
+
+    name: str  # of their parameters in the parameter tree; see `core.axes.is_layers`
+    kinds: tuple[str, ...]  # of the layers of an iteration
+    num_iterations: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds) * self.num_iterations
+
+    def remat_group(self, num_layers: int) -> int:
+        """The number of layers of a remat group: the most of at most `num_layers` that are whole
+        iterations and divide the segment; at least one iteration."""
+        period = len(self.kinds)
+        sizes = range(period, self.num_layers + 1, period)
+        return max(x for x in sizes if self.num_layers % x == 0 and x <= max(num_layers, period))
+
+
+def first_and_group(kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The settings model.first_layer_kinds and model.layer_kinds of layers of `kinds`: those with the fewest layers in
+    both, and then the fewest first layers, up to `_FEW_LAYERS`; otherwise (), and `kinds` as they are.
+
+    The last repetition of the group may be incomplete.
+    """
+    for num_layers in range(1, min(len(kinds), _FEW_LAYERS) + 1):
         for num_first in range(num_layers):
-            first, group = kinds[:num_first], kinds[num_first:num_layers]
-            if _first_different(kinds[num_first:], len(group)) is None:
-                return tuple(first), tuple(group)
-    first_different = {length: _first_different(kinds, length) for length in range(1, longest + 1)}
-    length, layer = max(first_different.items(), key=lambda item: item[1] or 0)
-    raise Unsupported(
-        f"unsupported: the layers of {where} are not a repeating group: layer {layer} (from 0) is {kinds[layer or 0]},"
-        f" and after a group of {length} layers it would be {kinds[(layer or 0) % length]}"
+            if _num_repeated(kinds[num_first:], num_layers - num_first) == len(kinds) - num_first:
+                return tuple(kinds[:num_first]), tuple(kinds[num_first:num_layers])
+    return (), tuple(kinds)
+
+
+def _num_repeated(kinds: Sequence[str], period: int) -> int:
+    """The number of layers from the first on that repeat the first `period`; the last repetition
+    may be incomplete."""
+    end = (i for i in range(period, len(kinds)) if kinds[i] != kinds[i - period])
+    return next(end, len(kinds))
+
+
+@functools.cache
+def segments_of(
+    first: tuple[str, ...], group: tuple[str, ...], num_layers: int
+) -> tuple[Segment, ...]:
+    """The segments of the layers with model.first_layer_kinds, layer_kinds and num_layers, in their order.
+
+    They are those that the settings name, if these have at most `_FEW_LAYERS` layers in the compiled program or no more
+    than other segments: the first layers, the whole groups, and the rest of a group. Otherwise the number of layers in
+    the program plus the number of segments is the smallest: each segment is a loop, with parameters of its own.
+    """
+    num_groups, num_last = divmod(num_layers - len(first), len(group))
+    named = (
+        Segment(FIRST_LAYERS, first, 1),
+        Segment(LAYERS, group, num_groups),
+        Segment(LAST_LAYERS, group[:num_last], 1),
     )
+    named = tuple(segment for segment in named if segment.num_layers > 0)
+    if _num_compiled(named) <= _FEW_LAYERS:
+        return named
+    kinds = tuple(kind for part in named for kind in part.kinds * part.num_iterations)
+    best: dict[int, tuple[Any, ...]] = {len(kinds): (0, 0, ())}  # of the layers from a layer on
+    for start in reversed(range(len(kinds))):
+        best[start] = min(
+            (cost + period + 1, layers + period, ((kinds[start : start + period], number), *parts))
+            for period in range(1, len(kinds) - start + 1)
+            for number in range(1, _num_repeated(kinds[start:], period) // period + 1)
+            for cost, layers, parts in [best[start + period * number]]
+        )
+    names = (LAYERS, *(f"{LAYERS}_{number}" for number in range(2, len(kinds) + 1)))
+    others = tuple(Segment(name, *part) for name, part in zip(names, best[0][-1]))
+    return min(named, others, key=_num_compiled)
 
 
-def _first_different(kinds: Sequence[str], length: int) -> int | None:
-    """The first layer that differs from a repetition of the first `length` layers."""
-    return next((i for i, kind in enumerate(kinds) if kind != kinds[i % length]), None)
+def longest(segments: Iterable[Segment]) -> Segment:
+    """The longest segment of several iterations, if there are any."""
+    return max(segments, key=lambda x: (x.num_iterations > 1, x.num_layers))
+
+
+def _num_compiled(segments: Iterable[Segment]) -> int:
+    return sum(len(segment.kinds) for segment in segments)
 
 
 SectionT = TypeVar("SectionT")
@@ -66,17 +118,17 @@ class KindConfig:
     --config.model.kinds.NAME.KEY.
     """
 
-    # an entry of model.layer_kinds: full, sliding, nope, gated_delta_net, or another name
+    # an entry of model.layer_kinds: full, sliding, nope, gated_delta_net, none, or another name
     name: str
-    # attention of the layers, as in model.layer_kinds. Empty: that of the name; full if it names
-    # none.
+    # attention of the layers, as in model.layer_kinds; none: they have none. Empty: that of the name; full if it is
+    # another name.
     attention: str = ""
     num_heads: int = 0  # number of query heads; 0: model.num_heads
     num_kv_heads: int = 0  # number of key/value heads; 0: model.num_kv_heads
     head_dim: int = 0  # width of each attention head; 0: model.head_dim
     ffn_dim: int = 0  # width of the feed-forward layer; 0: model.ffn_dim
-    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. Empty: the experts of
-    # the model, or dense if model.experts.num_experts is 0.
+    # feed-forward block of the layers. dense: all tokens use the same weights, of width ffn_dim. none: the layers
+    # have none, as in Nemotron-H. Empty: the experts of the model, or dense if model.experts.num_experts is 0.
     feed_forward: str = ""
 
 
@@ -117,9 +169,10 @@ class ModelConfig(AttentionSettings):
     residual_multiplier: Above0[float] = 1.0
     logits_scaling: Above0[float] = 1.0  # logits are divided by it
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
-    # layer_kinds[i % length]. full: attention to all earlier tokens. sliding: attention to the last `window` tokens.
-    # nope: as full, without position embedding. gated_delta_net: linear attention with a state, as in Qwen 3.5.
-    # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3.
+    # layer_kinds[i % length]. For any other order, name all layers. full: attention to all earlier tokens. sliding:
+    # attention to the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
+    # attention with a state, as in Qwen 3.5. latent: attention to all earlier tokens, whose keys and values come from a
+    # latent, as in DeepSeek V3. none: a feed-forward block only.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -178,14 +231,25 @@ class ModelConfig(AttentionSettings):
         return round(self.head_dim * self.rope_fraction)
 
     @property
-    def num_last_layers(self) -> int:
-        """Number of layers after the last whole group of layer_kinds."""
-        return (self.num_layers - len(self.first_layer_kinds)) % len(self.layer_kinds)
+    def segments(self) -> tuple[Segment, ...]:
+        """The layers, in their order."""
+        return segments_of(self.first_layer_kinds, self.layer_kinds, self.num_layers)
 
     @property
-    def num_group_layers(self) -> int:
-        """Number of layers in whole groups of layer_kinds."""
-        return self.num_layers - len(self.first_layer_kinds) - self.num_last_layers
+    def num_compiled_layers(self) -> int:
+        """The number of layers in the compiled program: those of an iteration of each segment."""
+        return _num_compiled(self.segments)
+
+    def num_remat_groups(self, layers_per_remat_group: int) -> int:
+        """The number of remat groups with this memory.layers_per_remat_group."""
+        if layers_per_remat_group == 1:
+            return self.num_layers
+        return sum(x.num_layers // x.remat_group(layers_per_remat_group) for x in self.segments)
+
+    @property
+    def repeated(self) -> Segment:
+        """See `longest`."""
+        return longest(self.segments)
 
     @property
     def used_kinds(self) -> tuple[str, ...]:
@@ -212,18 +276,7 @@ class ModelConfig(AttentionSettings):
     @property
     def kinds_of_layers(self) -> tuple[str, ...]:
         """The kind of each layer."""
-        first, group = self.first_layer_kinds, self.layer_kinds
-        return (
-            *first,
-            *(group[layer % len(group)] for layer in range(self.num_layers - len(first))),
-        )
-
-    def kinds_of_iteration(self, stack: str) -> tuple[str, ...]:
-        """The kinds of the layers that an iteration of the loop over one of LAYER_STACKS runs."""
-        last = self.layer_kinds[: self.num_last_layers]
-        return {FIRST_LAYERS: self.first_layer_kinds, LAYERS: self.layer_kinds, LAST_LAYERS: last}[
-            stack
-        ]
+        return tuple(kind for x in self.segments for kind in x.kinds * x.num_iterations)
 
     def num_layers_of(self, kind: str) -> int:
         """Number of layers of this kind."""
@@ -271,23 +324,18 @@ class ModelConfig(AttentionSettings):
     def layer_stacks(self) -> dict[tuple[str, ...], list[int]]:
         """The indices of the layers of each parameter stack, by its path in the parameter tree.
 
-        ("layers",) and ("last_layers",) if all layers have equal shapes, otherwise ("layers", KIND)
-        for each kind. The layers after the last whole group of layer_kinds are in last_layers,
-        those of first_layer_kinds in first_layers.
+        The name of a segment if all layers have equal shapes, and otherwise (segment, KIND) for
+        each kind.
         """
         has_equal_shapes = len({self.of_kind(kind) for kind in self.used_kinds}) == 1
         stacks: dict[tuple[str, ...], list[int]] = {}
-        for layer, kind in enumerate(self.kinds_of_layers):
-            in_group = layer - len(self.first_layer_kinds)
-            stack = (
-                FIRST_LAYERS
-                if in_group < 0
-                else LAYERS
-                if in_group < self.num_group_layers
-                else LAST_LAYERS
-            )
-            path = (stack,) if has_equal_shapes else (stack, kind)
-            stacks.setdefault(path, []).append(layer)
+        places = (
+            (segment.name, kind)
+            for segment in self.segments
+            for kind in segment.kinds * segment.num_iterations
+        )
+        for layer, (stack, kind) in enumerate(places):
+            stacks.setdefault((stack,) if has_equal_shapes else (stack, kind), []).append(layer)
         return stacks
 
 

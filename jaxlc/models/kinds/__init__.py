@@ -3,19 +3,16 @@
 `jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses ranks. A kind outside
 this package is registered with `register`.
 
-Today a layer is two residual branches with one block each, a mixer and a feed-forward block, and the layers are the
-segments `core.axes.LAYER_STACKS`. The interfaces admit, with these signatures:
+Today a layer has a residual branch with a mixer, one with a feed-forward block, or both. The interfaces admit, with
+these signatures:
 
     Branch(mixers: tuple[Mixer, ...], input_norm, output_norm, multiplier)    branches(model) -> tuple[Branch, ...]
-        one or more mixers in parallel, whose outputs `projected` are summed. Nemotron-H has one branch, Falcon-H1 two
-        mixers in one.
+        one or more mixers in parallel, whose outputs `projected` are summed, as in Falcon-H1.
     operands(x_BTD, *, shard, earlier=None) -> (operands, kept)    an interface `SharesOperands`, beside `Rotary`
         `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be handed to a later one.
     attend(*operands, ranges) -> out    projected(out, kept) -> out_BTD    abstract_cache(on, layout, ..) -> tree
         what is sent and cached is up to the kind: latent vectors that are expanded on arrival, keys and values of
         different dims, states. `out` has any shape, and the cache is any tree of arrays [B, layers, ...].
-    segments(model) -> tuple[Segment, ...]    run_stack(segment, x_BTD, positions_BT, kinds, context, is_frozen)
-        a segment is a scanned group: its name in the parameter tree, the kinds of an iteration, the iterations.
 """
 
 from collections.abc import Sequence
@@ -25,21 +22,59 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlc.config import Config, ModelConfig
+from jaxlc.config.kinds.contract import Absent
 from jaxlc.core.errors import Unsupported
-from jaxlc.models.contract import KindOnMesh, Mixer, OnTiles, OnTrees, ReadsBefore, Rotary
+from jaxlc.models.block import Block
+from jaxlc.models.contract import (
+    KindOnMesh,
+    Mixer,
+    OnTiles,
+    OnTrees,
+    ReadsBefore,
+    Rotary,
+    Sequences,
+    Tiles,
+)
 from jaxlc.models.kinds.attention import Attention
 from jaxlc.models.kinds.delta_net import GatedDeltaNet
 from jaxlc.models.kinds.dense import MLP
 from jaxlc.models.kinds.experts import Experts
 from jaxlc.models.kinds.latent import LatentAttention
+from jaxlc.models.layer_tiles import TokenwiseLayer
 from jaxlc.models.rope import TablesOfKinds, rope_tables
+
+
+class NoMixer(Mixer, OnTiles, OnTrees):
+    """What layers without a mixer compute: nothing. `DecoderLayer` has None in its place."""
+
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        return Sequences(lambda tokens: None, lambda ranges: None)
+
+    @classmethod
+    def on_tiles(cls, on: KindOnMesh) -> Tiles:
+        return Tiles(lambda tokens: None, TokenwiseLayer, None)
+
+    @classmethod
+    def abstract_cache(cls, on, layout, *, batch_size, num_layers, dtype) -> tuple:
+        return ()
+
+    @classmethod
+    def cached(cls, on, layout, *, batch_size, chunk_tokens) -> type["NoMixer"]:
+        return cls
+
+    @classmethod
+    def bind(cls, new) -> None:
+        """As in `Cached`: there is nothing to call."""
+
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "latent": LatentAttention,
     "gated_delta_net": GatedDeltaNet,
+    Absent.name: NoMixer,
 }
-FEED_FORWARDS: dict[str, type[MLP | Experts]] = {"dense": MLP, "experts": Experts}
+FEED_FORWARDS: dict[str, type[Block]] = {"dense": MLP, "experts": Experts, Absent.name: Block}
 
 
 def register(name: str, mixer: type[Mixer]) -> None:

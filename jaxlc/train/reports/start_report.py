@@ -23,6 +23,8 @@ from jaxlc.step.state import memory_lines
 from jaxlc.step.step import TrainStep
 from jaxlc.step.update import learning_rate_schedule
 
+_MANY_LAYERS = 24  # in the compiled program
+
 
 def step_lines(step: TrainStep) -> list[str]:
     """The model, the optimizer, the mesh, the attention kernel, the transport, host memory and the
@@ -72,10 +74,16 @@ def _model_lines(step: TrainStep) -> list[str]:
     if step.model is not None:
         return [f"model      {type(step.model).__name__} (custom), {counts}"]
     weights = "" if config.model.init_from else " with random weights"
-    return [
+    lines = [
         f"model      {model_name(vars(config.model))}{weights}, {counts}",
         f"rope       {_rope_text(config.model)}",
     ]
+    if (num_compiled := config.model.num_compiled_layers) > _MANY_LAYERS:
+        lines.append(
+            f"layers     {num_compiled} of {config.model.num_layers} are compiled one by one, since the order of their"
+            " kinds (config.model.layer_kinds) repeats little: compilation takes long"
+        )
+    return lines
 
 
 def _rope_text(model: ModelConfig) -> str:
