@@ -91,6 +91,7 @@ def write_fp8(directory, case, block, change=lambda x: x, **options):
         ("qwen3_5_hybrid", BLOCK, dict, np.float16),  # one tensor for queries, keys and values
         ("gpt_oss", BLOCK, dict, np.float32),  # gate and up are every second column
         ("qwen3_next", BLOCK, dict, np.float32),  # rows of four projections of each key head
+        ("deepseek_v3", BLOCK, dict, np.float32),  # rows of the latent and of the rotated key
     ],
 )
 def test_fp8_weights_equal_their_definition(case, block, change, scale_dtype, mesh, tmp_path):
@@ -204,7 +205,14 @@ def test_export_of_adapters_of_an_fp8_model_takes_its_weights_as_bfloat16(tmp_pa
 @needs_transformers
 def test_fp8_weights_equal_those_of_transformers_bit_for_bit(tmp_path):
     """transformers takes the size of blocks from the shape of the scales, so no block is cut here."""
-    cases = dict(llama=(16, 8), qwen3=(16, 8), qwen3_moe=(8, 8), minimax_m2=(8, 8), ministral3=None)
+    cases = dict(
+        llama=(16, 8),
+        qwen3=(16, 8),
+        qwen3_moe=(8, 8),
+        minimax_m2=(8, 8),
+        ministral3=None,
+        deepseek_v3=(4, 2),
+    )
     jobs = {}
     for case, block in cases.items():
         write_fp8(tmp_path / case, case, block)
