@@ -34,6 +34,7 @@ MODULES = {
     **{f"mlp_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 
+DENSE_CASES = ("exaone4_hybrid", "granite", "llama_tied", "olmo2", "seed_oss")
 _LATENT_NAMES = ("query_down", "query_up", "latent", "key_value", "attention_projected")
 _DELTA_NAMES = (*MATMUL_NAMES, "delta_gate", "delta_step", "delta_decay")
 
@@ -248,6 +249,7 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("phi3_window", ("key", "mlp_up"), "gate_up_proj"),
         ("deepseek_v3", _LATENT_NAMES, "kv_a_proj_with_mqa"),
         ("deepseek_v2", ("query", "key_value"), "kv_b_proj"),
+        *((case, MATMUL_NAMES, "down_proj") for case in DENSE_CASES),
     ],
 )
 def test_adapters_of_other_modules_open_in_peft_with_equal_logits(
@@ -256,6 +258,8 @@ def test_adapters_of_other_modules_open_in_peft_with_equal_logits(
     base = write_model(tmp_path / "base", case, dtype=np.float32)
     config = lora_config(base, train__steps=2)
     config.lora.projections = projections
+    if CASES[case].config["tie_word_embeddings"]:  # peft's embedding and head would differ
+        config.train.trainable = ("final_norm/scale",)
     result = jaxlc.train.run(config, tmp_path / "run", batches=batches(2))
     adapters = jaxlc.export(tmp_path / "run", tmp_path / "adapters", adapters=True)
     merged = jaxlc.export(tmp_path / "run", tmp_path / "merged", dtype="fp32")

@@ -5,7 +5,7 @@ experts. Qwen 3.5: two layers of Gated DeltaNet and a full one; or experts with 
 between two layers of Gated DeltaNet. Qwen3-Next: the same with a dense layer. Olmo Hybrid: a layer
 with attention between two of Gated DeltaNet. Ministral 3: queries are scaled by the position within
 their document. MiniMax-M2: norms of all heads together, partial RoPE. DeepSeek V3: latent
-attention, with yarn.
+attention, with yarn. Dense families: their windows, longrope, biases and multipliers.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ from tests.hf.models import CHOICE_BIAS, FULL, write_model
 
 pytestmark = needs_transformers
 DOCUMENTS = (40, 56)  # of both sequences
+DENSE = ("exaone4_hybrid", "granite", "llama_tied", "olmo2", "phi3", "phi3_window", "seed_oss")
+DENSE += ("qwen2_window", "qwen3_window")
 MODELS = {
     "sliding": dict(case="gpt_oss"),
     "full": dict(case="gpt_oss", layer_types=[FULL] * 3),
@@ -40,6 +42,7 @@ MODELS = {
     "minimax_m2": dict(case="minimax_m2"),
     "qwen3_next": dict(case="qwen3_next"),
     "deepseek_v3": dict(case="deepseek_v3"),
+    **{case: dict(case=case) for case in DENSE},
 }
 
 
@@ -123,6 +126,8 @@ def references(directories, tmp_path_factory):
         ("qwen3_next", dict(context=2, tensor=2), dict(), dict()),
         ("qwen3_next", dict(context=4), dict(), dict(remat="full")),
         ("minimax_m2", dict(context=2, tensor=2), dict(), dict()),
+        *((case, dict(context=2, tensor=2), dict(), dict()) for case in DENSE),
+        *((case, dict(context=4), dict(), dict(tile_tokens=12)) for case in DENSE),
     ],
     ids=str,
 )
@@ -137,7 +142,8 @@ def test_packed_documents_equal_transformers(
     }
     step = build_step(load(dataclasses.replace(step.config, **replaced)), step.mesh)
     assert step.config.model.attention_sinks == (model in ("sliding", "full"))
-    assert step.config.model.sliding_rope_scaling == (model == "sliding")
+    if model not in DENSE:
+        assert step.config.model.sliding_rope_scaling == (model == "sliding")
     expected, (params, _) = references[model], load_pretrained(step)
     logits, gradients = evaluate(step, params, tokens_of(sum(DOCUMENTS)), documents=DOCUMENTS)
     errors = {"logits": relative_error(logits, expected["logits"])}
@@ -145,7 +151,7 @@ def test_packed_documents_equal_transformers(
         if name.endswith(CHOICE_BIAS):  # no parameter
             continue
         errors[name] = relative_error(gradient, expected[f"gradient/{name}"])
-    assert model in ("query_scale", "minimax_m2") or any(
+    assert model in ("query_scale", "minimax_m2", *DENSE) or any(
         ("sinks" if step.config.model.attention_sinks else "linear_attn") in name for name in errors
     )
     assert_small(errors, f"{model}, {mesh}, {attention}, {memory}")
