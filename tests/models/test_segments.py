@@ -72,9 +72,16 @@ def test_published_orders_have_few_layers_in_the_program(name):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_segments_of_presets_are_those_that_the_settings_name(preset):
+    """So the layers in the program are as many, and checkpoints have the same parameters."""
     model = PRESETS[preset]
-    assert [(x.name, x.kinds) for x in model.segments] == [("layers", model.layer_kinds)]
-    assert model.num_compiled_layers <= 6
+    first, group = model.first_layer_kinds, model.layer_kinds
+    num_groups, num_last = divmod(model.num_layers - len(first), len(group))
+    assert [*model.segments] == [
+        *([("first_layers", first, 1)] if first else []),
+        ("layers", group, num_groups),
+        *([("last_layers", group[:num_last], 1)] if num_last else []),
+    ]
+    assert model.num_compiled_layers == len(first) + len(group) + num_last <= 6
 
 
 def test_segments_of_few_layers_are_those_that_the_settings_name():
