@@ -234,9 +234,9 @@ def export(
       dtype: of the weights, "bf16" or "fp32".
       max_shard_gb: size limit of a safetensors file in GB.
       adapters: write the adapters of LoRA alone, in float32, and the other trained parameters, in the form of `peft`.
-      text_only: write the language model alone. Otherwise, the tensors that were not trained, those of images and of
-        multi-token prediction, are copied from the model that the run started from, with its config.json, processor
-        and names, so that it opens as the same class of `transformers`.
+      text_only: write the language model alone, or adapters with its names. Otherwise, the tensors that were not
+        trained, those of images and of multi-token prediction, are copied from the model that the run started from,
+        with its config.json, processor and names, so that it opens as the same class of `transformers`.
     Raises:
       jaxlc.core.errors.UserError: there is no such checkpoint, it cannot be read, `out` cannot be written, or a tensor
         that was not trained is missing in the model that the run started from, or has changed.

@@ -105,15 +105,8 @@ def write_adapters(
         )
     model = config.model
     abstract = dict(paths_of(decoder.abstract_params(model, model.vocab_size)))
-    layouts = {
-        path: replace(
-            layout,
-            tensor=replace(layout.tensor, name=family.with_prefix(layout.tensor.name, prefix)),
-        )
-        for path, layout in layouts_of(
-            family, abstract, dict(paths_of(decoder.dims_of(model))), model
-        ).items()
-    }
+    layouts = layouts_of(family, abstract, dict(paths_of(decoder.dims_of(model))), model)
+    layouts = {path: _named_as_module(layout, family, prefix) for path, layout in layouts.items()}
     trained = _trained_layouts(config, layouts)
     if model.tie_embeddings and "embedding" in trained:
         raise Unsupported(
@@ -158,6 +151,15 @@ def write_adapters(
         lora_dropout=0.0,
     )
     (target / _CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _named_as_module(layout: Layout, family: Family, prefix: str) -> Layout:
+    """`layout` with the name of the tensor in transformers 5: released files of MiniMax-M2 have
+    another one for routers, and its alias is that of transformers.
+    """
+    tensor = layout.tensor
+    name = (tensor.alias or tensor).name
+    return replace(layout, tensor=replace(tensor, name=family.with_prefix(name, prefix)))
 
 
 def _trained_layouts(config: Config, layouts: dict[str, Layout]) -> dict[str, Layout]:

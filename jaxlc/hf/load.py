@@ -109,19 +109,17 @@ class Layout:
         outputs, inputs = math.prod(self.shape[inputs:]), math.prod(self.shape[:inputs])
         return (outputs, 1, inputs) if self.tensor.is_convolution else (outputs, inputs)
 
-    def stored_rows(self, rows: slice) -> list[slice]:
+    def stored_rows(self, rows: slice) -> Iterator[slice]:
         """The rows of the tensor that are these rows of the parameter, in each group."""
         size, stride = (
             num_rows // self.num_groups
             for num_rows in (self.part_shape[0], self.num_rows or self.part_shape[0])
         )
         first = rows.start // size
-        found = []
         for group in range(first, max(first + 1, -(-rows.stop // size))):
             shift = group * (stride - size) + self.first_row
             start, stop = max(rows.start, group * size), min(rows.stop, (group + 1) * size)
-            found.append(slice(start + shift, stop + shift))
-        return found
+            yield slice(start + shift, stop + shift)
 
     def stored_slices(
         self, slices: Sequence[slice], place: tuple[int, ...] = ()

@@ -192,7 +192,9 @@ def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
     runs, jobs = [], {}
     for number, (case, projections) in enumerate(cases):
         directory = tmp_path / str(number)
-        run = _Run(directory, case, projections)
+        # released files have another name of its routers than transformers
+        train = dict(trainable=("*/router",)) if case == "minimax_m2" else {}
+        run = _Run(directory, case, projections, **train)
         adapters = directory / "adapters"
         adapters.mkdir()
         write_adapters(run.config, run.family, run, adapters)

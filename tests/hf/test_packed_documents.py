@@ -128,6 +128,7 @@ def references(directories, tmp_path_factory):
         ("minimax_m2", dict(context=2, tensor=2), dict(), dict()),
         *((case, dict(context=2, tensor=2), dict(), dict()) for case in DENSE),
         *((case, dict(context=4), dict(), dict(tile_tokens=12)) for case in DENSE),
+        ("minimax_m2", dict(context=8), dict(strategy="all_gather"), dict()),
     ],
     ids=str,
 )
