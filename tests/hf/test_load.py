@@ -718,24 +718,24 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
                 kv_lora_rank=512,
                 quantization_config=dict(quant_method="fp8"),
             ),
-            "has model_type 'minicpm3' (multi-head latent attention)",
+            "has model_type 'minicpm3'; supported are llama,",
         ),
         (
             "llama",
             dict(
                 model_type="kimi_vl", text_config=dict(model_type="deepseek_v3", kv_lora_rank=512)
             ),
-            "has model_type 'kimi_vl' (multi-head latent attention)",
+            "has model_type 'kimi_vl' (a model around one of type 'deepseek_v3'); supported are",
         ),
         (
             "llama",
             dict(model_type="kimi_linear", kv_lora_rank=8, linear_attn_config={"a": 1}, auto_map=1),
-            "model_type 'kimi_linear' (multi-head latent attention and Kimi Delta Attention)$",
+            "model_type 'kimi_linear' (Kimi Delta Attention)$",
         ),
         (
             "llama",
-            dict(model_type="nemotron_h", mamba_num_heads=8, ssm_state_size=16, hidden_act="relu2"),
-            "has model_type 'nemotron_h' (state space layers)$",
+            dict(model_type="another", mamba_n_heads=8, ssm_multipliers=[2.0], conv_L_cache=3),
+            "model_type 'another' (state space layers and layers of short convolutions)$",
         ),
         (
             "llama",

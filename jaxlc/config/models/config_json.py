@@ -307,8 +307,7 @@ FP8 = "fp8"  # quant_method of weights in FP8, which models of every family may 
 # fields of models with quantized weights
 _QUANTIZATION = ("quantization_config", "compression_config")
 _OWN_CODE = "code of its own"
-_REASONS = {  # part of the name of a field -> what such models have and no family does
-    "lora_rank": "multi-head latent attention",
+_REASONS = {  # part of the name of a field -> the layers of such models, which no kind has
     "index_topk": "sparse attention with an indexer (DSA)",
     "linear_attn_config": "Kimi Delta Attention",
     "mamba": "state space layers",
