@@ -339,7 +339,8 @@ def with_base(step: TrainStep, trainable, base: dict[str, str], checkpoint: Path
     if _fingerprint(step, params) != base["fingerprint"]:
         raise UserError(
             f"the frozen parameters of {checkpoint} are not those of {_source(step)}: it was trained on"
-            f" {base['init_from'] or 'random weights'}; use that model and the same config.precision.frozen"
+            f" {base['init_from'] or 'random weights'}; use that model and the same config.precision.frozen and"
+            " config.train.seed"
         )
     return lora.join(trainable, lora.split(params, step.frozen)[1])
 
