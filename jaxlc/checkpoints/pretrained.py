@@ -106,6 +106,8 @@ def keep_description(model: ModelConfig, workdir: Path) -> str:
     Returns:
       A line that describes these tensors, or "".
     """
+    record_file = workdir / COPY_DIRECTORY / UNTRAINED_FILE
+    record_file.unlink(missing_ok=True)  # of a run that ended before its first checkpoint
     copy_description(model.init_from, workdir)
     source = locate(model.init_from)
     family = None if source.is_run else family_of(source.config_json(), model)
@@ -118,8 +120,7 @@ def keep_description(model: ModelConfig, workdir: Path) -> str:
         prefix=family.prefix_of(TensorFiles(source.directory).tensors),
         tensors={name: _described(tensor) for name, tensor in tensors.items()},
     )
-    content = json.dumps(record, indent=1) + "\n"
-    (workdir / COPY_DIRECTORY / UNTRAINED_FILE).write_text(content, encoding="utf-8")
+    record_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     digest = hashlib.sha256(json.dumps(record["tensors"], sort_keys=True).encode()).hexdigest()
     return (
         text

@@ -119,6 +119,12 @@ def test_parts_that_are_not_trained_are_copied_unless_they_changed(tmp_path, cap
     line = next(x for x in capsys.readouterr().out.splitlines() if "untrained " in x)
     assert "3 tensors model.visual.*, SHA-256" in line and line.endswith(str(source))
     save_step_0(config_of(tmp_path / "run"), tmp_path / "second")
+    # what a run leaves that ended before its first checkpoint
+    shutil.copytree(tmp_path / "second" / "pretrained", tmp_path / "third" / "pretrained")
+    save_step_0(config_of(write_model(tmp_path / "llama", "llama")), tmp_path / "third")
+    assert_same_bits(
+        tensors_in(jaxlc.export(tmp_path / "third", tmp_path / "out-3")), tensors_of("llama")
+    )
     for run in ("run", "second"):
         out = jaxlc.export(tmp_path / run, tmp_path / f"out-{run}")
         assert_same_bits(tensors_in(out), stored_tensors_of("qwen3_vl"))

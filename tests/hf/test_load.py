@@ -712,6 +712,11 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
         ),
         ("llama", dict(architectures=["LlamaForSequenceClassification"]), "only LlamaForCausalLM"),
         (
+            "llama",
+            dict(model_type="qwen3_vl_text", architectures=["Qwen3VLTextModel"]),
+            "architectures ['Qwen3VLTextModel']; only a model of type qwen3_vl is supported",
+        ),
+        (
             "qwen3_moe",
             dict(
                 model_type="minicpm3",

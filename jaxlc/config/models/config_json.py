@@ -491,7 +491,8 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     architectures = config.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         raise Unsupported(
-            f"unsupported: {where} has architectures {architectures}; only {family.architecture} is supported"
+            f"unsupported: {where} has architectures {architectures}; only"
+            f" {family.architecture or f'a model of type {family.multimodal_type}'} is supported"
         )
     return family
 

@@ -133,7 +133,7 @@ class Family:
     # The model_type of models with images whose text_config describes this language model, which other families may
     # have too: the model_type of text_config chooses, and the first one is the default; prefixes of the names of its
     # tensors there -> prefixes in `tensors`, last the one of modules in transformers 5; and prefixes of the other
-    # tensors, which are not read; "{num_layers}" stands for the number of layers.
+    # tensors, which are not trained; "{num_layers}" stands for the number of layers.
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
