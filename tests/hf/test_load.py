@@ -1099,6 +1099,11 @@ LAYERS = {  # model_type -> fields of config.json, layer_kinds, window
         ("sliding", "nope"),
         8,
     ),
+    "exaone4 letters, and a last layer that is not sliding": (
+        dict(sliding_window=8, sliding_window_pattern="LLG", num_hidden_layers=4),
+        ("nope",),
+        8,
+    ),
     "exaone4 without a window": (
         dict(sliding_window=None, sliding_window_pattern="LG"),
         ("full",),
