@@ -31,6 +31,7 @@ KINDS = dict(
 KINDS |= dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
 KINDS |= dict(rope_scaling="yarn", rope_scaling_factor=4.0, rope_scaling_original_tokens=16)
 KINDS |= dict(rope_scaling_query_beta=0.5, sliding_rope_scaling=True)
+KINDS |= dict(mlp_bias=True, embedding_multiplier=1.5, residual_multiplier=0.4, logits_scaling=1.7)
 MIXED = MIXED_KINDS | dict(num_layers=7, attention_sinks=True, attention_gate=True)
 DYNAMIC = dict(rope_scaling="dynamic_ntk", rope_scaling_factor=4.0, rope_scaling_original_tokens=32)
 NUM_DECODED = 70

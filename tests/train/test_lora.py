@@ -31,6 +31,7 @@ KINDS = dict(
 )
 KINDS |= dict(kinds=dict(full=dict(num_heads=2, head_dim=12, ffn_dim=96)))
 KINDS |= dict(attention_gate=True, attention_sinks=True, attention_out_bias=True)
+KINDS |= dict(mlp_bias=True, residual_multiplier=0.4, logits_scaling=1.7)
 KINDS_TRAINABLE = ("embedding", "*norm*")
 
 
