@@ -476,13 +476,22 @@ def test_export_of_a_run_from_random_weights_has_a_config_json(tmp_path):
     "changes",
     [
         dict(query_scale_dim=64),
+        dict(
+            qkv_bias=True,
+            attention_sinks=False,
+            layer_kinds=("full", "sliding"),
+            window=8,
+            sliding_rope_theta=500.0,
+        ),
         dict(num_experts=4, experts_per_token=2, expert_ffn_dim=8, expert_bias=True),
     ],
 )
 def test_layers_of_no_family_are_exported_with_their_settings(changes, tmp_path, capsys):
-    model = dict(
-        num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, attention_sinks=True, **changes
-    )
+    """Of sinks without experts, of a RoPE of sliding layers that config.json cannot have, or of
+    biases of experts with sinks.
+    """
+    model = dict(num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, attention_sinks=True)
+    model |= changes
     config = save_step_0(ConfigDict({"model": model, "data": {"seq_len": 64}}), tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype=fp32"]) == 0
     assert "no family of transformers has its layers; jaxlc reads it" in capsys.readouterr().out

@@ -312,7 +312,9 @@ def _read_windows(config: Fields) -> list[str]:
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:
-    """layer_types takes precedence over max_window_layers, which old programs read."""
+    """The fields that `_read_windows` reads: layer_types takes precedence over max_window_layers,
+    which old programs read.
+    """
     kinds = model.kinds_of_layers
     return dict(
         **_write_masks(model),
@@ -359,6 +361,7 @@ QWEN3_VL_TEXT = dataclasses.replace(
     model_type="qwen3_vl_text",
     architecture="",
     defaults={**QWEN3.defaults, "rope_theta": 5e5},
+    required_values={**QWEN3.required_values, "use_sliding_window": (False,)},
     irrelevant=QWEN3.irrelevant | {"mrope_section", "mrope_interleaved"},
     multimodal_type="qwen3_vl",
     multimodal_prefixes={"model.language_model.": "model."},

@@ -215,7 +215,9 @@ class Family:
         )
 
     def fits(self, model: ModelConfig) -> bool:
-        """Whether models of this family have the layers of `model`."""
+        """Whether models of this family have the layers of `model`, and one RoPE for all of them
+        if config.json has one.
+        """
         settings, by_path = {**COMMON_SETTINGS, **self.settings}, model.by_path
         if self.has_one_attention_bias and model.qkv_bias == model.attention_out_bias:
             settings |= dict(qkv_bias=model.qkv_bias, attention_out_bias=model.qkv_bias)
@@ -246,7 +248,10 @@ class Family:
             )
             has_kinds = [*written] == [*model.kinds_of_layers]
         has_blocks = [model.default_feed_forward] == [*(self.feed_forward_tensors or ("dense",))]
-        has_scale = has_scale and has_query_scale
+        sliding_rope = model.sliding_rope_theta, model.sliding_rope_scaling
+        has_rope = self.rope_by_layer_type or "sliding" not in model.attentions
+        has_rope = has_rope or sliding_rope == (model.rope_theta, model.rope_scaling != "none")
+        has_scale = has_scale and has_query_scale and has_rope
         return has_settings and has_scale and has_kinds and has_blocks and has_shared
 
 
