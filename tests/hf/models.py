@@ -618,6 +618,7 @@ CASES: dict[str, Case] = {
             embedding_multiplier=0.7,
             logits_scaling=1.4,
             residual_multiplier=0.6,
+            task_specific_params=dict(limits=[0.0, math.inf]),  # written as Infinity
         )
     ),
     "olmo2": Case(
