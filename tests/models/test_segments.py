@@ -13,8 +13,9 @@ from ml_collections import ConfigDict
 
 import jaxlc
 from jaxlc.checkpoints.pretrained import load_pretrained
-from jaxlc.config import load
-from jaxlc.config.models.model_schema import first_and_group, segments_of
+from jaxlc.config import MemoryConfig, load
+from jaxlc.config.flops import num_layers_by_kind, num_params
+from jaxlc.config.models.model_schema import KindConfig, first_and_group, segments_of
 from jaxlc.config.models.presets import PRESETS
 from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
@@ -23,6 +24,9 @@ from jaxlc.models import decoder
 from jaxlc.models.contract import LayerOutput
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.step.language_model import LanguageModel
+from jaxlc.step.remat import make_remat
+from jaxlc.train.reports.start_report import step_lines
+from tests.models.small import context_of, small_inputs, small_mesh, small_model, small_params
 from tests.step.synthetic import (
     HYBRID,
     gradients_and_loss,
@@ -157,23 +161,65 @@ def one_by_one(self, tokens_BT, positions_BT, model, context, is_frozen):
     return LayerOutput(x_BTD, {name: jnp.stack(x) for name, x in sums.items()})
 
 
+def _loss_and_gradients(memory=None, mesh=None):
+    """Of a decoder with dense attention, which compiles fast."""
+    order = MODELS["dense"]["layer_kinds"]
+    kinds = tuple(KindConfig(name=kind, **KINDS[kind]) for kind in dict.fromkeys(order))
+    model = small_model(**MODELS["dense"] | dict(kinds=kinds, window=5))
+    context = context_of(model, mesh)
+    if memory is not None:
+        context = context._replace(remat=make_remat(memory, model.num_compiled_layers))
+
+    def objective(params):
+        x_BTD, *_ = decoder.apply(decoder.Params(params), model, *small_inputs(model), context)
+        return jnp.sin(x_BTD).sum()
+
+    return jax.jit(jax.value_and_grad(objective))(small_params(model))
+
+
+def test_decoder_equals_the_layers_one_by_one(monkeypatch):
+    memory = MemoryConfig(remat="full", layers_per_remat_group=2)
+    got = _loss_and_gradients(memory, small_mesh(context=2, tensor=2))
+    monkeypatch.setattr(decoder.Decoder, "__call__", one_by_one)
+    errors = jax.tree.map(max_relative_error, got, _loss_and_gradients())
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+
+
 def config_of(name: str, **sections):
     """`name`: a key of MODELS, or "LoRA"."""
     model = MODELS.get(name, MODELS["dense"])
     return small_config(**{"model": model, **SECTIONS.get(name, {}), **sections})
 
 
+def test_absent_blocks_have_no_parameters_and_no_pairs():
+    model = config_of("dense").model
+    params = decoder.abstract_params(model, model.vocab_size)
+    assert sum(x.size for x in jax.tree.leaves(params)) == num_params(model)
+    assert num_layers_by_kind(model).keys() == {"mixer", "attention"}
+
+
+def test_start_of_a_run_names_many_layers_in_the_program():
+    order = np.random.default_rng(0).choice(["mixer", "mlp", "attention"], 60).tolist()
+    step = small_step(config_of("dense", model=model_of(*order)))
+    num_compiled = step.config.model.num_compiled_layers
+    assert num_compiled > 24
+    assert f"layers     {num_compiled} of 60 are compiled one by one" in "\n".join(step_lines(step))
+
+
 @functools.cache
 def params_of(name: str):
-    """Values of the size of initial ones, but norms are not 1, and adapters change the output."""
-    rng = np.random.default_rng(0)
+    """Values of the size of initial ones, but norms are not 1, and adapters change the output.
+    Recurrent layers have the initial values: others amplify rounding errors."""
+    step, rng = small_step(config_of(name)), np.random.default_rng(0)
+    if name == "recurrent":
+        return step.init().params
 
     def draw(path, x):
         if path[-1].key == "scale":
             return rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
         return (0.1 * rng.standard_normal(x.shape)).astype(np.float32)
 
-    return jax.tree.map_with_path(draw, small_step(config_of(name)).abstract_state.params)
+    return jax.tree.map_with_path(draw, step.abstract_state.params)
 
 
 @functools.cache
@@ -200,11 +246,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "axes", "memory"),
-    [pytest.param(*case, marks=pytest.mark.full if i else ()) for i, case in enumerate(CASES)],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "axes", "memory"), CASES, ids=str)
 def test_step_equals_the_layers_one_by_one(name, axes, memory):
     """Loss and gradients, with packed documents."""
     gradients, loss = reference(name)
