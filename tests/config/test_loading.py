@@ -257,7 +257,7 @@ def test_load_rope_factors_from_text_round_trip():
     [
         (
             dict(layers_per_remat_group=2),
-            "=2 is not a multiple of the 3 layers of config.model.layer_kinds; use 1",
+            "=2 is not a multiple of the 3 layers that repeat in config.model.layer_kinds; use 1",
         ),
         (
             dict(layers_per_remat_group=9),

@@ -25,7 +25,7 @@ from jaxlc.models.contract import LayerOutput
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.remat import make_remat
-from jaxlc.train.reports.start_report import step_lines
+from jaxlc.train.reports import start_report
 from tests.models.small import context_of, small_inputs, small_mesh, small_model, small_params
 from tests.step.synthetic import (
     HYBRID,
@@ -37,7 +37,7 @@ from tests.step.synthetic import (
     small_step,
     without_padding,
 )
-from tests.tolerances import FLOAT32_PARITY, max_relative_error
+from tests.tolerances import FLOAT32_DECAY_GRADIENT, FLOAT32_PARITY, max_relative_error
 from tests.train.runs import save_step_0
 
 # Letters of the published patterns: M Mamba-2, E experts, - dense, * attention; K Kimi Delta Attention, A attention, D
@@ -132,7 +132,12 @@ MODELS = {
     # the last segment is one iteration of four layers, one of which has both blocks
     "experts": model_of(*_ORDER, "both", "mixer", "mlp", experts=_EXPERTS),
     "recurrent": HYBRID
-    | model_of(*_ORDER, window=0, kinds=model_of(*_ORDER)["kinds"] | dict(mixer=_RECURRENT)),
+    | model_of(
+        *_ORDER,
+        window=0,
+        norm_placement="pre",
+        kinds=model_of(*_ORDER)["kinds"] | dict(mixer=_RECURRENT),
+    ),
 }
 # sections of models
 SECTIONS = {
@@ -198,12 +203,11 @@ def test_absent_blocks_have_no_parameters_and_no_pairs():
     assert num_layers_by_kind(model).keys() == {"mixer", "attention"}
 
 
-def test_start_of_a_run_names_many_layers_in_the_program():
-    order = np.random.default_rng(0).choice(["mixer", "mlp", "attention"], 60).tolist()
-    step = small_step(config_of("dense", model=model_of(*order)))
-    num_compiled = step.config.model.num_compiled_layers
-    assert num_compiled > 24
-    assert f"layers     {num_compiled} of 60 are compiled one by one" in "\n".join(step_lines(step))
+def test_start_of_a_run_names_many_layers_in_the_program(monkeypatch):
+    step = small_step(config_of("dense"))
+    assert "compiled one by one" not in "\n".join(start_report.step_lines(step))
+    monkeypatch.setattr(start_report, "_MANY_LAYERS", 3)
+    assert "layers     4 of 9 are compiled one by one" in "\n".join(start_report.step_lines(step))
 
 
 @functools.cache
@@ -259,7 +263,8 @@ def test_step_equals_the_layers_one_by_one(name, axes, memory):
     )
     np.testing.assert_allclose(got_loss, loss, rtol=FLOAT32_PARITY)
     errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
-    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
+    tolerance = FLOAT32_DECAY_GRADIENT if name == "recurrent" else FLOAT32_PARITY
+    assert max(jax.tree.leaves(errors)) <= tolerance, errors
 
 
 @pytest.mark.full

@@ -192,7 +192,10 @@ def _group_problems(config: Config) -> Iterator[str]:
     period, num_layers = len(segment.kinds), segment.num_layers
     setting = f"config.memory.layers_per_remat_group={group}"
     if group > 1 and group % period:
-        yield f"{setting} is not a multiple of the {period} layers of config.model.layer_kinds; use 1 or {period}"
+        yield (
+            f"{setting} is not a multiple of the {period} layers that repeat in config.model.layer_kinds; use 1 or"
+            f" {period}"
+        )
     if num_layers % group:
         layers = f"config.model.num_layers={num_layers}"
         if num_layers != config.model.num_layers:

@@ -22,7 +22,7 @@ from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
 
-# Layers in the compiled program for which the segments that the settings name are not replaced.
+# Segments that the settings name are kept if they have at most this many layers in the compiled program.
 _FEW_LAYERS = 8
 
 
@@ -40,8 +40,8 @@ class Segment(NamedTuple):
         return len(self.kinds) * self.num_iterations
 
     def remat_group(self, num_layers: int) -> int:
-        """The number of layers of a remat group: the most of at most `num_layers` that are whole
-        iterations and divide the segment; at least one iteration."""
+        """The number of layers of a remat group: whole iterations that divide the segment, as many
+        as have at most `num_layers` layers; at least one iteration."""
         period = len(self.kinds)
         sizes = range(period, self.num_layers + 1, period)
         return max(x for x in sizes if self.num_layers % x == 0 and x <= max(num_layers, period))
