@@ -49,6 +49,9 @@ class AttentionConfig:
     strategy: Literal["ring", "all_gather", "ulysses", "hybrid"] = "ring"
     # strategy hybrid: number of adjacent ranks in a Ulysses group; divides mesh.context
     ulysses_degree: From1[int] = 1
+    # what strategy ring sends of latent layers: their latents, which each step expands, or the keys and values of all
+    # heads; docs/architecture.md.
+    ring_payload: Literal["latents", "keys_values"] = "latents"
     # True: a query attends to keys of its own document only. False: to all earlier tokens of the
     # packed sequence.
     document_mask: bool = True

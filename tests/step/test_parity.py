@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -297,6 +298,33 @@ LATENTS = [
 def test_latent_attention_equals_one_device(strategy, axes, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     _assert_same(axes, split=split, memory=memory, model=LATENT)
+
+
+@pytest.mark.parametrize(
+    "payload", ["latents", pytest.param("keys_values", marks=pytest.mark.full)]
+)
+def test_ring_of_latents_with_adapters_equals_one_device(payload):
+    """The weights that expand the latents have adapters, and the ring sends what the settings name."""
+    lora = dict(rank=2, projections=("latent", "key_value"))
+    _assert_same(
+        dict(context=2, tensor=2), split=dict(ring_payload=payload), model=LATENT, lora=lora
+    )
+
+
+def test_ring_sends_latents_forward_and_their_gradients_in_float32_backward():
+    config = small_config(
+        model=LATENT,
+        mesh=dict(context=4),
+        precision=dict(compute="bf16"),
+        memory=dict(remat="none"),
+    )
+    step = small_step(config)
+    batch = make_batch(step, natural_rows())
+    lowered = jax.jit(gradients_and_loss(step)).lower(step.init().params, batch)
+    sent = re.findall(r"collective_permute.*-> tensor<(\w+)>", lowered.as_text())
+    tokens, width = config.data.seq_len // 4, config.model.latent.rank + config.model.rotated_dim
+    shape = f"{config.train.global_batch_size}x{tokens}x{width}"
+    assert {*sent} == {f"{shape}xbf16", f"{shape}xf32"}
 
 
 @pytest.mark.parametrize(

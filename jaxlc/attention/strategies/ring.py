@@ -14,10 +14,15 @@ kernel skips the blocks that no range reaches: a ring step whose block shares no
 matrix products. In sequences of short documents, only the first ring steps have work. If the spec permits it, the
 others are skipped, sends included (`_run`).
 
+For latent attention, the ring sends the latents of the tokens, and each step expands the block that it received to the
+keys and values of its heads (`LatentBlocks`): (R + P) x 2 bytes a token and hop in bf16, and in the backward pass the
+gradient in float32 as well. Its sums over tensor ranks are float32, too.
+
 The backward goes around the ring a second time with the global out and lse; dK/dV are sent along with the KV block
 that they belong to. All running sums are float32. The order of operations makes the sends overlap with attention:
 
-    - K and V are one array. XLA runs one collective at a time, so the second of two permutes would be exposed.
+    - K and V are one array, or the latents that they are products of. XLA runs one collective at a time, so the second
+      of two permutes would be exposed.
     - A send starts before the kernel call that it overlaps with. `optimization_barrier` ties the received block to the
       result of that call. Without the barrier, the compiler runs every send first and all KV blocks are live at once.
       With the barrier after the merge, newer XLA versions overlap the send with the merge, and both are limited by
@@ -44,7 +49,7 @@ from jaxlc.attention.contract import (
 from jaxlc.attention.key_ranges import TokenInfo, ring_key_ranges
 from jaxlc.attention.merge import merge
 from jaxlc.attention.strategies import window_exchange
-from jaxlc.attention.strategies.strategy import ShardedQKV, attention_vjp
+from jaxlc.attention.strategies.strategy import Expansion, ShardedQKV, attention_vjp
 from jaxlc.core import scopes
 from jaxlc.sharding.document_layout import NUM_FIRST_RING_STEPS
 from jaxlc.sharding.mesh import Ranks
@@ -73,6 +78,67 @@ class ZigzagPair(NamedTuple):
         return QueryResults(
             *(_pair(x, self.query_halves, axis) for x, axis in zip(results, (1, 2, 1, 2)))
         )
+
+
+class HeadBlocks(NamedTuple):
+    """What is sent of a rank's keys and values: the arrays themselves."""
+
+    k_bskH: jax.Array
+    v_bskH: jax.Array
+
+    def packed(self) -> jax.Array:
+        return _pack(*self)
+
+    def keys_values(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _unpack(block, *self)
+
+    def gradient(self, block: jax.Array, dk, dv) -> tuple[jax.Array, tuple]:
+        """(gradient of a block, float32; gradient of weights: none)"""
+        del block
+        return _pack(dk, dv).astype(jnp.float32), ()
+
+    def gradients(self, dblock: jax.Array, dweights: tuple) -> tuple[jax.Array, jax.Array]:
+        """The gradients of `ShardedQKV.k_bskH` and v_bskH."""
+        del dweights
+        return _unpack(dblock, *self)
+
+
+class LatentBlocks(NamedTuple):
+    """The same where keys and values are products of latents with weights: the latents are sent,
+    and each ring step expands the block that it received.
+    """
+
+    latent_bsC: jax.Array
+    weights: Expansion
+    dtype: Any  # of what is sent
+
+    def packed(self) -> jax.Array:
+        return self.latent_bsC.astype(self.dtype)
+
+    def keys_values(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return self.weights.keys_values(block)
+
+    def gradient(self, block: jax.Array, dk, dv) -> tuple[jax.Array, Expansion]:
+        """(gradient of a block, float32; of the weights, float32)"""
+
+        def expanded(block, weights):
+            return weights.keys_values(block.astype(self.dtype))
+
+        operands = (
+            block.astype(jnp.float32),
+            jax.tree.map(lambda x: x.astype(jnp.float32), self.weights),
+        )
+        _, pull_back = jax.vjp(expanded, *operands)
+        return pull_back((dk.astype(self.dtype), dv.astype(self.dtype)))
+
+    def gradients(self, dblock: jax.Array, dweights: Expansion) -> tuple[jax.Array, Expansion]:
+        return dblock, dweights
+
+
+def _blocks(qkv: ShardedQKV) -> HeadBlocks | LatentBlocks:
+    if isinstance(qkv.v_bskH, Expansion):
+        return LatentBlocks(qkv.k_bskH, qkv.v_bskH, qkv.q_btnH.dtype)
+    return HeadBlocks(qkv.k_bskH, qkv.v_bskH)
 
 
 def half_of(x, half, axis=1):
@@ -226,48 +292,62 @@ def _run(run_steps: Callable, qkv: ShardedQKV, ring: "RingState"):
 
 
 def _forward_steps(qkv: ShardedQKV, ring: "RingState", num_steps: int):
-    q, k, v, *_ = qkv
-    block = ring.send(_pack(k, v))  # overlaps with attention over the rank's own block
-    block, (out, lse) = _receive(
-        block, calls_of(ring.kernel, "forward", q, k, v, ring.own_ranges, ring.spec)
+    q, blocks = qkv.q_btnH, _blocks(qkv)
+    own = blocks.packed()
+    block = ring.send(own)  # overlaps with attention over the rank's own block
+    calls = calls_of(
+        ring.kernel, "forward", q, *blocks.keys_values(own), ring.own_ranges, ring.spec
     )
+    block, (out, lse) = _receive(block, calls)
     out_lse = out.astype(jnp.float32), lse
 
     def loop_body(step, carry):
         block, out_lse = carry
         return ring.forward_step(
-            step, q, *_unpack(block, k, v), out_lse, in_flight=ring.send(block)
+            step, q, *blocks.keys_values(block), out_lse, in_flight=ring.send(block)
         )
 
     block, out_lse = lax.fori_loop(1, num_steps - 1, loop_body, (block, out_lse), unroll=2)
     if num_steps > 1:  # the last block is not sent on
-        _, out_lse = ring.forward_step(num_steps - 1, q, *_unpack(block, k, v), out_lse)
+        _, out_lse = ring.forward_step(num_steps - 1, q, *blocks.keys_values(block), out_lse)
     return out_lse
 
 
 def _backward_steps(results: QueryResults, qkv: ShardedQKV, ring: "RingState", num_steps: int):
-    q, k, v, *_ = qkv
-    block = ring.send(_pack(k, v))
-    calls = calls_of(ring.kernel, "backward", q, k, v, ring.own_ranges, ring.spec, results)
+    q, blocks = qkv.q_btnH, _blocks(qkv)
+    own = blocks.packed()
+    block = ring.send(own)
+    calls = calls_of(
+        ring.kernel, "backward", q, *blocks.keys_values(own), ring.own_ranges, ring.spec, results
+    )
     block, (dq, dk, dv) = _receive(block, calls)
-    dq, dblock = dq.astype(jnp.float32), _pack(dk, dv).astype(jnp.float32)
+    dq = dq.astype(jnp.float32)
+    dblock, dweights = blocks.gradient(own, dk, dv)
 
     def loop_body(step, carry):
-        block, dblock, dq = carry
+        block, dblock, dq, dweights = carry
         in_flight = ring.send(block), ring.send(dblock)
-        (block, dblock), dq, dk, dv = ring.backward_step(
-            step, q, *_unpack(block, k, v), results, dq, in_flight
+        (following, dblock), dq, dk, dv = ring.backward_step(
+            step, q, *blocks.keys_values(block), results, dq, in_flight
         )
-        return block, dblock + _pack(dk, dv), dq
+        added, dweights_added = blocks.gradient(block, dk, dv)
+        return following, dblock + added, dq, _sum(dweights, dweights_added)
 
-    block, dblock, dq = lax.fori_loop(1, num_steps - 1, loop_body, (block, dblock, dq), unroll=2)
+    carry = lax.fori_loop(1, num_steps - 1, loop_body, (block, dblock, dq, dweights), unroll=2)
+    block, dblock, dq, dweights = carry
     if num_steps > 1:
         last = num_steps - 1
         dblock, dq, dk, dv = ring.backward_step(
-            last, q, *_unpack(block, k, v), results, dq, ring.send(dblock)
+            last, q, *blocks.keys_values(block), results, dq, ring.send(dblock)
         )
-        dblock = ring.send(dblock + _pack(dk, dv), -last)  # send dK/dV back to the owner rank
-    return dq, *_unpack(dblock, k, v)
+        added, dweights_added = blocks.gradient(block, dk, dv)
+        dblock = ring.send(dblock + added, -last)  # send the gradient back to the owner rank
+        dweights = _sum(dweights, dweights_added)
+    return dq, *blocks.gradients(dblock, dweights)
+
+
+def _sum(a, b):
+    return jax.tree.map(jnp.add, a, b)
 
 
 _attend = attention_vjp(_forward, _backward, inline=True)

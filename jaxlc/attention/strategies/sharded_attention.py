@@ -32,6 +32,7 @@ from jaxlc.attention.strategies.strategy import (
     DEFAULT_AXES,
     AttentionAxes,
     AttentionSpecs,
+    Expansion,
     ShardedQKV,
     repeat_heads,
 )
@@ -284,6 +285,37 @@ class ShardedAttention:
         sinks_spec = None if sinks_N is None else PartitionSpec(self.axes.head)
         split = self._split(local, (heads, heads, heads, ranges_specs, sinks_spec), (heads, lse))
         return split(q_BTNH, k_BSKH, v_BSKH, ranges, sinks_N)
+
+    def with_latents(
+        self, q_BTNH: jax.Array, latent_BSC: jax.Array, weights: Expansion, ranges=None
+    ) -> tuple[jax.Array, jax.Array]:
+        """As a call with the keys and values `weights.keys_values(latent_BSC)`, with strategy ring,
+        which sends the latents.
+
+        Args:
+          latent_BSC: float32, so that its gradient is summed over tensor ranks in float32.
+        """
+        tokens, heads, lse = self._specs
+        value_dim = weights.weight_RnE.shape[-1] - weights.own_dim
+        local = functools.partial(
+            attend_shard,
+            config=self.config,
+            kernel=self._kernel(q_BTNH, value_dim, packed=ranges is not None),
+            spec=self.spec,
+            ranks=self.ranks,
+            token_order=self.token_order,
+        )
+        by_head = PartitionSpec(None, self.axes.head, None)
+        weights_specs = dataclasses.replace(
+            weights,
+            weight_RnE=by_head,
+            a_Rr=None if weights.a_Rr is None else PartitionSpec(),
+            b_rnE=None if weights.b_rnE is None else by_head,
+        )
+        latent_spec = PartitionSpec(*tokens, None)
+        ranges_specs = None if ranges is None else self._ranges_specs
+        in_specs = heads, latent_spec, weights_specs, ranges_specs, None
+        return self._split(local, in_specs, (heads, lse))(q_BTNH, latent_BSC, weights, ranges, None)
 
     def _kernel(
         self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool

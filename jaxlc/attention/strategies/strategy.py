@@ -13,6 +13,7 @@ kernel's `prepare` computed from them.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -226,12 +227,44 @@ def _check_axis(mesh: Mesh, argument: str, axis: str) -> None:
         raise UserError(f"unknown {argument} {axis!r}: the mesh has the axes {names}{question}")
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight_RnE", "a_Rr", "b_rnE"],
+    meta_fields=["own_dim"],
+)
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """The weights of latent attention, by which keys and values are products of latents."""
+
+    weight_RnE: jax.Array  # E: the part of a key that RoPE does not rotate, then the value
+    # of an adapter, which adds latent a b; None: there is none
+    a_Rr: jax.Array | None = None
+    b_rnE: jax.Array | None = None
+    own_dim: int  # width of that part of a key
+
+    def keys_values(self, latent_bsC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """k_bsnH and v_bsnV, in the dtype of the latents.
+
+        Args:
+          latent_bsC: R entries, then the part of the key that all heads share.
+        """
+        dtype, rank = latent_bsC.dtype, len(self.weight_RnE)
+        latent_bsR, shared_bsP = jnp.split(latent_bsC, [rank], axis=-1)
+        expanded = jnp.einsum("bsR,RnE->bsnE", latent_bsR, self.weight_RnE.astype(dtype))
+        if self.a_Rr is not None:
+            low = jnp.einsum("bsR,Rr->bsr", latent_bsR, self.a_Rr.astype(dtype))
+            expanded += jnp.einsum("bsr,rnE->bsnE", low, self.b_rnE.astype(dtype))
+        own, v_bsnV = jnp.split(expanded, [self.own_dim], axis=-1)
+        shared = jnp.broadcast_to(shared_bsP[:, :, None], (*own.shape[:-1], shared_bsP.shape[-1]))
+        return jnp.concatenate([own, shared], axis=-1), v_bsnV
+
+
 class ShardedQKV(NamedTuple):
     """This rank's shard of queries, keys and values, all in the same token order."""
 
     q_btnH: jax.Array
-    k_bskH: jax.Array
-    v_bskH: jax.Array
+    k_bskH: jax.Array  # with an `Expansion`: latent_bsC, float32
+    v_bskH: "jax.Array | Expansion"
     ranges: Any  # arrays that the strategy's `prepare` returns. None: an implicit mask
     # float32, of the heads of q; `attention_vjp` reads it, strategies do not
     sinks_n: jax.Array | None = None
@@ -286,7 +319,7 @@ def attention_vjp(forward: ForwardFn, backward: BackwardFn, *, inline: bool = Fa
         qkv, out, lse = residuals
         results = QueryResults(out, lse, *cotangents)
         gradients = backward(qkv, results, kernel, spec, ranks)
-        dq, dk, dv = (dx.astype(x.dtype) for dx, x in zip(gradients, qkv[:3], strict=True))
+        dq, dk, dv = jax.tree.map(lambda dx, x: dx.astype(x.dtype), gradients, tuple(qkv[:3]))
         dsinks = None if qkv.sinks_n is None else contract.gradient(qkv.sinks_n, results)
         return (ShardedQKV(dq, dk, dv, None, dsinks),)
 

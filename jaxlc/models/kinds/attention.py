@@ -99,16 +99,20 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         return None if self.sinks is None else self.sinks[...]
 
     @classmethod
-    def on_sequences(cls, on: KindOnMesh) -> Sequences:
-        settings = on.config.attention
-        sharded = sharded_attention.make(
-            settings,
+    def sharded(cls, on: KindOnMesh) -> sharded_attention.ShardedAttention:
+        """Attention of whole sequences on the mesh."""
+        return sharded_attention.make(
+            on.config.attention,
             on.mesh,
             window=on.window,
             few_documents=on.few_documents,
             skips_ring_steps=on.skips_ring_steps,
-            shared_prefixes=settings.shared_prefixes,
+            shared_prefixes=on.config.attention.shared_prefixes,
         )
+
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        sharded = cls.sharded(on)
 
         def prepare(tokens: BatchTokens):
             if tokens.segments_BT is None:  # the mask is implicit

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxlc.attention.strategies.strategy import Expansion
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm, residual_depth_scale, weight
-from jaxlc.models.contract import KindOnMesh, Rotation, Sequences
+from jaxlc.models.cached_attention import CachedAttention
+from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
 from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
-from jaxlc.models.matmuls import Fp8
+from jaxlc.models.matmuls import Fp8, in_use
 from jaxlc.models.rope import apply_rope
 from jaxlc.sharding.rules import Sharder
 
@@ -72,7 +74,24 @@ class LatentAttention(SoftmaxAttention):
         q_BTNH = jnp.concatenate([own, self._rotated(rotated, rotation)], axis=-1)
         return checkpoint_name(q_BTNH, "query"), None
 
-    @jax.named_scope(scopes.ATTENTION)
+    def operands(
+        self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
+    ) -> tuple[tuple, None]:
+        """Returns (q_BTNH, k_BTNH, v_BTNH, None, (latent_BTC, weights)), of which attention uses
+        either keys and values, or the latents that they are products of; and None.
+        """
+        q_BTNH, _ = self.queries(x_BTD, rotation, shard=shard)
+        latent_BTC = self._latents(x_BTD, rotation, shard=shard)
+        keys_values = self._expanded(latent_BTC, shard=shard)
+        weight_RNE, a_Rr, b_rNE = in_use(self.wkv_up, shard, x_BTD.dtype), None, None
+        if self.lora is not None and "key_value" in self.lora.names:
+            adapter = self.lora.of("key_value")
+            a_Rr = in_use(adapter.a, shard, x_BTD.dtype)
+            b_rNE = adapter.scale * in_use(adapter.b, shard, x_BTD.dtype)
+        weights = Expansion(weight_RnE=weight_RNE, a_Rr=a_Rr, b_rnE=b_rNE, own_dim=self.own_dim)
+        latents = latent_BTC.astype(jnp.float32), weights
+        return (q_BTNH, *keys_values, None, latents), None
+
     def keys_values(
         self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder
     ) -> tuple[jax.Array, jax.Array]:
@@ -80,14 +99,24 @@ class LatentAttention(SoftmaxAttention):
         width of K, since not all kernels take values of another width. `x_BTD` is the input of the
         block, gathered over tensor.
         """
+        return self._expanded(self._latents(x_BTD, rotation, shard=shard), shard=shard)
+
+    @jax.named_scope(scopes.ATTENTION)
+    def _latents(self, x_BTD: jax.Array, rotation: Rotation, *, shard: Sharder) -> jax.Array:
+        """The normed latents and the rotated part of the keys, [B, T, R + P]."""
         latent_BTL = self.project("latent", "BTD,DL->BTL", x_BTD, self.wkv_down, shard=shard)
         latent_BTL, shared_BTP = jnp.split(shard.gathered(latent_BTL), [self.rank], axis=-1)
-        latent_BTL = checkpoint_name(self.kv_norm(latent_BTL), "latent")
         shared_BT1P = self._rotated(shared_BTP[:, :, None], rotation)
-        shared_BT1P = checkpoint_name(shared_BT1P, "latent")
+        latent_BTC = jnp.concatenate([self.kv_norm(latent_BTL), shared_BT1P[:, :, 0]], axis=-1)
+        return checkpoint_name(latent_BTC, "latent")
+
+    @jax.named_scope(scopes.ATTENTION)
+    def _expanded(self, latent_BTC: jax.Array, *, shard: Sharder) -> tuple[jax.Array, jax.Array]:
+        """`keys_values` of latents."""
+        latent_BTL, shared_BTP = jnp.split(latent_BTC, [self.rank], axis=-1)
         expanded = self.project("key_value", "BTL,LNH->BTNH", latent_BTL, self.wkv_up, shard=shard)
         own, v_BTNV = jnp.split(shard.heads(expanded), [self.own_dim], axis=-1)
-        shared_BTNP = jnp.broadcast_to(shared_BT1P, (*own.shape[:-1], self.rotated_dim))
+        shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own.shape[:-1], self.rotated_dim))
         k_BTNH = shard.heads(jnp.concatenate([own, shared_BTNP], axis=-1))
         v_BTNV = checkpoint_name(v_BTNV, "value")
         padding = [(0, 0)] * 3 + [(0, k_BTNH.shape[-1] - self.value_dim)]
@@ -111,12 +140,49 @@ class LatentAttention(SoftmaxAttention):
 
     @classmethod
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
-        prepare, attend = super().on_sequences(on)
-        value_dim = on.model.latent.value_dim
-        if choose_kernel(on, value_dim).name != choose_kernel(on).name:
-            return Sequences(prepare, attend)
+        sharded, value_dim = cls.sharded(on), on.model.latent.value_dim
+        prepare, _ = super().on_sequences(on)
+        is_padded = choose_kernel(on, value_dim).name != choose_kernel(on).name
 
-        def attend_unpadded(q_BTNH, k_BTNH, v_BTNH, sinks_N, *, ranges):
-            return attend(q_BTNH, k_BTNH, v_BTNH[..., :value_dim], sinks_N, ranges=ranges)
+        def attend_heads(q_BTNH, k_BTNH, v_BTNH, sinks_N, latents, *, ranges):
+            del latents
+            v_BTNV = v_BTNH if is_padded else v_BTNH[..., :value_dim]
+            return sharded(q_BTNH, k_BTNH, v_BTNV, ranges, sinks_N)[0]
 
-        return Sequences(prepare, attend_unpadded)
+        def attend_latents(q_BTNH, k_BTNH, v_BTNH, sinks_N, latents, *, ranges):
+            del k_BTNH, v_BTNH, sinks_N
+            latent_BTC, weights = latents
+            if is_padded:
+                missing = on.model.head_dim - value_dim
+                weights = jax.tree.map(lambda x: _padded(x, missing), weights)
+            return sharded.with_latents(q_BTNH, latent_BTC, weights, ranges)[0]
+
+        return Sequences(prepare, attend_latents if _sends_latents(on) else attend_heads)
+
+    @classmethod
+    def cached(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
+    ) -> "CachedLatentAttention":
+        attention = super().cached(on, layout, batch_size=batch_size, chunk_tokens=chunk_tokens)
+        return CachedLatentAttention(**vars(attention))
+
+
+class CachedLatentAttention(CachedAttention):
+    """The cache has the keys and values of all heads."""
+
+    def __call__(self, q_BCNH, k_BCNH, v_BCNH, sinks_N=None, latents=None, **arguments):
+        del latents
+        return super().__call__(q_BCNH, k_BCNH, v_BCNH, sinks_N, **arguments)
+
+
+def _sends_latents(on: KindOnMesh) -> bool:
+    """Whether a ring sends latents, whose expansion has neither FP8 nor a copy of a node."""
+    attention, precision = on.config.attention, on.config.precision
+    has_fp8 = precision.compute == "fp8" and "key_value" in precision.fp8_matmuls
+    is_plain = not has_fp8 and not on.config.memory.node_copy_devices
+    return attention.strategy == "ring" and attention.ring_payload == "latents" and is_plain
+
+
+def _padded(x: jax.Array, missing: int) -> jax.Array:
+    """Weights [..., N, E] with `missing` columns of zeros; the first matrix of an adapter as it is."""
+    return x if x.ndim == 2 else jnp.pad(x, [(0, 0)] * 2 + [(0, missing)])
