@@ -42,6 +42,17 @@ class LatentConfig:
     interleaved: bool = False
 
 
+def sends_latents(config: RunConfig) -> bool:
+    """Whether a ring sends latents, which each step expands without FP8 or the copy of a node.
+    Otherwise, layers compute the keys and values of all heads first.
+    """
+    attention, precision = config.attention, config.precision
+    has_fp8 = precision.compute == "fp8" and "key_value" in precision.fp8_matmuls
+    is_plain = not (has_fp8 or config.memory.node_copy_devices or config.memory.tile_tokens)
+    is_ring = attention.strategy == "ring" and config.mesh.context > 1
+    return is_ring and is_plain and attention.ring_payload == "latents"
+
+
 class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     name = "latent"
     layers = "latent layers"
@@ -115,6 +126,8 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
             attention_out=sizes.num_heads * sizes.head_dim,  # with the padding of values
             attention_projected=layer.model_dim,
         )
+        if sends_latents(config):
+            del values["key"], values["value"]
         lse = dict(attention_lse=4.0 * sizes.num_heads)  # float32
         return {name: float(itemsize * number) for name, number in values.items()} | lse
 

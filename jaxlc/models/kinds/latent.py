@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.attention.strategies.strategy import Expansion
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import mixer_matrices
+from jaxlc.config.kinds.latent import sends_latents
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm, residual_depth_scale, weight
 from jaxlc.models.cached_attention import CachedAttention
@@ -157,7 +158,7 @@ class LatentAttention(SoftmaxAttention):
                 weights = jax.tree.map(lambda x: _padded(x, missing), weights)
             return sharded.with_latents(q_BTNH, latent_BTC, weights, ranges)[0]
 
-        return Sequences(prepare, attend_latents if _sends_latents(on) else attend_heads)
+        return Sequences(prepare, attend_latents if sends_latents(on.config) else attend_heads)
 
     @classmethod
     def cached(
@@ -173,14 +174,6 @@ class CachedLatentAttention(CachedAttention):
     def __call__(self, q_BCNH, k_BCNH, v_BCNH, sinks_N=None, latents=None, **arguments):
         del latents
         return super().__call__(q_BCNH, k_BCNH, v_BCNH, sinks_N, **arguments)
-
-
-def _sends_latents(on: KindOnMesh) -> bool:
-    """Whether a ring sends latents, whose expansion has neither FP8 nor a copy of a node."""
-    attention, precision = on.config.attention, on.config.precision
-    has_fp8 = precision.compute == "fp8" and "key_value" in precision.fp8_matmuls
-    is_plain = not has_fp8 and not on.config.memory.node_copy_devices
-    return attention.strategy == "ring" and attention.ring_payload == "latents" and is_plain
 
 
 def _padded(x: jax.Array, missing: int) -> jax.Array:
