@@ -99,6 +99,7 @@ def _read_header(directory: Path) -> None:
 
 
 def _read_weights(directory: Path) -> None:
+    (directory / "config.json").write_text("{}")  # says how weights are quantized: not at all
     files = TensorFiles(directory)
     for name, tensor in files.tensors.items():
         if tensor.path.resolve().parent != directory.resolve():
