@@ -46,9 +46,7 @@ test-full: $(READY) $(VENV)/.ready-plan  ## run the cases of which .ci/run has a
 
 test-transformers: $(READY) .venv-transformers/.ready  ## compare with transformers, in an environment of its own
 	JAXLC_TRANSFORMERS_PYTHON=$(CURDIR)/.venv-transformers/bin/python \
-	  $(VENV)/bin/python $(PYTEST) --dist=loadfile tests/hf/test_transformers.py tests/hf/test_rope_scaling.py \
-	  tests/hf/test_chat_templates.py tests/hf/test_lora.py tests/hf/test_expert_lora.py tests/hf/test_generation.py tests/hf/test_prompts.py \
-	  tests/hf/test_packed_documents.py tests/hf/test_experts.py tests/hf/test_trl_losses.py tests/hf/test_saved_models.py $(ARGS)
+	  $(VENV)/bin/python $(PYTEST) --dist=loadfile $(shell grep -l needs_transformers tests/hf/test_*.py) $(ARGS)
 	.venv-transformers/bin/python -m pytest --durations=15 tests/hf/test_harness.py $(ARGS)
 
 test-jax0.12:  ## run the tests that depend on the JAX version on JAX 0.12 (needs Python 3.12 or newer)

@@ -233,8 +233,9 @@ def export(
     config = from_dict(meta["config"])
     source = original_of(config.model.init_from, workdir)
     base = None if source is None else source.config_json()
-    size, is_whole = config.model.vocab_size, not (adapters or text_only)
-    record = _record_of(source, workdir, size) if source is not None and is_whole else None
+    size, record = config.model.vocab_size, None
+    if source is not None and not (adapters or text_only):
+        record = _record_of(source, workdir, size)
     longest = length = _longest_sequence(directory, step)
     tokens = {}
     if text_only and base is not None and not family_of(base, config.model).architecture:
@@ -255,8 +256,8 @@ def export(
             if adapters:
                 num_tokens = (base or {}).get("vocab_size", size)
                 name = _base_of_adapters(config, family, num_tokens)
-                is_whole = source is not None and source.has_images and not text_only
-                prefix = [*family.multimodal_prefixes][-1] if is_whole else ""
+                has_images = source is not None and source.has_images and not text_only
+                prefix = [*family.multimodal_prefixes][-1] if has_images else ""
                 write_adapters(config, family, params, partial, base=name, prefix=prefix)
             else:
                 content |= write_text_files(config, source, partial, longest=longest)

@@ -54,13 +54,13 @@ class StackedAdapter:
     b: np.ndarray  # [layers, rank, outputs]
     scale: float
     # a [layers, experts, inputs, rank] and b [layers, experts, rank, outputs]
-    of_experts: bool = False
+    per_expert: bool = False
 
     def merged(self, weight: np.ndarray, place: tuple[int, ...]) -> np.ndarray:
         """The weight at a place in `Layout.stack_shape`, of a layer or of one of its experts, plus
         its adapter, float32."""
         a, b = self.a[place], self.b[place]
-        product = np.matmul(a, b) if self.of_experts else np.tensordot(a, b, axes=1)
+        product = np.matmul(a, b) if self.per_expert else np.tensordot(a, b, axes=1)
         return weight.astype(np.float32) + self.scale * product
 
 
@@ -77,7 +77,7 @@ def read_adapter(config: Config, params: Params, path: str) -> StackedAdapter | 
         a=arrays[f"{adapter}/a"],
         b=arrays[f"{adapter}/b"],
         scale=config.lora.scale,
-        of_experts=projection in EXPERT_PROJECTIONS,
+        per_expert=projection in EXPERT_PROJECTIONS,
     )
 
 

@@ -322,11 +322,11 @@ def _stacked_layout(tensor: Tensor, shape: tuple[int, ...], layers: Sequence[int
     return Layout(tensor=tensor, shape=shape[1:], layers=layers)
 
 
-def _part_of_rows(layout: Layout, of_layer: Collection[Layout], num_groups: int) -> Layout:
+def _part_of_rows(layout: Layout, in_layer: Collection[Layout], num_groups: int) -> Layout:
     """`layout`, with its place among the parameters of a layer that have the same tensor, in their
     order in each group of rows.
     """
-    parts = [other for other in of_layer if other.tensor.name == layout.tensor.name]
+    parts = [other for other in in_layer if other.tensor.name == layout.tensor.name]
     if len(parts) == 1 or layout.tensor.interleaved is not None:
         return layout
     rows = [part.part_shape[0] for part in parts]

@@ -309,12 +309,12 @@ def run_stack(
     elif shard.weights_on_host:
         runs, params = [run_kind[place.kind] for place in places], stacks.grouped(places)
     else:
-        of_places = [
+        place_runs = [
             functools.partial(_run_at, functools.partial(run_one, place), place.index)
             for place in places
         ]
         runs, params = (
-            [_in_backward_order(remat.wrap_layer(run)) for run in of_places],
+            [_in_backward_order(remat.wrap_layer(run)) for run in place_runs],
             stacks.grouped(places),
         )
     if shard.weights_on_host:
@@ -331,8 +331,10 @@ def run_stack(
 
 def _in_layer_order(sums: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     """[layers] of each name, from [iterations] of each layer of an iteration."""
-    names = dict.fromkeys(name for of_layer in sums for name in of_layer)
-    by_name = {name: [of_layer[name] for of_layer in sums if name in of_layer] for name in names}
+    names = dict.fromkeys(name for layer_sums in sums for name in layer_sums)
+    by_name = {
+        name: [layer_sums[name] for layer_sums in sums if name in layer_sums] for name in names
+    }
     return {
         name: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
         for name, parts in by_name.items()

@@ -58,10 +58,10 @@ class Adapter(nnx.Module):
         projection: Matrix,
         next_key: Callable[[], jax.Array],
         *,
-        of_experts: bool = False,
+        per_expert: bool = False,
     ):
         inputs, outputs = projection.inputs, projection.outputs
-        experts = dict(experts=projection.num_experts) if of_experts else {}
+        experts = dict(experts=projection.num_experts) if per_expert else {}
         rank_a, rank_b = ({_rank_name(names): lora.rank} for names in (inputs, outputs))
         dims_a, dims_b = experts | inputs | rank_a, experts | rank_b | outputs
         bound = projection.num_inputs**-0.5
@@ -107,8 +107,8 @@ class Adapters(nnx.Module):
         self.names, self.scale = tuple(names), lora.scale
         matrices, paths = layer_matrices(model), projection_paths()
         for name in names:
-            projection, of_experts = matrices[paths[name][0]], name in EXPERT_PROJECTIONS
-            setattr(self, name, Adapter(lora, projection, next_key, of_experts=of_experts))
+            projection, per_expert = matrices[paths[name][0]], name in EXPERT_PROJECTIONS
+            setattr(self, name, Adapter(lora, projection, next_key, per_expert=per_expert))
 
     def of(self, name: str) -> Adapter:
         """The adapter of a projection in `names`."""

@@ -262,8 +262,8 @@ def _by_stack(trees: Sequence[Any], places: Sequence[Place]) -> dict[str, Any]:
     for tree, place in zip(trees, places, strict=True):
         by_stack.setdefault(place.stack, []).append(tree)
     return {
-        stack: jax.tree.map(lambda *layers: jnp.stack(layers), *of_stack)
-        for stack, of_stack in by_stack.items()
+        stack: jax.tree.map(lambda *layers: jnp.stack(layers), *layers_of_stack)
+        for stack, layers_of_stack in by_stack.items()
     }
 
 

@@ -181,6 +181,8 @@ DELTA_NET = dict(
     layer_kinds=("gated_delta_net", "full"), delta_key_heads=2, delta_value_heads=4, delta_key_dim=8
 )
 DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
+LATENT = dict(layer_kinds=("latent",), num_heads=4, num_kv_heads=4, head_dim=12)
+LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +253,25 @@ DELTA_NET |= dict(delta_value_dim=8, delta_conv_taps=4)
         (
             dict(model=dict(layer_kinds=("gated_delta_net",))),
             "--config.model.delta_net.key_heads=16",
+        ),
+        (
+            dict(attention=dict(ring_payload="keys_values")),
+            "the model has no latent layers; remove",
+        ),
+        (dict(model=dict(rope_scaling_query_mscale=1.0)), "query_mscale=1.0 has no effect"),
+        (dict(model=LATENT | dict(num_kv_heads=1)), "num_kv_heads=1 differs from num_heads=4"),
+        (dict(model=LATENT | dict(qk_norm="head")), "qk_norm='head' with latent layers"),
+        (
+            dict(model=LATENT | dict(latent=LATENT["latent"] | dict(value_dim=16))),
+            "value_dim=16 is more than config.model.head_dim=12",
+        ),
+        (
+            dict(model=LATENT | dict(latent=LATENT["latent"] | dict(query_rank=-1))),
+            "invalid value -1 for config.model.latent.query_rank",
+        ),
+        (
+            dict(model=LATENT, memory=dict(save=("key",)), mesh=dict(context=2)),
+            "do not compute where a ring sends latents; name 'latent'",
         ),
         (dict(model=DELTA_NET | dict(delta_value_heads=3)), "is not a multiple of key_heads=2"),
         (dict(model=DELTA_NET | dict(delta_conv_taps=4000)), "the parts of a sequence have 2048"),

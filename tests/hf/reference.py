@@ -283,6 +283,12 @@ def generate(directory: str, prompt: list, num_tokens: int) -> dict[str, np.ndar
     return dict(tokens=output.sequences[0].numpy(), gaps=(largest[:, 0] - largest[:, 1]).numpy())
 
 
+def default_config(directory: str, model_type: str) -> dict[str, np.ndarray]:
+    """The fields of a config without settings, as JSON."""
+    del directory
+    return dict(json=np.array(json.dumps(transformers.AutoConfig.for_model(model_type).to_dict())))
+
+
 def chat(directory: str, message: str, num_tokens: int) -> dict[str, np.ndarray]:
     """The answer of the text-generation pipeline, its new tokens, and the lengths that the files of
     a model name.
@@ -320,6 +326,7 @@ def main(jobs_path: str) -> None:
             peft_gradients,
             train,
             generate,
+            default_config,
             chat,
         )
     }

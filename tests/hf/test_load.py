@@ -329,14 +329,19 @@ def fused_conversions(G, K, H, V):
     }
 
 
+def model_of(settings):
+    """The model with the result of `settings_of`."""
+    kinds = settings.get("kinds", {}).items()
+    own = dict(kinds=tuple(KindConfig(name=name, **x) for name, x in kinds))
+    return model_from(PRESETS["tiny"].by_path | settings | own)
+
+
 def test_kimi_k2_is_read_and_exported_as_deepseek_v3():
     config = CASES["deepseek_v3"].config
     kimi = config | dict(model_type="kimi_k2", auto_map={"AutoConfig": "configuration_kimi.Kimi"})
     settings = settings_of(kimi, "config.json")
     assert settings == settings_of(config, "config.json")
-    kinds = tuple(KindConfig(name=name, **x) for name, x in settings.pop("kinds").items())
-    model = model_from({"preset": "", **settings, "kinds": kinds})
-    exported = config_json_of(model, kimi, seq_len=64, dtype="bfloat16")
+    exported = config_json_of(model_of(settings), kimi, seq_len=64, dtype="bfloat16")
     assert exported["model_type"] == "deepseek_v3" and "auto_map" not in exported
 
 
@@ -971,6 +976,50 @@ def _changed(config, path, value):
 
 # Fields of released files that the cases do not have, and the settings that they give.
 RELEASED = {
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        dict(
+            rope_parameters=None,
+            rope_scaling=dict(
+                type="yarn",
+                factor=40,
+                original_max_position_embeddings=4096,
+                beta_fast=32,
+                beta_slow=1,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+            ),
+            rope_theta=10000,
+            max_position_embeddings=163840,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
+            moe_layer_freq=1,
+            aux_loss_alpha=0.001,
+            seq_aux=True,
+            ep_size=1,
+            auto_map=dict(AutoConfig="configuration_deepseek.DeepseekV3Config"),
+        ),
+        {
+            "rope_scaling": "yarn",
+            "rope_scaling_query_mscale": 1.0,
+            "rope_scaling_attention_factor": 1.0,
+            "first_layer_kinds": ("dense",),
+            "experts.router": "sigmoid",
+        },
+    ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        dict(
+            scoring_func="softmax",
+            topk_method="greedy",
+            n_group=1,
+            topk_group=1,
+            moe_layer_freq=1,
+            aux_loss_alpha=0.001,
+            seq_aux=True,
+        ),
+        {"latent.query_rank": 0, "experts.groups": 1, "rope_scaling_query_mscale": 0.707},
+    ),
     "an older layer type, and a number that JSON does not have": (
         "olmo3",
         dict(layer_types=[SLIDING, "attention", SLIDING], initializer_range=math.inf),
@@ -1046,7 +1095,7 @@ def test_config_json_of_a_released_model_is_read_and_written_unchanged(name):
     base = CASES[case].config | changes
     settings = settings_of(base, "config.json")
     assert settings | expected == settings
-    model = model_from(PRESETS["tiny"].by_path | settings)
+    model = model_of(settings)
     written = config_json_of(model, base, seq_len=16, dtype="bfloat16")
     written = json.loads(json.dumps(written))
     assert written == {name: value for name, value in base.items() if name != "auto_map"}
@@ -1054,7 +1103,7 @@ def test_config_json_of_a_released_model_is_read_and_written_unchanged(name):
 
 def test_window_that_gets_an_effect_with_the_length_of_the_run_is_removed():
     base = CASES["phi3"].config
-    model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
+    model = model_of(settings_of(base, "config.json"))
     written = config_json_of(model, base, seq_len=512, dtype="bfloat16")
     assert (written["sliding_window"], written["max_position_embeddings"]) == (512, 512)
     written = config_json_of(model, base, seq_len=1024, dtype="bfloat16")
@@ -1065,7 +1114,7 @@ def test_config_json_rope_that_a_family_lacks_raises():
     base = CASES["phi3"].config
     with pytest.raises(Unsupported, match="of type 'yarn'; supported are default, longrope"):
         settings_of(base | dict(rope_scaling=LLAMA3_ROPE | dict(rope_type="yarn")), "config.json")
-    model = model_from(PRESETS["tiny"].by_path | settings_of(base, "config.json"))
+    model = model_of(settings_of(base, "config.json"))
     model = dataclasses.replace(model, rope_scaling="linear")
     with pytest.raises(Unsupported, match="rope_scaling='linear' of a model of type phi3"):
         config_json_of(model, base, seq_len=16, dtype="bfloat16")

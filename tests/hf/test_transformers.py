@@ -22,6 +22,8 @@ from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.checkpoints.save import Checkpoints
 from jaxlc.cli import logprobs
 from jaxlc.config import load, to_dict
+from jaxlc.config.models.config_json import settings_of
+from jaxlc.config.models.families import FAMILIES
 from jaxlc.config.models.model_schema import model_from
 from jaxlc.hf.load import paths_of
 from jaxlc.sharding.mesh import make_mesh
@@ -452,6 +454,33 @@ def save(step, params, workdir: Path) -> Path:
     )
     checkpoints.close()
     return workdir
+
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+NO_CONFIG = {"kimi_k2"}  # read as deepseek_v3
+# transformers: the field has no effect within a model with images, and no default of the model
+FIELDS = {
+    "qwen3_vl_moe_text": {"tie_word_embeddings": True},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
+
+
+def test_absent_fields_of_config_json_have_the_values_of_transformers(tmp_path):
+    jobs = {
+        name: dict(job="default_config", directory="", model_type=name)
+        for name in FAMILIES.keys() - NO_CONFIG
+    }
+    for name, result in run_jobs(tmp_path, jobs).items():
+        whole = json.loads(str(result["json"])) | FIELDS.get(name, {})
+        whole["architectures"] = [x for x in [FAMILIES[name].architecture] if x]
+        nulls = {"q_lora_rank", "n_group", "topk_group", "sliding_window"}
+        whole = {key: x for key, x in whole.items() if x is not None or key in nulls}
+        short = {key: whole[key] for key in (*SIZES, *FIELDS.get(name, ())) if key in whole}
+        expected = settings_of(whole, "config.json")
+        assert settings_of(dict(short, model_type=name), "config.json") == expected, name
 
 
 TINY = {"model": dict(preset="tiny", vocab_size=257), "precision": {"compute": "fp32"}}

@@ -46,7 +46,7 @@ _TOKENS_AT_ONCE = 8192  # as many as `sharded_rule` computes at once
 class TileSegments(NamedTuple):
     """int32 segments of a tile, or of all tiles with a leading dimension."""
 
-    of_tokens_Bt: jax.Array
+    own_Bt: jax.Array
     before_Bt: jax.Array  # [B, ranks x 2 x tokens before a piece]; 0: no token
 
 
@@ -192,7 +192,7 @@ def _groups(arrays: tuple, segments: TileSegments) -> Tokens:
     """The groups of tokens that are computed at once, [groups, 2 x b, ...], of arrays [2 x b,
     tokens, ...].
     """
-    tokens = Tokens(*arrays, _pieces(segments.of_tokens_Bt), None)
+    tokens = Tokens(*arrays, _pieces(segments.own_Bt), None)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
     group_tokens = (
@@ -211,9 +211,7 @@ def _filtered(arrays: tuple, filters: tuple, before: tuple, segments: TileSegmen
     """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]; all but the last, v,
     of unit length.
     """
-    segments_BL = jnp.concatenate(
-        [_pieces(segments.before_Bt), _pieces(segments.of_tokens_Bt)], axis=1
-    )
+    segments_BL = jnp.concatenate([_pieces(segments.before_Bt), _pieces(segments.own_Bt)], axis=1)
 
     def filtered(x_bthW, filter_PhW, before_bthW):
         unused = segments.before_Bt.shape[1] // 2 - (len(filter_PhW) - 1)

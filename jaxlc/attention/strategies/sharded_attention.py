@@ -257,7 +257,7 @@ class ShardedAttention:
         self,
         q_BTNH: jax.Array,
         k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
+        v_BSKH: jax.Array | Expansion,
         ranges=None,
         sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
@@ -267,36 +267,19 @@ class ShardedAttention:
         gradients are summed.
 
         Args:
+          k_BSKH: keys; with an `Expansion` in place of values, which only strategy ring supports, the latents
+            [B, S, C] that it expands, float32, so that their gradient is summed over tensor ranks in float32.
           ranges: of `prepare`. None: each sequence is one document.
           sinks_N: float32, a logit per query head in the denominator of the softmax; see contract.py. None: no sinks.
         """
-        _, heads, lse = self._specs
-        local = functools.partial(
-            attend_shard,
-            config=self.config,
-            kernel=self._kernel(q_BTNH, v_BSKH.shape[-1], packed=ranges is not None),
-            spec=self.spec,
-            ranks=self.ranks,
-            token_order=self.token_order,
-        )
-        num_head_ranks = self.axes.num_head_ranks(self.mesh)
-        k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
-        ranges_specs = None if ranges is None else self._ranges_specs
-        sinks_spec = None if sinks_N is None else PartitionSpec(self.axes.head)
-        split = self._split(local, (heads, heads, heads, ranges_specs, sinks_spec), (heads, lse))
-        return split(q_BTNH, k_BSKH, v_BSKH, ranges, sinks_N)
-
-    def with_latents(
-        self, q_BTNH: jax.Array, latent_BSC: jax.Array, weights: Expansion, ranges=None
-    ) -> tuple[jax.Array, jax.Array]:
-        """As a call with the keys and values `weights.keys_values(latent_BSC)`, with strategy ring,
-        which sends the latents.
-
-        Args:
-          latent_BSC: float32, so that its gradient is summed over tensor ranks in float32.
-        """
         tokens, heads, lse = self._specs
-        value_dim = weights.weight_RnE.shape[-1] - weights.own_dim
+        if isinstance(v_BSKH, Expansion):
+            value_dim = v_BSKH.value_dim
+            kv_specs = PartitionSpec(*tokens, None), v_BSKH.specs(self.axes.head)
+        else:
+            num_head_ranks = self.axes.num_head_ranks(self.mesh)
+            k_BSKH, v_BSKH = (repeat_heads(x, num_head_ranks) for x in (k_BSKH, v_BSKH))
+            value_dim, kv_specs = v_BSKH.shape[-1], (heads, heads)
         local = functools.partial(
             attend_shard,
             config=self.config,
@@ -305,17 +288,10 @@ class ShardedAttention:
             ranks=self.ranks,
             token_order=self.token_order,
         )
-        by_head = PartitionSpec(None, self.axes.head, None)
-        weights_specs = dataclasses.replace(
-            weights,
-            weight_RnE=by_head,
-            a_Rr=None if weights.a_Rr is None else PartitionSpec(),
-            b_rnE=None if weights.b_rnE is None else by_head,
-        )
-        latent_spec = PartitionSpec(*tokens, None)
         ranges_specs = None if ranges is None else self._ranges_specs
-        in_specs = heads, latent_spec, weights_specs, ranges_specs, None
-        return self._split(local, in_specs, (heads, lse))(q_BTNH, latent_BSC, weights, ranges, None)
+        sinks_spec = None if sinks_N is None else PartitionSpec(self.axes.head)
+        split = self._split(local, (heads, *kv_specs, ranges_specs, sinks_spec), (heads, lse))
+        return split(q_BTNH, k_BSKH, v_BSKH, ranges, sinks_N)
 
     def _kernel(
         self, q_BTNH: jax.Array | jax.ShapeDtypeStruct, value_dim: int, packed: bool

@@ -242,6 +242,15 @@ class Expansion:
     b_rnE: jax.Array | None = None
     own_dim: int  # width of that part of a key
 
+    @property
+    def value_dim(self) -> int:
+        return self.weight_RnE.shape[-1] - self.own_dim
+
+    def specs(self, head_axis: str | None) -> "Expansion":
+        """The PartitionSpecs of the arrays."""
+        by_head = PartitionSpec(None, head_axis, None)
+        return jax.tree.map(lambda x: by_head if x.ndim == 3 else PartitionSpec(), self)
+
     def keys_values(self, latent_bsC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """k_bsnH and v_bsnV, in the dtype of the latents.
 
@@ -254,9 +263,16 @@ class Expansion:
         if self.a_Rr is not None:
             low = jnp.einsum("bsR,Rr->bsr", latent_bsR, self.a_Rr.astype(dtype))
             expanded += jnp.einsum("bsr,rnE->bsnE", low, self.b_rnE.astype(dtype))
-        own, v_bsnV = jnp.split(expanded, [self.own_dim], axis=-1)
-        shared = jnp.broadcast_to(shared_bsP[:, :, None], (*own.shape[:-1], shared_bsP.shape[-1]))
-        return jnp.concatenate([own, shared], axis=-1), v_bsnV
+        return split_expanded(expanded, shared_bsP, self.own_dim)
+
+
+def split_expanded(
+    expanded_bsnE: jax.Array, shared_bsP: jax.Array, own_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """k_bsnH and v_bsnV from the products of latents and the part of the key that all heads share."""
+    own, v_bsnV = jnp.split(expanded_bsnE, [own_dim], axis=-1)
+    shared = jnp.broadcast_to(shared_bsP[:, :, None], (*own.shape[:-1], shared_bsP.shape[-1]))
+    return jnp.concatenate([own, shared], axis=-1), v_bsnV
 
 
 class ShardedQKV(NamedTuple):

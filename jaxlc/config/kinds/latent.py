@@ -18,6 +18,7 @@ from jaxlc.config.kinds.contract import (
     Mixer,
     MixingFlops,
 )
+from jaxlc.config.ranges import Above0
 from jaxlc.config.schema import RunConfig
 
 
@@ -36,7 +37,7 @@ class LatentConfig:
     value_dim: int = 0  # width of a value head; "v_head_dim" in Hugging Face configs
     # added to the mean square in the norms of the latents, as in transformers; vLLM adds
     # norm_epsilon.
-    norm_epsilon: float = 1e-6
+    norm_epsilon: Above0[float] = 1e-6
     # RoPE rotates the pairs (x[2i], x[2i + 1]) instead of (x[i], x[i + R/2]); "rope_interleave" in
     # Hugging Face configs.
     interleaved: bool = False
@@ -61,7 +62,10 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     scaled_kinds = ("latent",)
     norm_setting = "norm_placement"
     sizes = ("num_heads", "head_dim")
-    only_with = tuple(f"model.latent.{name}" for name in vars(LatentConfig()))
+    only_with = (
+        *(f"model.latent.{name}" for name in vars(LatentConfig())),
+        *("model.rope_scaling_query_mscale", "attention.ring_payload"),
+    )
     tensors = (
         LayerTensor("wq", "self_attn.q_proj.weight", 1),
         LayerTensor("wq_down", "self_attn.q_a_proj.weight", 1),
@@ -136,6 +140,8 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
         for name in ("rank", "value_dim"):
             if vars(latent)[name] < 1:
                 yield f"config.{path}.layer_kinds has latent layers, which need --config.model.latent.{name}"
+        if latent.query_rank < 0:
+            yield f"invalid value {latent.query_rank} for config.model.latent.query_rank: expected at least 0"
         if latent.value_dim > sizes.head_dim:
             yield (
                 f"config.model.latent.value_dim={latent.value_dim} is more than config.{path}.head_dim="
@@ -159,6 +165,14 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
             value = vars(sizes)[name]
             if value not in (False, "none"):
                 yield f"unsupported: config.model.{name}={value!r} with latent layers; remove it"
+        missing = [
+            x for x in (*config.memory.save, *config.memory.offload) if x in ("key", "value")
+        ]
+        if missing and sends_latents(config):
+            yield (
+                f"config.memory names {missing[0]!r}, which latent layers do not compute where a ring sends latents;"
+                " name 'latent' instead, or use --config.attention.ring_payload=keys_values"
+            )
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         sizes, tensor = layer.section(AttentionSettings), config.mesh.tensor

@@ -161,9 +161,8 @@ class ModelConfig(AttentionSettings):
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     mlp_bias: bool = False  # biases of the three projections of dense layers
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
-    embedding_multiplier: Above0[float] = (
-        1.0  # token embeddings are multiplied by it, as in Granite
-    )
+    # token embeddings are multiplied by it, as in Granite
+    embedding_multiplier: Above0[float] = 1.0
     # the outputs of attention and of feed-forward blocks are multiplied by it before they are added
     # to the residual stream
     residual_multiplier: Above0[float] = 1.0
@@ -215,8 +214,8 @@ class ModelConfig(AttentionSettings):
     # yarn: queries at position p of their document are multiplied by 1 + this x ln(1 + floor(p /
     # rope_scaling_original_tokens)), as in Ministral 3; "llama_4_scaling_beta" in Hugging Face configs. 0: not.
     rope_scaling_query_beta: float = 0.0
-    # yarn: queries are multiplied by the square of 1 + 0.1 x this x ln(rope_scaling_factor), as in DeepSeek V3;
-    # "mscale_all_dim" in Hugging Face configs. 0: not.
+    # yarn: queries of latent layers are multiplied by the square of 1 + 0.1 x this x ln(rope_scaling_factor), as in
+    # DeepSeek V3; "mscale_all_dim" in Hugging Face configs. 0: not.
     rope_scaling_query_mscale: float = 0.0
     # longrope: divisors of the frequencies if data.seq_len is at most rope_scaling_original_tokens.
     rope_scaling_short_factors: tuple[float, ...] = ()

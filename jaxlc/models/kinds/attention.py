@@ -48,7 +48,7 @@ from jaxlc.models.contract import (
 from jaxlc.models.layer_tiles import TiledLayer, add, at, put_at, tile_indices
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
-from jaxlc.models.rope import apply_rope, query_factor, query_scale
+from jaxlc.models.rope import apply_rope, query_scale
 from jaxlc.sharding.rules import Sharder
 
 
@@ -71,7 +71,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
         super().__init__(model, keys, fp8, lora, projections)
         # Attention divides its logits by sqrt(head_dim).
         scale_dim = model.query_scale_dim or model.head_dim
-        self.query_multiplier = (model.head_dim / scale_dim) ** 0.5 * query_factor(model)
+        self.query_multiplier = (model.head_dim / scale_dim) ** 0.5
         self.query_scale = (
             functools.partial(query_scale, model) if model.rope_scaling_query_beta else None
         )

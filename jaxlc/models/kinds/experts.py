@@ -187,8 +187,8 @@ class Experts(nnx.Module, Routed):
         if num_groups > 1:
             scores_BTGe = scores_BTE.reshape(*scores_BTE.shape[:2], num_groups, -1)
             num_best = 2 if self.router_kind == "sigmoid" else 1
-            of_groups_BTG = jax.lax.top_k(scores_BTGe, num_best)[0].sum(-1)
-            groups_BTg = jax.lax.top_k(of_groups_BTG, num_chosen_groups)[1]
+            group_scores_BTG = jax.lax.top_k(scores_BTGe, num_best)[0].sum(-1)
+            groups_BTg = jax.lax.top_k(group_scores_BTG, num_chosen_groups)[1]
             is_chosen_BTG = (groups_BTg[..., None] == jnp.arange(num_groups)).any(-2)
             scores_BTE = jnp.where(is_chosen_BTG[..., None], scores_BTGe, -jnp.inf).reshape(
                 scores_BTE.shape

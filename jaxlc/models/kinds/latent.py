@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.attention.strategies.strategy import Expansion
+from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.config.kinds.latent import sends_latents
@@ -24,7 +24,7 @@ from jaxlc.models.cached_attention import CachedAttention
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
 from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
 from jaxlc.models.matmuls import Fp8, in_use
-from jaxlc.models.rope import apply_rope
+from jaxlc.models.rope import apply_rope, query_factor
 from jaxlc.sharding.rules import Sharder
 
 
@@ -42,6 +42,7 @@ class LatentAttention(SoftmaxAttention):
         queries = ("query_down", "query_up") if latent.query_rank else ("query",)
         projections = (*queries, "latent", "key_value", "attention_projected")
         super().__init__(model, keys, fp8, lora, projections)
+        self.query_multiplier *= query_factor(model)
         norm = functools.partial(RMSNorm, epsilon=latent.norm_epsilon)
         self.wq, self.wq_down, self.wq_up = (
             weight(keys, weights[name]) if name in weights else None
@@ -52,7 +53,7 @@ class LatentAttention(SoftmaxAttention):
         self.kv_norm = norm(norm=latent.rank)
         self.wkv_up = weight(keys, weights["wkv_up"])
         self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
-        self.rank, self.rotated_dim = latent.rank, model.rotated_dim
+        self.rank = latent.rank
         self.own_dim, self.value_dim = model.head_dim - model.rotated_dim, latent.value_dim
         self.is_interleaved = latent.interleaved
 
@@ -116,12 +117,10 @@ class LatentAttention(SoftmaxAttention):
         """`keys_values` of latents."""
         latent_BTL, shared_BTP = jnp.split(latent_BTC, [self.rank], axis=-1)
         expanded = self.project("key_value", "BTL,LNH->BTNH", latent_BTL, self.wkv_up, shard=shard)
-        own, v_BTNV = jnp.split(shard.heads(expanded), [self.own_dim], axis=-1)
-        shared_BTNP = jnp.broadcast_to(shared_BTP[:, :, None], (*own.shape[:-1], self.rotated_dim))
-        k_BTNH = shard.heads(jnp.concatenate([own, shared_BTNP], axis=-1))
+        k_BTNH, v_BTNV = split_expanded(shard.heads(expanded), shared_BTP, self.own_dim)
         v_BTNV = checkpoint_name(v_BTNV, "value")
-        padding = [(0, 0)] * 3 + [(0, k_BTNH.shape[-1] - self.value_dim)]
-        return checkpoint_name(k_BTNH, "key"), jnp.pad(v_BTNV, padding)
+        v_BTNH = _padded(v_BTNV, k_BTNH.shape[-1] - self.value_dim)
+        return checkpoint_name(shard.heads(k_BTNH), "key"), v_BTNH
 
     def _rotated(self, x_BTNP: jax.Array, rotation: Rotation) -> jax.Array:
         """With RoPE. Interleaved pairs are put into the half-split order, of queries and of keys."""
@@ -155,8 +154,8 @@ class LatentAttention(SoftmaxAttention):
             latent_BTC, weights = latents
             if is_padded:
                 missing = on.model.head_dim - value_dim
-                weights = jax.tree.map(lambda x: _padded(x, missing), weights)
-            return sharded.with_latents(q_BTNH, latent_BTC, weights, ranges)[0]
+                weights = jax.tree.map(lambda x: _padded(x, missing) if x.ndim > 2 else x, weights)
+            return sharded(q_BTNH, latent_BTC, weights, ranges)[0]
 
         return Sequences(prepare, attend_latents if sends_latents(on.config) else attend_heads)
 
@@ -177,5 +176,5 @@ class CachedLatentAttention(CachedAttention):
 
 
 def _padded(x: jax.Array, missing: int) -> jax.Array:
-    """Weights [..., N, E] with `missing` columns of zeros; the first matrix of an adapter as it is."""
-    return x if x.ndim == 2 else jnp.pad(x, [(0, 0)] * 2 + [(0, missing)])
+    """x with `missing` zeros after the last dimension."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])

@@ -6,6 +6,7 @@ V3, and is exported as such. Layers of multi-token prediction are left out.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from jaxlc.config.kinds import experts
@@ -13,9 +14,13 @@ from jaxlc.config.models.families.family import Family, Fields
 from jaxlc.config.models.model_schema import ModelConfig
 
 
-def _read_kinds(config: Fields) -> list[str]:
+def _read_kinds(config: Fields, num_dense: int) -> list[str]:
+    """
+    Args:
+      num_dense: dense layers without the fields first_k_dense_replace and mlp_layer_types.
+    """
     num_layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
-    num_dense = config.get("first_k_dense_replace") or 0
+    num_dense = config.get("first_k_dense_replace", num_dense) or 0
     types = types or ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
     return ["dense" if kind == "dense" else "latent" for kind in types]
 
@@ -56,7 +61,7 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     layer_kinds=(frozenset({"latent"}), frozenset({"dense", "latent"}), frozenset({"dense"})),
-    read_kinds=_read_kinds,
+    read_kinds=functools.partial(_read_kinds, num_dense=3),
     write_kinds=_write_kinds,
     settings={"experts.router": "sigmoid", "experts.choice_bias": True},
     fields={
@@ -87,7 +92,6 @@ DEEPSEEK_V3 = Family(
         q_lora_rank=1536,
         kv_lora_rank=512,
         v_head_dim=128,
-        first_k_dense_replace=3,
         n_routed_experts=256,
         n_shared_experts=1,
         num_experts_per_tok=8,
@@ -132,12 +136,12 @@ GLM4_MOE_LITE = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
+    read_kinds=functools.partial(_read_kinds, num_dense=1),
     defaults={
         **DEEPSEEK_V3.defaults,
         "qk_nope_head_dim": 192,
         "q_lora_rank": 768,
         "v_head_dim": 256,
-        "first_k_dense_replace": 1,
         "n_routed_experts": 64,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 1536,
@@ -153,15 +157,16 @@ DEEPSEEK_V2 = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
+    read_kinds=functools.partial(_read_kinds, num_dense=0),
     settings={"experts.router": "softmax"},
     fields={x: y for x, y in DEEPSEEK_V3.fields.items() if x != "norm_topk_prob"},
     field_aliases={"num_experts": "n_routed_experts"},
     defaults={
         **DEEPSEEK_V3.defaults,
-        "first_k_dense_replace": 0,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
         "num_experts_per_tok": None,
+        "norm_topk_prob": False,
         "moe_intermediate_size": 1407,
         "n_group": None,
         "topk_group": None,
