@@ -15,16 +15,16 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 380_660  # without comments, docstrings and ends of lines
+MAX_TOKENS = 382_730  # without comments, docstrings and ends of lines
 MAX_TOKENS_PER_LINE = 8.8  # of lines with code
-MAX_FILES = 269
+MAX_FILES = 271
 MIN_MEDIAN_LINES = 230
 
 # Files that may name Gated DeltaNet; all others ask the description of a kind.
 KIND_NAME = re.compile(r"gated_?delta|delta_?net|delta_?rule", re.IGNORECASE)
 KIND_FILES = (
     "attention/__init__.py",  # the public function
-    "attention/delta_rule/",
+    "attention/recurrence/",
     "config/kinds/",
     "config/models/config_json.py",  # the names in files of jaxlc's own format
     "config/models/families/",

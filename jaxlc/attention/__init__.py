@@ -5,9 +5,9 @@ The public API: `attend`, `dot_product_attention` and, of linear attention, `gat
 """
 
 from jaxlc.attention.api import attend, dot_product_attention
-from jaxlc.attention.delta_rule.sharded_rule import gated_delta_rule, short_convolution
 from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.query_tiles import make_tiled
+from jaxlc.attention.recurrence.sharded_rule import gated_delta_rule, short_convolution
 from jaxlc.attention.strategies.sharded_attention import choose, make
 from jaxlc.sharding.document_layout import natural_order, zigzag_order
 

@@ -58,26 +58,29 @@ def is_first(ranks: Ranks) -> jax.Array | bool:
 
 class Affine(NamedTuple):
     """The map of a state that enters tokens to the state that leaves them: S -> M S + U. With
-    prefixes, K counts the rows of both states."""
+    prefixes, K counts the rows of both states.
+
+    M may be smaller, [..., n, n], if each of n parts of S becomes a sum of all parts with factors.
+    """
 
     M: jax.Array  # [..., K, K]
     U: jax.Array  # [..., K, V]
 
     def __call__(self, S: jax.Array) -> jax.Array:
-        return product("...ij,...jv->...iv", self.M, S) + self.U
+        moved = product("...ij,...jv->...iv", self.M, self.parts(S))
+        return moved.reshape(S.shape) + self.U
 
     def after(self, first: "Affine") -> "Affine":
         """The map of `first`, and then of this one."""
         return Affine(product("...ij,...jk->...ik", self.M, first.M), self(first.U))
 
+    def parts(self, S: jax.Array) -> jax.Array:
+        """S [..., K, V] as the rows that M mixes, [..., n, K V / n]."""
+        return S.reshape(*S.shape[:-2], self.M.shape[-1], -1)
 
-def identity(num_sequences: int, num_heads: int, key_dim: int, value_dim: int, dtype) -> Affine:
-    """The map of no tokens."""
-    shape = num_sequences, num_heads, key_dim
-    return Affine(
-        jnp.broadcast_to(jnp.eye(key_dim, dtype=dtype), (*shape, key_dim)),
-        jnp.zeros((*shape, value_dim), dtype),
-    )
+    def gradient(self, S: jax.Array, dS: jax.Array) -> "Affine":
+        """From a state that enters and the gradient of the state that leaves."""
+        return Affine(product("...iv,...jv->...ij", self.parts(dS), self.parts(S)), dS)
 
 
 def product(subscripts: str, a: jax.Array, b: jax.Array, dtype=None) -> jax.Array:
@@ -152,7 +155,7 @@ def _entering_backward(ranks, direction, residuals, gradients):
     )
     leaving = [states[::-1] for states in reversed_states[::-1]]
     entering = _group_states(maps, fragment_states)
-    return ([Affine(product("...iv,...jv->...ij", dS, S), dS) for dS, S in zip(leaving, entering)],)
+    return ([pair[0].gradient(*pair[1:]) for pair in zip(maps, entering, leaving)],)
 
 
 _entering.defvjp(_entering_forward, _entering_backward)
@@ -179,7 +182,7 @@ def _groups_backward(ranks, num_fragments, residuals, dS):
     transposed = Affine(maps.M.mT[::-1], dS[::-1])
     leaving = _states_of_groups(transposed, reverse_GB, ranks, num_fragments)[::-1]
     entering = _spread(maps, fragment_GB, fragment_states)
-    return Affine(product("...iv,...jv->...ij", leaving, entering), leaving), None
+    return maps.gradient(entering, leaving), None
 
 
 _states_of_groups.defvjp(_groups_forward, _groups_backward)
@@ -296,7 +299,8 @@ def _before(own: Affine, ranks: Ranks, direction: int) -> Affine:
 
 def _empty(like: Affine) -> Affine:
     """The map of no tokens."""
-    return identity(*like.M.shape[:3], like.U.shape[-1], like.U.dtype)
+    eye = jnp.eye(like.M.shape[-1], dtype=like.M.dtype)
+    return Affine(jnp.broadcast_to(eye, like.M.shape), jnp.zeros_like(like.U))
 
 
 def _where(condition: jax.Array, a: Affine, b: Affine) -> Affine:

@@ -10,11 +10,16 @@ import pytest
 
 import jaxlc
 from jaxlc.attention import gated_delta_rule, natural_order, short_convolution, zigzag_order
-from jaxlc.attention.delta_rule import chunk_rule, sharded_rule, tiled_delta_net
-from jaxlc.attention.delta_rule.chunk_rule import unit_lower_inverse
-from jaxlc.attention.delta_rule.sharded_delta_net import Documents, ShardedDeltaNet
-from jaxlc.attention.delta_rule.tiled_delta_net import TiledDeltaNet
 from jaxlc.attention.query_tiles import layout_of, tiles_of
+from jaxlc.attention.recurrence import chunks, sharded_rule, tiled_recurrence
+from jaxlc.attention.recurrence.chunks import unit_lower_inverse
+from jaxlc.attention.recurrence.sharded_recurrence import (
+    Documents,
+    Filter,
+    Operands,
+    ShardedRecurrence,
+)
+from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.document_layout import chained_order, zigzag_chain
 from tests.tolerances import FLOAT32_PARITY, max_relative_error
@@ -25,12 +30,13 @@ SEGMENTS = np.repeat([1, 2, 3, 4, 5, 6, 7, 0], LENGTHS)[None].astype(np.int32)
 FLOAT64_PARITY = 1e-12
 NAMES = "out", "q", "k", "v", "g", "beta"
 CHAINS = 3
+RULE = chunks.Rule(scale=8**-0.5)
 
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
     """So that a rank has several chunks."""
-    monkeypatch.setattr(chunk_rule, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 64)
 
 
 def mesh_of(context=1, tensor=1):
@@ -79,6 +85,10 @@ def filters(dtype, num_taps=4, heads=4):
         jax.random.normal(key, shape, dtype)
         for key, shape in zip(jax.random.split(jax.random.key(1), 3), shapes)
     ]
+
+
+def operands_of(q, k, v, g, beta, *filters):
+    return Operands(q, k, v, g, beta, None, tuple(map(Filter, filters)))
 
 
 def values_and_gradients(function, arrays):
@@ -150,7 +160,7 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
     """The mixer, convolutions included; pieces are shorter than some documents, and of several
     groups.
     """
-    monkeypatch.setattr(tiled_delta_net, "_TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(tiled_recurrence, "_TOKENS_AT_ONCE", 64)
     with jax.enable_x64(dtype == "float64"):
         mesh = mesh_of(**mesh)
         context = mesh.shape["context"]
@@ -158,11 +168,13 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
         arrays = (*operands(dtype), *filters(dtype))
 
         def whole(*arrays):
-            return ShardedDeltaNet(mesh)(*arrays, ranges=Documents(segments, None))
+            return ShardedRecurrence(mesh, RULE)(
+                *operands_of(*arrays), ranges=Documents(segments, None)
+            )
 
         def in_tiles(*arrays):
-            *tokens, filter_q, filter_k, filter_v = arrays
-            net = TiledDeltaNet(mesh, tiles, num_taps=4)
+            *tokens, skip, filters = operands_of(*arrays)
+            net = TiledRecurrence(mesh, RULE, tiles, num_taps=4)
             by_tile = [tiles_of(x, context, tiles) for x in tokens]
             before = []
             for x in by_tile[:3]:
@@ -173,13 +185,13 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
                 for b, x in zip(before, by_tile[:3])
             )
             ranges = net.prepare(segments)
-            filters = filter_q, filter_k, filter_v
             maps = jax.lax.map(
-                lambda tile: net.maps((*tile[0], *filters), *tile[1:]), (by_tile, before, ranges)
+                lambda tile: net.maps((*tile[0], skip, filters), *tile[1:]),
+                (by_tile, before, ranges),
             )
             states = net.states(maps)
             out = jax.lax.map(
-                lambda tile: net.outputs((*tile[0], *filters), *tile[1:]),
+                lambda tile: net.outputs((*tile[0], skip, filters), *tile[1:]),
                 (by_tile, before, states, ranges),
             )
             return layout_of(out, context)
@@ -227,18 +239,18 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
         arrays = *tokens, filter_q, filter_k, filter_v
 
         def natural(*arrays):
-            return ShardedDeltaNet(mesh_of())(
-                *arrays, ranges=Documents(jnp.asarray(segments), None)
+            return ShardedRecurrence(mesh_of(), RULE)(
+                *operands_of(*arrays), ranges=Documents(jnp.asarray(segments), None)
             )
 
         def by_document(*arrays):
             *tokens, filter_q, filter_k, filter_v = arrays
-            net = ShardedDeltaNet(mesh_of(**mesh), num_chains=CHAINS, num_taps=4)
+            net = ShardedRecurrence(mesh_of(**mesh), RULE, num_chains=CHAINS, num_taps=4)
             order_BT, fragments_BT = (jnp.stack(x) for x in zip(*orders))
             by_row = lambda x, order_BT: jax.vmap(lambda x, order_T: x[order_T])(x, order_BT)  # noqa: E731
             ranges = net.prepare(by_row(jnp.asarray(segments), order_BT), fragments_BT=fragments_BT)
             tokens = [by_row(x, order_BT) for x in tokens]
-            out = net(*tokens, filter_q, filter_k, filter_v, ranges=ranges)
+            out = net(*operands_of(*tokens, filter_q, filter_k, filter_v), ranges=ranges)
             return by_row(out, jnp.stack([natural_order(order.order_T) for order in orders]))
 
         actual, exact = (
@@ -292,15 +304,17 @@ def test_branches_equal_separate_rows(context, dtype):
             *tokens, filter_q, filter_k, filter_v = arrays
             documents = Documents(jnp.asarray(segments[:, order]), jnp.asarray(prefixes[:, order]))
             tokens = [x[:, order] for x in tokens]
-            out = ShardedDeltaNet(mesh)(*tokens, filter_q, filter_k, filter_v, ranges=documents)
+            operands = operands_of(*tokens, filter_q, filter_k, filter_v)
+            out = ShardedRecurrence(mesh, RULE)(*operands, ranges=documents)
             return out[:, natural_order(order)]
 
         def separate(*arrays):
             *tokens, filter_q, filter_k, filter_v = arrays
             out = jnp.zeros_like(arrays[2])
             for row, num_prefix in rows:
-                part = ShardedDeltaNet(mesh_of())(
-                    *(x[:, row] for x in tokens), filter_q, filter_k, filter_v
+                tokens_of_row = (x[:, row] for x in tokens)
+                part = ShardedRecurrence(mesh_of(), RULE)(
+                    *operands_of(*tokens_of_row, filter_q, filter_k, filter_v)
                 )
                 start = (
                     0
@@ -347,7 +361,7 @@ def test_inverse_of_equal_keys_is_exact():
 def test_equal_keys_of_a_chunk_without_decay(monkeypatch):
     """Each token replaces the value of the one before, so it reads its own value."""
     monkeypatch.undo()
-    size = chunk_rule.CHUNK_TOKENS
+    size = chunks.CHUNK_TOKENS
     k = jnp.ones((1, size, 1, 4)) / 2
     v = jax.random.normal(jax.random.key(1), (1, size, 1, 4))
     out = gated_delta_rule(

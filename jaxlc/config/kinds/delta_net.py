@@ -8,16 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import (
-    NUM_CHAINS,
-    HasLimits,
-    Layer,
-    LayerTensor,
-    Matrix,
-    Mixer,
-    MixingFlops,
-)
-from jaxlc.config.schema import RunConfig
+from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
+from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +35,9 @@ _QWEN3_5_9B = DeltaNetConfig(key_heads=16, value_heads=32, key_dim=128, value_di
 _SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_taps")
 
 
-class DeltaNetKind(Mixer, HasLimits):
+class DeltaNetKind(RecurrentKind):
     name = "gated_delta_net"
+    section = "delta_net"
     layers = "gated_delta_net layers"
     layer_types = {"gated_delta_net": "linear_attention"}
     layer_kinds = ("gated_delta_net",)
@@ -73,8 +66,17 @@ class DeltaNetKind(Mixer, HasLimits):
         delta_step="wb",
         delta_decay="wa",
     )
-    # delta_states: the state that enters each part of a sequence.
-    saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
+
+    def recurrence(self, layer: Layer) -> RecurrentWidths:
+        sizes = layer.section(DeltaNetConfig)
+        return RecurrentWidths(
+            key_heads=sizes.key_heads,
+            key_dim=sizes.key_dim,
+            value_heads=sizes.value_heads,
+            value_dim=sizes.value_dim,
+            conv_taps=sizes.conv_taps,
+            gate=sizes.value_heads * sizes.value_dim,
+        )
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
         """wq and wk [D, G, K], wv and wz [D, H, V], wb and wa [D, H], wo [H, V, D]."""
@@ -89,9 +91,9 @@ class DeltaNetKind(Mixer, HasLimits):
 
     def num_vector_entries(self, layer: Layer) -> int:
         """The convolutions, two gates of each value head, and the norm of the output."""
-        sizes = layer.section(DeltaNetConfig)
-        keys, values = _widths(sizes)
-        return sizes.conv_taps * (2 * keys + values) + 2 * sizes.value_heads + sizes.value_dim
+        widths = self.recurrence(layer)
+        convolved = 2 * widths.keys + widths.values
+        return widths.conv_taps * convolved + 2 * widths.value_heads + widths.value_dim
 
     def mixing_flops(self, layer: Layer) -> MixingFlops:
         """Three products of each value head with its state [K, V], which the delta rule reads and
@@ -99,23 +101,6 @@ class DeltaNetKind(Mixer, HasLimits):
         """
         sizes = layer.section(DeltaNetConfig)
         return MixingFlops(per_token=6 * sizes.value_heads * sizes.key_dim * sizes.value_dim)
-
-    def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
-        sizes = layer.section(DeltaNetConfig)
-        keys, values = _widths(sizes)
-        widths = dict(
-            query=keys + values,
-            key=keys,
-            value=values,
-            attention_out=values,
-            attention_projected=layer.model_dim,
-        )
-        may_have_chains = config.attention.document_sharding and not config.memory.tile_tokens
-        # see step/batch.py
-        fragments = 2 * (NUM_CHAINS if may_have_chains else 1) * config.mesh.context
-        states = 4 * fragments * values * sizes.key_dim  # float32
-        named = {name: float(itemsize * width) for name, width in widths.items()}
-        return named | dict(delta_states=states / config.data.seq_len)
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         sizes = layer.section(DeltaNetConfig)
@@ -138,54 +123,3 @@ class DeltaNetKind(Mixer, HasLimits):
                 " key head serves the same number of value heads; use"
                 f" --config.model.delta_net.value_heads={-(-value_heads // key_heads) * key_heads}"
             )
-
-    def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
-        mesh, taps = config.mesh, layer.section(DeltaNetConfig).conv_taps
-        if config.attention.shared_prefixes and config.memory.tile_tokens:
-            yield (
-                "unsupported: config.attention.shared_prefixes=True with gated_delta_net layers and"
-                f" config.memory.tile_tokens={config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or"
-                " --config.attention.shared_prefixes=False, which repeats the prefixes"
-            )
-        if config.memory.parameters == "host":
-            yield (
-                "unsupported: config.memory.parameters='host' with gated_delta_net layers, since kernels would read"
-                " their weights in host memory; use --config.memory.parameters=device"
-            )
-        if config.posttrain.uses_reference_model:
-            yield (
-                "unsupported: config.posttrain.reference='model' with gated_delta_net layers, since kernels would read"
-                " their weights in host memory; use --config.posttrain.reference=record"
-            )
-        fragment_tokens = config.data.seq_len // (2 * mesh.context)
-        if fragment_tokens < taps - 1:
-            yield (
-                f"the convolutions of gated_delta_net layers read config.model.delta_net.conv_taps={taps} tokens, and"
-                f" the parts of a sequence have {fragment_tokens} (data.seq_len / (2 x mesh.context)); use"
-                f" --config.data.seq_len={2 * mesh.context * mesh.tensor * (taps - 1)} or more, or fewer context ranks"
-            )
-
-    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        key_heads, tensor = layer.section(DeltaNetConfig).key_heads, config.mesh.tensor
-        if key_heads % tensor:
-            yield f"config.model.delta_net.key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
-
-    def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        mesh, tile_tokens = config.mesh, config.memory.tile_tokens
-        shortest = 2 * (layer.section(DeltaNetConfig).conv_taps - 1)
-        if tile_tokens < shortest:
-            per_device, pieces = config.data.seq_len // mesh.context, 2 * mesh.tensor
-            lengths = range(pieces, per_device, pieces)
-            longer = next(
-                (size for size in lengths if size >= shortest and per_device % size == 0), 0
-            )
-            yield (
-                f"config.memory.tile_tokens={tile_tokens} is shorter than {shortest}, which the convolutions of"
-                " gated_delta_net layers need to reach only the neighboring parts of tiles; use"
-                f" --config.memory.tile_tokens={longer}"
-            )
-
-
-def _widths(sizes: DeltaNetConfig) -> tuple[int, int]:
-    """The widths of all keys and of all values."""
-    return sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlc.attention.delta_rule import chunk_rule
-from jaxlc.attention.delta_rule.sharded_rule import groups_at_once
+from jaxlc.attention.recurrence import chunks
+from jaxlc.attention.recurrence.sharded_rule import groups_at_once
 from jaxlc.attention.state_passing import predecessors
 from jaxlc.core import scopes
 from jaxlc.sharding.mesh import Ranks
@@ -40,7 +40,7 @@ def group_tokens(rank_tokens: int, num_fragments: int, most: int) -> int:
     proportion.
     """
     size = most
-    while size > chunk_rule.CHUNK_TOKENS and 8 * num_fragments * size > rank_tokens:
+    while size > chunks.CHUNK_TOKENS and 8 * num_fragments * size > rank_tokens:
         size //= 2
     return size
 

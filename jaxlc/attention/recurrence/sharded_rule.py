@@ -1,4 +1,4 @@
-"""The gated delta rule over a rank's tokens, inside `shard_map`; and the public functions of linear
+"""Recurrent layers over a rank's tokens, inside `shard_map`; and the public functions of linear
 attention, which check their arguments and split arrays over the mesh.
 
 The fragments of a rank are cut into groups of chunks. Several groups are computed at once: the
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention.delta_rule import chunk_rule
-from jaxlc.attention.delta_rule.chunk_rule import Tokens, map_and_reads, outputs, read
-from jaxlc.attention.delta_rule.convolution import convolution
+from jaxlc.attention.recurrence import chunks
+from jaxlc.attention.recurrence.chunks import Rule, Tokens, map_and_reads, outputs, read
+from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.state_passing import (
     continued_states,
     entering_states,
@@ -46,36 +46,23 @@ _GROUPS_AT_ONCE = 4  # of one sequence: 2.2 GiB of temporaries with 32 heads of 
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
-def delta_rule(
-    q_btGK: jax.Array,
-    k_btGK: jax.Array,
-    v_btHV: jax.Array,
-    g_btH: jax.Array,
-    beta_btH: jax.Array,
-    segments_bt: jax.Array | None,
-    prefixes_bt: jax.Array | None = None,
-    *,
-    ranks: Ranks,
-    num_fragments: int,
-    scale: float,
-) -> jax.Array:
-    """The outputs [b, t, H, V] in the dtype of q. See `jaxlc.attention.gated_delta_rule`.
+def recurrence(tokens: Tokens, rule: Rule, *, ranks: Ranks, num_fragments: int) -> jax.Array:
+    """The outputs [b, t, H, V] in the dtype of q.
 
     Args:
-      prefixes_bt: the segment that a token's segment continues, 0: none. A segment is followed by those that continue
-        it. None: no segment continues another one.
+      tokens: of this rank, arrays [b, t, ...], without `segment_before_B`. Segments may be None: one segment. A segment
+        is followed by those that continue it.
       num_fragments: of each rank; 1: the ranks have consecutive parts of the sequence. 2: zigzag order.
     """
-    arrays = (q_btGK, k_btGK, v_btHV, g_btH, beta_btH, segments_bt, prefixes_bt)
-    groups = _groups_of_rank(arrays, ranks, num_fragments)
+    groups = _groups_of_rank(tokens, ranks, num_fragments)
     if len(groups.segments_BL) * ranks.size == 1:
-        states = _first_state(q_btGK, v_btHV, 1 if prefixes_bt is None else 2)[None]
+        states = _first_state(tokens)[None]
         out = _in_groups(
-            jax.checkpoint(lambda pair: outputs(*pair, scale=scale)[0]), (groups, states)
+            jax.checkpoint(lambda pair: outputs(*pair, rule=rule)[0]), (groups, states)
         )
     else:
         maps, reads = _in_groups(
-            jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups
+            jax.checkpoint(functools.partial(map_and_reads, rule=rule)), groups
         )
         fragment_maps = [
             jax.tree.map(lambda x, i=i: jnp.split(x, num_fragments)[i], maps)
@@ -83,12 +70,12 @@ def delta_rule(
         ]
         states = jnp.concatenate(entering_states(fragment_maps, ranks))
         out = _in_groups(lambda pair: read(*pair), (reads, states))
-    return _in_order(out, q_btGK.shape[1], num_fragments)
+    return _in_order(out, tokens.q_BLGK.shape[1], num_fragments)
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
-def delta_rule_in_groups(
-    groups: Tokens, fragment_GB: jax.Array, *, ranks: Ranks, num_fragments: int, scale: float
+def recurrence_in_groups(
+    groups: Tokens, rule: Rule, fragment_GB: jax.Array, *, ranks: Ranks, num_fragments: int
 ) -> jax.Array:
     """The outputs [G, B, g, H, V] of groups of tokens in the order of per-document sharding.
 
@@ -97,22 +84,14 @@ def delta_rule_in_groups(
       fragment_GB, num_fragments: of `document_fragments.GroupTable`.
     """
     in_groups = functools.partial(_in_groups, at_once=groups_at_once(*groups.v_BLHV.shape[:3]))
-    maps, reads = in_groups(jax.checkpoint(functools.partial(map_and_reads, scale=scale)), groups)
+    maps, reads = in_groups(jax.checkpoint(functools.partial(map_and_reads, rule=rule)), groups)
     states = states_of_groups(maps, fragment_GB, ranks, num_fragments)
     return in_groups(lambda pair: read(*pair), (reads, states))
 
 
 @jax.named_scope(scopes.LINEAR_ATTENTION)
-def continued_delta_rule(
-    q_btGK: jax.Array,
-    k_btGK: jax.Array,
-    v_btHV: jax.Array,
-    g_btH: jax.Array,
-    beta_btH: jax.Array,
-    initial_bHKV: jax.Array,
-    *,
-    ranks: Ranks,
-    scale: float,
+def continued_recurrence(
+    tokens: Tokens, rule: Rule, initial_bHKV: jax.Array, *, ranks: Ranks
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs [b, t, H, V], and the state after the last token, of one segment that starts with
     `initial_bHKV`.
@@ -120,22 +99,23 @@ def continued_delta_rule(
     The ranks have consecutive tokens. Those with g and beta 0 do not change the state. Not
     differentiable.
     """
-    groups = _groups_of_rank((q_btGK, k_btGK, v_btHV, g_btH, beta_btH, None, None), ranks, 1)
+    groups = _groups_of_rank(tokens, ranks, 1)
     groups = groups._replace(segment_before_B=jnp.ones_like(groups.segment_before_B))
-    maps, reads = _in_groups(functools.partial(map_and_reads, scale=scale), groups)
+    maps, reads = _in_groups(functools.partial(map_and_reads, rule=rule), groups)
     states, state = continued_states(maps, initial_bHKV, ranks)
     out = _in_groups(lambda pair: read(*pair), (reads, states))
-    return _in_order(out, q_btGK.shape[1], 1), state
+    return _in_order(out, tokens.q_BLGK.shape[1], 1), state
 
 
-def _first_state(q_btGK: jax.Array, v_btHV: jax.Array, num_states: int) -> jax.Array:
-    num_sequences, _, num_heads, value_dim = v_btHV.shape
-    shape = num_sequences, num_heads, num_states * q_btGK.shape[-1], value_dim
-    return jnp.zeros(shape, jnp.promote_types(jnp.float32, q_btGK.dtype))
+def _first_state(tokens: Tokens) -> jax.Array:
+    q, (num_sequences, _, num_heads, value_dim) = tokens.q_BLGK, tokens.v_BLHV.shape
+    num_states = 1 if tokens.prefixes_BL is None else 2
+    shape = num_sequences, num_heads, num_states * q.shape[-1], value_dim
+    return jnp.zeros(shape, jnp.promote_types(jnp.float32, q.dtype))
 
 
 def groups_at_once(num_groups: int, num_sequences: int, group_tokens: int) -> int:
-    """Groups of each batch of `delta_rule_in_groups`. The batches are few, and equal if that
+    """Groups of each batch of `recurrence_in_groups`. The batches are few, and equal if that
     divides the number of groups: XLA compiles a smaller last batch for minutes, with all that
     computes its operands."""
     most = max(1, _GROUPS_AT_ONCE * GROUP_TOKENS // (num_sequences * group_tokens))
@@ -148,21 +128,18 @@ def _in_groups(function: Callable, groups: Any, at_once: int = 0) -> Any:
     return lax.map(function, groups, batch_size=at_once or max(1, _GROUPS_AT_ONCE // num_sequences))
 
 
-def _groups_of_rank(arrays: tuple, ranks: Ranks, num_fragments: int) -> Tokens:
+def _groups_of_rank(tokens: Tokens, ranks: Ranks, num_fragments: int) -> Tokens:
     """The groups of all fragments of a rank, arrays [fragments x groups, B, tokens, ...], from
     arrays [b, t, ...].
     """
-    *arrays, segments_bt, prefixes_bt = arrays
-    num_sequences, num_tokens = arrays[0].shape[:2]
-    if segments_bt is None:
-        segments_bt = jnp.ones((num_sequences, num_tokens), jnp.int32)
+    num_sequences, num_tokens = tokens.q_BLGK.shape[:2]
+    if tokens.segments_BL is None:
+        tokens = tokens._replace(segments_BL=jnp.ones((num_sequences, num_tokens), jnp.int32))
     fragment_tokens = num_tokens // num_fragments
     num_groups = math.ceil(fragment_tokens / GROUP_TOKENS)
     group_tokens = (
-        math.ceil(fragment_tokens / (num_groups * chunk_rule.CHUNK_TOKENS))
-        * chunk_rule.CHUNK_TOKENS
+        math.ceil(fragment_tokens / (num_groups * chunks.CHUNK_TOKENS)) * chunks.CHUNK_TOKENS
     )
-    tokens = Tokens(*arrays, segments_bt, None, prefixes_bt)
     parts = jax.tree.map(lambda x: jnp.split(x, num_fragments, axis=1), tokens)
     fragments = [
         jax.tree.map(
@@ -198,14 +175,13 @@ def groups_of(
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
         return x.reshape(x.shape[0], num_groups, group_tokens, *x.shape[2:]).swapaxes(0, 1)
 
-    *arrays, segments_BL, _, prefixes_BL = tokens
-    segments = cut(segments_BL, mode="edge")
+    segments = cut(tokens.segments_BL, mode="edge")
     before = jnp.concatenate([segment_before_B[None], segments[:-1, :, -1]])
-    return Tokens(
-        *map(cut, arrays),
-        segments,
-        before,
-        None if prefixes_BL is None else cut(prefixes_BL, mode="edge"),
+    prefixes = tokens.prefixes_BL
+    return jax.tree.map(cut, tokens)._replace(
+        segments_BL=segments,
+        segment_before_B=before,
+        prefixes_BL=None if prefixes is None else cut(prefixes, mode="edge"),
     )
 
 
@@ -239,7 +215,8 @@ def gated_delta_rule(
     Args:
       q_BTGK, k_BTGK: queries and keys, any float dtype; usually of length 1. Head h of H has key head h // (H / G).
       v_BTHV: values. H must be a multiple of G.
-      g_BTH: the logarithm of the decay of the state, at most 0.
+      g_BTH: the logarithm of the decay of the state, at most 0. Or [B, T, H, K], for each channel: Kimi Delta
+        Attention (Kimi Linear, arXiv:2510.26692), in which no exponential overflows, however small g is.
       beta_BTH: the step size of the correction, usually from 0 to 1.
       segment_ids: [B, T] int32. Each segment, which is contiguous, starts with state 0; segment 0 is padding, whose
         outputs are 0. None: one segment.
@@ -252,17 +229,21 @@ def gated_delta_rule(
       Unsupported: a segment is not contiguous.
     """
     _check_delta_shapes(q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segment_ids)
-    scale = q_BTGK.shape[-1] ** -0.5 if scale is None else scale
+    rule = Rule(q_BTGK.shape[-1] ** -0.5 if scale is None else scale)
     arrays = (q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segment_ids)
-    settings = dict(num_fragments=_num_fragments(token_order), scale=scale)
+    settings = dict(num_fragments=_num_fragments(token_order), rule=rule)
     if is_manual(context_axis, q_BTGK):
-        return delta_rule(*arrays, ranks=_local_ranks(context_axis), **settings)
+        return _delta_rule(*arrays, ranks=_local_ranks(context_axis), **settings)
     axes = resolve_axes(mesh, context_axis, batch_axes, head_axis)
     heads = f"{v_BTHV.shape[2]} value and {q_BTGK.shape[2]} key heads"
     check_split(v_BTHV.shape[:3], q_BTGK.shape[2], mesh, axes, heads=heads)
     _check_segments(segment_ids, mesh, axes, token_order)
     arrays = (*(repeat_heads(x, axes.num_head_ranks(mesh)) for x in arrays[:2]), *arrays[2:])
-    return _split(arrays, delta_rule, tuple(settings.items()), mesh, axes, 5)
+    return _split(arrays, _delta_rule, tuple(settings.items()), mesh, axes, 5)
+
+
+def _delta_rule(q, k, v, g, beta, segments_bt, *, rule: Rule, **how) -> jax.Array:
+    return recurrence(Tokens(q, k, v, g, beta, None, segments_bt, None), rule, **how)
 
 
 def short_convolution(
@@ -364,9 +345,18 @@ def _check_segments(
 
 def _check_delta_shapes(q, k, v, g, beta, segment_ids) -> None:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, g {g.shape} and beta {beta.shape}"
-    if q.ndim != 4 or q.shape != k.shape or v.ndim != 4 or not v.shape[:3] == g.shape == beta.shape:
+    if (
+        q.ndim != 4
+        or q.shape != k.shape
+        or v.ndim != 4
+        or not v.shape[:3] == g.shape[:3] == beta.shape
+    ):
         raise UserError(
             f"invalid shapes {shapes}: expected q and k [B, T, G, K], v [B, T, H, V], g and beta [B, T, H]"
+        )
+    if g.shape[3:] not in ((), q.shape[3:]):
+        raise UserError(
+            f"invalid shapes {shapes}: expected g [B, T, H], or [B, T, H, K] with a decay of each channel"
         )
     if q.shape[:2] != v.shape[:2] or v.shape[2] % q.shape[2]:
         raise UserError(f"invalid shapes {shapes}: expected equal B and T, and H a multiple of G")

@@ -1,7 +1,7 @@
-"""Gated DeltaNet for layers that scan over tiles of tokens: maps of states by tile, one exchange,
+"""Recurrent layers for layers that scan over tiles of tokens: maps of states by tile, one exchange,
 outputs by tile.
 
-    tiled = TiledDeltaNet(mesh, tiles=n, num_taps=P)
+    tiled = TiledRecurrence(mesh, rule, tiles=n, num_taps=P)
     segments = tiled.prepare(segments_BT)                       once per training step, of all tiles
     before = tiled.before(project, x_nBtD)                      what the convolutions of all tiles read of other tiles
     maps = tiled.maps(operands, before, segments)               for each tile
@@ -25,12 +25,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxlc.attention.delta_rule import chunk_rule
-from jaxlc.attention.delta_rule.chunk_rule import Tokens, affine_map, outputs
-from jaxlc.attention.delta_rule.convolution import convolved
-from jaxlc.attention.delta_rule.sharded_delta_net import FILTERS, HEADS, silu, unit_length
-from jaxlc.attention.delta_rule.sharded_rule import groups_of
 from jaxlc.attention.query_tiles import tiles_of
+from jaxlc.attention.recurrence import chunks
+from jaxlc.attention.recurrence.chunks import Rule, Tokens, affine_map, outputs
+from jaxlc.attention.recurrence.convolution import convolved
+from jaxlc.attention.recurrence.sharded_recurrence import (
+    HEADS,
+    Operands,
+    activated,
+    unit_lengths,
+)
+from jaxlc.attention.recurrence.sharded_rule import groups_of
 from jaxlc.attention.state_passing import Affine, predecessors, tile_states, total
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
@@ -50,10 +55,11 @@ class TileSegments(NamedTuple):
     before_Bt: jax.Array  # [B, ranks x 2 x tokens before a piece]; 0: no token
 
 
-class TiledDeltaNet(NamedTuple):
+class TiledRecurrence(NamedTuple):
     """See the docstring of the module."""
 
     mesh: Mesh
+    rule: Rule
     tiles: int
     num_taps: int  # of the convolutions
 
@@ -95,7 +101,7 @@ class TiledDeltaNet(NamedTuple):
         """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...].
 
         Args:
-          operands: from tokens of the residual stream to the operands of `ShardedDeltaNet.__call__`.
+          operands: from tokens of the residual stream to the operands of `ShardedRecurrence.__call__`.
         """
         return tuple(map(self.before_tiles, operands(self.tokens_before(x_nBtD))[:3]))
 
@@ -103,13 +109,10 @@ class TiledDeltaNet(NamedTuple):
         """The maps of the states over the pieces of a tile, arrays [2 x ranks, B, H, K, K or V].
 
         Args:
-          operands: as of `ShardedDeltaNet.__call__`, for the tokens of a tile.
+          operands: the fields of `Operands`, for the tokens of a tile.
           before: of this tile.
         """
-        _, k, v, g, beta, _, filter_k, filter_v = operands
-        in_specs = (*[HEADS] * 4, *[FILTERS] * 2, *[HEADS] * 2, TileSegments(_TOKENS, _TOKENS))
-        split = self._split(_maps, in_specs, Affine(_PIECES, _PIECES))
-        return split(k, v, g, beta, filter_k, filter_v, *before[1:], segments)
+        return self._call(_maps, Affine(_PIECES, _PIECES))(Operands(*operands), before, segments)
 
     def states(self, maps: Affine) -> jax.Array:
         """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles,
@@ -126,14 +129,18 @@ class TiledDeltaNet(NamedTuple):
         """out_BtHV in the dtype of q, from the states that enter the pieces. Arguments as of
         `maps`.
         """
-        in_specs = (
-            *[HEADS] * 5,
-            *[FILTERS] * 3,
-            *[HEADS] * 3,
-            _PIECES,
-            TileSegments(_TOKENS, _TOKENS),
-        )
-        return self._split(_outputs, in_specs, HEADS)(*operands, *before, states, segments)
+        call = self._call(_outputs, HEADS, states)
+        return call(Operands(*operands), before, segments, states)
+
+    def _call(self, local, out_specs, *states):
+        local = functools.partial(local, rule=self.rule)
+
+        def call(operands: Operands, before, segments, *states):
+            segment_specs = TileSegments(_TOKENS, _TOKENS)
+            in_specs = (operands.specs, (HEADS,) * 3, segment_specs, *(_PIECES for _ in states))
+            return self._split(local, in_specs, out_specs)(operands, before, segments, *states)
+
+        return call
 
     @property
     def _num_before(self) -> int:
@@ -150,54 +157,40 @@ class TiledDeltaNet(NamedTuple):
         )
 
 
-def _maps(
-    k, v, g_btH, beta_btH, filter_k, filter_v, k_before, v_before, segments: TileSegments
-) -> Affine:
-    k, v = _filtered((k, v), (filter_k, filter_v), (k_before, v_before), segments)
+def _maps(operands: Operands, before: tuple, segments: TileSegments, *, rule: Rule) -> Affine:
+    k, v = _filtered(operands[1:3], before[1:], operands.filters[1:], segments)
     # the map does not depend on q
-    groups = _groups((k, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
-    run_group = jax.checkpoint(functools.partial(affine_map, scale=1.0))
+    groups = _groups(operands, unit_lengths(rule, k, k, v), segments)
+    run_group = jax.checkpoint(functools.partial(affine_map, rule=rule))
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         maps = total(lax.map(run_group, groups))
     return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), maps)
 
 
 def _outputs(
-    q,
-    k,
-    v,
-    g_btH,
-    beta_btH,
-    filter_q,
-    filter_k,
-    filter_v,
-    q_before,
-    k_before,
-    v_before,
-    states,
-    segments: TileSegments,
+    operands: Operands, before: tuple, segments: TileSegments, states: jax.Array, *, rule: Rule
 ) -> jax.Array:
-    filters, before = (filter_q, filter_k, filter_v), (q_before, k_before, v_before)
-    q, k, v = _filtered((q, k, v), filters, before, segments)
-    num_tokens, scale = q.shape[1], q.shape[-1] ** -0.5
-    groups = _groups((q, k, v, *map(_pieces, (g_btH, beta_btH))), segments)
-    run_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, scale)[::-1])
+    num_tokens = operands.q_BTGK.shape[1] // 2
+    q_k_v = _filtered(operands[:3], before, operands.filters, segments)
+    groups = _groups(operands, unit_lengths(rule, *q_k_v), segments)
+    run_group = jax.checkpoint(lambda S, tokens: outputs(tokens, S, rule)[::-1])
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         _, out = lax.scan(run_group, states.reshape(-1, *states.shape[2:]), groups)
     out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :num_tokens]
     return jnp.concatenate(jnp.split(out, 2), axis=1)
 
 
-def _groups(arrays: tuple, segments: TileSegments) -> Tokens:
-    """The groups of tokens that are computed at once, [groups, 2 x b, ...], of arrays [2 x b,
-    tokens, ...].
+def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments) -> Tokens:
+    """The groups of tokens that are computed at once, [groups, 2 x b, ...].
+
+    Args:
+      q_k_v: after their convolutions, [2 x b, tokens, ...].
     """
-    tokens = Tokens(*arrays, _pieces(segments.own_Bt), None)
+    gates = jax.tree.map(_pieces, operands[3:6])
+    tokens = Tokens(*q_k_v, *gates, _pieces(segments.own_Bt), None)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
-    group_tokens = (
-        math.ceil(num_tokens / (num_groups * chunk_rule.CHUNK_TOKENS)) * chunk_rule.CHUNK_TOKENS
-    )
+    group_tokens = math.ceil(num_tokens / (num_groups * chunks.CHUNK_TOKENS)) * chunks.CHUNK_TOKENS
     return groups_of(tokens, _pieces(segments.before_Bt)[:, -1], num_groups, group_tokens)
 
 
@@ -206,25 +199,23 @@ def _pieces(x_bt: jax.Array) -> jax.Array:
     return jnp.concatenate(jnp.split(x_bt, 2, axis=1))
 
 
-@jax.checkpoint  # see `sharded_delta_net`
-def _filtered(arrays: tuple, filters: tuple, before: tuple, segments: TileSegments) -> tuple:
-    """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]; all but the last, v,
-    of unit length.
-    """
+@jax.checkpoint  # see `sharded_recurrence`
+def _filtered(arrays: tuple, before: tuple, filters: tuple, segments: TileSegments) -> list:
+    """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]."""
     segments_BL = jnp.concatenate([_pieces(segments.before_Bt), _pieces(segments.own_Bt)], axis=1)
 
-    def filtered(x_bthW, filter_PhW, before_bthW):
-        unused = segments.before_Bt.shape[1] // 2 - (len(filter_PhW) - 1)
+    def filtered(x_bthW, before_bthW, conv):
+        num_taps = len(conv.taps_PhW)
+        unused = segments.before_Bt.shape[1] // 2 - (num_taps - 1)
         x_BLhW = jnp.concatenate([_pieces(before_bthW), _pieces(x_bthW)], axis=1)[:, unused:]
         flat_BLW = x_BLhW.reshape(*x_BLhW.shape[:2], -1)
         with jax.named_scope(scopes.CONVOLUTION):
             out_BLW = convolved(
-                flat_BLW, segments_BL[:, unused:], filter_PhW.reshape(len(filter_PhW), -1)
+                flat_BLW, segments_BL[:, unused:], conv.taps_PhW.reshape(num_taps, -1)
             )
-        return silu(out_BLW).reshape(*out_BLW.shape[:2], *x_bthW.shape[2:])
+        return activated(out_BLW, conv).reshape(*out_BLW.shape[:2], *x_bthW.shape[2:])
 
-    *q_k, v = map(filtered, arrays, filters, before)
-    return *map(unit_length, q_k), v
+    return list(map(filtered, arrays, before, filters))
 
 
 def _ends_of_pieces(x_nbtD: jax.Array, num_tokens: int, num_tensor_ranks: int) -> jax.Array:

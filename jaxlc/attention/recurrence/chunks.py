@@ -1,0 +1,538 @@
+"""Recurrent layers over consecutive tokens, in chunks: matrix products instead of a loop over tokens.
+
+For each token, a head decays its state S [K, V] by exp(g), changes it, and reads it:
+
+    S = exp(g) S;  S = S + k (beta error)^T;  out = S^T q + skip v
+
+The error is v - S^T k by the delta rule: Yang et al., "Gated Delta Networks: Improving Mamba2 with
+Delta Rule" (2024), sections 3.2 and 3.3; with a g for each channel of K, Kimi Delta Attention (Kimi
+Linear, arXiv:2510.26692). Without correction it is v: Mamba-2 (Dao and Gu, "Transformers are SSMs",
+2024), whose B, C, x, step size and D are k, q, v, beta and skip.
+
+Over a chunk of C tokens with the cumulative gates G_i = g_1 + ... + g_i, let A be the strictly
+lower triangular matrix beta_i (k_i . k_j) exp(G_i - G_j), and u = (I + A)^-1 (beta v), w = (I +
+A)^-1 (beta exp(G) k). Then
+
+    new = u - w S
+    out = (exp(G) q) S + scores new, with the scores (q k^T * exp(G_i - G_j) for j <= i)
+    S' = exp(G_C) S + kept^T new, with kept = exp(G_C - G) k
+
+Both are linear in S. So all products of tokens are computed for many chunks at once, and the
+recurrence over chunks has one product:
+
+    out = (exp(G) q - scores w) S + scores u
+    S' = exp(G_C) S - (kept^T w) S + kept^T u
+
+Without correction, u = beta v, and there is no w. Consecutive tokens map the state that enters them
+affinely: S' = M S + U. Documents are masks: a token reads only tokens and states of its own
+segment. Gates of -inf instead would make differences of G undefined.
+
+With a gate for each channel, exp(G_i - G_j) is inside the product of q_i and k_j. exp(-G_j) may be
+infinite. So two neighboring blocks of tokens are multiplied with factors exp(G_i - R) and exp(R -
+G_j), where R is G at the end of the first one, and blocks of a few tokens without products.
+
+Segments (branches) may continue another one, their prefix. Then a second state is passed on, the
+state after the last token that is in no branch: a prefix is followed by its branches, so where a
+branch starts this is the state after its prefix. Both are one state [2 K, V]: q, k and w have 2 K
+columns, and the decay is a matrix [2, 2] of scalars, or of vectors of K channels.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxlc.attention.state_passing import Affine, product
+
+
+@jax.custom_vjp
+def unit_lower_inverse(A: jax.Array) -> jax.Array:
+    """(I + A)^-1 of strictly lower triangular matrices A [..., C, C]; C is a power of 2.
+
+    By substitution between blocks that double: of blocks [[P, 0], [X, Q]] the inverse is [[P', 0],
+    [-Q' X P', Q']] with the inverses P' and Q'. The product (I - A)(I + A^2)(I + A^4) ... is equal
+    in exact arithmetic, but its factors cancel: with 64 equal keys its error is 2e9 in float32.
+    """
+    inverse, size = jnp.ones((*A.shape[:-1], 1, 1), A.dtype), 1
+    while size < A.shape[-1]:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        below = _diagonal_blocks(A, 2 * size)[..., size:, :size]
+        corner = -product("...ij,...jk->...ik", second, product("...ij,...jk->...ik", below, first))
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+def _inverse_forward(A):
+    inverse = unit_lower_inverse(A)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, gradient):
+    """-inverse^T gradient inverse^T: two products instead of the derivative of the substitution."""
+    gradient = product("...ji,...jk->...ik", inverse, gradient)
+    return (-jnp.tril(product("...ij,...kj->...ik", gradient, inverse), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _diagonal_blocks(A: jax.Array, size: int) -> jax.Array:
+    """[..., C, C] -> [..., C / size, size, size]"""
+    num_blocks = A.shape[-1] // size
+    blocks = A.reshape(*A.shape[:-2], num_blocks, size, num_blocks, size)
+    return jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+
+
+CHUNK_TOKENS = 128
+
+
+# tokens of blocks that are computed without products, if the channels have gates of their own
+_DIRECT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tokens change the state and read it; see the top of the file."""
+
+    scale: float  # multiplies queries
+    corrects: bool = True  # the delta rule
+    unit_length: bool = True  # of queries and keys, after their convolutions
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens of sequences. Key heads G divide the value heads H."""
+
+    q_BLGK: jax.Array
+    k_BLGK: jax.Array
+    v_BLHV: jax.Array
+    g_BLH: jax.Array  # the logarithm of the decay, at most 0; or [B, L, H, K], of each channel
+    beta_BLH: jax.Array
+    skip_BLH: jax.Array | None  # None: 0
+    segments_BL: jax.Array  # int32; outputs of segment 0, padding, are 0
+    segment_before_B: jax.Array | None  # of the token before these; 0: none
+    # the segment that a token's segment continues; 0, or None: it continues none
+    prefixes_BL: jax.Array | None = None
+
+
+class _Chunks(NamedTuple):
+    """The recurrence over chunks: arrays [N, B, H, ...] of N chunks, whose masks and gates are
+    applied.
+
+    With prefixes, K counts the rows of both states. Factors of products have the dtype of the
+    tokens.
+    """
+
+    q: jax.Array  # [..., C, K]; outputs are q S + out
+    out: jax.Array  # [..., C, V], float32 or wider, as decay and added
+    # [..., states, states, 1 or channels], 0 if a document starts in the chunk; S' = decay S -
+    # correction S + added
+    decay: jax.Array
+    correction: jax.Array | None  # [..., K, K]
+    added: jax.Array  # [..., K, V]
+
+
+def affine_map(tokens: Tokens, rule: Rule) -> Affine:
+    """The map of the states over all tokens, float32 or wider. See `Affine`; M has a row for each
+    state if nothing is corrected, and for each channel otherwise.
+    """
+    chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
+    if chunks.correction is None:
+        return Affine(_decays(chunks)[0], _states(_no_state(chunks), chunks, dtype)[0])
+    return _affine(_states(_first_columns(chunks), chunks, dtype)[0])
+
+
+def map_and_reads(tokens: Tokens, rule: Rule) -> tuple[Affine, jax.Array]:
+    """The map of the states over all tokens, as `affine_map`, and the outputs as functions of the
+    state that enters the first token, for `read`: [B, N, H, C, K + V] of N chunks in the dtype of
+    q."""
+    chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
+    if chunks.correction is not None:
+        columns, entering = _states(_first_columns(chunks), chunks, dtype)
+        return _affine(columns), _outputs(chunks, entering, dtype)
+    total, before = _decays(chunks)
+    U, entering = _states(_no_state(chunks), chunks, dtype)
+    by_state = chunks.q.reshape(*chunks.q.shape[:-1], before.shape[-1], -1)
+    q = product("nbhcik,nbhij->nbhcjk", by_state, before).reshape(chunks.q.shape).astype(dtype)
+    out = _outputs(chunks, entering, dtype)
+    return Affine(total, U), jnp.concatenate([q.swapaxes(0, 1), out], axis=-1)
+
+
+def _decays(chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
+    """The decay of the states over all chunks [B, H, states, states], and over those before each
+    chunk [N, ...].
+    """
+    decay = chunks.decay[..., 0]
+    first = jnp.broadcast_to(jnp.eye(decay.shape[-1], dtype=decay.dtype), decay.shape[1:])
+    return lax.scan(lambda M, decay: (product("...ij,...jk->...ik", decay, M), M), first, decay)
+
+
+def _no_state(chunks: _Chunks) -> jax.Array:
+    return jnp.zeros_like(chunks.added[0])
+
+
+def _first_columns(chunks: _Chunks) -> jax.Array:
+    """(M | U) of no tokens, [B, H, K, K + V]: (I | 0)."""
+    zeros = _no_state(chunks)
+    eye = jnp.eye(zeros.shape[-2], dtype=zeros.dtype)
+    return jnp.concatenate([jnp.broadcast_to(eye, (*zeros.shape[:-2], *eye.shape)), zeros], axis=-1)
+
+
+def _affine(columns: jax.Array) -> Affine:
+    key_dim = columns.shape[-2]
+    return Affine(columns[..., :key_dim], columns[..., key_dim:])
+
+
+def _outputs(chunks: _Chunks, entering: jax.Array, dtype) -> jax.Array:
+    """[B, N, H, C, V] in `dtype`, of the states that enter the chunks; or K + V columns, of maps of
+    states.
+    """
+    out = product("nbhck,nbhkm->nbhcm", chunks.q, entering, dtype)
+    return _add_last(out, chunks.out).astype(dtype).swapaxes(0, 1)
+
+
+def _add_last(x: jax.Array, added: jax.Array) -> jax.Array:
+    """x, with `added` added to the last columns."""
+    missing = x.shape[-1] - added.shape[-1]
+    return x + jnp.pad(added, [(0, 0)] * (added.ndim - 1) + [(missing, 0)])
+
+
+def _states(first: jax.Array, chunks: _Chunks, dtype) -> tuple[jax.Array, jax.Array]:
+    """The state after all chunks; and those that enter the chunks, [N, *first.shape] in `dtype`,
+    for products.
+
+    Args:
+      first: [B, H, K, V]; or of maps of states, [B, H, K, K + V].
+    """
+    return _recurrence(first, chunks.decay, chunks.correction, chunks.added, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _recurrence(first, decay, correction, added, dtype):
+    return _scan_chunks(first, decay, correction, added, dtype)
+
+
+def _recurrence_forward(first, decay, correction, added, dtype):
+    last, entering = _scan_chunks(first, decay, correction, added, dtype)
+    return (last, entering), (decay, correction, added, entering)
+
+
+def _recurrence_backward(dtype, residuals, gradients):
+    """The gradients of states by a recurrence of the same form, and of its factors for all chunks
+    at once.
+    """
+    decay, correction, added, entering = residuals
+    dlast, dentering = gradients
+    transposed = decay.swapaxes(-2, -3)
+    dfirst, dleaving = _scan_chunks(dlast, transposed, correction, dentering, dtype, backwards=True)
+    by_state = [
+        x.reshape(*x.shape[:3], decay.shape[-2], -1, x.shape[-1]) for x in (dleaving, entering)
+    ]
+    if decay.shape[-1] == 1:
+        ddecay = product("nbhikm,nbhjkm->nbhij", *by_state)[..., None]
+    else:
+        ddecay = product("nbhikm,nbhjkm->nbhijk", *by_state)
+    dcorrection = None
+    if correction is not None:
+        dcorrection = -product("nbhim,nbhjm->nbhij", dleaving, entering, dtype)
+        dcorrection = dcorrection.astype(correction.dtype)
+    dadded = dleaving[..., -added.shape[-1] :]
+    return dfirst, ddecay, dcorrection, dadded.astype(added.dtype)
+
+
+_recurrence.defvjp(_recurrence_forward, _recurrence_backward)
+
+
+def _scan_chunks(first, decay, correction, added, dtype, backwards=False):
+    """See `_states`; from the last chunk to the first one, with corrections transposed, if
+    `backwards`.
+    """
+    subscripts = "bhji,bhjm->bhim" if backwards else "bhij,bhjm->bhim"
+
+    def step(carry, chunk):
+        (S, narrow), (decay, correction, added) = carry, chunk
+        S = _decayed(S, decay)
+        if correction is not None:
+            S = S - product(subscripts, correction, narrow, dtype)
+        S = _add_last(S, added)
+        return (S, S.astype(dtype)), narrow
+
+    carry = first, first.astype(dtype)  # the kernel that computes a state converts it
+    (last, _), entering = lax.scan(step, carry, (decay, correction, added), reverse=backwards)
+    return last, entering
+
+
+def read(reads: jax.Array, S_BHKV: jax.Array) -> jax.Array:
+    """The outputs [B, L, H, V] of tokens, from `map_and_reads`, with the state that enters the
+    first one.
+    """
+    key_dim = S_BHKV.shape[-2]
+    out = (
+        product("bnhck,bhkv->bnhcv", reads[..., :key_dim], S_BHKV, reads.dtype)
+        + reads[..., key_dim:]
+    )
+    return _in_order(out.astype(reads.dtype))
+
+
+def _in_order(out_BNHCV: jax.Array) -> jax.Array:
+    """[B, N, H, C, V] -> [B, L, H, V]"""
+    num_sequences, _, num_heads, _, value_dim = out_BNHCV.shape
+    return out_BNHCV.swapaxes(2, 3).reshape(num_sequences, -1, num_heads, value_dim)
+
+
+def outputs(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """The outputs of all tokens, [B, L, H, V] in the dtype of q, from the state that enters the
+    first one; and the state that leaves the last one."""
+    chunks, dtype = _chunks(tokens, rule), tokens.q_BLGK.dtype
+    S_BHKV, entering = _states(S_BHKV, chunks, dtype)
+    return _in_order(_outputs(chunks, entering, dtype)), S_BHKV
+
+
+def one_output(tokens: Tokens, S_BHKV: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
+    """As `outputs`, of one token that is not padding, L = 1."""
+    num_heads = tokens.v_BLHV.shape[2]
+    q_BHK, k_BHK = (
+        jnp.repeat(x[:, 0], num_heads // x.shape[2], axis=1).astype(S_BHKV.dtype)
+        for x in (tokens.q_BLGK, tokens.k_BLGK)
+    )
+    v_BHV = tokens.v_BLHV[:, 0].astype(S_BHKV.dtype)
+    decay_BH = jnp.exp(tokens.g_BLH[:, 0])
+    S_BHKV = decay_BH.reshape(*decay_BH.shape[:2], -1, 1) * S_BHKV
+    new_BHV = v_BHV - product("bhk,bhkv->bhv", k_BHK, S_BHKV) if rule.corrects else v_BHV
+    S_BHKV += k_BHK[..., None] * (tokens.beta_BLH[:, 0, :, None] * new_BHV)[..., None, :]
+    out_BHV = rule.scale * product("bhk,bhkv->bhv", q_BHK, S_BHKV)
+    if tokens.skip_BLH is not None:
+        out_BHV += tokens.skip_BLH[:, 0, :, None] * v_BHV
+    return out_BHV[:, None].astype(tokens.q_BLGK.dtype), S_BHKV
+
+
+def _chunks(tokens: Tokens, rule: Rule) -> _Chunks:
+    num_sequences, num_tokens, num_heads, _ = tokens.v_BLHV.shape
+    dtype = tokens.q_BLGK.dtype
+    wide = jnp.promote_types(jnp.float32, dtype)
+
+    def cut(x):  # [B, L, ...] -> [N, B, C, ...]
+        return x.reshape(
+            num_sequences, num_tokens // CHUNK_TOKENS, CHUNK_TOKENS, *x.shape[2:]
+        ).swapaxes(0, 1)
+
+    def heads(x):  # [B, L, heads, ...] -> [N, B, heads, C, ...]
+        return jnp.moveaxis(cut(x), 3, 2)
+
+    def of_each_token(x):  # [B, L, H] or [B, L, H, K] -> [N, B, H, C, 1 or K]
+        return heads(x.astype(wide).reshape(*x.shape[:3], -1))
+
+    q, k, v = heads(tokens.q_BLGK), heads(tokens.k_BLGK), heads(tokens.v_BLHV)
+    beta, g = of_each_token(tokens.beta_BLH), of_each_token(tokens.g_BLH)
+    segments = cut(tokens.segments_BL)[:, :, None]  # [N, B, 1, C]
+    before = jnp.concatenate([tokens.segment_before_B[None], segments[:-1, :, 0, -1]])[
+        :, :, None, None
+    ]
+    is_padding = segments[..., None] == 0
+    q = jnp.where(is_padding, 0, q * rule.scale)
+    prefixes = None if tokens.prefixes_BL is None else cut(tokens.prefixes_BL)[:, :, None]
+    paths = _paths(segments, before, prefixes)
+    if prefixes is None:
+        G = jnp.cumsum(g, axis=-2)
+    else:  # along the path from the first token of the chunk that a token reads
+        G = product("...ij,...jk->...ik", paths.visible.astype(wide), g)
+
+    since_start = [jnp.where(enters[..., None], jnp.exp(G), 0) for enters in paths.enters]
+    factors = [[_at(since, last) for since in since_start] for last in paths.last]
+    if prefixes is not None:
+        passes = 1 - paths.last[1].sum(-1, keepdims=True).astype(wide)
+        factors[1][1] = jnp.broadcast_to(passes, factors[1][1].shape)
+    until_end = _until_end(G, paths)
+    scores, kk = _decayed_products([q, k], k, G, paths, segments, prefixes)
+    q, k = (jnp.repeat(x, num_heads // x.shape[2], axis=2) for x in (q, k))
+
+    def columns(x, factors):  # of all states
+        return jnp.concatenate([x * factor for factor in factors], axis=-1)
+
+    kept, q_since = columns(k, until_end), columns(q, since_start)
+    if rule.corrects:
+        inverse = unit_lower_inverse(jnp.tril(kk * beta, -1))
+        u = product("...ij,...jv->...iv", inverse, v * beta)
+        w = product(
+            "...ij,...jk->...ik", inverse, columns(k, [beta * since for since in since_start])
+        )
+        q_since = q_since - product("...ij,...jk->...ik", scores, w, dtype)
+        correction = product("...ck,...cm->...km", kept, w, dtype).astype(dtype)
+    else:
+        u, correction = v * beta, None
+    out = product("...ij,...jv->...iv", scores, u, dtype)
+    if tokens.skip_BLH is not None:
+        out += jnp.where(is_padding, 0, of_each_token(tokens.skip_BLH) * v)
+    return _Chunks(
+        q=q_since.astype(dtype),
+        out=out,
+        decay=jnp.stack([jnp.stack(row, -2) for row in factors], -3),
+        correction=correction,
+        added=product("...ck,...cv->...kv", kept, u, dtype),
+    )
+
+
+def _until_end(G: jax.Array, paths: "_Paths") -> list[jax.Array]:
+    """exp(G_end - G_j) of each state [..., C, 1 or K], where the last token that changes it reads
+    token j.
+    """
+    factors = []
+    for last in paths.last:
+        if last is None:
+            end, reads = G[..., -1, :], paths.visible[..., -1, :]
+        else:
+            end = _at(G, last)
+            reads = (paths.visible & last[..., None]).any(-2)
+        reads = reads[..., None]
+        difference = jnp.where(reads, end[..., None, :] - G, 0)
+        factors.append(jnp.where(reads, jnp.exp(difference), 0))
+    return factors
+
+
+def _decayed_products(
+    xs: list[jax.Array],
+    k: jax.Array,
+    G: jax.Array,
+    paths: "_Paths",
+    segments: jax.Array,
+    prefixes: jax.Array | None,
+) -> list[jax.Array]:
+    """x_i . k_j exp(G_i - G_j) [N, B, H, C, C] of each x, where token i reads token j."""
+    num_heads, dtype = G.shape[2], k.dtype
+
+    def repeated(x):  # [N, B, G, ...] -> [N, B, H, ...]
+        return jnp.repeat(x, num_heads // x.shape[2], axis=2)
+
+    if G.shape[-1] > 1:
+        x = jnp.stack([repeated(x) for x in xs])
+        return [*_products_by_channel(x, repeated(k), G, segments, prefixes, dtype)]
+    # Elsewhere the difference may be positive, and its exponential infinite.
+    decay = jnp.exp(jnp.where(paths.visible, G - G.mT, 0))
+    decay = jnp.where(paths.visible, decay, 0)
+    return [repeated(product("...ik,...jk->...ij", x, k, dtype)) * decay for x in xs]
+
+
+def _products_by_channel(
+    x: jax.Array,
+    k: jax.Array,
+    G: jax.Array,
+    segments: jax.Array,
+    prefixes: jax.Array | None,
+    dtype,
+) -> jax.Array:
+    """The sums over channels c of x_ic k_jc exp(G_ic - G_jc), [x, N, B, H, C, C], where token i
+    reads token j. No exponent is positive.
+
+    By blocks that double, as in `unit_lower_inverse`: tokens of the second one of two blocks read
+    the states of the first one, as chunks do.
+    """
+    size, none = _DIRECT_TOKENS, jnp.zeros((), segments.dtype)
+
+    def blocks(x, axis):  # [..., C, ...] -> [..., C / size, size, ...]
+        return x.reshape(*x.shape[:axis], -1, size, *(x.shape[axis + 1 :] if axis < -1 else ()))
+
+    def pairs(x, axis):  # the first and the second ones of two blocks, [..., C / 2 size, size, ...]
+        x = blocks(x, axis)
+        return (lax.slice_in_dim(x, start, None, 2, axis=axis + x.ndim - 1) for start in range(2))
+
+    inside = _paths(blocks(segments, -1), none, None if prefixes is None else blocks(prefixes, -1))
+    total = _direct_products(*(blocks(array, -2) for array in (x, k, G)), inside.visible)
+    while size < x.shape[-2]:
+        (_, x2), (k1, _), (G1, G2) = (pairs(array, -2) for array in (x, k, G))
+        segments1, segments2 = pairs(segments, -1)
+        prefixes1, prefixes2 = (None, None) if prefixes is None else pairs(prefixes, -1)
+        first = _paths(segments1, none, prefixes1)
+        second = _paths(segments2, segments1[..., -1:], prefixes2)
+        below = 0
+        for until_end, last, enters in zip(_until_end(G1, first), first.last, second.enters):
+            since = jnp.where(enters[..., None], G2 - _at(G1, last)[..., None, :], 0)
+            since = jnp.where(enters[..., None], jnp.exp(since), 0)
+            below += product("...ik,...jk->...ij", x2 * since, k1 * until_end, dtype)
+        upper = jnp.concatenate([total[..., 0::2, :, :], jnp.zeros_like(below)], axis=-1)
+        lower = jnp.concatenate([below, total[..., 1::2, :, :]], axis=-1)
+        total = jnp.concatenate([upper, lower], axis=-2)
+        size *= 2
+    return total[..., 0, :, :]
+
+
+@jax.custom_vjp
+def _direct_products(x, k, G, visible):
+    """As `_products_by_channel`, of blocks [..., c, K], with all exponentials at once."""
+    return (x[..., :, None, :] * k[..., None, :, :] * _exponentials(G, visible)).sum(-1)
+
+
+def _exponentials(G, visible):
+    visible = visible[..., None]
+    difference = jnp.where(visible, G[..., :, None, :] - G[..., None, :, :], 0)
+    return jnp.where(visible, jnp.exp(difference), 0)
+
+
+def _direct_forward(x, k, G, visible):
+    return _direct_products(x, k, G, visible), (x, k, G, visible)
+
+
+def _direct_backward(residuals, gradient):
+    """The exponentials are computed again: they would take much more memory than the operands."""
+    x, k, G, visible = residuals
+    weighted = gradient[..., None] * _exponentials(G, visible)
+    dx = (weighted * k[..., None, :, :]).sum(-2)
+    dk = (weighted * x[..., :, None, :]).sum(-3).sum(0)
+    dG = (x * dx).sum(0) - k * dk
+    return dx.astype(x.dtype), dk.astype(k.dtype), dG.astype(G.dtype), None
+
+
+_direct_products.defvjp(_direct_forward, _direct_backward)
+
+
+class _Paths(NamedTuple):
+    """Which tokens of a chunk, and which states that enter it, a token reads."""
+
+    visible: jax.Array  # bool [N, B, 1, C, C]: token i reads token j
+    enters: list[jax.Array]  # of each state, bool [N, B, 1, C]: the token reads it
+    # Of each state, bool [N, B, 1, C]: the token after which it leaves the chunk; if no token is, it passes the chunk.
+    # None: the last token.
+    last: list[jax.Array | None]
+
+
+def _paths(segments: jax.Array, before: jax.Array, prefixes: jax.Array | None) -> _Paths:
+    """Arguments are [N, B, 1, C], and [N, B, 1, 1]: the segment of the token before the chunk."""
+    lower = jnp.tri(segments.shape[-1], dtype=bool)
+    visible = lower & (segments[..., :, None] == segments[..., None, :])
+    continues = segments == before
+    if prefixes is None:
+        return _Paths(visible, [continues], [None])
+    in_prefix = (
+        lower & (prefixes[..., :, None] == segments[..., None, :]) & (prefixes != 0)[..., None]
+    )
+    # A prefix that starts in the chunk is visible; of one that ended or continues from before, the
+    # state is read, too.
+    started = in_prefix.any(-1) & (prefixes != before)
+    reads_prefix = (prefixes != 0) & ~continues & ~started
+    in_no_branch = prefixes == 0
+    # tokens in no branch from here on
+    is_after = jnp.flip(jnp.cumsum(jnp.flip(in_no_branch, -1), -1), -1)
+    return _Paths(
+        visible | in_prefix, [continues, reads_prefix], [None, in_no_branch & (is_after == 1)]
+    )
+
+
+def _at(x: jax.Array, tokens: jax.Array | None) -> jax.Array:
+    """The sum of x [..., C, n] over the tokens that are true; the last one if `tokens` is None."""
+    return x[..., -1, :] if tokens is None else jnp.where(tokens[..., None], x, 0).sum(-2)
+
+
+def _decayed(S: jax.Array, decay: jax.Array) -> jax.Array:
+    """The states S [B, H, states x K, V], each as a sum of all states with factors decay [B, H,
+    states, states, 1 or K].
+    """
+    num_states = decay.shape[-2]
+    if num_states == 1:
+        return S * decay[:, :, 0, 0, :, None]
+    states = S.reshape(*S.shape[:2], num_states, -1, S.shape[-1])
+    return sum(
+        decay[..., i, :, None] * states[:, :, i][:, :, None] for i in range(num_states)
+    ).reshape(S.shape)

@@ -1,0 +1,276 @@
+"""What recurrent layers have in common: sizes, training on whole sequences and in tiles, and cached
+generation.
+
+A kind projects its tokens to `jaxlc.attention.recurrence.sharded_recurrence.Operands`, and names
+the rule by which they change a state.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxlc.attention.recurrence.chunks import Rule, one_output
+from jaxlc.attention.recurrence.sharded_recurrence import (
+    HEADS,
+    Operands,
+    ShardedRecurrence,
+    filtered,
+    unit_lengths,
+)
+from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
+from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
+from jaxlc.config import ModelConfig
+from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
+from jaxlc.models.block import InitKeys
+from jaxlc.models.contract import (
+    BatchTokens,
+    CacheLayout,
+    KindOnMesh,
+    Mixer,
+    NewTokens,
+    OnTiles,
+    OnTrees,
+    PerDocumentOrder,
+    ReadsBefore,
+    Sequences,
+    Tiles,
+    decode_tokens,
+)
+from jaxlc.models.layer_tiles import RecurrentLayer
+from jaxlc.sharding.mesh import Ranks
+
+# Initial decay: A uniform in the first range, step sizes log-uniform in the second (Mamba-2, Dao
+# and Gu 2024).
+_DECAYS, _STEP_SIZES = (1.0, 16.0), (1e-3, 0.1)
+
+
+def initial_decays(
+    keys: InitKeys, num_heads: int, num_channels: int = 0
+) -> tuple[nnx.Param, nnx.Param]:
+    """log A [H], and the bias of the step size before softplus: [H], or [H, channels]."""
+    decay = jax.random.uniform(keys.params(), (num_heads,), minval=_DECAYS[0], maxval=_DECAYS[1])
+    shape = (num_heads, num_channels) if num_channels else (num_heads,)
+    low, high = map(math.log, _STEP_SIZES)
+    step_size = jnp.exp(jax.random.uniform(keys.params(), shape, minval=low, maxval=high))
+    # the inverse of softplus
+    bias = nnx.Param(jnp.log(jnp.expm1(step_size)), dims=("decay", "head_dim")[: len(shape)])
+    return nnx.Param(jnp.log(decay), dims=("decay",)), bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSizes:
+    """The sizes of the recurrence of a kind of layers."""
+
+    key: tuple[int, int]  # heads and width of queries and keys
+    value: tuple[int, int]  # of values
+    conv_taps: int
+    rule: Rule
+
+
+class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
+    """A mixer with a state of each head. Gates and states are float32."""
+
+    @classmethod
+    def sizes(cls, model: ModelConfig) -> RecurrentSizes:
+        """Of layers with the settings of `model`."""
+        raise NotImplementedError
+
+    @classmethod
+    def on_sequences(cls, on: KindOnMesh) -> Sequences:
+        sizes = cls.sizes(on.model)
+        sharded = ShardedRecurrence(on.mesh, sizes.rule, on.num_chains, sizes.conv_taps)
+
+        def prepare(tokens: BatchTokens):
+            return sharded.prepare(tokens.segments_BT, tokens.prefixes_BT, tokens.fragments_BT)
+
+        return Sequences(prepare, sharded)
+
+    @classmethod
+    def on_tiles(cls, on: KindOnMesh) -> Tiles:
+        sizes = cls.sizes(on.model)
+        tiled = TiledRecurrence(on.mesh, sizes.rule, on.num_tiles, sizes.conv_taps)
+
+        def prepare(tokens: BatchTokens):
+            is_one_segment = tokens.segments_BT is None
+            return tiled.prepare(
+                jnp.ones_like(tokens.positions_BT) if is_one_segment else tokens.segments_BT
+            )
+
+        return Tiles(prepare, RecurrentLayer, tiled)
+
+    @classmethod
+    def reach(cls, model: ModelConfig) -> int:
+        return cls.sizes(model).conv_taps - 1
+
+    @classmethod
+    def abstract_cache(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
+    ) -> "RecurrentCache":
+        sizes = cls.sizes(on.model)
+
+        def array(spec: PartitionSpec, dtype, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (batch_size, num_layers, *shape), dtype, sharding=NamedSharding(on.mesh, spec)
+            )
+
+        past = functools.partial(array, _PAST, dtype, cls.reach(on.model))
+        num_heads, value_dim = sizes.value
+        state = array(_STATE, jnp.float32, num_heads, sizes.key[1], value_dim)
+        return RecurrentCache(state, past(*sizes.key), past(*sizes.key), past(*sizes.value))
+
+    @classmethod
+    def cached(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
+    ) -> "CachedRecurrence":
+        return CachedRecurrence(
+            mesh=on.mesh, rule=cls.sizes(on.model).rule, chunk_tokens=chunk_tokens
+        )
+
+
+class RecurrentCache(NamedTuple):
+    """What some layers that have the same place in the period remember: on all context ranks."""
+
+    state: jax.Array  # float32 [B, layers, H, K, V]
+    # The inputs of the convolutions of the last P - 1 tokens: [B, layers, P - 1, G, K] and [B,
+    # layers, P - 1, H, V].
+    past_q: jax.Array
+    past_k: jax.Array
+    past_v: jax.Array
+
+
+_STATE = PartitionSpec(BATCH_AXES, None, TENSOR)
+_PAST = PartitionSpec(BATCH_AXES, None, None, TENSOR)
+_BATCH = PartitionSpec(BATCH_AXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedRecurrence:
+    """A chunk of new tokens, from the state after the tokens before it, context parallel; under
+    `jit`.
+
+    A chunk of a prompt is split over the context ranks, which exchange the maps of their states as
+    in training. The state after it is on all context ranks. In a decoding step they all compute the
+    same token.
+    """
+
+    mesh: Mesh
+    rule: Rule
+    chunk_tokens: int  # of all calls
+
+    def bind(self, new: NewTokens) -> Callable:
+        """See `contract.Cached`."""
+        return functools.partial(self, new=new)
+
+    def __call__(
+        self, *operands: jax.Array, cache: RecurrentCache, layer: jax.Array, new: NewTokens
+    ):
+        """The outputs out_BCHV, those of padding of any value, and the cache with the states of
+        layer `layer` after the new tokens.
+
+        Args:
+          operands: the fields of `Operands`, of a chunk that the context axis splits.
+        """
+        states = RecurrentCache(_STATE, _PAST, _PAST, _PAST)
+        operands = Operands(*operands)
+        in_specs = (operands.specs, states, PartitionSpec(), NewTokens(_BATCH, _BATCH))
+        is_decoding = self.chunk_tokens == decode_tokens(self.mesh)
+        split = jax.shard_map(
+            self._decode if is_decoding else self._prefill,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=(HEADS, states),
+            check_vma=False,  # as in `ShardedRecurrence`
+        )
+        return split(operands, cache, layer, new)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(CONTEXT, self.mesh.shape[CONTEXT])
+
+    # The methods below run inside `shard_map`.
+
+    def _prefill(self, operands: Operands, cache: RecurrentCache, layer, new: NewTokens):
+        state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
+        arrays = operands[:3]
+        num_tokens = arrays[0].shape[1]
+        first = lax.axis_index(CONTEXT) * num_tokens
+        is_new_bt = first + jnp.arange(num_tokens) < new.num_new_B[:, None]
+
+        def of_new_tokens(x):
+            return jnp.where(is_new_bt.reshape(*is_new_bt.shape, *[1] * (x.ndim - 2)), x, 0)
+
+        how = dict(ranks=self._ranks, num_fragments=1)
+        inputs = (
+            filtered(x, taps, None, past_bPW=before.reshape(*before.shape[:2], -1), **how)
+            for x, taps, before in zip(arrays, operands.filters, past)
+        )
+        # padding does not change the state
+        operands = operands._replace(
+            g_BTH=of_new_tokens(operands.g_BTH), beta_BTH=of_new_tokens(operands.beta_BTH)
+        )
+        tokens = operands.tokens(*unit_lengths(self.rule, *inputs), None, None)
+        out, state = continued_recurrence(tokens, self.rule, state, ranks=self._ranks)
+        past = [_last_inputs(before, x, first, new) for before, x in zip(past, arrays)]
+        return out, _updated(cache, layer, [state, *past])
+
+    def _decode(self, operands: Operands, cache: RecurrentCache, layer, new: NewTokens):
+        state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
+        num_local = operands.q_BTGK.shape[1]
+        arrays = jax.tree.map(
+            lambda x: lax.all_gather(x, CONTEXT, axis=1, tiled=True)[:, :1], operands[:6]
+        )
+        operands = Operands(*arrays, operands.filters)
+        inputs = [
+            jnp.concatenate([before.astype(x.dtype), x], axis=1)
+            for before, x in zip(past, operands[:3])
+        ]
+        alone = dict(ranks=Ranks(CONTEXT, 1), num_fragments=1)
+        last = (
+            filtered(x, taps, None, **alone)[:, -1:] for x, taps in zip(inputs, operands.filters)
+        )
+        tokens = operands.tokens(*unit_lengths(self.rule, *last), None, None)
+        out, new_state = one_output(tokens, state, self.rule)
+        values = [new_state, *(x[:, 1:] for x in inputs)]
+        is_new = new.num_new_B > 0
+        values = [
+            jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old.astype(x.dtype))
+            for x, old in zip(values, (state, *past))
+        ]
+        return jnp.broadcast_to(out, (len(out), num_local, *out.shape[2:])), _updated(
+            cache, layer, values
+        )
+
+
+def _last_inputs(
+    past_bPhW: jax.Array, x_bthW: jax.Array, first: jax.Array, new: NewTokens
+) -> jax.Array:
+    """The last P - 1 tokens of the past and of the new tokens, of which this rank has those from
+    `first` on.
+    """
+    num_past = past_bPhW.shape[1]
+    # in the chunk; negative: in the past
+    index_bP = new.num_new_B[:, None] - num_past + jnp.arange(num_past)
+    local_bP = index_bP - first
+    is_here = (local_bP >= 0) & (local_bP < x_bthW.shape[1]) & (index_bP >= 0)
+
+    def taken(x, index_bP, is_taken_bP):
+        values = jnp.take_along_axis(x, index_bP[..., None, None], axis=1, mode="clip")
+        return jnp.where(is_taken_bP[..., None, None], values, 0)
+
+    here = lax.psum(taken(x_bthW, local_bP, is_here), CONTEXT)
+    return taken(past_bPhW, num_past + index_bP, index_bP < 0) + here.astype(past_bPhW.dtype)
+
+
+def _updated(cache: RecurrentCache, layer: jax.Array, values: list[jax.Array]) -> RecurrentCache:
+    return RecurrentCache(*(
+        lax.dynamic_update_index_in_dim(stored, x.astype(stored.dtype), layer, 1)
+        for stored, x in zip(cache, values, strict=True)
+    ))  # fmt: skip
