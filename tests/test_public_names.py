@@ -159,6 +159,7 @@ PLAN = {
         *(
             "recomputed_share",
             "recurrence_seconds",
+            "expansion_seconds",
             "experts_overhead_seconds",
             "seconds_by_kind",
             "seconds_by_resource",
@@ -167,7 +168,7 @@ PLAN = {
         ),
         *("step_seconds_interval", "tokens_per_second_per_device", "transfer_seconds_by_resource"),
     ],
-    "ring": ["by_backend", "exposed", "exposed_forward", "hidden", "hops"],
+    "ring": ["by_backend", "exposed", "exposed_forward", "hidden", "hops", "token_bytes"],
     "": [
         *(
             "compile_seconds",

@@ -28,6 +28,7 @@ FIRST_RING_STEPS = "first_ring_steps"
 RING_SEND = "ring_send"  # collective permute of a KV block, or of its gradients, to the next rank
 # all-gather of K and V; in the backward pass also the reduce-scatter of dK and dV
 ALL_GATHER_KV = "all_gather_kv"
+EXPANSION = "latent_expansion"  # keys and values of all heads, from latents
 ALL_TO_ALL = "all_to_all_heads"  # Ulysses: exchange of heads for tokens, and back
 SLIDING_WINDOW = "sliding_window"  # attention with a window, exchanges included
 KV_CACHE = "kv_cache"  # generation: the update of the KV cache, and attention to the tokens in it

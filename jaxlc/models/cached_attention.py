@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,9 @@ from jaxlc.core.errors import Unsupported
 from jaxlc.models.contract import CachedKernels, CacheLayout, NewTokens, decode_tokens
 
 
-def kv_spec(window: int | None) -> PartitionSpec:
-    """The sharding of the arrays of `KV`, for layers with this window."""
-    return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, TENSOR, None)
+def kv_spec(window: int | None, head_axis: str | None = TENSOR) -> PartitionSpec:
+    """The sharding of the arrays of a cache, for layers with this window."""
+    return PartitionSpec(BATCH_AXES, None, None if window else CONTEXT, head_axis, None)
 
 
 class KV(NamedTuple):
@@ -111,8 +111,9 @@ def _in_blocks(kernel, q_BGKH, k_BLSKH, v_BLSKH, layer, num_keys_B, spec):
     def add_block(index, out_lse):
         # the last block may overlap with the one before it
         first = jnp.minimum(index * block, max_keys - block)
+        zero = jnp.int32(0)
         k, v = (
-            lax.dynamic_slice(x, (0, layer, first, 0, 0), (batch, 1, block, *x.shape[3:]))[
+            lax.dynamic_slice(x, (zero, layer, first, zero, zero), (batch, 1, block, *x.shape[3:]))[
                 :, 0
             ].astype(q_BGKH.dtype)
             for x in (k_BLSKH, v_BLSKH)
@@ -156,6 +157,7 @@ class CachedAttention(CachedKernels):
     window: int | None
     q_like: jax.ShapeDtypeStruct  # q_BCNH of all calls
     num_kv_heads: int
+    head_axis: ClassVar[str | None] = TENSOR  # splits the heads of the cache; None: no axis does
 
     def bind(self, new: NewTokens) -> Callable:
         """See `contract.Cached`. All layers share the key ranges over the tokens in the cache."""
@@ -198,7 +200,29 @@ class CachedAttention(CachedKernels):
         Returns:
           out_BCNH in the dtype of q; padding has any value. The cache with the new tokens.
         """
-        k_BCKH, v_BCKH = (repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH))
+        kv = KV(*(repeat_heads(x, self.mesh.shape[TENSOR]) for x in (k_BCKH, v_BCKH)))
+        return self._attend(
+            q_BCNH, kv, kv, sinks_N, cache=cache, layer=layer, new=new, ranges=ranges
+        )
+
+    def _attend(
+        self,
+        q_BCNH: jax.Array,
+        kv: KV,
+        added: Any,
+        sinks_N: jax.Array | None,
+        *,
+        cache: Any,
+        layer: jax.Array,
+        new: NewTokens,
+        ranges: Any,
+        weights: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """As `__call__`, with what the cache has of the new tokens, in `added`.
+
+        Args:
+          weights: the `Expansion` of what the cache has; None: these are keys and values.
+        """
         local = (
             self._decode
             if self._is_decoding
@@ -206,23 +230,23 @@ class CachedAttention(CachedKernels):
             if self.window
             else self._attend_past
         )
-        cache_spec = kv_spec(self.window)
-        caches = KV(cache_spec, cache_spec)
+        cache_spec = kv_spec(self.window, self.head_axis)
+        caches = jax.tree.map(lambda x: cache_spec, cache)
         in_specs = (
             _TOKENS,
-            _TOKENS,
-            _TOKENS,
+            PartitionSpec(BATCH_AXES, CONTEXT, self.head_axis, None),
             caches,
             PartitionSpec(),
             NewTokens(_BATCH, _BATCH),
             _PER_RANK,
+            None if weights is None else weights.specs(TENSOR),
         )
         split = self._split(local, in_specs, (_TOKENS, _LSE, caches))
         window_scope = jax.named_scope(scopes.SLIDING_WINDOW) if self.window else nullcontext()
         with jax.named_scope(scopes.CORE_ATTENTION), window_scope, jax.named_scope(scopes.KV_CACHE):
-            out_BCNH, lse_BNC, cache = split(q_BCNH, k_BCKH, v_BCKH, cache, layer, new, ranges)
+            out_BCNH, lse_BNC, cache = split(q_BCNH, added, cache, layer, new, ranges, weights)
         if not (self.window or self._is_decoding):
-            out, lse = self._chunk_attention(q_BCNH, k_BCKH, v_BCKH)
+            out, lse = self._chunk_attention(q_BCNH, *kv)
             with jax.named_scope(scopes.CORE_ATTENTION):
                 out_BCNH, lse_BNC = merge(out_BCNH, lse_BNC, out.astype(jnp.float32), lse)
         with jax.named_scope(scopes.CORE_ATTENTION):
@@ -242,6 +266,11 @@ class CachedAttention(CachedKernels):
     @property
     def _is_decoding(self) -> bool:
         return self.q_like.shape[1] == decode_tokens(self.mesh)
+
+    @property
+    def _cached_dim(self) -> int:
+        """The head dim of calls over the cache."""
+        return self.q_like.shape[-1]
 
     @property
     def _spec(self) -> AttentionSpec:
@@ -281,7 +310,7 @@ class CachedAttention(CachedKernels):
         same keys.
         """
         device = self.mesh.devices.flat[0]
-        batch, chunk_tokens, num_heads, head_dim = self.q_like.shape
+        (batch, chunk_tokens, num_heads, _), head_dim = self.q_like.shape, self._cached_dim
         num_rows = max(chunk_tokens * num_heads, self.layout.tokens_per_rank * self.num_kv_heads)
         batch_ranks = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
         problem = AttentionProblem(
@@ -307,16 +336,26 @@ class CachedAttention(CachedKernels):
 
     # The methods below run inside `shard_map`. They return (out_bcnH float32, lse_bnc, cache).
 
-    def _attend_past(
-        self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges
-    ):
+    def _keys_values(self, stored: Any, weights: Any) -> KV:
+        """Keys and values of a layer of the cache."""
+        del weights
+        return stored
+
+    def _attend_to_cache(self, q_b1nH, cache: Any, layer: jax.Array, num_keys_b, weights: Any):
+        """`attend_one` over the cache of this rank."""
+        del weights
+        kernel = self._cache_kernel.kernel
+        return attend_one(kernel, q_b1nH, *cache, layer, num_keys_b, self._spec)
+
+    def _attend_past(self, q_bcnH, added, cache, layer, new: NewTokens, ranges, weights):
         """Attention of a chunk to the tokens in the cache, without those of the chunk."""
-        q_bCnH, k_bCkH, v_bCkH = map(_gathered, (q_bcnH, k_bckH, v_bckH))
-        cache = self._store(cache, layer, new, k_bCkH, v_bCkH)
-        k_bskH, v_bskH = (
-            lax.dynamic_index_in_dim(x, layer, 1, keepdims=False).astype(q_bCnH.dtype)
-            for x in cache
+        q_bCnH, added = jax.tree.map(_gathered, (q_bcnH, added))
+        cache = self._store(cache, layer, new, added)
+        stored = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, layer, 1, keepdims=False).astype(q_bCnH.dtype),
+            cache,
         )
+        k_bskH, v_bskH = self._keys_values(stored, weights)
         out_bCnH, lse_bnC = self._cache_kernel.kernel.forward(
             q_bCnH, k_bskH, v_bskH, ranges, self._spec
         )
@@ -329,18 +368,16 @@ class CachedAttention(CachedKernels):
         )
         return *merge_parts(out_RbcnH.astype(jnp.float32), lse_Rbnc), cache
 
-    def _attend_window(
-        self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges
-    ):
+    def _attend_window(self, q_bcnH, added, cache, layer, new: NewTokens, ranges, weights):
         """Attention of a chunk to the last tokens, whether they are in the cache or in the chunk."""
         (batch, c), window = q_bcnH.shape[:2], self.window
-        chunk = tuple(map(_gathered, (k_bckH, v_bckH)))
+        chunk = jax.tree.map(_gathered, added)
         # Key s is the token num_past - window + s.
         slots_bw = (new.num_past_B[:, None] + jnp.arange(window, dtype=jnp.int32)) % window
         past = [x[jnp.arange(batch)[:, None], layer, slots_bw] for x in cache]
         # XLA would copy a cache that is read after the update
         past, cache = lax.optimization_barrier((past, cache))
-        cache = self._store(cache, layer, new, *chunk)
+        cache = self._store(cache, layer, new, chunk)
         k_bSkH, v_bSkH = (
             jnp.concatenate([old.astype(x.dtype), x], 1) for old, x in zip(past, chunk, strict=True)
         )
@@ -355,29 +392,25 @@ class CachedAttention(CachedKernels):
         )
         return out_bcnH.astype(jnp.float32), lse_bnc, cache
 
-    def _decode(self, q_bcnH, k_bckH, v_bckH, cache: KV, layer: jax.Array, new: NewTokens, ranges):
+    def _decode(self, q_bcnH, added, cache, layer, new: NewTokens, ranges, weights):
         """Attention of the first query, which is repeated, to the tokens in the cache and itself."""
-        q_bCnH, k_bCkH, v_bCkH = map(_gathered, (q_bcnH, k_bckH, v_bckH))
-        cache = self._store(cache, layer, new, k_bCkH, v_bCkH)
+        q_bCnH, added = jax.tree.map(_gathered, (q_bcnH, added))
+        cache = self._store(cache, layer, new, added)
         num_tokens_b = new.num_past_B + new.num_new_B
         if self.window:  # all context ranks have the same tokens, in any order
             num_keys_b = jnp.minimum(num_tokens_b, self.window)
         else:
             num_keys_b = self.layout.num_stored(lax.axis_index(CONTEXT), num_tokens_b)
-        results = attend_one(
-            self._cache_kernel.kernel, q_bCnH[:, :1], *cache, layer, num_keys_b, self._spec
-        )
+        results = self._attend_to_cache(q_bCnH[:, :1], cache, layer, num_keys_b, weights)
         if not self.window:
             results = merge_parts(*(lax.all_gather(x, CONTEXT) for x in results))
         out_b1nH, lse_bn1 = results
-        out_bcnH = jnp.broadcast_to(out_b1nH, q_bcnH.shape)
+        out_bcnH = jnp.broadcast_to(out_b1nH, (*q_bcnH.shape[:3], out_b1nH.shape[-1]))
         return out_bcnH, jnp.broadcast_to(lse_bn1, (*lse_bn1.shape[:2], q_bcnH.shape[1])), cache
 
-    def _store(
-        self, cache: KV, layer: jax.Array, new: NewTokens, k_bCkH: jax.Array, v_bCkH: jax.Array
-    ) -> KV:
-        """The cache with the new tokens that this rank stores."""
-        chunk_tokens = k_bCkH.shape[1]
+    def _store(self, cache, layer: jax.Array, new: NewTokens, added):
+        """The cache with the new tokens that this rank stores, of those in `added`."""
+        chunk_tokens = added[0].shape[1]
         positions_bC, is_stored_bC = new.positions_BC(chunk_tokens), new.is_new_BC(chunk_tokens)
         if self.window:
             is_stored_bC &= jnp.arange(chunk_tokens) >= new.num_new_B[:, None] - self.window
@@ -386,12 +419,13 @@ class CachedAttention(CachedKernels):
             rank = lax.axis_index(CONTEXT)
             is_stored_bC &= self.layout.is_stored_on(rank, positions_bC)
             slots_bC = self.layout.num_stored(rank, positions_bC)
-        slots_bC = jnp.where(is_stored_bC, slots_bC, cache.k.shape[2])  # others are dropped
+        slots_bC = jnp.where(is_stored_bC, slots_bC, cache[0].shape[2])  # others are dropped
         sequences_b1 = jnp.arange(len(slots_bC))[:, None]
-        return KV(*(
-            stored.at[sequences_b1, layer, slots_bC].set(x.astype(stored.dtype), mode="drop")
-            for stored, x in zip(cache, (k_bCkH, v_bCkH), strict=True)
-        ))  # fmt: skip
+
+        def stored(cached, x):
+            return cached.at[sequences_b1, layer, slots_bC].set(x.astype(cached.dtype), mode="drop")
+
+        return jax.tree.map(stored, cache, added)
 
 
 def _gathered(x_bcnH: jax.Array) -> jax.Array:

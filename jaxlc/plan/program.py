@@ -5,9 +5,9 @@ kernels.
 import os
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -16,13 +16,14 @@ import jax
 from jax.stages import Compiled, Lowered
 
 from jaxlc.checkpoints.pretrained import checkpoint_part
+from jaxlc.core import scopes
 from jaxlc.core.errors import UserError
 from jaxlc.hlo import AnalyzedProgram, analyze
 from jaxlc.hlo.attention_kernels import AttentionCollective
 from jaxlc.hlo.collectives import Collective, mesh_axes
 from jaxlc.hlo.kernel_costs import ALLOCATE_BUFFER, is_expert_kernel
 from jaxlc.hlo.memory_dump import Dump, Launches, count_launches, read
-from jaxlc.hlo.parser import Instruction, pass_of
+from jaxlc.hlo.parser import PASSES, Instruction, components, pass_of
 from jaxlc.plan.memory import (
     Memory,
     host_pools_per_node_bytes,
@@ -32,7 +33,8 @@ from jaxlc.plan.memory import (
 )
 from jaxlc.runtime import memory as runtime_memory
 from jaxlc.runtime.xla_flags import SCHEDULED_SHARE, SLOP_OPTION, users_options
-from jaxlc.simulate.time_model import TimeModel
+from jaxlc.simulate.packed_work import num_ring_steps
+from jaxlc.simulate.time_model import TimeModel, num_sequences
 from jaxlc.simulate.timeline import Prediction, predict
 from jaxlc.simulate.topology import FAILS_WITH_TRITON, NO_TRITON, options_without_gpu
 from jaxlc.step import verify_compiled
@@ -275,6 +277,9 @@ class Ring:
     exposed: int  # hops - hidden
     exposed_forward: int  # exposed hops in the forward pass
     by_backend: dict[str, int]  # hops by backend and mode: "NCCL", "NVSHMEM", "NCCL symmetric"
+    # By pass, bytes per token of a block for each array that a hop of strategy ring or hybrid
+    # sends. Empty: no hop sends whole blocks.
+    token_bytes: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def collective_stats(
@@ -298,15 +303,24 @@ def ring(exchanges: Sequence[AttentionCollective], model: TimeModel) -> Ring:
         exchange for exchange in exchanges if exchange.collective.kind == "collective-permute"
     ]
     exposed = [permute for permute in permutes if not model.is_hidden_by_attention(permute)]
-    by_backend = Counter()
+    by_backend, token_bytes, config = Counter(), defaultdict(set), model.config
+    num_tokens = num_sequences(config) * config.data.seq_len / num_ring_steps(config)
     for permute in permutes:
         by_backend[" ".join(filter(None, _transport(permute.collective)))] += permute.times
+        transfer = permute.collective.transfer
+        is_send = scopes.RING_SEND in components(transfer.start.op_name)
+        if is_send and not config.memory.tile_tokens:  # tiles send parts of blocks
+            sizes = (array.bytes / num_tokens for array in transfer.done.arrays)
+            token_bytes[permute.pass_name].update(sizes)
     return Ring(
         hops=_count(permutes),
         hidden=_count(permutes) - _count(exposed),
         exposed=_count(exposed),
         exposed_forward=_count(permute for permute in exposed if permute.pass_name == "forward"),
         by_backend=dict(by_backend),
+        token_bytes={
+            name: tuple(sorted(token_bytes[name])) for name in PASSES if token_bytes[name]
+        },
     )
 
 

@@ -318,6 +318,8 @@ def _ring(plan: PlanRecord) -> Iterator[str]:
     yield "RING: collective permutes    count per step"
     for name, count in ring.by_backend.items():
         yield _count_row(f"over {name}", count)
+    for name, sizes in ring.token_bytes.items():
+        yield _text_row(f"bytes a token, {name}", " + ".join(f"{size:,.0f}" for size in sizes))
     yield _count_row(
         "hidden by attention",
         ring.hidden,
@@ -381,6 +383,9 @@ def _time(predicted: Prediction) -> Iterator[str]:
         yield _text_row(
             "recurrence", f"{share}%, kernels of recurrent layers between their projections"
         )
+    if predicted.expansion_seconds:
+        share = two_digits(100 * predicted.expansion_seconds / predicted.step_seconds)
+        yield _text_row("expansion", f"{share}%, kernels that expand latents to keys and values")
     if predicted.experts_overhead_seconds:
         share = two_digits(100 * predicted.experts_overhead_seconds / predicted.step_seconds)
         yield _text_row(

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from jaxlc.config import Config
 from jaxlc.config.kinds.experts import block_rows, num_blocks
-from jaxlc.core.scopes import CORE_ATTENTION, EXPERTS, MIXTURE, RECURRENCE
+from jaxlc.core.scopes import CORE_ATTENTION, EXPANSION, EXPERTS, MIXTURE, RECURRENCE
 from jaxlc.hlo import AnalyzedProgram
 from jaxlc.hlo.kernel_costs import kernel_cost
 from jaxlc.hlo.parser import (
@@ -214,6 +214,8 @@ class Prediction:
     # Kernels of experts beyond the products of the rows that are routed to them: routing, sorting, copies of weights
     # for each block, and products of padding; a part of overhead_seconds. Waiting for gathers of weights is not in it.
     experts_overhead_seconds: float = 0.0
+    # Kernels that expand latents to keys and values, and their gradients, products included.
+    expansion_seconds: float = 0.0
     # in which the step is expected in 80% of cases, lowest first
     step_seconds_interval: tuple[float, float]
 
@@ -270,6 +272,7 @@ def predict(program: AnalyzedProgram, model: TimeModel) -> Prediction:
         seconds_by_kind=dict(by_kind.most_common()),
         transfer_seconds_by_resource=dict(simulator.transfer_seconds.most_common()),
         recurrence_seconds=sum(simulator.other_seconds[scope] for scope in RECURRENCE),
+        expansion_seconds=simulator.product_seconds[EXPANSION] + simulator.other_seconds[EXPANSION],
         experts_overhead_seconds=_experts_overhead(simulator, model),
         overhead_seconds=dict(_overhead(simulator, model).most_common()),
         step_seconds_interval=(low * simulator.now, high * simulator.now),

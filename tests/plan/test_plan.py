@@ -159,6 +159,25 @@ def test_ring_counts_permutes_of_all_loop_rounds(result):
     assert permutes.axes == ("context",) and permutes.crosses_domains and permutes.count == hops
 
 
+def test_ring_of_latents_sends_them_and_in_the_backward_pass_their_gradients_in_float32():
+    config = small_config()
+    config.model.update(
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=192,
+        rope_fraction=1 / 3,
+        layer_kinds=("latent",),
+        latent=dict(rank=512, value_dim=128),
+    )
+    config.mesh.update(context=4, tensor=1)
+    result = plan.plan(config, "h100:1x4")
+    assert result.ring.token_bytes["forward"] == ((512 + 64) * 2,)
+    assert result.ring.token_bytes["backward"] == ((512 + 64) * 2, (512 + 64) * 4)
+    assert "  bytes a token, backward 1,152 + 2,304\n" in str(result)
+    assert result.predicted.expansion_seconds > 0 and "  expansion  " in str(result)
+
+
 def test_collectives_within_a_domain_do_not_cross(result):
     by_axes = {(stats.kind, stats.axes): stats for stats in result.collectives}
     assert not by_axes["all-gather", ("tensor",)].crosses_domains
@@ -206,7 +225,14 @@ def test_to_json_has_stable_keys(result):
         "start_seconds",
         "end_seconds",
     }
-    assert values["ring"].keys() == {"hops", "hidden", "exposed", "exposed_forward", "by_backend"}
+    assert values["ring"].keys() == {
+        "hops",
+        "hidden",
+        "exposed",
+        "exposed_forward",
+        "by_backend",
+        "token_bytes",
+    }
     assert values["tokens_per_step"] == ACCUMULATION * values["sequence_tokens"]
     assert values["mesh"] == {"data": 1, "fsdp": 1, "context": 2, "tensor": 2}
 

@@ -27,11 +27,9 @@ CASES = [
     ("grpo", "", dict(context=4, tensor=2), {}),
     ("grpo", "recurrent", dict(context=4), {}),
     ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
-    ("grpo", "latent tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
 ]
 MORE = [  # with --all
-    ("dapo", "latent", dict(context=2, tensor=2), {}),
-    ("", "latent", dict(context=4), dict(strategy="ulysses")),
+    ("grpo", "latent tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
     ("dapo", "sliding", dict(context=2), {}),
     ("dpo", "lora", dict(context=2), dict(strategy="all_gather")),
 ]

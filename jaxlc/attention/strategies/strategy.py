@@ -24,6 +24,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxlc.attention import contract
 from jaxlc.attention.contract import AttentionSpec, Kernel, QueryResults
+from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import suggestion
@@ -251,6 +252,14 @@ class Expansion:
         by_head = PartitionSpec(None, head_axis, None)
         return jax.tree.map(lambda x: by_head if x.ndim == 3 else PartitionSpec(), self)
 
+    @property
+    def product_RnE(self) -> jax.Array:
+        """The weights with those of the adapter."""
+        if self.a_Rr is None:
+            return self.weight_RnE
+        return self.weight_RnE + jnp.einsum("Rr,rnE->RnE", self.a_Rr, self.b_rnE)
+
+    @jax.named_scope(scopes.EXPANSION)
     def keys_values(self, latent_bsC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """k_bsnH and v_bsnV, in the dtype of the latents.
 

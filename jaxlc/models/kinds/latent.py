@@ -8,19 +8,24 @@ Queries have no latent, or one of their own. Attention itself is `kinds.attentio
 with as many key/value heads as query heads.
 """
 
+import dataclasses
 import functools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
+from jaxlc.attention.contract import AttentionSpec
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.config.kinds.latent import sends_latents
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm, residual_depth_scale, weight
-from jaxlc.models.cached_attention import CachedAttention
+from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
 from jaxlc.models.kinds.attention import SoftmaxAttention, choose_kernel
 from jaxlc.models.matmuls import Fp8, in_use
@@ -112,7 +117,7 @@ class LatentAttention(SoftmaxAttention):
         latent_BTC = jnp.concatenate([self.kv_norm(latent_BTL), shared_BT1P[:, :, 0]], axis=-1)
         return checkpoint_name(latent_BTC, "latent")
 
-    @jax.named_scope(scopes.ATTENTION)
+    @jax.named_scope(scopes.EXPANSION)
     def _expanded(self, latent_BTC: jax.Array, *, shard: Sharder) -> tuple[jax.Array, jax.Array]:
         """`keys_values` of latents."""
         latent_BTL, shared_BTP = jnp.split(latent_BTC, [self.rank], axis=-1)
@@ -160,19 +165,71 @@ class LatentAttention(SoftmaxAttention):
         return Sequences(prepare, attend_latents if sends_latents(on.config) else attend_heads)
 
     @classmethod
+    def abstract_cache(
+        cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
+    ) -> "Latents":
+        shape = batch_size, num_layers, layout.max_tokens, 1, _cached_dim(on)
+        sharding = NamedSharding(on.mesh, kv_spec(None, CachedLatentAttention.head_axis))
+        return Latents(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+
+    @classmethod
     def cached(
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
     ) -> "CachedLatentAttention":
         attention = super().cached(on, layout, batch_size=batch_size, chunk_tokens=chunk_tokens)
-        return CachedLatentAttention(**vars(attention))
+        return CachedLatentAttention(**vars(attention), latent_dim=_cached_dim(on))
 
 
+class Latents(NamedTuple):
+    """The cache of some layers that have the same place in the period of layer kinds, equal on all
+    tensor ranks: [B, layers, tokens, 1, R + P].
+    """
+
+    latent: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
 class CachedLatentAttention(CachedAttention):
-    """The cache has the keys and values of all heads."""
+    """The cache has the normed latents and the rotated part of the keys.
+
+    A chunk of a prompt expands those of a layer to heads. A decoding step attends to the latents
+    themselves, as one key/value head: the weights of keys multiply its query, and the weights of
+    values the result (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+    """
+
+    latent_dim: int  # R + P
+    head_axis = None
 
     def __call__(self, q_BCNH, k_BCNH, v_BCNH, sinks_N=None, latents=None, **arguments):
-        del latents
-        return super().__call__(q_BCNH, k_BCNH, v_BCNH, sinks_N, **arguments)
+        latent_BCL, weights = latents
+        added, kv = Latents(latent_BCL[:, :, None].astype(q_BCNH.dtype)), KV(k_BCNH, v_BCNH)
+        return self._attend(q_BCNH, kv, added, sinks_N, weights=weights, **arguments)
+
+    @property
+    def _cached_dim(self) -> int:
+        return self.latent_dim if self._is_decoding else super()._cached_dim
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        return dataclasses.replace(super()._spec, scale=self.q_like.shape[-1] ** -0.5)
+
+    def _keys_values(self, stored: Latents, weights: Expansion) -> KV:
+        k_bsnH, v_bsnV = weights.keys_values(stored.latent[:, :, 0])
+        return KV(k_bsnH, _padded(v_bsnV, k_bsnH.shape[-1] - v_bsnV.shape[-1]))
+
+    def _attend_to_cache(self, q_b1nH, cache: Latents, layer, num_keys_b, weights: Expansion):
+        keys_RnI, values_RnV = jnp.split(weights.product_RnE, [weights.own_dim], axis=-1)
+        own, rotated_b1nP = jnp.split(q_b1nH, [weights.own_dim], axis=-1)
+        q_b1nL = jnp.concatenate([jnp.einsum("btnI,RnI->btnR", own, keys_RnI), rotated_b1nP], -1)
+        out, lse = super()._attend_to_cache(q_b1nL, cache * 2, layer, num_keys_b, weights)
+        out_b1nR = out[..., : len(keys_RnI)].astype(q_b1nH.dtype)
+        out_b1nV = jnp.einsum("btnR,RnV->btnV", out_b1nR, values_RnV)
+        return out_b1nV.astype(jnp.float32), lse
+
+
+def _cached_dim(on: KindOnMesh) -> int:
+    """Entries of a token in the cache of a layer."""
+    return on.model.latent.rank + on.model.rotated_dim
 
 
 def _padded(x: jax.Array, missing: int) -> jax.Array:
