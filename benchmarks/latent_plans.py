@@ -26,6 +26,7 @@ class Case(NamedTuple):
     seq_len: int
     memory: dict[str, Any]
     rank: int = 0  # of adapters; 0: all weights are trained
+    is_packed: bool = True
 
     @property
     def name(self) -> str:
@@ -34,11 +35,13 @@ class Case(NamedTuple):
             f"`{name}={','.join(x) if isinstance(x, tuple) else x}`"
             for name, x in self.memory.items()
         )
-        return f"{self.preset}{lora}, {self.seq_len:,} tokens, {settings}"
+        document = "" if self.is_packed else " of one document"
+        return f"{self.preset}{lora}, {self.seq_len:,} tokens{document}, {settings}"
 
 
 CASES = (
     Case("deepseek-v2-lite", 2**18, dict(remat="attention")),
+    Case("deepseek-v2-lite", 2**18, dict(remat="attention"), is_packed=False),
     Case("glm-4.7-flash", 2**18, dict(remat="attention"), rank=16),
     Case("deepseek-v2-lite", 2**20, _OFFLOAD, rank=16),
     Case("glm-4.7-flash", 2**20, _OFFLOAD, rank=16),
@@ -55,6 +58,7 @@ def compiled(case: Case) -> Plan:
     config.data.seq_len = case.seq_len
     config.mesh.update(context=8, fsdp=1, tensor=1)
     config.train.update(global_batch_size=1, gradient_accumulation_steps=1, eval_sequences=1)
+    config.attention.document_mask = case.is_packed
     config.memory.update(case.memory)
     if case.rank:
         config.lora.update(

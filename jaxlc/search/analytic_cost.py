@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, product_entries
-from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, tensor_names
+from jaxlc.config.kinds import MIXERS, active_ffn_dim, mixer_matrices, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.errors import UserError
@@ -127,12 +127,15 @@ class Layout:
         self.backward_products = (
             entries.input_gradients + entries.weight_gradients
         ) / entries.forward
-        # Means over the layers; projected: the query projection, with the gate.
+        # Means over the layers.
+        self.projected = {
+            name: _mean_over_mixers(
+                model, lambda shape, name=name: _projection_dims(shape, config)[name]
+            )
+            for name in ("queries", "keys_values", "expanded", "sent")
+        }
         self.query_dim = _mean_over_mixers(
             model, lambda shape: shape.num_heads * shape.head_dim / mesh.tensor
-        )
-        self.projected_dim = _mean_over_mixers(
-            model, lambda shape: shape.num_heads * shape.query_dim / mesh.tensor
         )
         self.key_dim = _mean_over_mixers(
             model, lambda x: max(x.num_kv_heads / mesh.tensor, 1) * x.head_dim
@@ -289,7 +292,9 @@ class Layout:
         """
         model, rows = self.config.model, min(tile_tokens or self.tokens, self.tokens)
         widths = (
-            *(self.projected_dim, self.key_dim, self.key_dim, self.query_dim),
+            self.projected["queries"],
+            *[self.projected["expanded"] / 2] * 2,
+            self.query_dim,
             *[self.ffn_dim] * 3,
         )
         forward = {
@@ -325,7 +330,7 @@ class Layout:
                 without_window * self.config.data.seq_len / (2 * _TILES_PER_STEP * tile_tokens)
             )
         # output; gradients of q, k, v
-        features = (1 + reruns) * self.query_dim + self.query_dim + 2 * self.key_dim
+        features = (1 + reruns) * self.query_dim + self.query_dim + self.projected["sent"]
         return self.roofline.memory_seconds(
             self.gpus.device, num_merges * 3 * 4 * features * self.tokens
         )
@@ -335,9 +340,12 @@ class Layout:
         ranks, steps = num_head_ranks(config), num_ring_steps(config)
         sizes = (mesh.data, mesh.fsdp, mesh.context // ranks, ranks, mesh.tensor)
         layer_params = model.model_dim * (
-            self.projected_dim + self.query_dim + 2 * self.key_dim + 3 * self.ffn_dim
+            self.projected["queries"]
+            + self.projected["keys_values"]
+            + self.query_dim
+            + 3 * self.ffn_dim
         )
-        keys = 2 * 2 * self.tokens * self.key_dim
+        keys = 2 * self.tokens * self.projected["sent"]
 
         def seconds(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
             size = math.prod(sizes[axis] for axis in axes)
@@ -374,6 +382,31 @@ def _mean_over_layers(model: ModelConfig, value: Callable[[ModelConfig], float])
 def _mean_over_mixers(model: ModelConfig, value: Callable[[ModelConfig], float]) -> float:
     """As `_mean_over_layers`, with 0 for layers without a mixer."""
     return _mean_over_layers(model, lambda shape: value(shape) * bool(mixer_matrices(shape)))
+
+
+def _projection_dims(shape: ModelConfig, config: Config) -> dict[str, float]:
+    """The columns of products of model_dim rows that have as many FLOPs as the projections of a
+    layer: queries; keys_values; expanded, the latter with all expansions of latents in a ring.
+    sent: entries that a ring or an all-gather sends for a token.
+    """
+    tensor, mixer, matrices = config.mesh.tensor, MIXERS[shape.mixer], mixer_matrices(shape)
+    kv_dim = 2 * max(shape.num_kv_heads / tensor, 1) * shape.head_dim
+    if "key_value" not in mixer.projections:
+        queries = shape.num_heads * shape.query_dim / tensor
+        return dict(queries=queries, keys_values=kv_dim, expanded=kv_dim, sent=kv_dim)
+    dims = {
+        name: matrices[path].size / shape.model_dim / tensor
+        for name, path in mixer.projections.items()
+        if path in matrices
+    }
+    saved = mixer.saved_bytes(shape, config, 1)
+    sends_latents, latent_dim = "key" not in saved, tensor * dims["latent"]
+    return dict(
+        queries=sum(dim for name, dim in dims.items() if name.startswith("query")),
+        keys_values=latent_dim + dims["key_value"],
+        expanded=latent_dim + dims["key_value"] * (num_ring_steps(config) if sends_latents else 1),
+        sent=saved["latent"] / tensor if sends_latents else kv_dim,
+    )
 
 
 class _Collectives(NamedTuple):

@@ -47,8 +47,17 @@ UNSUPPORTED_BY_CUDNN = {
         "cuDNN 9.10.1, whose backward has known bugs (supported: 9.10.2 and later)",
     ),
     "value dim": (
-        _problem(value_dim=64),
-        "head dim 64 of values (supported: head dim of queries, 128)",
+        _problem(value_dim=64, **PACKED),
+        "head dim 64 of values with key ranges (supported: head dim of queries, 128)",
+    ),
+    "value dim on A100": (
+        _problem(A100, value_dim=64),
+        "head dim 64 of values (supported: head dim of queries, 128; others from compute capability 9.0 and cuDNN"
+        " 9.10.2 on)",
+    ),
+    "value dim 60": (
+        _problem(value_dim=60),
+        "head dim 60 of values (supported: multiples of 8 up to 128)",
     ),
     "all_gather": (
         _problem(implicit_positions=False),
@@ -91,6 +100,7 @@ unsupported_by_cudnn = pytest.mark.parametrize(
         _problem(dtype="float16"),
         _problem(head_dim=64, value_dim=64),
         _problem(head_dim=256, value_dim=256, cudnn_version=(9, 18, 0), **PACKED),
+        _problem(head_dim=192, value_dim=128, cudnn_version=(9, 10, 2)),
         _problem(window=100),
         _problem(num_elements=2**31 - 1, cudnn_version=(9, 18, 0), **PACKED),
         _problem(cudnn_version=(9, 8, 0)),
@@ -99,8 +109,8 @@ unsupported_by_cudnn = pytest.mark.parametrize(
         _problem(RTX5090, cudnn_version=(9, 18, 1), **PACKED),
     ],
     ids=[
-        "H100", "A100", "float16", "head dim 64", "head dim 256", "window", "packed on H100 with cuDNN 9.18",
-        "H100 with cuDNN 9.8", "packed on B200 with cuDNN 9.8", "packed on B200",
+        "H100", "A100", "float16", "head dim 64", "head dim 256", "value dim", "window",
+        "packed on H100 with cuDNN 9.18", "H100 with cuDNN 9.8", "packed on B200 with cuDNN 9.8", "packed on B200",
         "packed on RTX 5090 with cuDNN 9.18.1",
     ],
 )  # fmt: skip

@@ -121,8 +121,10 @@ SPECS = dict(
 @pytest.mark.parametrize("fake_cudnn", ["jax 0.10", "jax 0.12"], indirect=True)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_cudnn_operands_give_reference_results(fake_cudnn, spec):
-    """Grouped queries, a scale, and a gradient of the lse, which cuDNN does not have."""
-    q, k, v, dout = inputs(batch=2)
+    """Grouped queries, a scale, narrower values, and a gradient of the lse, which cuDNN does not
+    have.
+    """
+    q, k, v, dout = inputs(batch=2, value_dim=8)
     dlse = jax.random.normal(jax.random.key(9), (2, q.shape[2], q.shape[1]))
     out, lse = reference.forward(q, k, v, None, spec)
     gradients = reference.backward(q, k, v, None, spec, QueryResults(out, lse, dout, dlse))
@@ -236,9 +238,9 @@ def _calls(program, target):
 def test_h100_call_is_one_kernel_plus_conversions():
     mesh = make_mesh(topology("h100:1x1"), MeshConfig())
     sharding = NamedSharding(mesh, PartitionSpec())
-    q, k = (
-        jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16, sharding=sharding)
-        for heads in (4, 2)
+    q, k, v, out = (
+        jax.ShapeDtypeStruct((2, 256, heads, width), jnp.bfloat16, sharding=sharding)
+        for heads, width in ((4, 64), (2, 64), (2, 32), (4, 32))
     )
     lse = jax.ShapeDtypeStruct((2, 4, 256), jnp.float32, sharding=sharding)
     spec = AttentionSpec(window=32)
@@ -249,8 +251,8 @@ def test_h100_call_is_one_kernel_plus_conversions():
         )
 
     programs = (
-        _compiled(lambda q, k, v: cudnn.forward(q, k, v, None, spec), q, k, k),
-        _compiled(backward, q, k, k, q, lse, q),
+        _compiled(lambda q, k, v: cudnn.forward(q, k, v, None, spec), q, k, v),
+        _compiled(backward, q, k, v, out, lse, out),
     )
     for program, num_results in zip(programs, (1, 3), strict=True):
         opcodes = Counter(instruction.opcode for instruction in program.entry)

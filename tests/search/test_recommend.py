@@ -456,6 +456,22 @@ def test_estimate_counts_the_gate_of_the_query_projection():
     assert seconds[1]["query"] > seconds[0]["query"] and seconds[1]["key"] == seconds[0]["key"]
 
 
+def test_estimate_counts_the_projections_of_latents_and_what_a_ring_sends_of_them():
+    config = load(model("deepseek-v2-lite"))
+    settings = {"mesh.context": 8, "attention.strategy": "ring"}
+    latents, keys_values = (
+        Layout(changed, Rates(topology("h100:1x8"), Roofline()), {}).projected
+        for changed in (
+            with_settings(config, settings | {"attention.ring_payload": payload})
+            for payload in ("latents", "keys_values")
+        )
+    )
+    down, up = 512 + 64, 512 * 16 * 256 / 2048
+    assert latents["sent"] == down and keys_values["sent"] == 2 * 16 * 192
+    assert latents["keys_values"] == keys_values["expanded"] == down + up
+    assert latents["expanded"] == down + 8 * up and latents["queries"] == 16 * 192
+
+
 @pytest.mark.gpu_compiler
 def test_estimate_state_and_saved_activations_are_a_lower_bound():
     """What the compiled steps need beyond them is less than twice the working set and NCCL's

@@ -58,6 +58,8 @@ _FIRST_VERSION_FOR_PACKED = {
     ),
     12: ((9, 18, 1), "gradients may be wrong: TransformerEngine#3333"),
 }
+# JAX's `check_is_flash_attention` has 9.10.0, whose backward is refused.
+_FIRST_VERSION_FOR_VALUE_DIM = (9, 10, 2)
 _FIRST_VERSION_WITH_DETERMINISTIC_BLACKWELL = (9, 18, 0)
 
 
@@ -88,8 +90,28 @@ def unsupported(problem: AttentionProblem) -> str | None:
             f" {_HEAD_DIM_MULTIPLE} up to {max_head_dim})"
         )
     if problem.value_dim != problem.head_dim:
-        return f"head dim {problem.value_dim} of values (supported: head dim of queries, {problem.head_dim})"
+        return _value_dim_unsupported(problem, int(major))
     return None if problem.implicit_positions else _packed_unsupported(problem, int(major))
+
+
+def _value_dim_unsupported(problem: AttentionProblem, major: int) -> str | None:
+    """Why calls do not support values that are narrower or wider than queries.
+
+    Packed calls have one array of offsets for keys and values, in elements, so their rows have the
+    same width (JAX's `_dot_product_attention_fwd_cuda_lowering`).
+    """
+    first, version = _FIRST_VERSION_FOR_VALUE_DIM, problem.cudnn_version
+    name = f"head dim {problem.value_dim} of values"
+    if not problem.implicit_positions:
+        return f"{name} with key ranges (supported: head dim of queries, {problem.head_dim})"
+    if major < 9 or (version is not None and version < first):
+        needed = f"compute capability 9.0 and cuDNN {version_text(first)}"
+        return (
+            f"{name} (supported: head dim of queries, {problem.head_dim}; others from {needed} on)"
+        )
+    if problem.value_dim > problem.head_dim or problem.value_dim % _HEAD_DIM_MULTIPLE:
+        return f"{name} (supported: multiples of {_HEAD_DIM_MULTIPLE} up to {problem.head_dim})"
+    return None
 
 
 def _packed_unsupported(problem: AttentionProblem, major: int) -> str | None:
@@ -116,7 +138,11 @@ def assumption(problem: AttentionProblem) -> str | None:
     """What `unsupported` assumes of the cuDNN of an absent GPU, for calls that older versions
     compute wrongly.
     """
-    if problem.cudnn_version is not None or not problem.document_ranges:
+    if problem.cudnn_version is not None:
+        return None
+    if problem.value_dim != problem.head_dim:
+        return f"assumes cuDNN {version_text(_FIRST_VERSION_FOR_VALUE_DIM)} or later"
+    if not problem.document_ranges:
         return None
     major = int((problem.compute_capability or "0").partition(".")[0])
     first, _ = _FIRST_VERSION_FOR_PACKED.get(major, (None, ""))
