@@ -7,7 +7,8 @@ CASES.json is a list of `directory` (a model in float32), `mesh`, `num_tokens`, 
 `batches`, `optimizer` (fields of config.optimizer) and `trained`; `gradients` and `trained` are the
 .npz files of the jobs `gradients` and `train` in float64. Prints a JSON object for each case:
 
-    gradients  the largest relative error of the logits and of the gradient of a parameter, and its name
+    logits     their largest relative error
+    gradients  the largest relative error of the gradient of a parameter, and its name
     updated    the largest error of a parameter after the first step, divided by the learning rate, and its name
     losses     the largest relative error of the loss of a step
 
@@ -41,8 +42,9 @@ def main(cases_path: str) -> None:
         )
         params = jax.tree.map(lambda x: x.astype(np.float64), load_pretrained(step)[0])
         errors = errors_of(step, params, dict(np.load(case["gradients"])), case["num_tokens"])
+        result = dict(logits=float(errors.pop("logits")), gradients=_largest(errors))
         print(
-            json.dumps(dict(gradients=_largest(errors), **_errors_of_training(step, params, case))),
+            json.dumps(result | _errors_of_training(step, params, case)),
             flush=True,
         )
 

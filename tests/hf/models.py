@@ -87,8 +87,7 @@ class Case:
     delta_modules: dict[str, str] = field(default_factory=dict)
     linear_layers: tuple[int, ...] = ()  # of a config.json without layer_types
     dense_layers: tuple[int, ...] = ()  # of a model with experts
-    # Architecture of the model with images whose text_config `config` is; transformers has no class for such a language
-    # model alone.
+    # Architecture of the model with images whose text_config `config` is.
     wrapper: str = ""
     has_latents: bool = False  # attention is latent attention
 
@@ -164,7 +163,10 @@ CASES: dict[str, Case] = {
         ),
         biases="qkvo",
     ),
-    "mistral": Case(config=_mistral(rope_theta=30000.0, sliding_window=None)),
+    "mistral": Case(  # Mistral Small 3
+        config=_mistral(rope_theta=30000.0, sliding_window=None),
+        wrapper="Mistral3ForConditionalGeneration",
+    ),
     "mistral_window": Case(config=_mistral(rope_theta=30000.0, sliding_window=12)),
     "ministral3": Case(
         config=_config(
@@ -941,7 +943,9 @@ def config_json_in_files(case: str) -> dict:
     outer = {
         name: text[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in text
     }
-    outer |= dict(architectures=[wrapper], model_type=config["model_type"].removesuffix("_text"))
+    is_mistral = config["model_type"] == "mistral"
+    model_type = "mistral3" if is_mistral else config["model_type"].removesuffix("_text")
+    outer |= dict(architectures=[wrapper], model_type=model_type)
     return outer | dict(text_config=text, vision_config=VISION, image_token_id=7)
 
 
@@ -953,10 +957,16 @@ def stored_tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarr
     if not CASES[case].wrapper:
         return tensors
     rng = np.random.default_rng(1)
-    renamed = {x.replace("model.", "model.language_model.", 1): y for x, y in tensors.items()}
-    shapes = {"norm1.weight": (16,), "attn.qkv.weight": (48, 16), "attn.qkv.bias": (48,)}
+    if CASES[case].config["model_type"] == "mistral":
+        renamed = {f"language_model.{name}": x for name, x in tensors.items()}
+        stem = "vision_tower.transformer.layers.0"
+        shapes = {"attention_norm.weight": (16,), "attention.q_proj.weight": (16, 16)}
+    else:
+        renamed = {x.replace("model.", "model.language_model.", 1): y for x, y in tensors.items()}
+        stem = "model.visual.blocks.0"
+        shapes = {"norm1.weight": (16,), "attn.qkv.weight": (48, 16), "attn.qkv.bias": (48,)}
     others = {
-        f"model.visual.blocks.0.{name}": rng.standard_normal(shape).astype(np.float32)
+        f"{stem}.{name}": rng.standard_normal(shape).astype(np.float32)
         for name, shape in shapes.items()
     }
     return renamed | others
@@ -997,7 +1007,7 @@ def write_model(
     content.get("text_config", content).update(changes)
     (directory / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     tensors = {
-        name: (x * scale).astype(x.dtype) if x.ndim > 1 and "visual" not in name else x
+        name: (x * scale).astype(x.dtype) if x.ndim > 1 and "vis" not in name else x
         for name, x in stored_tensors_of(case, dtype).items()
     }
     write_tensors(directory, tensors, num_files=num_files)

@@ -232,7 +232,7 @@ def in_float64(model):
     model.config._experts_implementation = "eager"  # torch's grouped product has no float64
     for module in model.modules():
         for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RotaryEmbedding"):
+            if type(child).__name__.endswith("RotaryEmbedding") and hasattr(child, "config"):
                 setattr(module, name, type(child)(child.config))  # computes the frequencies again
     try:
         yield

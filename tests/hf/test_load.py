@@ -370,7 +370,6 @@ def test_load_on_a_mesh_equals_the_files(case, tmp_path):
 @pytest.mark.parametrize(
     ("case", "architecture", "prefix", "other"),
     [
-        ("mistral", "Mistral3ForConditionalGeneration", "language_model.", "vision_tower."),
         ("ministral3", "Mistral3ForConditionalGeneration", "language_model.", "vision_tower."),
         ("gemma3", "Gemma3ForConditionalGeneration", "model.language_model.", "vision_tower."),
         (
@@ -1416,7 +1415,6 @@ def test_load_of_joined_tensors_of_several_dtypes(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("case", "change", "name", "dtype"),
     [
-        ("llama", dict, "model.layers.1.mlp.up_proj.weight", np.float32),
         ("llama", dict, "model.layers.1.mlp.up_proj.weight", ml_dtypes.bfloat16),
         ("qwen3_moe", dict, "model.layers.0.mlp.experts.7.up_proj.weight", np.float16),
         (

@@ -39,8 +39,7 @@ WITH_ALIASES = [
 # Models around a language model: their model_type.
 WRAPPER_TYPES = {x: FAMILIES[CASES[x].config["model_type"]].multimodal_type for x in CASES}
 WRAPPERS = {
-    case: WRAPPER_TYPES[case]
-    for case in ("gemma3", "mistral", "ministral3", "qwen3_5_hybrid", "qwen3_5_moe")
+    case: WRAPPER_TYPES[case] for case in ("gemma3", "ministral3", "qwen3_5_hybrid", "qwen3_5_moe")
 }
 ALONE = {  # the same, or "" for a language model
     case: WRAPPER_TYPES[case] if CASES[case].wrapper else "" for case in CASES
