@@ -79,24 +79,25 @@ def write_fp8(directory, case, block, change=lambda x: x, **options):
     return split_experts(whole) if change is stack_experts else whole
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(fsdp=2, tensor=2)], ids=["one", "sharded"])
 @pytest.mark.parametrize(
-    ("case", "block", "change", "scale_dtype"),
+    ("case", "block", "change", "scale_dtype", "num_tensor_ranks"),
     [
-        ("llama", BLOCK, dict, np.float32),
-        ("mistral", None, dict, ml_dtypes.bfloat16),
-        ("qwen3_moe", BLOCK, dict, ml_dtypes.float8_e8m0fnu),
-        ("qwen3_moe", BLOCK, stack_experts, np.float32),
-        ("qwen3_moe", None, stack_experts, np.float32),
-        ("qwen3_5_hybrid", BLOCK, dict, np.float16),  # one tensor for queries, keys and values
-        ("gpt_oss", BLOCK, dict, np.float32),  # gate and up are every second column
-        ("qwen3_next", BLOCK, dict, np.float32),  # rows of four projections of each key head
-        ("deepseek_v3", BLOCK, dict, np.float32),  # rows of the latent and of the rotated key
+        ("llama", BLOCK, dict, np.float32, 1),
+        ("mistral_window", None, dict, ml_dtypes.bfloat16, 2),
+        ("qwen3_moe", BLOCK, dict, ml_dtypes.float8_e8m0fnu, 2),
+        ("qwen3_moe", BLOCK, stack_experts, np.float32, 2),
+        ("qwen3_moe", None, stack_experts, np.float32, 2),
+        ("qwen3_5_hybrid", BLOCK, dict, np.float16, 2),  # one tensor for queries, keys and values
+        ("gpt_oss", BLOCK, dict, np.float32, 2),  # gate and up are every second column
+        ("qwen3_next", BLOCK, dict, np.float32, 2),  # rows of four projections of each key head
+        ("deepseek_v3", BLOCK, dict, np.float32, 2),  # rows of the latent and of the rotated key
     ],
 )
-def test_fp8_weights_equal_their_definition(case, block, change, scale_dtype, mesh, tmp_path):
+def test_fp8_weights_equal_their_definition(
+    case, block, change, scale_dtype, num_tensor_ranks, tmp_path
+):
     whole = write_fp8(tmp_path / "model", case, block, change, scale_dtype=scale_dtype)
-    _, params, line = loaded(tmp_path / "model", **mesh)
+    _, params, line = loaded(tmp_path / "model", fsdp=num_tensor_ranks, tensor=num_tensor_ranks)
     assert "rounded" not in line
     for path, value in expected_params(case, whole).items():
         array = np.asarray(params[path])[tuple(map(slice, value.shape))]
