@@ -330,7 +330,7 @@ def test_invalid_reward_raises(reward, words):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("source", ["model", "files"])
+@pytest.mark.parametrize("source", ["model", pytest.param("files", marks=pytest.mark.full)])
 def test_run_killed_before_rollouts_equals_the_undisturbed_run(
     rollouts, tmp_path, monkeypatch, source
 ):

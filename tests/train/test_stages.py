@@ -163,25 +163,27 @@ def test_checkpoint_of_other_stages_raises(config_path, undisturbed, tmp_path):
 
 @pytest.mark.heavy
 def test_killed_run_equals_the_undisturbed_run(config_path, undisturbed, tmp_path):
-    """Kills after a step, inside a save, and at the boundary. A changed row and a changed array are
-    detected.
+    """Kills inside a save and at the boundary; test_resume.py has a kill after a step.
+
+    A changed row and a changed array are detected.
     """
     lines = []
     arguments = [f"--config={config_path}"]
     equal = kill_drill.drill(
-        arguments, tmp_path, num_kills=3, seed=3, log=lines.append, undisturbed=undisturbed
+        arguments, tmp_path, num_kills=2, seed=3, log=lines.append, undisturbed=undisturbed
     )
-    assert equal and len(lines) == 6, lines
+    assert equal and len(lines) == 5, lines
     places = {
         kill.place
-        for kill in kill_drill.plan_kills(load_stages(read_config(str(config_path))), 3, 3)
+        for kill in kill_drill.plan_kills(load_stages(read_config(str(config_path))), 2, 3)
     }
-    assert places == {"step", "save", "border"}
+    assert places == {"save", "border"}
     metrics = tmp_path / "killed" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows[-2]["loss"] += 1e-7
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     checkpoints = tmp_path / "killed" / "checkpoints"
+    assert not list(checkpoints.glob("*tmp*"))
     shutil.rmtree(checkpoints / "7")
     shutil.copytree(checkpoints / "6", checkpoints / "7")
     metrics_problem, *array_problems = kill_drill.differences(undisturbed, tmp_path / "killed", 7)
