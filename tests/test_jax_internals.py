@@ -28,18 +28,13 @@ pytestmark = pytest.mark.jax_version
 ROOT = Path(__file__).parents[1]
 
 
-def test_backends_are_initialized_by_first_use_and_not_by_plugins():
-    code = (
-        "import jax; from jaxlc._jax_internals import backends_are_initialized as initialized, register_plugins;"
-        " register_plugins(); register_plugins(); assert not initialized(); jax.devices(); assert initialized()"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_coordination_client_has_a_key_value_store():
+def test_new_process_has_no_backends_before_first_use_and_a_key_value_store():
+    """Plugins do not initialize backends, and neither does the coordinator."""
     code = f"""
 import jax
-from jaxlc._jax_internals import coordination_client
+from jaxlc._jax_internals import backends_are_initialized, coordination_client, register_plugins
+register_plugins()
+register_plugins()
 assert coordination_client() is None
 jax.distributed.initialize("127.0.0.1:{free_port()}", num_processes=1, process_id=0)
 client = coordination_client()
@@ -48,6 +43,9 @@ for value in ("1", "2"):
 assert client.key_value_dir_get("a/") == [("a/b", "2")]
 client.key_value_delete("a/b")
 assert client.key_value_dir_get("a/") == []
+assert not backends_are_initialized()
+jax.devices()
+assert backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -76,10 +76,11 @@ SHORTER = {
     },
     "hybrid": {
         "STEPS = 32, 128, 16, 500": "STEPS = 32, 128, 4, 3",
-        # The hybrid has recurrent layers, too.
+        # The hybrid has recurrent layers, too. Equal models share compiled programs.
         '"recurrent": (("gated_delta_net", "gated_delta_net"), 16)': '"recurrent": (("nope", "nope"), 0)',
         '"recurrent, 4 x state": (("gated_delta_net", "gated_delta_net"), 32)': '"recurrent, 4 x state": '
         '(("nope", "nope"), 0)',
+        '"full attention": (("full", "nope"), 0)': '"full attention": (("nope", "nope"), 0)',
         "warmup_steps=20": "warmup_steps=1",
         "NUM_BOOKS = 512": "NUM_BOOKS = 8",
         "log_every_steps=50": "log_every_steps=2",
