@@ -19,8 +19,8 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES}
 os.environ.update(CACHE)
 
 # Tracing creates many objects that stay alive: with Python's thresholds, a fifth of the CPU time is
-# garbage collection.
-gc.set_threshold(200_000, 20, 100)
+# garbage collection. Garbage is collected before each test.
+gc.disable()
 
 
 # The modules with the longest tests run first, so that all workers end at about the same time.
