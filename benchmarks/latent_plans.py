@@ -3,8 +3,8 @@
     python -m benchmarks.latent_plans
     python -m benchmarks.latent_plans --cases=0,2
 
-The steps are AOT-compiled for 8 H100s, for three to ten minutes each. Plans are stored in --out; the
-same command resumes.
+The steps are AOT-compiled for 8 H100s, for 1 to 5 minutes each. Plans are stored in --out; the same
+command resumes.
 """
 
 import argparse

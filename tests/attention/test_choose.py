@@ -11,8 +11,9 @@ from jaxlc.attention import choose, make
 from jaxlc.attention.contract import AttentionProblem
 from jaxlc.attention.kernels import cudnn
 from jaxlc.attention.kernels.choose import KERNELS, choose_kernel
-from jaxlc.config import AttentionConfig, MeshConfig
+from jaxlc.config import AttentionConfig, MeshConfig, defaults, load
 from jaxlc.simulate.topology import WITHOUT_GPU, make_mesh, topology
+from jaxlc.step.step import build_step
 
 H100 = dict(platform="gpu", compute_capability="9.0")
 A100 = dict(platform="gpu", compute_capability="8.0")
@@ -205,3 +206,17 @@ def test_unknown_kernel_raises():
         ValueError, match="unknown attention kernel 'fastest'; known: auto, .*blockwise, cudnn"
     ):
         choose_kernel("fastest", _problem())
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_latent_layers_have_cudnn_with_narrower_values_or_padded_ones(kernel):
+    config = defaults()
+    config.model.update(num_heads=2, num_kv_heads=2, head_dim=192, rope_fraction=1 / 3)
+    config.model.update(layer_kinds=("latent",), latent=dict(rank=512, value_dim=128))
+    config.attention.kernel = kernel
+    for is_packed, version in ((False, "9.10.2"), (True, "9.18.0")):
+        config.attention.document_mask = is_packed
+        mesh = make_mesh(topology("h100:1x1"), MeshConfig())
+        selection = build_step(load(config), mesh).kernels["latent"]
+        assert selection.name == "cudnn" and f"assumes cuDNN {version}" in selection.reason

@@ -19,11 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jaxlc.attention.contract import AttentionSpec
+from jaxlc.attention.kernels.choose import KernelSelection
 from jaxlc.attention.strategies.strategy import Expansion, split_expanded
 from jaxlc.config import LoraConfig, ModelConfig
 from jaxlc.config.kinds import mixer_matrices
 from jaxlc.config.kinds.latent import sends_latents
 from jaxlc.core import scopes
+from jaxlc.core.errors import Unsupported
 from jaxlc.models.block import InitKeys, RMSNorm, residual_depth_scale, weight
 from jaxlc.models.cached_attention import KV, CachedAttention, kv_spec
 from jaxlc.models.contract import CacheLayout, KindOnMesh, Rotation, Sequences
@@ -147,7 +149,7 @@ class LatentAttention(SoftmaxAttention):
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
         sharded, value_dim = cls.sharded(on), on.model.latent.value_dim
         prepare, _ = super().on_sequences(on)
-        is_padded = choose_kernel(on, value_dim).name != choose_kernel(on).name
+        _, is_padded = _kernel(on)
 
         def attend_heads(q_BTNH, k_BTNH, v_BTNH, sinks_N, latents, *, ranges):
             del latents
@@ -163,6 +165,10 @@ class LatentAttention(SoftmaxAttention):
             return sharded(q_BTNH, latent_BTC, weights, ranges)[0]
 
         return Sequences(prepare, attend_latents if sends_latents(on.config) else attend_heads)
+
+    @classmethod
+    def kernel(cls, on: KindOnMesh) -> KernelSelection:
+        return _kernel(on)[0]
 
     @classmethod
     def abstract_cache(
@@ -225,6 +231,16 @@ class CachedLatentAttention(CachedAttention):
         out_b1nR = out[..., : len(keys_RnI)].astype(q_b1nH.dtype)
         out_b1nV = jnp.einsum("btnR,RnV->btnV", out_b1nR, values_RnV)
         return out_b1nV.astype(jnp.float32), lse
+
+
+def _kernel(on: KindOnMesh) -> tuple[KernelSelection, bool]:
+    """The kernel of training, and whether it needs values as wide as keys."""
+    padded = choose_kernel(on)
+    try:
+        selection = choose_kernel(on, on.model.latent.value_dim)
+    except Unsupported:  # the kernel that the config names
+        return padded, True
+    return (selection, False) if selection.name == padded.name else (padded, True)
 
 
 def _cached_dim(on: KindOnMesh) -> int:
