@@ -1065,6 +1065,11 @@ RELEASED = {
         dict(auto_map=dict(AutoConfig="configuration_phi3.Phi3Config")),
         dict(rope_fraction=0.75, rope_scaling="longrope", window=0, layer_kinds=("full",)),
     ),
+    "Phi-3-mini-128k, first release": (
+        "phi3",
+        dict(rope_scaling=dict(type="su", short_factor=[1.0] * 3, long_factor=[2.0] * 3)),
+        dict(rope_scaling="longrope", rope_scaling_long_factors=(2.0, 2.0, 2.0)),
+    ),
     "Phi-4": (
         "phi3",
         dict(

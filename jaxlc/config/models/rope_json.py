@@ -212,6 +212,7 @@ def _one_rope(
     """
     old_type = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", old_type)
+    rope_type = "longrope" if rope_type == "su" else rope_type  # the older name in Phi-3
     known = [x for x in _TYPES if _TYPES[x] in (family.rope_scalings or _TYPES.values())]
     if rope_type not in known:
         raise Unsupported(
