@@ -22,7 +22,7 @@ from jaxlc.cli.export import main
 from jaxlc.config import PRESETS, load
 from jaxlc.config.models.config_json import config_json_of, language_model_of, settings_of
 from jaxlc.config.models.model_schema import KindConfig, model_from
-from jaxlc.config.models.pretrained import with_language_model
+from jaxlc.config.models.pretrained import copy_description, with_language_model
 from jaxlc.config.models.rope_json import max_position_embeddings
 from jaxlc.core.errors import UserError
 from jaxlc.data.corpus import open_corpus
@@ -179,6 +179,13 @@ def test_parts_that_are_not_trained_are_copied_unless_they_changed(tmp_path):
 def changed(tensors):
     name = "model.visual.blocks.0.attn.qkv.weight"
     return tensors | {name: np.nextafter(tensors[name], np.float32(9))}
+
+
+def test_unreadable_generation_config_raises_at_the_start_of_a_run(tmp_path):
+    source = write_model(tmp_path / "model", "llama")
+    (source / "generation_config.json").write_text("")
+    with pytest.raises(UserError, match="cannot read .*/model/generation_config.json"):
+        copy_description(str(source), tmp_path)
 
 
 def test_layers_of_multi_token_prediction_are_copied(tmp_path):

@@ -194,10 +194,14 @@ def original_of(init_from: str, workdir: Path | None = None) -> Pretrained | Non
 def copy_description(init_from: str, workdir: Path) -> None:
     """Copies the files of the original model besides its weights to `workdir`, so that an export
     does not need it for them.
+
+    Raises:
+      UserError: a file that an export reads cannot be read.
     """
     original = original_of(init_from)
     if original is None:
         return
+    eos_token_ids(original.directory)
     target = workdir / COPY_DIRECTORY
     target.mkdir(exist_ok=True)
     for name in (*TEXT_FILES, *PROCESSOR_FILES, CONFIG_FILE, UNTRAINED_FILE):
