@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "goldens" / "plans.txt"
 
 # Both kernels, one and several NVLink domains, one device, state and activations in host memory,
 # tiles.
-_SAMPLE = ("64k:ring", "64k:h100", "64k:mini", "256k:", "1m_1gpu:")
+_SAMPLE = ("64k:ring", "64k:h100", "256k:", "1m_1gpu:")
 
 
 @pytest.mark.parametrize(

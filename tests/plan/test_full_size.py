@@ -62,7 +62,7 @@ _BASELINES = zip(
 @pytest.mark.parametrize(
     "baseline, max_gib, max_seconds",
     [
-        pytest.param(*case, marks=pytest.mark.full if index in (1, 2, 3) else [])
+        pytest.param(*case, marks=pytest.mark.full if index < 4 else [])
         for index, case in enumerate(_BASELINES)
     ],
 )

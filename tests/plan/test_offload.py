@@ -28,18 +28,18 @@ def host_bytes(step: TrainStep) -> int:
 
 @pytest.mark.heavy
 def test_offload_residual_holds_one_per_layer_group():
-    step = small_step(offload=("residual",))
+    step = small_step(offload=("residual",), layers_per_remat_group=2)
     # bfloat16, split over context and tensor
     residuals = LAYERS * TOKENS * step.config.model.model_dim * 2 // 4
-    assert host_bytes(step) == residuals
-    assert host_bytes(small_step(offload=("residual",), layers_per_remat_group=2)) == residuals // 2
+    assert host_bytes(step) == residuals // 2
 
 
-def test_offload_attention_holds_out_and_lse():
-    step = small_step(offload=("attention_out", "attention_lse"))
+def test_offload_of_all_tensors_holds_residual_out_and_lse():
+    step = small_step(offload=("residual", "attention_out", "attention_lse"))
     model = step.config.model
     bytes_per_head = model.head_dim * 2 + 4  # out in bfloat16, lse in float32
-    assert host_bytes(step) == LAYERS * TOKENS * model.num_heads * bytes_per_head // 4
+    bytes_per_token = model.model_dim * 2 + model.num_heads * bytes_per_head
+    assert host_bytes(step) == LAYERS * TOKENS * bytes_per_token // 4
 
 
 @pytest.mark.heavy
