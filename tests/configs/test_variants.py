@@ -157,8 +157,7 @@ _IN_EVERY_RUN = ("256k",)
 
 @pytest.mark.parametrize("name", [
     *_IN_EVERY_RUN,
-    *(pytest.param(x, marks=pytest.mark.heavy) for x in ("1m",)),
-    *(pytest.param(x, marks=pytest.mark.full) for x in ("64k", "128k", "8m_8gpu", "32m_32gpu")),
+    *(pytest.param(x, marks=pytest.mark.full) for x in ("64k", "128k", "1m", "8m_8gpu", "32m_32gpu")),
 ])  # fmt: skip
 def test_mini_variant_trains(name, tmp_path):
     """Two steps, on the simulated devices of this process."""
