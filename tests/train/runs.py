@@ -56,7 +56,7 @@ MetricsLog.write = _write_slowly
 
 
 def share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes runs with equal settings in this process use one compiled step and one compiled
+    """Makes runs with equal programs in this process use one compiled step and one compiled
     evaluation.
 
     A run in another process compiles its own, and so do the runs of test_compiled_step_reuse.py.
@@ -73,15 +73,22 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compiled_once(method):
-    """`method` of `TrainStep`, called once for each mesh, custom model and settings of the program."""
+    """`method` of `TrainStep`, called once for each mesh, batch, custom model and settings of the
+    program.
+    """
     programs = {}
 
     def compiled(step: TrainStep) -> jax.stages.Compiled:
         settings = to_dict(step.config)
-        for name in ("checkpoint_every_steps", "eval_every_steps"):
+        for section in ("data", "evals", "rollouts"):
+            del settings[section]
+        for name in ("checkpoint_every_steps", "eval_every_steps", "nonfinite"):
             del settings["train"][name]
+        for name in ("init_from", "preset"):
+            del settings["model"][name]
         key = (
             repr(settings),
+            repr(step.abstract_batch),
             step.mesh,
             step.model,
             step.token_loss,
