@@ -335,7 +335,7 @@ class LowRank(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The weights of all experts, in use by a layer; F may be a part of the width."""
 
-    gate_EDF: jax.Array
+    gate_EDF: jax.Array | None  # None: the experts have no gate
     up_EDF: jax.Array
     down_EFD: jax.Array
     gate_bias_EF: jax.Array | None = None  # float32; None: the experts have no biases
@@ -351,7 +351,7 @@ def expert_outputs(
     chosen_Tk: jax.Array,
     weights_Tk: jax.Array,
     experts: ExpertWeights,
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    activation: Callable[[jax.Array | None, jax.Array], jax.Array],
     adapter_scale: float = 1.0,
     fp8_names: Collection[str] = (),
     kernel: str = "blocks",
@@ -365,7 +365,7 @@ def expert_outputs(
       fp8_names: the products in FP8, of `EXPERT_PROJECTIONS`.
       kernel: config.runtime.expert_kernel, of the other products.
     """
-    assignments = assign(chosen_Tk, len(experts.gate_EDF), kernel)
+    assignments = assign(chosen_Tk, len(experts.up_EDF), kernel)
     expert_n = assignments.expert_n
     rows_nmD = rows_of(x_TD, assignments)
 
@@ -375,9 +375,11 @@ def expert_outputs(
             out += _adapter_output(x, adapter, expert_n, adapter_scale)
         return out if bias is None else plus_bias(out, bias, expert_n).astype(x.dtype)
 
-    gate_nmF = product(
-        "expert_gate", rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter
-    )
+    gate_nmF = None
+    if experts.gate_EDF is not None:
+        gate_nmF = product(
+            "expert_gate", rows_nmD, experts.gate_EDF, experts.gate_bias_EF, experts.gate_adapter
+        )
     up_nmF = product("expert_up", rows_nmD, experts.up_EDF, experts.up_bias_EF, experts.up_adapter)
     hidden_nmF = activation(gate_nmF, up_nmF)
     down_nmD = product(

@@ -107,7 +107,8 @@ class Adapters(nnx.Module):
         self.names, self.scale = tuple(names), lora.scale
         matrices, paths = layer_matrices(model), projection_paths()
         for name in names:
-            projection, per_expert = matrices[paths[name][0]], name in EXPERT_PROJECTIONS
+            projection = next(matrices[path] for path in paths[name] if path in matrices)
+            per_expert = name in EXPERT_PROJECTIONS
             setattr(self, name, Adapter(lora, projection, next_key, per_expert=per_expert))
 
     def of(self, name: str) -> Adapter:

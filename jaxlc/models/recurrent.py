@@ -122,9 +122,10 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
             )
 
         past = functools.partial(array, _PAST, dtype, cls.reach(on.model))
+        key = max(sizes.key[0], on.mesh.shape[TENSOR]), sizes.key[1]
         num_heads, value_dim = sizes.value
         state = array(_STATE, jnp.float32, num_heads, sizes.key[1], value_dim)
-        return RecurrentCache(state, past(*sizes.key), past(*sizes.key), past(*sizes.value))
+        return RecurrentCache(state, past(*key), past(*key), past(*sizes.value))
 
     @classmethod
     def cached(
@@ -179,7 +180,7 @@ class CachedRecurrence:
           operands: the fields of `Operands`, of a chunk that the context axis splits.
         """
         states = RecurrentCache(_STATE, _PAST, _PAST, _PAST)
-        operands = Operands(*operands)
+        operands = Operands(*operands).split_over(self.mesh.shape[TENSOR])
         in_specs = (operands.specs, states, PartitionSpec(), NewTokens(_BATCH, _BATCH))
         is_decoding = self.chunk_tokens == decode_tokens(self.mesh)
         split = jax.shard_map(

@@ -90,6 +90,9 @@ class Case:
     # Architecture of the model with images whose text_config `config` is.
     wrapper: str = ""
     has_latents: bool = False  # attention is latent attention
+    # Types of layers -> names of their mixers here.
+    mixers: dict[str, str] = field(default_factory=dict)
+    blocks: str = ""  # of layers of one block: their letters in hybrid_override_pattern
 
 
 def _config(model_type: str, architecture: str, **fields) -> dict:
@@ -139,6 +142,62 @@ def _latent(model_type: str, architecture: str, **fields) -> Case:
     config = _config(model_type, architecture, **config | fields)
     del config["head_dim"]
     return Case(config=config, has_latents=True, first_layers=1, dense_layers=(0,))
+
+
+def _granite_hybrid(**fields) -> Case:
+    """Two layers of Mamba-2 around one with attention."""
+    config = dict(
+        tie_word_embeddings=True,
+        rope_theta=30000.0,
+        head_dim=None,
+        attention_bias=False,
+        attention_multiplier=0.3,
+        embedding_multiplier=0.7,
+        logits_scaling=1.4,
+        residual_multiplier=0.6,
+        layer_types=[LINEAR, FULL, LINEAR],
+        rms_norm_eps=HYBRID_NORM_EPSILON,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=12,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
+        mamba_chunk_size=16,
+        shared_intermediate_size=40,
+    )
+    config = _config("granitemoehybrid", "GraniteMoeHybridForCausalLM", **config | fields)
+    return Case(
+        config=config,
+        group_layers=2,
+        mixers={LINEAR: "mamba2", FULL: fields["position_embedding_type"]},
+    )
+
+
+def _nemotron(pattern: str, **fields) -> Case:
+    """Layers of one block, by the letters of hybrid_override_pattern."""
+    config = dict(
+        tie_word_embeddings=False,
+        hybrid_override_pattern=pattern,
+        num_hidden_layers=len(pattern),
+        layer_norm_epsilon=HYBRID_NORM_EPSILON,
+        mlp_hidden_act="relu2",
+        mamba_hidden_act="silu",
+        mamba_num_heads=8,
+        mamba_head_dim=6,
+        ssm_state_size=12,
+        conv_kernel=4,
+        use_conv_bias=True,
+        time_step_limit=[0.1, 1.5],
+        attention_bias=False,
+        mlp_bias=False,
+        num_nextn_predict_layers=0,
+    )
+    config = _config("nemotron_h", "NemotronHForCausalLM", **config | fields)
+    for name in ("rms_norm_eps", "hidden_act"):
+        del config[name]
+    return Case(config=config, blocks=pattern, group_layers=len(pattern))
 
 
 # Both forms of RoPE, tied and untied.
@@ -670,6 +729,34 @@ CASES: dict[str, Case] = {
             "out_proj": "o_proj",
         },
     ),
+    "granite_hybrid": _granite_hybrid(
+        mamba_n_groups=2,
+        position_embedding_type="nope",
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        time_step_limit=[0.1, 2.0],
+    ),
+    "granite_hybrid_moe": _granite_hybrid(
+        mamba_n_groups=1,
+        position_embedding_type="rope",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=24,
+        time_step_limit=[0.0, math.inf],
+    ),
+    "nemotron_h": _nemotron("M-*-M", n_groups=2),
+    "nemotron_h_moe": _nemotron(
+        "ME*EM",
+        n_groups=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        n_group=4,
+        topk_group=2,
+    ),
     "deepseek_v3": _latent(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
@@ -722,6 +809,8 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
     }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
+    if CASES[case].blocks:
+        shapes = _of_nemotron(config)
     layer_shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": ((1 + CASES[case].has_gate) * N * H, D),
         "self_attn.k_proj.weight": (K * H, D),
@@ -746,11 +835,13 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         layer_shapes |= {f"self_attn.{x}_norm.weight": (n * H,) for x, n in zip("qk", heads)}
     if CASES[case].has_latents:
         layer_shapes = _with_latents(layer_shapes, config)
-    for layer, mixer in enumerate(mixers_of(CASES[case])):
+    for layer, mixer in enumerate([] if CASES[case].blocks else mixers_of(CASES[case])):
         own_shapes = layer_shapes
-        if mixer == LINEAR:
+        if mixer == LINEAR and not CASES[case].mixers:
             own_shapes = _with_delta_net(layer_shapes, CASES[case])
-        if config["model_type"] == "gpt_oss":
+        if config["model_type"] == "granitemoehybrid":
+            own_shapes = _of_granite_hybrid(layer_shapes, config, mixer)
+        elif config["model_type"] == "gpt_oss":
             own_shapes = _with_stacked_experts(own_shapes, config)
         elif number_of_experts(config) and layer not in CASES[case].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
@@ -845,6 +936,85 @@ def _with_delta_net(
         | norms
         | {f"linear_attn.{renamed(name, case)}": shape for name, shape in shapes.items()}
     )
+
+
+def _of_nemotron(config: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of Nemotron-H, as released."""
+    D, V, F = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    N, K, H = (config[x] for x in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads = config["mamba_num_heads"]
+    values = heads * config["mamba_head_dim"]
+    channels = values + 2 * config["n_groups"] * config["ssm_state_size"]
+    blocks = {
+        "M": {
+            "in_proj.weight": (values + channels + heads, D),
+            "conv1d.weight": (channels, 1, config["conv_kernel"]),
+            "conv1d.bias": (channels,),
+            **dict.fromkeys(("A_log", "dt_bias", "D"), (heads,)),
+            "norm.weight": (values,),
+            "out_proj.weight": (D, values),
+        },
+        "*": {
+            "q_proj.weight": (N * H, D),
+            **dict.fromkeys(("k_proj.weight", "v_proj.weight"), (K * H, D)),
+            "o_proj.weight": (D, N * H),
+        },
+        "-": {"up_proj.weight": (F, D), "down_proj.weight": (D, F)},
+    }
+    if E := config.get("n_routed_experts"):
+        F, S = (config[x] for x in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"))
+        blocks["E"] = {
+            "gate.weight": (E, D),
+            "gate.e_score_correction_bias": (E,),
+            "shared_experts.up_proj.weight": (S, D),
+            "shared_experts.down_proj.weight": (D, S),
+        }
+        for expert in range(E):
+            blocks["E"][f"experts.{expert}.up_proj.weight"] = F, D
+            blocks["E"][f"experts.{expert}.down_proj.weight"] = D, F
+    shapes = {
+        "backbone.embeddings.weight": (V, D),
+        "backbone.norm_f.weight": (D,),
+        "lm_head.weight": (V, D),
+    }
+    for layer, block in enumerate(config["hybrid_override_pattern"]):
+        stem = f"backbone.layers.{layer}"
+        shapes[f"{stem}.norm.weight"] = (D,)
+        shapes |= {f"{stem}.mixer.{name}": shape for name, shape in blocks[block].items()}
+    return shapes
+
+
+def _of_granite_hybrid(
+    layer_shapes: dict[str, tuple[int, ...]], config: dict, mixer: str
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of Granite 4, as released."""
+    D, S = config["hidden_size"], config["shared_intermediate_size"]
+    heads, N = config["mamba_n_heads"], config["mamba_d_state"]
+    values = heads * config["mamba_d_head"]
+    channels = values + 2 * config["mamba_n_groups"] * N
+    mamba = {
+        "in_proj.weight": (values + channels + heads, D),
+        "conv1d.weight": (channels, 1, config["mamba_d_conv"]),
+        "conv1d.bias": (channels,),
+        **dict.fromkeys(("A_log", "dt_bias", "D"), (heads,)),
+        "norm.weight": (values,),
+        "out_proj.weight": (D, values),
+    }
+    shapes = {name: x for name, x in layer_shapes.items() if not name.startswith("mlp.")}
+    if mixer == LINEAR:
+        shapes = {name: x for name, x in shapes.items() if not name.startswith("self_attn.")}
+        shapes |= {f"mamba.{name}": x for name, x in mamba.items()}
+    if E := config["num_local_experts"]:
+        F = config["intermediate_size"]
+        shapes |= {
+            "block_sparse_moe.router.layer.weight": (E, D),
+            "block_sparse_moe.input_linear.weight": (E, 2 * F, D),
+            "block_sparse_moe.output_linear.weight": (E, D, F),
+        }
+    return shapes | {
+        "shared_mlp.input_linear.weight": (2 * S, D),
+        "shared_mlp.output_linear.weight": (D, S),
+    }
 
 
 def renamed(name: str, case: Case) -> str:
@@ -977,7 +1147,7 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
         return rng.standard_normal(shape) / 5  # it is added to sigmoids
     if name.endswith(("bias", ".sinks")):
         return rng.standard_normal(shape)
-    if len(shape) == 3 and ".experts." in name:
+    if len(shape) == 3 and (".experts." in name or "_linear" in name):
         return rng.standard_normal(shape) * 1.5 / shape[1] ** 0.5
     if name.endswith(("A_log", "dt_bias")):
         return rng.uniform(-3, 0, shape)  # states that remember some tens of tokens

@@ -28,7 +28,15 @@ def open_model(directory: str):
     model = auto.from_pretrained(
         directory, config=config_of(directory), dtype=torch.float32, attn_implementation="eager"
     )
-    return model.train()
+    return with_step_limit(model, fields).train()
+
+
+def with_step_limit(model, fields: dict):
+    """transformers bounds the steps of nemotron_h by time_step_min, and does not read this field."""
+    for module in model.modules():
+        if fields["model_type"] == "nemotron_h" and hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(fields["time_step_limit"])
+    return model
 
 
 def config_of(directory: str):
@@ -100,6 +108,7 @@ def save(
     )
     described = transformers.AutoConfig.for_model(**fields)
     model = auto.from_config(described, dtype=torch.float32, attn_implementation="eager")
+    with_step_limit(model, fields)
     generator = torch.Generator().manual_seed(0)
     for name, x in sorted(model.state_dict().items()):
         if "rotary_emb" not in name:
@@ -130,6 +139,13 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
         stem, _, last = name.rpartition(".experts.")
         if stem and model.config.model_type == "qwen3_vl_moe":
             result[name] = array.swapaxes(1, 2)
+            continue
+        if model.config.model_type == "granitemoehybrid" and "block_sparse_moe" in name:
+            modules = {"experts.gate_up_proj": "input_linear.weight"}
+            modules |= {"experts.down_proj": "output_linear.weight"}
+            modules |= {"router.weight": "router.layer.weight"}
+            module, _, part = name.partition("block_sparse_moe.")
+            result[f"{module}block_sparse_moe.{modules[part]}"] = array
             continue
         if not stem or model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):
             result[name] = array

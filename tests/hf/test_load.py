@@ -72,6 +72,8 @@ def expected_params(name, tensors=None):
     """The parameters, with the conversions written out for each tensor."""
     case, tensors = CASES[name], tensors_of(name) if tensors is None else tensors
     config = case.config
+    if case.blocks:
+        return nemotron_params(config, tensors)
     L, D, N = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     K, H = config["num_key_value_heads"], config.get("head_dim") or D // N
     conversions = {
@@ -121,7 +123,9 @@ def expected_params(name, tensors=None):
         }
     mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
-    if config["model_type"] == "gpt_oss":
+    if config["model_type"] == "granitemoehybrid":
+        blocks[False] = granite_conversions(config)
+    elif config["model_type"] == "gpt_oss":
         blocks[False] = STACKED_EXPERTS
     elif number_of_experts(config):
         blocks[False] = expert_conversions(config)
@@ -132,11 +136,17 @@ def expected_params(name, tensors=None):
             f"{path}/scale": (f"{norm}.weight", lambda x: x)
             for norm, path in case.delta_norms.items()
         }
-        mixers[LINEAR] = norms | delta_net_conversions(case)
+        if case.mixers:
+            sizes = (config[f"mamba_{x}"] for x in ("n_groups", "d_state", "n_heads", "d_head"))
+            mamba = mamba_conversions(*sizes)
+            mixers[LINEAR] = norms | {path: (f"mamba.{x}", y) for path, (x, y) in mamba.items()}
+        else:
+            mixers[LINEAR] = norms | delta_net_conversions(case)
     names = {FULL: "nope" if config["model_type"] == "olmo_hybrid" else "full"}
     if case.has_latents:
         names[FULL] = "latent"
     names[LINEAR] = "gated_delta_net"
+    names |= {name: "full" if x == "rope" else x for name, x in case.mixers.items()}
     stacks = dict.fromkeys(kinds, "")
     if len(stacks) > 1:
         stacks = {
@@ -253,6 +263,110 @@ STACKED_EXPERTS = {
     "mlp/expert_down": ("mlp.experts.down_proj", np.asarray),
     "mlp/down_bias": ("mlp.experts.down_proj_bias", np.asarray),
 }
+
+
+def granite_conversions(config):
+    """As `conversions` in `expected_params`, of the feed-forward block of a layer of Granite 4."""
+    S, F = config["shared_intermediate_size"], config["intermediate_size"]
+    stem, gate_up = "mlp/", "shared_mlp.input_linear.weight"
+    conversions = {}
+    if config["num_local_experts"]:
+        stem, experts = "mlp/shared/", "block_sparse_moe.input_linear.weight"
+        conversions = {
+            "mlp/router": ("block_sparse_moe.router.layer.weight", np.transpose),
+            "mlp/expert_gate": (experts, lambda x: x[:, :F].swapaxes(1, 2)),
+            "mlp/expert_up": (experts, lambda x: x[:, F:].swapaxes(1, 2)),
+            "mlp/expert_down": (
+                "block_sparse_moe.output_linear.weight",
+                lambda x: x.swapaxes(1, 2),
+            ),
+        }
+    return conversions | {
+        f"{stem}w_gate": (gate_up, lambda x: x[:S].T),
+        f"{stem}w_up": (gate_up, lambda x: x[S:].T),
+        f"{stem}w_down": ("shared_mlp.output_linear.weight", np.transpose),
+    }
+
+
+def nemotron_params(config, tensors):
+    """`expected_params` of Nemotron-H."""
+    N, K, H = (config[x] for x in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+    def stacked(*tensors):
+        return np.stack([x.T for x in tensors])
+
+    conversions = {
+        "*": {
+            "attention/wq": ("q_proj.weight", lambda x: x.T.reshape(-1, N, H)),
+            "attention/wk": ("k_proj.weight", lambda x: x.T.reshape(-1, K, H)),
+            "attention/wv": ("v_proj.weight", lambda x: x.T.reshape(-1, K, H)),
+            "attention/wo": ("o_proj.weight", lambda x: x.T.reshape(N, H, -1)),
+        },
+        "-": {f"mlp/w_{x}": (f"{x}_proj.weight", np.transpose) for x in ("up", "down")},
+        "E": {
+            "mlp/router": ("gate.weight", np.transpose),
+            "mlp/choice_bias": ("gate.e_score_correction_bias", np.asarray),
+        },
+        "M": mamba_conversions(
+            *(
+                config[x]
+                for x in ("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
+            )
+        ),
+    }
+    for x in ("up", "down"):
+        names = [f"experts.{i}.{x}_proj.weight" for i in range(number_of_experts(config))]
+        conversions["E"][f"mlp/expert_{x}"] = names, stacked
+        conversions["E"][f"mlp/shared/w_{x}"] = f"shared_experts.{x}_proj.weight", np.transpose
+    params = {
+        "embedding": tensors["backbone.embeddings.weight"],
+        "final_norm/scale": tensors["backbone.norm_f.weight"],
+        "head": tensors["lm_head.weight"].T,
+    }
+    pattern = config["hybrid_override_pattern"]
+    stacks = model_of(settings_of(config, "config.json")).layer_stacks
+    for stack, layers in stacks.items():
+        (block,) = {pattern[i] for i in layers}
+        norm = "attention_norm" if block in "M*" else "mlp_norm"
+        own = conversions[block] | {f"{norm}/scale": ("../norm.weight", np.asarray)}
+        for path, (names, convert) in own.items():
+            values = []
+            for i in layers:
+                stem = f"backbone.layers.{i}.mixer."
+                full = [stem + x for x in ([names] if isinstance(names, str) else names)]
+                values.append(convert(*(tensors[x.replace("mixer.../", "")] for x in full)))
+            params["/".join([*stack, path])] = np.stack(values)
+    return params
+
+
+def mamba_conversions(G, N, H, P):
+    """As `conversions` in `expected_params`, of a layer with Mamba-2 of G groups and H heads."""
+    shapes = dict(z=(H, P), v=(H, P), k=(G, N), q=(G, N), b=(H,))
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    rows = {x: slice(end - math.prod(shapes[x]), end) for x, end in zip(shapes, ends)}
+    conversions = {
+        f"w{x}": ("in_proj.weight", lambda y, x=x: y[rows[x]].T.reshape(-1, *shapes[x]))
+        for x in shapes
+    }
+    for x in "vkq":
+        part = slice(rows[x].start - H * P, rows[x].stop - H * P)
+        shape = shapes[x]
+        conversions[f"conv_{x}"] = (
+            "conv1d.weight",
+            lambda y, part=part, shape=shape: y[part, 0].T.reshape(-1, *shape),
+        )
+        conversions[f"bias_{x}"] = (
+            "conv1d.bias",
+            lambda y, part=part, shape=shape: y[part].reshape(shape),
+        )
+    conversions |= {
+        "wo": ("out_proj.weight", lambda y: y.T.reshape(H, P, -1)),
+        "log_decay": ("A_log", np.asarray),
+        "decay_bias": ("dt_bias", np.asarray),
+        "skip": ("D", np.asarray),
+        "out_norm/scale": ("norm.weight", lambda y: y.reshape(H, P)),
+    }
+    return {f"attention/{path}": x for path, x in conversions.items()}
 
 
 def delta_net_conversions(case):

@@ -71,6 +71,10 @@ FLOAT64_MODELS = {
     "qwen3_vl_moe": ("qwen3_vl_moe", 1.0),
     "glm4_moe_lite": ("glm4_moe_lite", 1.0),
     "deepseek_v3": ("deepseek_v3", 1.0),
+    "granite_hybrid": ("granite_hybrid", 1.0),
+    "granite_hybrid_moe": ("granite_hybrid_moe", 1.0),
+    "nemotron_h": ("nemotron_h", 1.0),
+    "nemotron_h_moe": ("nemotron_h_moe", 1.0),
     "deepseek_v2": ("deepseek_v2", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
@@ -238,6 +242,10 @@ def _renamed(params, names: dict):
     if not isinstance(params, dict):
         return params
     return {names.get(name, name): _renamed(value, names) for name, value in params.items()}
+
+
+def _without_skips(params):
+    return jax.tree.map_with_path(lambda path, x: x * (path[-1].key != "skip"), params)
 
 
 def _zero_biases(params):
@@ -423,6 +431,16 @@ PARTS = {
         {"experts.choice_bias": False},
         lambda params: _without(("choice_bias",), params),
     ),
+    **{
+        f"mamba2 {name}": ("granite_hybrid", {f"mamba2.{name}": value}, lambda params: params)
+        for name, value in dict(norm="before_gate", smallest_step=0.0, largest_step=0.0).items()
+    },
+    "biases of convolutions": (
+        "granite_hybrid",
+        {"mamba2.conv_bias": False},
+        lambda params: _without(("bias_q", "bias_k", "bias_v"), params),
+    ),
+    "skips of states": ("granite_hybrid", dict(), _without_skips),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),
     "scaled RoPE of sliding layers": (
         "gpt_oss",

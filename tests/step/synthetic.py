@@ -13,6 +13,11 @@ from jaxlc.step.batch import Batch
 from jaxlc.step.step import TrainStep, build_step
 from jaxlc.train.evaluation import Evaluation
 
+# A layer with Mamba-2 and a full one in turn.
+MAMBA = dict(
+    layer_kinds=("mamba2", "full"),
+    mamba2=dict(heads=4, head_dim=6, groups=2, state_dim=8, conv_taps=4, largest_step=0.5),
+)
 # Layers whose heads and feed-forward layer differ, three in a period.
 MIXED_KINDS = dict(
     layer_kinds=("sliding", "wide", "sliding"),

@@ -15,6 +15,7 @@ from jaxlc.config import load
 from tests.step.synthetic import (
     HYBRID,
     LATENT,
+    MAMBA,
     MIXED_KINDS,
     gradients_and_loss,
     make_batch,
@@ -278,6 +279,28 @@ HYBRIDS = [
 def test_gated_delta_net_layers_equal_one_device(strategy, axes, model, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     _assert_same(axes, split=split, memory=memory, model=HYBRID | model)
+
+
+MAMBAS = [
+    ("ring", dict(context=2, tensor=4), dict(remat="attention", tile_tokens=24), "after_gate"),
+    ("ulysses", dict(context=2, tensor=2), dict(remat="full"), "before_gate"),
+    ("hybrid", dict(context=4, data=2), dict(remat="none"), "none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "memory", "norm"),
+    [
+        pytest.param(*case, marks=[] if index < 1 else pytest.mark.full)
+        for index, case in enumerate(MAMBAS)
+    ],
+    ids=str,
+)
+def test_mamba2_layers_equal_one_device(strategy, axes, memory, norm):
+    """With fewer groups than tensor ranks, or as many."""
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    model = MAMBA | dict(mamba2=MAMBA["mamba2"] | dict(norm=norm))
+    _assert_same(axes, split=split, memory=memory, model=model)
 
 
 LATENTS = [

@@ -25,6 +25,7 @@ from jaxlc.attention.recurrence.document_fragments import (
     with_halos,
 )
 from jaxlc.attention.recurrence.sharded_rule import recurrence, recurrence_in_groups
+from jaxlc.attention.strategies.strategy import repeat_heads
 from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.sharding.mesh import Ranks
@@ -61,6 +62,24 @@ class Operands(NamedTuple):
 
         specs = jax.tree.map(lambda _: HEADS, self)
         return specs._replace(filters=jax.tree.map(of_filter, self.filters))
+
+    def split_over(self, num_ranks: int) -> "Operands":
+        """With the heads of q and k repeated up to the number of ranks that split them, if there
+        are fewer."""
+        filter_q, filter_k, filter_v = self.filters
+
+        def repeated(x, axis):
+            return repeat_heads(x, num_ranks, axis)
+
+        def repeated_filter(conv):
+            bias = None if conv.bias_hW is None else repeated(conv.bias_hW, 0)
+            return Filter(repeated(conv.taps_PhW, 1), bias)
+
+        return self._replace(
+            q_BTGK=repeated(self.q_BTGK, 2),
+            k_BTGK=repeated(self.k_BTGK, 2),
+            filters=(repeated_filter(filter_q), repeated_filter(filter_k), filter_v),
+        )
 
     def tokens(self, q, k, v, *segments) -> Tokens:
         """With q, k and v after their convolutions; `segments` are the other fields of `Tokens`."""
@@ -112,7 +131,8 @@ class ShardedRecurrence(NamedTuple):
           operands: the fields of `Operands`.
           ranges: of `prepare`. None: each sequence is one segment, in zigzag order.
         """
-        operands, ranks = Operands(*operands), self._ranks
+        operands = Operands(*operands).split_over(self.mesh.shape[TENSOR])
+        ranks = self._ranks
         ranges = ranges or Documents(None, None)
         in_specs = (operands.specs, jax.tree.map(lambda _: _TOKENS, ranges))
         how = dict(rule=self.rule, ranks=ranks)

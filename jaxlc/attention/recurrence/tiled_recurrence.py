@@ -103,7 +103,8 @@ class TiledRecurrence(NamedTuple):
         Args:
           operands: from tokens of the residual stream to the operands of `ShardedRecurrence.__call__`.
         """
-        return tuple(map(self.before_tiles, operands(self.tokens_before(x_nBtD))[:3]))
+        tokens = self._split_over(operands(self.tokens_before(x_nBtD)))
+        return tuple(map(self.before_tiles, tokens[:3]))
 
     def maps(self, operands: tuple, before: tuple, segments: TileSegments) -> Affine:
         """The maps of the states over the pieces of a tile, arrays [2 x ranks, B, H, K, K or V].
@@ -112,7 +113,8 @@ class TiledRecurrence(NamedTuple):
           operands: the fields of `Operands`, for the tokens of a tile.
           before: of this tile.
         """
-        return self._call(_maps, Affine(_PIECES, _PIECES))(Operands(*operands), before, segments)
+        call = self._call(_maps, Affine(_PIECES, _PIECES))
+        return call(self._split_over(operands), before, segments)
 
     def states(self, maps: Affine) -> jax.Array:
         """The states that enter the pieces, [n, 2 x ranks, B, H, K, V], from the maps of all tiles,
@@ -130,7 +132,10 @@ class TiledRecurrence(NamedTuple):
         `maps`.
         """
         call = self._call(_outputs, HEADS, states)
-        return call(Operands(*operands), before, segments, states)
+        return call(self._split_over(operands), before, segments, states)
+
+    def _split_over(self, operands: tuple) -> Operands:
+        return Operands(*operands).split_over(self.mesh.shape[TENSOR])
 
     def _call(self, local, out_specs, *states):
         local = functools.partial(local, rule=self.rule)

@@ -295,14 +295,12 @@ class ShardedQKV(NamedTuple):
     sinks_n: jax.Array | None = None
 
 
-def repeat_heads(x_BSKH: jax.Array, num_ranks: int) -> jax.Array:
-    """Repeats key/value heads up to the number of ranks that split them, if there are fewer heads."""
-    num_kv_heads = x_BSKH.shape[2]
-    return (
-        x_BSKH
-        if num_kv_heads % num_ranks == 0
-        else jnp.repeat(x_BSKH, num_ranks // num_kv_heads, axis=2)
-    )
+def repeat_heads(x: jax.Array, num_ranks: int, axis: int = 2) -> jax.Array:
+    """Repeats the heads of the dimension `axis` up to the number of ranks that split them, if there
+    are fewer heads.
+    """
+    num_heads = x.shape[axis]
+    return x if num_heads % num_ranks == 0 else jnp.repeat(x, num_ranks // num_heads, axis=axis)
 
 
 ForwardFn = Callable[[ShardedQKV, Kernel, AttentionSpec, Ranks | None], tuple[jax.Array, jax.Array]]

@@ -177,11 +177,6 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             yield f"config.{path}.{name}={getattr(kind, name)} has no effect in {block.layers}; remove it"
     if kind.attention and kind.name in names and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
-    if kind.feed_forward and kind.feed_forward == model.default_feed_forward:
-        yield (
-            f"config.{path}.feed_forward={kind.feed_forward!r} has no effect, since it is that of the other layers;"
-            " remove it"
-        )
 
 
 def _group_problems(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from jaxlc.config.kinds.delta_net import DeltaNetKind
 from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.kinds.experts import ExpertsKind
 from jaxlc.config.kinds.latent import LatentKind
+from jaxlc.config.kinds.mamba2 import Mamba2Kind
 
 MIXERS: dict[str, Mixer] = {}
 FEED_FORWARDS: dict[str, FeedForward] = {}
@@ -37,7 +38,14 @@ def register(kind: Block) -> None:
         raise TypeError(f"{kind!r} is neither a Mixer nor a FeedForward")
 
 
-for _kind in (AttentionKind(), LatentKind(), DeltaNetKind(), DenseKind(), ExpertsKind()):
+for _kind in (
+    AttentionKind(),
+    LatentKind(),
+    DeltaNetKind(),
+    Mamba2Kind(),
+    DenseKind(),
+    ExpertsKind(),
+):
     register(_kind)
 MIXERS[Absent.name] = Absent("layers without a mixer")
 FEED_FORWARDS[Absent.name] = Absent("layers without a feed-forward block")

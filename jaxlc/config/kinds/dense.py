@@ -1,4 +1,4 @@
-"""The gated feed-forward block of all tokens. `jaxlc.models.kinds.dense` has the computation."""
+"""The feed-forward block of all tokens. `jaxlc.models.kinds.dense` has the computation."""
 
 from collections.abc import Iterator
 
@@ -22,14 +22,15 @@ class DenseKind(FeedForward, HasOwnSettings):
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
         """w_gate and w_up [D, F], w_down [F, D]."""
-        return gated_matrices(layer.model_dim, layer.ffn_dim)
+        return ffn_matrices(layer, layer.ffn_dim)
 
     def num_vector_entries(self, layer: Layer) -> int:
         """Biases."""
-        return layer.mlp_bias * (2 * layer.ffn_dim + layer.model_dim)
+        num_outputs = (matrix.num_outputs for matrix in self.matrices(layer).values())
+        return layer.mlp_bias * sum(num_outputs)
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
-        return dict.fromkeys(self.saved, float(itemsize * layer.ffn_dim))
+        return saved_ffn_bytes(layer, itemsize * layer.ffn_dim)
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         if layer.activation == "clamped_swiglu":
@@ -49,7 +50,18 @@ class DenseKind(FeedForward, HasOwnSettings):
         return layer.ffn_dim
 
 
-def gated_matrices(model_dim: int, ffn_dim: int) -> dict[str, Matrix]:
-    """The matrices of a gated block of this width."""
-    model, ffn = dict(model=model_dim), dict(ffn=ffn_dim)
-    return dict(w_gate=Matrix(model, ffn), w_up=Matrix(model, ffn), w_down=Matrix(ffn, model))
+def is_gated(layer: Layer) -> bool:
+    """Whether feed-forward blocks of a layer have a gate."""
+    return layer.activation != "relu2"
+
+
+def ffn_matrices(layer: Layer, width: int) -> dict[str, Matrix]:
+    """The matrices of a block of this width."""
+    model, ffn = dict(model=layer.model_dim), dict(ffn=width)
+    gate = dict(w_gate=Matrix(model, ffn)) if is_gated(layer) else {}
+    return gate | dict(w_up=Matrix(model, ffn), w_down=Matrix(ffn, model))
+
+
+def saved_ffn_bytes(layer: Layer, num_bytes: int) -> dict[str, float]:
+    """Bytes per token of the activations of a block that memory.save may name."""
+    return {name: float(num_bytes) for name in DenseKind.saved[not is_gated(layer) :]}

@@ -21,7 +21,7 @@ from jaxlc.config.kinds.contract import (
     LayerTensor,
     Matrix,
 )
-from jaxlc.config.kinds.dense import gated_matrices
+from jaxlc.config.kinds.dense import ffn_matrices, saved_ffn_bytes
 from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.schema import PrecisionConfig, RunConfig
 
@@ -167,11 +167,10 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         shared expert, and its gate [D, 1]."""
         sizes = layer.section(ExpertsConfig)
         model, counts = dict(model=layer.model_dim), (sizes.num_experts, sizes.experts_per_token)
-        expert, shared = (
-            gated_matrices(layer.model_dim, dim) for dim in (sizes.ffn_dim, sizes.shared_ffn_dim)
-        )
+        expert, shared = (ffn_matrices(layer, dim) for dim in (sizes.ffn_dim, sizes.shared_ffn_dim))
         matrices = dict(router=Matrix(model, dict(experts=sizes.num_experts)))
-        for name, matrix in zip(EXPERT_PROJECTIONS, expert.values()):
+        for name, matrix in expert.items():
+            name = name.replace("w_", "expert_")
             matrices[name] = Matrix(matrix.inputs, matrix.outputs, *counts)
         if sizes.shared_ffn_dim:
             matrices |= {f"shared/{name}": matrix for name, matrix in shared.items()}
@@ -188,7 +187,7 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
         """Activations of the shared expert; experts name none."""
         width = layer.section(ExpertsConfig).shared_ffn_dim
-        return dict.fromkeys(self.saved, float(itemsize * width)) if width else {}
+        return saved_ffn_bytes(layer, itemsize * width) if width else {}
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
         sizes = layer.section(ExpertsConfig)

@@ -85,7 +85,7 @@ class RecurrentKind(Mixer, HasLimits):
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         key_heads, tensor = self.recurrence(layer).key_heads, config.mesh.tensor
-        if key_heads % tensor:
+        if key_heads % tensor and tensor % key_heads:
             yield f"config.model.{self.section}.key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
 
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:

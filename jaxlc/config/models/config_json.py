@@ -62,7 +62,15 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
-        "rotary_dim",
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+        *(
+            "shared_intermediate_size",
+            "rotary_dim",
+            "mamba_num_heads",
+            "mamba_head_dim",
+            "n_groups",
+        ),
+        *("ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"),
         *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     ),
     Positive: (
@@ -77,22 +85,22 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"),
         *("partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor", "beta_fast"),
         *("beta_slow", "attention_factor", "llama_4_scaling_beta", "mscale", "mscale_all_dim"),
-        *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit"),
+        *("routed_scaling_factor", "swiglu_alpha", "swiglu_limit", "layer_norm_epsilon"),
     ),
     bool: (
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
         *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
-        "use_sliding_window",
+        *("use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias"),
     ),
-    str: ("model_type", "rope_type", "type"),
-    int | str: ("sliding_window_pattern", "_sliding_window_pattern"),
+    str: ("model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern"),
+    int | str: ("sliding_window_pattern", "_sliding_window_pattern", "mamba_d_head"),
     dict: (
         *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
         *("quantization_config", "compression_config"),
     ),
-    list[str]: ("architectures", "layer_types", "mlp_layer_types"),
+    list[str]: ("architectures", "layer_types", "mlp_layer_types", "layers_block_type"),
     list[int]: ("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
-    list[float]: ("short_factor", "long_factor"),
+    list[float]: ("short_factor", "long_factor", "time_step_limit"),
 }
 _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
 
@@ -119,6 +127,17 @@ def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[
         elif isinstance(value, dict):
             typed[name] = typed_fields(value, where, f"{path}{name}.")
     return typed
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of JSON, with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: _with_floats(item) for name, item in value.items()}
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -258,6 +277,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "gelu_tanh": "gelu_pytorch_tanh",
     "clamped_swiglu": "silu",
+    "relu2": "relu2",
 }  # ModelConfig -> config.json
 _IRRELEVANT = {
     *(
@@ -334,7 +354,10 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if is_own_format(config):
         return own_settings(config, where)
     family = _family_of(config, where)
-    config = _by_names_of(family, typed_fields(config, where), where)
+    config = _by_names_of(family, typed_fields(_with_floats(config), where), where)
+    layers = config.get("layer_types") or config.get("hybrid_override_pattern")
+    if layers and config.get("num_hidden_layers") is None:  # transformers 5 does not write it
+        config["num_hidden_layers"] = len(layers)
     _check_fields(config, family, where)
     defaults = {**_DEFAULTS, **family.defaults}
     settings: dict[str, Any] = {**COMMON_SETTINGS, **family.settings, "query_scale_dim": 0}

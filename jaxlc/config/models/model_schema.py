@@ -18,6 +18,7 @@ from jaxlc.config.kinds.attention import AttentionSettings
 from jaxlc.config.kinds.delta_net import DeltaNetConfig
 from jaxlc.config.kinds.experts import ExpertsConfig
 from jaxlc.config.kinds.latent import LatentConfig
+from jaxlc.config.kinds.mamba2 import Mamba2Config
 from jaxlc.config.models.hub import is_model_id
 from jaxlc.config.ranges import Above0, Above0UpTo1, From1, ZeroOrFrom2
 from jaxlc.core.axes import FIRST_LAYERS, LAST_LAYERS, LAYERS
@@ -157,8 +158,8 @@ class ModelConfig(AttentionSettings):
     zero_centered_norm: bool = False  # RMSNorms multiply by 1 + scale instead of scale, as in Gemma
     norm_epsilon: Above0[float]  # added to the mean square in RMSNorm
     # function of the feed-forward gate; gelu_tanh in Gemma. clamped_swiglu: that of the experts of gpt-oss, which also
-    # bounds gate and up projection.
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    # bounds gate and up projection. relu2: the square of ReLU, without a gate, as in Nemotron-H.
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     mlp_bias: bool = False  # biases of the three projections of dense layers
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # token embeddings are multiplied by it, as in Granite
@@ -171,7 +172,7 @@ class ModelConfig(AttentionSettings):
     # layer_kinds[i % length]. For any other order, name all layers. full: attention to all earlier tokens. sliding:
     # attention to the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
     # attention with a state, as in Qwen 3.5. latent: attention to all earlier tokens, whose keys and values come from a
-    # latent, as in DeepSeek V3. none: a feed-forward block only.
+    # latent, as in DeepSeek V3. mamba2: a state without attention, as in Granite 4. none: a feed-forward block only.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -182,6 +183,7 @@ class ModelConfig(AttentionSettings):
     delta_net: DeltaNetConfig = DeltaNetConfig()
     experts: ExpertsConfig = ExpertsConfig()
     latent: LatentConfig = LatentConfig()
+    mamba2: Mamba2Config = Mamba2Config()
     sliding_rope_theta: Above0[float] = 10_000.0  # base of the RoPE frequencies of sliding layers
     sliding_rope_scaling: bool = False  # rope_scaling applies to sliding layers, too, as in gpt-oss
     # base of the RoPE frequencies: 500000 in Llama 3; longer contexts use a larger one

@@ -40,6 +40,7 @@ from jaxlc.models.kinds.delta_net import GatedDeltaNet
 from jaxlc.models.kinds.dense import MLP
 from jaxlc.models.kinds.experts import Experts
 from jaxlc.models.kinds.latent import LatentAttention
+from jaxlc.models.kinds.mamba2 import Mamba2
 from jaxlc.models.layer_tiles import TokenwiseLayer
 from jaxlc.models.rope import TablesOfKinds, rope_tables
 
@@ -72,6 +73,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "latent": LatentAttention,
     "gated_delta_net": GatedDeltaNet,
+    "mamba2": Mamba2,
     Absent.name: NoMixer,
 }
 FEED_FORWARDS: dict[str, type[Block]] = {"dense": MLP, "experts": Experts, Absent.name: Block}

@@ -1,4 +1,4 @@
-"""The gated feed-forward block of all tokens: the one of dense layers, or the shared expert of a
+"""The feed-forward block of all tokens: the one of dense layers, or the shared expert of a
 layer with experts.
 """
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.kinds.dense import is_gated
 from jaxlc.core import scopes
 from jaxlc.models.block import (
     Block,
@@ -26,17 +27,24 @@ _OF_GATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, app
 _LIMIT, _SHARPNESS = 7.0, 1.702
 
 
-def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """activation(gate) * up, in their dtype; `activation` as in `ModelConfig`."""
+def gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
+    """activation(gate) * up, in their dtype; `activation` as in `ModelConfig`. Without a gate
+    (relu2), the square of what is above 0 in up.
+    """
+    if gate is None:
+        return jnp.square(jax.nn.relu(up))
     if activation != "clamped_swiglu":
         return _OF_GATE[activation](gate) * up
     gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
     return (up + 1) * gate * jax.nn.sigmoid(_SHARPNESS * gate)
 
 
+_PROJECTIONS = ("mlp_gate", "mlp_up", "mlp_down")
+
+
 class MLP(Block):
     """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times
-    w_down.
+    w_down. Or one without a gate: relu(x w_up)^2, times w_down.
     """
 
     def __init__(
@@ -46,15 +54,16 @@ class MLP(Block):
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
     ):
-        super().__init__(model, keys, fp8, lora, ("mlp_gate", "mlp_up", "mlp_down"))
+        has_gate = is_gated(model)
+        super().__init__(model, keys, fp8, lora, _PROJECTIONS[not has_gate :])
         D, F = model.model_dim, model.ffn_dim
-        self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F)
+        self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F) if has_gate else None
         self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)
         self.w_down = matrix(
             keys, fan_in=F, depth_scale=residual_depth_scale(model), ffn=F, model=D
         )
         has_bias = model.mlp_bias
-        self.b_gate = bias_vector(ffn_bias=F) if has_bias else None
+        self.b_gate = bias_vector(ffn_bias=F) if has_bias and has_gate else None
         self.b_up = bias_vector(ffn_bias=F) if has_bias else None
         self.b_down = bias_vector(bias=D) if has_bias else None
         self.activation = model.activation
@@ -62,12 +71,15 @@ class MLP(Block):
     @jax.named_scope(scopes.MLP)
     def __call__(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
         """Returns out_BTD; `x_BTD` is the input of the block, gathered over tensor."""
-        gate_BTF = shard.ffn(
-            self.project("mlp_gate", "BTD,DF->BTF", x_BTD, self.w_gate, shard=shard)
-        )
-        up_BTF = shard.ffn(self.project("mlp_up", "BTD,DF->BTF", x_BTD, self.w_up, shard=shard))
-        gate_BTF, up_BTF = add_bias(gate_BTF, self.b_gate), add_bias(up_BTF, self.b_up)
-        gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
+
+        def projected(name, weight, bias):
+            out_BTF = shard.ffn(self.project(name, "BTD,DF->BTF", x_BTD, weight, shard=shard))
+            return checkpoint_name(add_bias(out_BTF, bias), name)
+
+        gate_BTF = None
+        if self.w_gate is not None:
+            gate_BTF = projected("mlp_gate", self.w_gate, self.b_gate)
+        up_BTF = projected("mlp_up", self.w_up, self.b_up)
         hidden_BTF = gated(self.activation, gate_BTF, up_BTF)
         down_BTD = self.project("mlp_down", "BTF,FD->BTD", hidden_BTF, self.w_down, shard=shard)
         return add_bias(shard.residual(down_BTD), self.b_down)

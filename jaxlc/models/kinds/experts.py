@@ -18,6 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.config import LoraConfig
+from jaxlc.config.kinds.dense import is_gated
 from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import scopes
@@ -56,7 +57,9 @@ class Experts(nnx.Module, Routed):
         D, E, F = model.model_dim, model.experts.num_experts, model.experts.ffn_dim
         depth_scale = residual_depth_scale(model)
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
-        self.expert_gate = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
+        has_gate = is_gated(model)
+        projections = EXPERT_PROJECTIONS[not has_gate :]
+        self.expert_gate = matrix(keys, fan_in=D, experts=E, model=D, ffn=F) if has_gate else None
         self.expert_up = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
         self.expert_down = matrix(
             keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=D
@@ -64,12 +67,12 @@ class Experts(nnx.Module, Routed):
         has_bias = model.experts.bias
         self.choice_bias = bias_vector(bias=E) if model.experts.choice_bias else None
         self.router_bias = bias_vector(bias=E) if has_bias else None
-        self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
+        self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias and has_gate else None
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
         self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
-        self.lora = make_adapters(model, lora, EXPERT_PROJECTIONS, keys.lora)
+        self.lora = make_adapters(model, lora, projections, keys.lora)
         self.fp8_names = (
-            () if fp8 is None else tuple(name for name in EXPERT_PROJECTIONS if name in fp8.matmuls)
+            () if fp8 is None else tuple(name for name in projections if name in fp8.matmuls)
         )
         shared = dataclasses.replace(
             model, ffn_dim=model.experts.shared_ffn_dim, feed_forward="dense", mlp_bias=False

@@ -1,5 +1,6 @@
 """The description of a model family. Imports no jax."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,13 +134,16 @@ class Family:
     # The model_type of models with images whose text_config describes this language model, which other families may
     # have too: the model_type of text_config chooses, and the first one is the default; prefixes of the names of its
     # tensors there -> prefixes in `tensors`, last the one of modules in transformers 5; and prefixes of the other
-    # tensors, which are not trained; "{num_layers}" stands for the number of layers.
+    # tensors, which are not trained; "{num_layers}" stands for the number of layers. Without multimodal_type, the
+    # prefixes are those of files of the language model itself.
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
     # Mixer or feed-forward block -> its parameters whose tensors have other names than in
     # `config.kinds` -> ends of these names.
     tensor_names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # Parts of the names of tensors -> what this family has in their place, in names of aliases, too.
+    name_parts: Mapping[str, str] = field(default_factory=dict)
     # End of the name of a tensor that is several parameters -> the setting with the number of groups of its rows: each
     # group has rows of every parameter, one after the other. Other tensors are one group.
     row_groups: Mapping[str, str] = field(default_factory=dict)
@@ -169,7 +173,16 @@ class Family:
         )
         norm_placement = settings[kind.norm_setting] or settings["norm_placement"]
         blocks = self._named(mixer, kind.tensors), self._named(feed_forward, mlp)
-        return _tensors(norm_placement, *blocks, self.tensor_aliases)
+        tensors = _tensors(norm_placement, *blocks, self.tensor_aliases)
+        return tuple(map(self._with_own_parts, tensors)) if self.name_parts else tensors
+
+    def _with_own_parts(self, tensor: Tensor) -> Tensor:
+        """`tensor` with the names of `name_parts`."""
+        name, alias = tensor.name, tensor.alias
+        for part, own in self.name_parts.items():
+            name = name.replace(part, own)
+        alias = None if alias is None else self._with_own_parts(alias)
+        return dataclasses.replace(tensor, name=name, alias=alias)
 
     def _named(self, block: str, tensors: tuple[LayerTensor, ...]) -> tuple[LayerTensor, ...]:
         """`tensors` with the names of `tensor_names`."""
@@ -189,6 +202,11 @@ class Family:
         """The key of `multimodal_prefixes` that names in files of a model with images begin with; "" without images."""
         prefixes = (x for name in names for x in self.multimodal_prefixes if name.startswith(x))
         return next(prefixes, "")
+
+    def prefix_of_files(self, has_images: bool) -> str:
+        """The prefix of `with_prefix` for files that are written."""
+        is_used = has_images or not self.multimodal_type
+        return [*self.multimodal_prefixes, ""][-2 if self.multimodal_prefixes and is_used else -1]
 
     def with_prefix(self, name: str, prefix: str) -> str:
         """The name of a tensor of the language model in a model with images.
@@ -210,7 +228,7 @@ class Family:
     @property
     def has_dense_layers(self) -> bool:
         """Whether models may have dense layers."""
-        return not self.feed_forward_tensors or any(
+        return "dense" in (self.feed_forward_tensors or ("dense",)) or any(
             kind.get("feed_forward") == "dense" for kind in self.kinds.values()
         )
 
@@ -247,7 +265,7 @@ class Family:
                 dict(num_hidden_layers=model.num_layers, **self.write_kinds(model))
             )
             has_kinds = [*written] == [*model.kinds_of_layers]
-        has_blocks = [model.default_feed_forward] == [*(self.feed_forward_tensors or ("dense",))]
+        has_blocks = model.default_feed_forward in (self.feed_forward_tensors or ("dense",))
         sliding_rope = model.sliding_rope_theta, model.sliding_rope_scaling
         has_rope = self.rope_by_layer_type or "sliding" not in model.attentions
         has_rope = has_rope or sliding_rope == (model.rope_theta, model.rope_scaling != "none")

@@ -1,0 +1,135 @@
+"""Mamba-2: H heads with a state that decays and is not corrected; G groups of them share what is
+written and read. Computed by `jaxlc.models.kinds.mamba2`.
+
+Tensors: transformers, models/granitemoehybrid; a tensor has all projections, and one all
+convolutions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
+from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
+from jaxlc.config.ranges import From1
+from jaxlc.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """Mamba-2, a state space layer: the settings of mamba2 layers."""
+
+    heads: int = 0  # number of heads; "mamba_num_heads" in Hugging Face configs
+    head_dim: int = 0  # width of a head
+    # groups of heads that share the vectors that are written to and read from their states; "n_groups"
+    groups: From1[int] = 1
+    state_dim: int = 0  # width of these vectors; "ssm_state_size"
+    conv_taps: int = 0  # tokens that the convolutions read; "conv_kernel"
+    conv_bias: bool = True  # the convolutions have biases
+    # RMSNorm of the output, in groups of heads. after_gate: of the product with the gate, as in Nemotron-H and
+    # Granite 4. before_gate: the product follows it. none: no norm, as in Falcon-H1.
+    norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    # bounds of the step size of the state; the first and second "time_step_limit" of Hugging Face configs. largest_step
+    # 0: no bound.
+    smallest_step: float = 0.0
+    largest_step: float = 0.0
+
+
+_NEMOTRON_3_NANO = Mamba2Config(heads=64, head_dim=64, groups=8, state_dim=128, conv_taps=4)
+_SIZES = ("heads", "head_dim", "state_dim", "conv_taps")
+
+
+class Mamba2Kind(RecurrentKind):
+    name = "mamba2"
+    section = "mamba2"
+    layers = "mamba2 layers"
+    layer_types = {}  # of each family
+    layer_kinds = ("mamba2",)
+    norm_setting = "norm_placement"
+    sizes = tuple(f"mamba2.{name}" for name in _SIZES)
+    tensors = (
+        *(LayerTensor(f"w{x}", "mamba.in_proj.weight", 1) for x in "zvkqb"),
+        *(LayerTensor(f"conv_{x}", "mamba.conv1d.weight", 1, is_convolution=True) for x in "vkq"),
+        *(LayerTensor(f"bias_{x}", "mamba.conv1d.bias") for x in "vkq"),
+        LayerTensor("log_decay", "mamba.A_log"),
+        LayerTensor("decay_bias", "mamba.dt_bias"),
+        LayerTensor("skip", "mamba.D"),
+        LayerTensor("out_norm/scale", "mamba.norm.weight"),
+        LayerTensor("wo", "mamba.out_proj.weight", 2),
+    )
+    # the value is x, which is written to the state at the key B, and which the query C reads
+    projections = dict(
+        query="wq",
+        key="wk",
+        value="wv",
+        attention_projected="wo",
+        delta_gate="wz",
+        delta_step="wb",
+    )
+
+    def recurrence(self, layer: Layer) -> RecurrentWidths:
+        sizes = layer.section(Mamba2Config)
+        return RecurrentWidths(
+            key_heads=sizes.groups,
+            key_dim=sizes.state_dim,
+            value_heads=sizes.heads,
+            value_dim=sizes.head_dim,
+            conv_taps=sizes.conv_taps,
+            gate=sizes.heads * sizes.head_dim,
+        )
+
+    def matrices(self, layer: Layer) -> dict[str, Matrix]:
+        """wz and wv [D, H, P], wk and wq [D, G, N], wb [D, H], wo [H, P, D]."""
+        sizes, model = layer.section(Mamba2Config), dict(model=layer.model_dim)
+        heads = dict(heads=sizes.heads)
+        value = heads | dict(head_dim=sizes.head_dim)
+        key = dict(heads=sizes.groups, head_dim=sizes.state_dim)
+        outputs = dict(wz=value, wv=value, wk=key, wq=key, wb=heads)
+        return {name: Matrix(model, dims) for name, dims in outputs.items()} | dict(
+            wo=Matrix(value, model)
+        )
+
+    def num_vector_entries(self, layer: Layer) -> int:
+        """The convolutions, three numbers of each head, and the norm of the output."""
+        sizes, widths = layer.section(Mamba2Config), self.recurrence(layer)
+        convolved = 2 * widths.keys + widths.values
+        norm = 0 if sizes.norm == "none" else widths.values
+        return (sizes.conv_taps + sizes.conv_bias) * convolved + 3 * sizes.heads + norm
+
+    def mixing_flops(self, layer: Layer) -> MixingFlops:
+        """Two products of each head with its state [N, P], which is written and read. The chunked
+        form computes more.
+        """
+        widths = self.recurrence(layer)
+        return MixingFlops(per_token=4 * widths.values * widths.key_dim)
+
+    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        sizes = layer.section(Mamba2Config)
+        published = vars(_NEMOTRON_3_NANO)
+        missing = [
+            f"--config.model.mamba2.{name}={published[name]}"
+            for name in _SIZES
+            if vars(sizes)[name] < 1
+        ]
+        if missing:
+            yield (
+                "config.model.layer_kinds has mamba2 layers, whose sizes are not set; use a model.preset or"
+                f" model.init_from that has such layers, or the sizes of Nemotron 3 Nano: {' '.join(missing)}"
+            )
+        elif sizes.heads % sizes.groups:
+            yield (
+                f"config.model.mamba2.heads={sizes.heads} is not a multiple of groups={sizes.groups}: every group has"
+                " the same number of heads; use"
+                f" --config.model.mamba2.heads={-(-sizes.heads // sizes.groups) * sizes.groups}"
+            )
+        if 0 < sizes.largest_step < sizes.smallest_step:
+            yield (
+                f"config.model.mamba2.largest_step={sizes.largest_step} is below smallest_step={sizes.smallest_step};"
+                " use a larger one, or 0 for no bound"
+            )
+
+    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
+        heads, tensor = layer.section(Mamba2Config).heads, config.mesh.tensor
+        yield from super().mesh_problems(layer, config, path)
+        if heads % tensor:
+            yield f"config.model.mamba2.heads={heads} is not divisible by config.mesh.tensor={tensor}"

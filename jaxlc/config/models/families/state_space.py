@@ -1,0 +1,324 @@
+"""Granite 4: mamba2 layers and layers with attention, dense or with experts; with the multipliers of
+Granite 3 (transformers: models/granitemoehybrid). Models without mamba2 layers are described so as
+well.
+
+Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano: layers of one block, which is Mamba-2, attention
+without position embedding, a dense feed-forward block or experts, both without gates (transformers:
+models/nemotron_h). Released files have the prefix backbone. in place of model.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+from jaxlc.config.kinds import experts
+from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.kinds.dense import DenseKind
+from jaxlc.config.models.families.dense import GRANITE
+from jaxlc.config.models.families.family import Family, Fields
+from jaxlc.config.models.model_schema import ModelConfig
+from jaxlc.core.errors import UserError
+
+_GRANITE_TYPES = dict(mamba="mamba2", linear_attention="mamba2", attention="", full_attention="")
+
+
+def _granite_read_kinds(config: Fields) -> list[str]:
+    attention = "full" if config.get("position_embedding_type") == "rope" else "nope"
+    types = config.get("layer_types") or ["mamba"] * config["num_hidden_layers"]
+    return [_GRANITE_TYPES.get(name, name) or attention for name in types]
+
+
+def _granite_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    kinds = model.kinds_of_layers
+    return dict(
+        layer_types=["mamba" if kind == "mamba2" else "attention" for kind in kinds],
+        position_embedding_type="rope" if "full" in kinds else "nope",
+    )
+
+
+def _granite_read_settings(config: Fields) -> dict[str, Any]:
+    """Without experts, the layers have the shared block alone."""
+    num_experts, shared = config["num_local_experts"] or 0, config["shared_intermediate_size"]
+    head_dim = config["mamba_d_head"]
+    if not isinstance(head_dim, int):  # "auto"
+        head_dim = config["mamba_expand"] * config["hidden_size"] // config["mamba_n_heads"]
+    return {
+        **GRANITE.read_settings(config),
+        **_read_step_limit(config),
+        "mamba2.head_dim": head_dim,
+        "ffn_dim": config["intermediate_size"] if num_experts else shared,
+        "experts.router": "topk_softmax" if num_experts else "softmax",
+        "experts.num_experts": num_experts,
+        "experts.experts_per_token": config["num_experts_per_tok"] if num_experts else 0,
+        "experts.ffn_dim": config["intermediate_size"] if num_experts else 0,
+        "experts.shared_ffn_dim": shared if num_experts else 0,
+    }
+
+
+def _granite_write_settings(model: ModelConfig) -> dict[str, Any]:
+    sizes, mamba = model.experts, model.mamba2
+    return dict(
+        **GRANITE.write_settings(model),
+        **_write_step_limit(model),
+        mamba_expand=mamba.heads * mamba.head_dim // model.model_dim or 2,
+        intermediate_size=sizes.ffn_dim or model.ffn_dim,
+        shared_intermediate_size=sizes.shared_ffn_dim or model.ffn_dim,
+        num_local_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.experts_per_token,
+    )
+
+
+def _read_step_limit(config: Fields) -> dict[str, Any]:
+    limits = config["time_step_limit"] or (0.0, math.inf)
+    if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
+        raise UserError(
+            f"config.json has time_step_limit={limits}: expected the smallest and the largest step"
+        )
+    smallest, largest = limits
+    largest = 0.0 if largest == math.inf else largest
+    return {"mamba2.smallest_step": smallest, "mamba2.largest_step": largest}
+
+
+def _write_step_limit(model: ModelConfig) -> dict[str, Any]:
+    sizes = model.mamba2
+    return dict(time_step_limit=[sizes.smallest_step, sizes.largest_step or math.inf])
+
+
+_STEP_LIMIT = ("mamba2.smallest_step", "mamba2.largest_step")
+_SHARED = {
+    "w_gate": "shared_mlp.input_linear.weight",
+    "w_up": "shared_mlp.input_linear.weight",
+    "w_down": "shared_mlp.output_linear.weight",
+}
+
+
+def _granite_experts(router: str, gate_up: str, down: str) -> tuple[LayerTensor, ...]:
+    """The tensors of experts by the names of their modules."""
+    stacked = functools.partial(LayerTensor, num_inputs=1, is_stacked=True)
+    return (
+        LayerTensor("router", f"block_sparse_moe.{router}", 1),
+        stacked("expert_gate", f"block_sparse_moe.{gate_up}"),
+        stacked("expert_up", f"block_sparse_moe.{gate_up}"),
+        stacked("expert_down", f"block_sparse_moe.{down}"),
+    )
+
+
+_MIXERS = ("mamba2", "full", "nope")
+
+GRANITE_MOE_HYBRID: Family = dataclasses.replace(
+    GRANITE,
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    layer_kinds=tuple(
+        frozenset(kinds)
+        for number in (1, 2)
+        for kinds in itertools.combinations(_MIXERS, number)
+        if {*kinds} != {"full", "nope"}
+    ),
+    read_kinds=_granite_read_kinds,
+    write_kinds=_granite_write_kinds,
+    settings={},
+    fields={
+        **{name: x for name, x in GRANITE.fields.items() if name != "mlp_bias"},
+        "mamba_n_heads": "mamba2.heads",
+        "mamba_d_head": "mamba2.head_dim",
+        "mamba_n_groups": "mamba2.groups",
+        "mamba_d_state": "mamba2.state_dim",
+        "mamba_d_conv": "mamba2.conv_taps",
+        "mamba_conv_bias": "mamba2.conv_bias",
+    },
+    read_settings=_granite_read_settings,
+    write_settings=_granite_write_settings,
+    varying=frozenset(
+        {
+            *("ffn_dim", "experts.num_experts", "experts.experts_per_token", "experts.ffn_dim"),
+            *("experts.shared_ffn_dim", "experts.router", *_STEP_LIMIT),
+        }
+    ),
+    defaults={
+        **GRANITE.defaults,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "time_step_limit": None,
+    },
+    field_aliases={"layers_block_type": "layer_types"},
+    required_values=dict(
+        mamba_proj_bias=(False,), normalization_function=("rmsnorm",), attention_dropout=(0, 0.1)
+    ),
+    irrelevant=frozenset(
+        {
+            # the functions above read them
+            *("num_local_experts", "num_experts_per_tok", "shared_intermediate_size"),
+            *("mamba_expand", "time_step_limit", "position_embedding_type"),
+            *("mamba_chunk_size", "router_aux_loss_coef", "output_router_logits", "init_method"),
+        }
+    ),
+    feed_forward_tensors=dict(
+        experts=(
+            *_granite_experts("router.layer.weight", "input_linear.weight", "output_linear.weight"),
+            *(LayerTensor(f"shared/{param}", name, 1) for param, name in _SHARED.items()),
+        ),
+        dense=tuple(LayerTensor(param, name, 1) for param, name in _SHARED.items()),
+    ),
+    tensor_aliases=_granite_experts("router.weight", "experts.gate_up_proj", "experts.down_proj"),
+)
+
+
+# Layers of one block: their names here, in config.json, and in the older field
+# hybrid_override_pattern.
+_NEMOTRON_KINDS = dict(
+    mamba=dict(attention="mamba2", feed_forward="none"),
+    attention=dict(attention="nope", feed_forward="none"),
+    mlp=dict(attention="none", feed_forward="dense"),
+    moe=dict(attention="none", feed_forward="experts"),
+)
+_NEMOTRON_TYPES = dict(zip(("linear_attention", "full_attention"), _NEMOTRON_KINDS))
+_NEMOTRON_TYPES |= dict(zip("M*-E", _NEMOTRON_KINDS))
+
+
+def _nemotron_read_kinds(config: Fields) -> list[str]:
+    types = config.get("layer_types") or config.get("hybrid_override_pattern")
+    types = types or ["linear_attention", "moe", "full_attention", "mlp"]
+    return [_NEMOTRON_TYPES.get(name, name) for name in types]
+
+
+def _nemotron_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    names = {kind: letter for letter, kind in _NEMOTRON_TYPES.items()}  # last the letters
+    return dict(hybrid_override_pattern="".join(names[kind] for kind in model.kinds_of_layers))
+
+
+_NEMOTRON_EXPERTS = {
+    "n_routed_experts": "experts.num_experts",
+    "num_experts_per_tok": "experts.experts_per_token",
+    "moe_intermediate_size": "experts.ffn_dim",
+    "moe_shared_expert_intermediate_size": "experts.shared_ffn_dim",
+    "norm_topk_prob": "experts.renormalize",
+    "routed_scaling_factor": "experts.scale",
+    "n_group": "experts.groups",
+    "topk_group": "experts.groups_per_token",
+}
+
+
+def _nemotron_read_settings(config: Fields) -> dict[str, Any]:
+    settings = _read_step_limit(config)
+    if "moe" not in _nemotron_read_kinds(config):
+        return settings
+    settings |= {setting: config[name] for name, setting in _NEMOTRON_EXPERTS.items()}
+    return settings | {"experts.router": "sigmoid", "experts.choice_bias": True}
+
+
+def _nemotron_write_settings(model: ModelConfig) -> dict[str, Any]:
+    fields = _write_step_limit(model)
+    if model.experts.num_experts:
+        fields |= {name: model.by_path[setting] for name, setting in _NEMOTRON_EXPERTS.items()}
+    return fields
+
+
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    layer_kinds=tuple(
+        frozenset(kinds)
+        for number in range(1, len(_NEMOTRON_KINDS) + 1)
+        for kinds in itertools.combinations(_NEMOTRON_KINDS, number)
+    ),
+    read_kinds=_nemotron_read_kinds,
+    write_kinds=_nemotron_write_kinds,
+    settings=dict(activation="relu2"),
+    fields={
+        "layer_norm_epsilon": "norm_epsilon",
+        "mamba_num_heads": "mamba2.heads",
+        "mamba_head_dim": "mamba2.head_dim",
+        "n_groups": "mamba2.groups",
+        "ssm_state_size": "mamba2.state_dim",
+        "conv_kernel": "mamba2.conv_taps",
+        "use_conv_bias": "mamba2.conv_bias",
+    },
+    read_settings=_nemotron_read_settings,
+    write_settings=_nemotron_write_settings,
+    varying=frozenset(
+        {
+            *("norm_epsilon", "experts.router", "experts.choice_bias", *_STEP_LIMIT),
+            *_NEMOTRON_EXPERTS.values(),
+        }
+    ),
+    activation_field="mlp_hidden_act",
+    defaults=dict(
+        num_key_value_heads=8,
+        head_dim=128,
+        layer_norm_epsilon=1e-5,
+        intermediate_size=21504,
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        n_groups=8,
+        ssm_state_size=128,
+        conv_kernel=4,
+        use_conv_bias=True,
+        time_step_limit=None,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=7688,
+        moe_shared_expert_intermediate_size=7688,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
+    ),
+    required_values=dict(
+        attention_bias=(False,),
+        mlp_bias=(False,),
+        use_bias=(False,),
+        mamba_proj_bias=(False,),
+        mamba_hidden_act=("silu",),
+        moe_latent_size=(None,),
+        hidden_dropout=(0,),
+    ),
+    field_aliases={
+        "layers_block_type": "layer_types",
+        "attention_head_dim": "head_dim",
+        "num_local_experts": "n_routed_experts",
+    },
+    multimodal_prefixes={"backbone.": "model."},
+    other_prefixes=("mtp.",),
+    irrelevant=frozenset(
+        {
+            # the functions above read them
+            *(*_NEMOTRON_EXPERTS, "time_step_limit", "hybrid_override_pattern", "n_shared_experts"),
+            # of initial values
+            *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+            *("expand", "chunk_size", "num_logits_to_keep", "residual_in_fp32", "auto_map"),
+            *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+            *("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+            *("output_router_logits", "rms_norm_eps", "hidden_act"),
+        }
+    ),
+    name_parts={
+        "model.embed_tokens.": "model.embeddings.",
+        "model.norm.": "model.norm_f.",
+        **dict.fromkeys((".mamba.", ".self_attn.", ".mlp."), ".mixer."),
+        **dict.fromkeys((".input_layernorm.", ".post_attention_layernorm."), ".norm."),
+    },
+    feed_forward_tensors=dict(
+        experts=(
+            *experts.TENSORS,
+            experts.CHOICE_BIAS,
+            *experts.shared_tensors("shared_experts"),
+        ),
+        dense=DenseKind.tensors,
+    ),
+    tensor_aliases=tuple(
+        LayerTensor(f"expert_{x}", f"mlp.experts.{x}_proj", 1, is_stacked=True)
+        for x in ("up", "down")
+    ),
+    kinds=_NEMOTRON_KINDS,
+)
