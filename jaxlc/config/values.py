@@ -94,6 +94,17 @@ def plain(value: Any) -> Any:
     return dict(vars(value)) if dataclasses.is_dataclass(value) else value
 
 
+def with_floats(value: Any) -> Any:
+    """A value of JSON, with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [with_floats(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: with_floats(item) for name, item in value.items()}
+
+
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their paths: {"mesh.context": 8} for {"mesh": {"context": 8}}."""
     paths: dict[str, Any] = {}

@@ -280,8 +280,8 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
             "has no effect in gated_delta_net",
         ),
         (
-            dict(model=DELTA_NET, mesh=dict(tensor=4)),
-            "delta_net.key_heads=2 is not divisible by config.mesh.tensor=4",
+            dict(model=DELTA_NET, mesh=dict(tensor=8)),
+            "delta_net.key_heads=2 is not divisible by config.mesh.tensor=8",
         ),
         (
             dict(model=DELTA_NET | dict(delta_conv_taps=300), memory=TILES),

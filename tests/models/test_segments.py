@@ -74,7 +74,7 @@ def test_published_orders_have_few_layers_in_the_program(name):
     assert sum(len(x.kinds) for x in segments) == num_compiled
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [x for x in PRESETS if len(PRESETS[x].layer_kinds) < 8])
 def test_segments_of_presets_are_those_that_the_settings_name(preset):
     """So the layers in the program are as many, and checkpoints have the same parameters."""
     model = PRESETS[preset]

@@ -38,6 +38,7 @@ _SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_taps")
 class DeltaNetKind(RecurrentKind):
     name = "gated_delta_net"
     section = "delta_net"
+    head_sizes = ("key_heads", "value_heads")
     layers = "gated_delta_net layers"
     layer_types = {"gated_delta_net": "linear_attention"}
     layer_kinds = ("gated_delta_net",)

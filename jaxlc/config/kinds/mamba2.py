@@ -5,14 +5,13 @@ Tensors: transformers, models/granitemoehybrid; a tensor has all projections, an
 convolutions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 from jaxlc.config.ranges import From1
-from jaxlc.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +28,9 @@ class Mamba2Config:
     # RMSNorm of the output, in groups of heads. after_gate: of the product with the gate, as in Nemotron-H and
     # Granite 4. before_gate: the product follows it. none: no norm, as in Falcon-H1.
     norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
-    # bounds of the step size of the state; the first and second "time_step_limit" of Hugging Face configs. largest_step
-    # 0: no bound.
+    # the smallest step size of the state; "time_step_limit" of Hugging Face configs has this and the next one
     smallest_step: float = 0.0
-    largest_step: float = 0.0
+    largest_step: float = 0.0  # the largest step size. 0: no bound.
 
 
 _NEMOTRON_3_NANO = Mamba2Config(heads=64, head_dim=64, groups=8, state_dim=128, conv_taps=4)
@@ -42,8 +40,9 @@ _SIZES = ("heads", "head_dim", "state_dim", "conv_taps")
 class Mamba2Kind(RecurrentKind):
     name = "mamba2"
     section = "mamba2"
+    head_sizes = ("groups", "heads")
     layers = "mamba2 layers"
-    layer_types = {}  # of each family
+    layer_types: Mapping[str, str] = {}  # of each family
     layer_kinds = ("mamba2",)
     norm_setting = "norm_placement"
     sizes = tuple(f"mamba2.{name}" for name in _SIZES)
@@ -127,9 +126,3 @@ class Mamba2Kind(RecurrentKind):
                 f"config.model.mamba2.largest_step={sizes.largest_step} is below smallest_step={sizes.smallest_step};"
                 " use a larger one, or 0 for no bound"
             )
-
-    def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        heads, tensor = layer.section(Mamba2Config).heads, config.mesh.tensor
-        yield from super().mesh_problems(layer, config, path)
-        if heads % tensor:
-            yield f"config.model.mamba2.heads={heads} is not divisible by config.mesh.tensor={tensor}"

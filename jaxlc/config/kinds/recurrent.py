@@ -34,6 +34,7 @@ class RecurrentKind(Mixer, HasLimits):
     """A mixer with a state of each head."""
 
     section: str  # of its settings in the model
+    head_sizes: tuple[str, str]  # its settings with the heads of keys and of values
     # delta_states: the state that enters each part of a sequence.
     saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
 
@@ -84,9 +85,12 @@ class RecurrentKind(Mixer, HasLimits):
             )
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        key_heads, tensor = self.recurrence(layer).key_heads, config.mesh.tensor
-        if key_heads % tensor and tensor % key_heads:
-            yield f"config.model.{self.section}.key_heads={key_heads} is not divisible by config.mesh.tensor={tensor}"
+        """Heads of keys may be fewer than tensor ranks, which then repeat them."""
+        widths, tensor = self.recurrence(layer), config.mesh.tensor
+        for name, number in zip(self.head_sizes, (widths.key_heads, widths.value_heads)):
+            is_repeated = number == widths.key_heads and tensor % number == 0
+            if number % tensor and not (is_repeated and widths.value_heads % tensor == 0):
+                yield f"config.model.{self.section}.{name}={number} is not divisible by config.mesh.tensor={tensor}"
 
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         mesh, tile_tokens = config.mesh, config.memory.tile_tokens

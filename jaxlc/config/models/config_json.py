@@ -30,7 +30,7 @@ from jaxlc.config.models.rope_json import (
 )
 from jaxlc.config.old_names import renamed
 from jaxlc.config.ranges import Above0, From1
-from jaxlc.config.values import flattened, plain, typed
+from jaxlc.config.values import flattened, plain, typed, with_floats
 from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.core.text import suggestion
 
@@ -127,17 +127,6 @@ def typed_fields(fields: Mapping[str, Any], where: str, path: str = "") -> dict[
         elif isinstance(value, dict):
             typed[name] = typed_fields(value, where, f"{path}{name}.")
     return typed
-
-
-def _with_floats(value: Any) -> Any:
-    """A value of JSON, with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
-    if isinstance(value, list):
-        return [_with_floats(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-        return float(value["__float__"])
-    return {name: _with_floats(item) for name, item in value.items()}
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -354,7 +343,7 @@ def settings_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if is_own_format(config):
         return own_settings(config, where)
     family = _family_of(config, where)
-    config = _by_names_of(family, typed_fields(_with_floats(config), where), where)
+    config = _by_names_of(family, typed_fields(with_floats(config), where), where)
     layers = config.get("layer_types") or config.get("hybrid_override_pattern")
     if layers and config.get("num_hidden_layers") is None:  # transformers 5 does not write it
         config["num_hidden_layers"] = len(layers)

@@ -65,6 +65,16 @@ _LATENT: dict[str, Any] = dict(
     kinds=(KindConfig(name="dense", attention="latent", feed_forward="dense"),),
 )
 
+
+def _one_block_layers(pattern: str) -> dict[str, Any]:
+    """The kinds of the layers of Nemotron-H, from hybrid_override_pattern."""
+    family = FAMILIES["nemotron_h"]
+    names = tuple(family.read_kinds(dict(hybrid_override_pattern=pattern)))
+    used = dict.fromkeys(names)
+    kinds = tuple(KindConfig(name=name, **family.kinds[name]) for name in used)
+    return dict(layer_kinds=names, kinds=kinds)
+
+
 _PRESETS: tuple[dict[str, Any], ...] = (
     dict(
         preset="tiny",
@@ -256,6 +266,33 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         norm_epsilon=1e-5,
         **_LATENT,
         **FAMILIES["glm4_moe_lite"].settings,
+    ),
+    dict(
+        # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B
+        preset="nemotron-3-nano-30b-a3b",
+        vocab_size=131_072,
+        num_layers=52,
+        model_dim=2688,
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        ffn_dim=1856,
+        **_one_block_layers("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        mamba2=dict(heads=64, head_dim=64, groups=8, state_dim=128, conv_taps=4),
+        experts=dict(
+            num_experts=128,
+            experts_per_token=6,
+            ffn_dim=1856,
+            shared_ffn_dim=3712,
+            router="sigmoid",
+            choice_bias=True,
+            renormalize=True,
+            scale=2.5,
+        ),
+        rope_theta=10_000.0,  # without layers that it rotates
+        norm_epsilon=1e-5,
+        tie_embeddings=False,
+        **FAMILIES["nemotron_h"].settings,
     ),
     dict(
         # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
