@@ -7,7 +7,8 @@ It is checked for enough text, with warnings about its text.
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from jaxlc.config import Config
 from jaxlc.config.schema import DataConfig, SourceConfig
 from jaxlc.config.values import defaults_of
 from jaxlc.core.errors import UserError
-from jaxlc.core.text import no_progress
+from jaxlc.core.text import Update, no_progress
 from jaxlc.data.sequences.mixture import MixedSequences, PackedText
 from jaxlc.data.sequences.packing import (
     PackedSequences,
@@ -36,14 +37,14 @@ from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fi
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
 from jaxlc.data.texts.records import RECORD_SUFFIXES
 from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
-from jaxlc.data.tokens.store import Progress, TokenStore, open_store
+from jaxlc.data.tokens.store import TokenStore, open_store
 from jaxlc.data.tokens.tokenize import Log
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 
 _CHECKED_TOKENS = 2**24  # at a time
 
 
-def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str]:
+def check_has_loss(sequences: PackedSequences, what: str) -> Iterator[str]:
     """Warns about chats of which many have no token in the loss.
 
     Args:
@@ -51,7 +52,7 @@ def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str
     Raises:
       UserError: none has one.
     """
-    num_chunks, num_without = (0, 0) if sequences is None else sequences.num_without_loss()
+    num_chunks, num_without = sequences.num_without_loss()
     rule = (
         "overlong=truncate or cut separates long prompts from their answers; use a"
         " larger config.data.seq_len, or drop"
@@ -63,25 +64,6 @@ def check_has_loss(sequences: PackedSequences | None, what: str) -> Iterator[str
             f"{what}: chats, or parts of chats, without a token in the loss: {num_without:,} of {num_chunks:,}"
             f" ({num_without / num_chunks:.0%}): {rule}"
         )
-
-
-def without_eval_files(
-    files: list[SourceFile], eval_files: list[SourceFile], setting: str
-) -> list[SourceFile]:
-    """The files to train on.
-
-    Raises:
-      UserError: there are none.
-    """
-    eval_paths = {file.path.resolve() for file in eval_files}
-    train_files = [file for file in files if file.path.resolve() not in eval_paths]
-    if not files:
-        raise UserError(f"{setting} is empty: set it to the files to train on")
-    if not train_files:
-        raise UserError(
-            f"all files of {setting} are in data.eval_sources: add files to train on to {setting}"
-        )
-    return train_files
 
 
 def check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
@@ -176,18 +158,6 @@ class CorpusSource:
     # None: held-out text is from data.eval_sources, or no document is selected
     heldout: PackedSequences | None
 
-    def share_of(self, num_tokens: int, total: int) -> SourceShare:
-        """The share of `num_tokens` tokens of this source in `total`."""
-        return SourceShare(
-            name=self.name,
-            share=self.share,
-            realized_share=num_tokens / total,
-            num_tokens=num_tokens,
-            num_epochs=num_tokens / self.train.num_tokens,
-            num_documents=self.train.num_documents,
-            epoch_tokens=self.train.num_tokens,
-        )
-
     def view(self, tokenizer: Tokenizer) -> SourceView:
         """All documents, training and held-out ones, and those of an epoch in the order of its
         sequences.
@@ -196,7 +166,7 @@ class CorpusSource:
         # The last token of a document predicts nothing.
         num_loss_tokens = int(store.offsets[-1]) - store.num_documents
         if store.answers is not None:
-            num_loss_tokens = int((store.answers[:, 1] - store.answers[:, 0]).sum())
+            num_loss_tokens = int(np.diff(store.answers).sum())
         return SourceView(
             name=self.name or "data.sources",
             unit="document",
@@ -211,10 +181,8 @@ class CorpusSource:
             num_documents = int(sequence["segment_ids"].max())
             for number in range(1, num_documents + 1):
                 is_document = sequence["segment_ids"] == number
-                tokens, has_loss = (
-                    sequence["tokens"][is_document],
-                    sequence["loss_weights"][is_document] > 0,
-                )
+                tokens = sequence["tokens"][is_document]
+                has_loss = sequence["loss_weights"][is_document] > 0
                 is_complete = tokens[-1] == tokenizer.end_of_document_id
                 end = "" if is_complete else ", without its end"
                 yield ShownTokens(
@@ -241,17 +209,25 @@ class Corpus(DataSource):
         return [source.view(self.tokenizer) for source in self.sources]
 
     def shares(self, num_sequences: int) -> list[SourceShare]:
-        if isinstance(self.train, MixedSequences):
-            counts = self.train.num_tokens_of_first(num_sequences)
-        else:
-            counts = [self.sources[0].train.num_tokens_of_first(num_sequences)]
+        counts = self.train.num_tokens_of_first(num_sequences)
         total = max(1, sum(counts))
-        return [source.share_of(count, total) for source, count in zip(self.sources, counts)]
+        return [
+            SourceShare(
+                name=source.name or "data.sources",
+                share=source.share,
+                realized_share=count / total,
+                num_tokens=count,
+                num_epochs=count / source.train.num_tokens,
+                num_documents=source.train.num_documents,
+                epoch_tokens=source.train.num_tokens,
+            )
+            for source, count in zip(self.sources, counts)
+        ]
 
 
 def open_corpus(
     config: DataConfig,
-    progress: Progress = no_progress,
+    progress: Update = no_progress,
     log: Log = lambda line: None,
     tokenizer: Tokenizer | None = None,
     vocab_size: int | None = None,
@@ -269,45 +245,93 @@ def open_corpus(
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
     check_max_tokens(eval_files, 1)
     opener = _StoreOpener(
-        config, tokenizer, eval_files, progress, log, vocab_size or tokenizer.vocab_size
+        config=config,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size or tokenizer.vocab_size,
+        eval_paths={file.path.resolve() for file in eval_files},
+        progress=progress,
+        log=log,
     )
-    return _open_mixture(opener) if config.mixture else _open_sources(opener)
+    configs = [source for source in config.mixture if source.share > 0]
+    if not config.mixture:
+        configs = [SourceConfig(name="", paths=config.sources, text_field=config.text_field)]
+    # Before anything is tokenized.
+    files = [opener.files(source) for source in configs]
+    eval_store = opener.open(eval_files, Fields(config.text_field)) if eval_files else None
+    stores = [
+        opener.open(listed, Fields.from_config(source)) for listed, source in zip(files, configs)
+    ]
+    total_share = sum(source.share for source in configs)
+    sources = [
+        _open_source(opener, source, store, eval_store is not None, source.share / total_share)
+        for source, store in zip(configs, stores)
+    ]
+    if eval_store is None:
+        heldout = _in_shares(
+            config, [(x.heldout, x.share) for x in sources if x.heldout is not None]
+        )
+        heldout_identity = config.eval_fraction
+    else:
+        eval_ids = np.arange(eval_store.num_documents)
+        heldout = PackedSequences(eval_store, eval_ids, config.seq_len, seed=None)
+        heldout_identity = eval_store.fingerprint
+    described = [
+        (*_identity(source, total_share), store.fingerprint)
+        for source, store in zip(configs, stores)
+    ]
+    identity = (
+        described if config.mixture else stores[0].fingerprint,
+        tokenizer.fingerprint,
+        config.seq_len,
+        heldout_identity,
+        config.seed,
+    )
+    return Corpus(
+        tokenizer=tokenizer,
+        train=_in_shares(config, [(source.train, source.share) for source in sources]),
+        heldout=heldout,
+        sources=tuple(sources),
+        fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest(),
+        warnings=tuple(opener.warnings),
+    )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _StoreOpener:
-    """Opens the token stores of sources and of data.eval_sources."""
+    """Lists the files of sources and opens their token stores."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        tokenizer: Tokenizer,
-        eval_files: list[SourceFile],
-        progress: Progress,
-        log: Log,
-        vocab_size: int,
-    ):
-        self.config, self.tokenizer, self._progress, self._log = config, tokenizer, progress, log
-        self._eval_files, self._vocab_size = eval_files, vocab_size
-        self.warnings: list[str] = []
+    config: DataConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    eval_paths: set[Path]  # of the files of data.eval_sources
+    progress: Update
+    log: Log
+    warnings: list[str] = field(default_factory=list)
 
-    def files(
-        self, paths: Sequence[str], setting: str, min_tokens: int, text_suffixes: Sequence[str] = ()
-    ) -> list[SourceFile]:
+    def files(self, source: SourceConfig) -> list[SourceFile]:
         """The files to train on.
 
         Raises:
-          UserError: they do not exist, cannot contain `min_tokens` tokens, or `phone-book` cannot be written.
+          UserError: they do not exist, cannot contain enough tokens, or `phone-book` cannot be written.
         """
+        setting = _setting(source)
         named = [
-            str(phone_book_file(self.config)) if path == PHONE_BOOK else path for path in paths
+            str(phone_book_file(self.config)) if path == PHONE_BOOK else path
+            for path in source.paths
         ]
-        files, num_duplicates = list_files(named, setting, text_suffixes)
-        train_files = without_eval_files(files, self._eval_files, setting)
-        check_max_tokens(train_files, min_tokens)
-        if len(files) > len(train_files):
+        files, num_duplicates = list_files(named, setting, source.text_suffixes)
+        train_files = [file for file in files if file.path.resolve() not in self.eval_paths]
+        num_evaluated = len(files) - len(train_files)
+        if not files:
+            raise UserError(f"{setting} is empty: set it to the files to train on")
+        if not train_files:
+            raise UserError(
+                f"all files of {setting} are in data.eval_sources: add files to train on to {setting}"
+            )
+        check_max_tokens(train_files, 1 if source.name else self.config.seq_len)
+        if num_evaluated:
             self.warnings.append(
-                f"{setting}: files that are also in data.eval_sources: {len(files) - len(train_files):,}; they are not"
-                " trained on"
+                f"{setting}: files that are also in data.eval_sources: {num_evaluated:,}; they are not trained on"
             )
         if num_duplicates:
             self.warnings.append(
@@ -316,180 +340,82 @@ class _StoreOpener:
         return train_files
 
     def open(self, files: list[SourceFile], fields: Fields) -> TokenStore:
-        store = open_store(files, self.config, fields, self.tokenizer, self._progress, self._log)
-        check_ids(store, self.tokenizer, self._vocab_size, files[0].setting)
-        self.warnings += store.notes.lines(files[0].setting)
+        store = open_store(files, self.config, fields, self.tokenizer, self.progress, self.log)
+        check_ids(store, self.tokenizer, self.vocab_size, files[0].setting)
+        self.warnings.extend(store.notes.lines(files[0].setting))
         return store
-
-    def open_eval_store(self) -> TokenStore | None:
-        return (
-            self.open(self._eval_files, Fields(self.config.text_field))
-            if self._eval_files
-            else None
-        )
-
-    def split(
-        self,
-        store: TokenStore,
-        eval_store: TokenStore | None,
-        setting: str,
-        has_own_text: bool = True,
-    ) -> Split:
-        split = split_documents(store, self.config.eval_fraction, eval_store, setting)
-        self.warnings += text_warnings(store, split, setting, has_own_text)
-        return split
-
-
-def _open_sources(opener: _StoreOpener) -> Corpus:
-    """The corpus of data.sources."""
-    config, tokenizer = opener.config, opener.tokenizer
-    files = opener.files(config.sources, "data.sources", config.seq_len)
-    eval_store = opener.open_eval_store()
-    store = opener.open(files, Fields(config.text_field))
-    # Python's library has test files in other encodings
-    has_own_text = config.sources != (PYTHON_STDLIB,)
-    split = opener.split(store, eval_store, "data.sources", has_own_text)
-    train = PackedSequences(split.store, split.train_ids, config.seq_len, config.seed)
-    check_num_tokens(train.num_tokens, config.seq_len, "")
-    heldout = PackedSequences(split.heldout_store, split.heldout_ids, config.seq_len, seed=None)
-    heldout_identity = config.eval_fraction if eval_store is None else eval_store.fingerprint
-    identity = (
-        store.fingerprint,
-        tokenizer.fingerprint,
-        config.seq_len,
-        heldout_identity,
-        config.seed,
-    )
-    return Corpus(
-        tokenizer=tokenizer,
-        train=train,
-        heldout=heldout,
-        sources=(
-            CorpusSource(name="", share=1.0, train=train, heldout=None if eval_store else heldout),
-        ),
-        fingerprint=_hash(identity),
-        warnings=tuple(opener.warnings),
-    )
-
-
-def _open_mixture(opener: _StoreOpener) -> Corpus:
-    """The corpus of data.mixture."""
-    config, tokenizer = opener.config, opener.tokenizer
-    configs = [source for source in config.mixture if source.share > 0]
-    # Before anything is tokenized.
-    files = [
-        opener.files(source.paths, _setting(source), 1, source.text_suffixes) for source in configs
-    ]
-    eval_store = opener.open_eval_store()
-    fields = [Fields.from_config(source) for source in configs]
-    stores = [opener.open(*arguments) for arguments in zip(files, fields)]
-    total_share = sum(source.share for source in configs)
-    sources = [
-        _open_source(opener, source, store, eval_store, source.share / total_share)
-        for source, store in zip(configs, stores)
-    ]
-    if eval_store is None:
-        heldout = _mixed_heldout(sources)
-        heldout_identity = config.eval_fraction
-    else:
-        heldout = PackedSequences(
-            eval_store, np.arange(eval_store.num_documents), config.seq_len, seed=None
-        )
-        heldout_identity = eval_store.fingerprint
-    described = [
-        (*_identity(source, total_share), store.fingerprint)
-        for source, store in zip(configs, stores)
-    ]
-    identity = (described, tokenizer.fingerprint, config.seq_len, heldout_identity, config.seed)
-    return Corpus(
-        tokenizer=tokenizer,
-        train=MixedSequences(
-            [source.train for source in sources], [source.share for source in sources]
-        ),
-        heldout=heldout,
-        sources=tuple(sources),
-        fingerprint=_hash(identity),
-        warnings=tuple(opener.warnings),
-    )
 
 
 def _open_source(
     opener: _StoreOpener,
     source: SourceConfig,
     store: TokenStore,
-    eval_store: TokenStore | None,
+    has_eval_sources: bool,
     share: float,
 ) -> CorpusSource:
-    """Splits and packs one source of a mixture.
+    """Splits and packs one source.
 
     Raises:
-      UserError: it selects no document.
+      UserError: it selects no document, or has too few tokens.
     """
-    config = opener.config
-    split = opener.split(
-        store, eval_store, _setting(source), has_own_text=source.paths != (PYTHON_STDLIB,)
-    )
+    config, warnings, setting = opener.config, opener.warnings, _setting(source)
+    split = Split(store, np.arange(store.num_documents), np.empty(0, np.int64), 0)
+    if not has_eval_sources:
+        split = split_documents(store, config.eval_fraction, setting)
+    # Python's library has test files in other encodings
+    has_own_text = source.paths != (PYTHON_STDLIB,)
+    warnings += text_warnings(store, split, setting, has_own_text)
     num_overlong = int((np.diff(store.offsets) > config.seq_len).sum())
-    if num_overlong and overlong_rule(source) != "cut":
-        rule = {"drop": "dropped", "truncate": "truncated"}[overlong_rule(source)]
-        opener.warnings.append(
-            f"{_setting(source)}: documents longer than data.seq_len={config.seq_len}: {num_overlong:,} of"
-            f" {store.num_documents:,}; they are {rule}"
+    rule = overlong_rule(source)
+    if num_overlong and rule != "cut":
+        warnings.append(
+            f"{setting}: documents longer than data.seq_len={config.seq_len}: {num_overlong:,} of"
+            f" {store.num_documents:,}; they are {'dropped' if rule == 'drop' else 'truncated'}"
         )
     train = packed_source(split.store, split.train_ids, source, config.seq_len, config.seed)
-    heldout = None
-    if eval_store is None:
-        heldout = packed_source(
-            split.heldout_store, split.heldout_ids, source, config.seq_len, None
-        )
-        if heldout is None:
-            opener.warnings.append(
-                f"{_setting(source)}: no held-out document has a length that this source uses"
-            )
+    heldout = packed_source(split.store, split.heldout_ids, source, config.seq_len, None)
+    if heldout is None and not has_eval_sources:
+        warnings.append(f"{setting}: no held-out document has a length that this source uses")
     if train is None:
         longest = int(np.diff(store.offsets).max())
         raise UserError(
-            f"config.{_setting(source)} selects none of its {store.num_documents:,} documents, the longest of"
+            f"config.{setting} selects none of its {store.num_documents:,} documents, the longest of"
             f" {longest:,} tokens; change its min_tokens, max_tokens, pool, length_weights or overlong, or data.seq_len"
         )
+    if not source.name:
+        check_num_tokens(train.num_tokens, config.seq_len, "")
     for sequences, what in ((train, ""), (heldout, ", held out")):
-        opener.warnings += check_has_loss(sequences, f"config.{_setting(source)}{what}")
+        if sequences is not None:
+            warnings += check_has_loss(sequences, f"config.{setting}{what}")
     return CorpusSource(name=source.name, share=share, train=train, heldout=heldout)
 
 
-def _mixed_heldout(sources: Sequence[CorpusSource]) -> MixedSequences:
-    """The held-out text of all sources that have some, in the shares of the mixture.
+def _in_shares(config: DataConfig, parts: Sequence[tuple[PackedSequences, float]]) -> PackedText:
+    """The sequences of sources with their shares.
 
     Raises:
-      UserError: no source has held-out text.
+      UserError: there are none.
     """
-    parts = [(source.heldout, source.share) for source in sources if source.heldout is not None]
     if not parts:
         raise UserError(
             "no source of config.data.mixture has held-out documents of a length that it uses: increase"
             " config.data.eval_fraction, or set config.data.eval_sources"
         )
-    return MixedSequences([heldout for heldout, _ in parts], [share for _, share in parts])
+    sequences, shares = zip(*parts)
+    return MixedSequences(sequences, shares) if config.mixture else sequences[0]
 
 
 def _identity(source: SourceConfig, total_share: float) -> tuple:
     """The settings of a source on which its sequences depend. Fields with their defaults are not in
     it, so that new fields do not change it."""
-    fields = dataclasses.asdict(source).items()
-    changed = sorted(
-        (name, value) for name, value in fields if name not in ("name", "paths", "share")
-    )
     defaults = defaults_of(SourceConfig)
-    return (
-        source.name,
-        source.share / total_share,
-        [item for item in changed if item[1] != defaults[item[0]]],
-    )
+    changed = [
+        (name, value)
+        for name, value in sorted(dataclasses.asdict(source).items())
+        if name not in ("name", "paths", "share") and value != defaults[name]
+    ]
+    return source.name, source.share / total_share, changed
 
 
 def _setting(source: SourceConfig) -> str:
-    return f"data.mixture.{source.name}"
-
-
-def _hash(identity: tuple) -> str:
-    return hashlib.sha256(repr(identity).encode()).hexdigest()
+    return f"data.mixture.{source.name}" if source.name else "data.sources"

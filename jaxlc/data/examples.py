@@ -18,7 +18,7 @@ from jaxlc.config.loading import load_stages
 from jaxlc.core.errors import checked
 from jaxlc.core.text import count_text, paragraph, progress_lines
 from jaxlc.data import data_sources
-from jaxlc.data.sequences.source import DataSource, ShownTokens, SourceView
+from jaxlc.data.sequences.source import DataSource, SourceView
 from jaxlc.data.tokens.tokenizers import Tokenizer
 
 _FIRST_TOKENS, _LAST_TOKENS = 200, 50  # shown of a longer run of tokens with or without a loss
@@ -39,35 +39,25 @@ class Run(NamedTuple):
     has_loss: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
+class Example(NamedTuple):
     """A document, or the part of it that is in a sequence."""
 
-    title: str
-    num_tokens: int
-    num_loss_tokens: int  # predicted with a loss
+    heading: str
     runs: tuple[Run, ...]
 
-    @property
-    def heading(self) -> str:
-        return f"{self.title}: {_loss_text(self.num_tokens, self.num_loss_tokens)}"
+    def marked(self, before: str, after: str, escaped: Callable[[str], str] = str) -> str:
+        """The text, with `before` and `after` around the tokens that have a loss."""
+        return "".join(
+            f"{before}{escaped(text)}{after}" if has_loss else escaped(text)
+            for text, has_loss in self.runs
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceExamples:
+class SourceExamples(NamedTuple):
     """Examples of one source."""
 
-    name: str
-    num_documents: int  # training and held-out ones, or traces, or prompts
-    num_tokens: int
-    num_loss_tokens: int
+    heading: str
     examples: tuple[Example, ...]
-    unit: str = "document"
-
-    @property
-    def heading(self) -> str:
-        documents = count_text(self.num_documents, self.unit)
-        return f"{self.name}: {documents}, {_loss_text(self.num_tokens, self.num_loss_tokens)}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -84,11 +74,7 @@ class Examples:
         for source in self.sources:
             lines += ["", source.heading]
             for example in source.examples:
-                runs = [
-                    f"{before}{run.text}{after}" if run.has_loss else run.text
-                    for run in example.runs
-                ]
-                lines += ["", f"--- {example.heading}", "".join(runs)]
+                lines += ["", f"--- {example.heading}", example.marked(before, after)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -100,15 +86,9 @@ class Examples:
         for source in self.sources:
             parts.append(paragraph(source.heading))
             for example in source.examples:
-                runs = ((html.escape(run.text), run.has_loss) for run in example.runs)
-                spans = [
-                    f"<span style='{_LOSS_STYLE}'>{text}</span>" if loss else text
-                    for text, loss in runs
-                ]
-                parts += [
-                    paragraph(example.heading),
-                    f"<pre style='{_TEXT_STYLE}'>{''.join(spans)}</pre>",
-                ]
+                text = example.marked(f"<span style='{_LOSS_STYLE}'>", "</span>", html.escape)
+                parts.append(paragraph(example.heading))
+                parts.append(f"<pre style='{_TEXT_STYLE}'>{text}</pre>")
         return "\n".join(parts)
 
 
@@ -161,22 +141,16 @@ def open_shown(config: Config, log: Callable[[str], None] | None) -> DataSource:
 
 def _source_examples(view: SourceView, num: int, tokenizer: Tokenizer) -> SourceExamples:
     shown = [tokens for group in islice(view.examples, num) for tokens in group]
+    documents = count_text(len(view.lengths), view.unit)
     return SourceExamples(
-        name=view.name,
-        unit=view.unit,
-        num_documents=len(view.lengths),
-        num_tokens=int(view.lengths.sum()),
-        num_loss_tokens=view.num_loss_tokens,
-        examples=tuple(_example(tokens, tokenizer) for tokens in shown),
-    )
-
-
-def _example(shown: ShownTokens, tokenizer: Tokenizer) -> Example:
-    return Example(
-        title=shown.title,
-        num_tokens=len(shown.tokens),
-        num_loss_tokens=int(shown.has_loss.sum()),
-        runs=tuple(_runs(shown.tokens, shown.has_loss, tokenizer)),
+        _heading(f"{view.name}: {documents},", int(view.lengths.sum()), view.num_loss_tokens),
+        tuple(
+            Example(
+                _heading(f"{title}:", len(tokens), int(has_loss.sum())),
+                tuple(_runs(tokens, has_loss, tokenizer)),
+            )
+            for title, tokens, has_loss in shown
+        ),
     )
 
 
@@ -206,5 +180,8 @@ def _text(tokens: np.ndarray, begin: int, end: int, tokenizer: Tokenizer) -> str
     return text[len(tokenizer.decode(before, special_tokens=True)) :].translate(_PICTURES)
 
 
-def _loss_text(num_tokens: int, num_loss_tokens: int) -> str:
-    return f"{count_text(num_tokens, 'token')}, {num_loss_tokens:,} with a loss ({num_loss_tokens / num_tokens:.1%})"
+def _heading(start: str, num_tokens: int, num_loss_tokens: int) -> str:
+    return (
+        f"{start} {count_text(num_tokens, 'token')}, {num_loss_tokens:,} with a loss"
+        f" ({num_loss_tokens / num_tokens:.1%})"
+    )

@@ -34,25 +34,18 @@ class StageShares:
     seq_len: int
     shares: tuple[SourceShare, ...]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences, without padding."""
-        return sum(share.num_tokens for share in self.shares)
-
 
 def stage_shares(stage: Stage, source: DataSource) -> StageShares | None:
     """What a stage trains on; None for rollouts, which are not known before the run."""
     num_sequences = stage.num_steps * stage.config.train.global_batch_size
-    shares = tuple(
-        share._replace(name=share.name or "data.sources") for share in source.shares(num_sequences)
-    )
+    shares = source.shares(num_sequences)
     if not shares:
         return None
     return StageShares(
         name=stage.name,
         num_sequences=num_sequences,
         seq_len=stage.config.data.seq_len,
-        shares=shares,
+        shares=tuple(shares),
     )
 
 
@@ -60,9 +53,7 @@ def by_class(lengths: np.ndarray) -> np.ndarray:
     """Documents and tokens in each class of lengths, int64 [2, classes]; lengths int64 [documents]."""
     classes = np.searchsorted(np.array(LENGTH_LIMITS), lengths, side="right")
     num_classes = len(CLASS_NAMES)
-    counts = [
-        np.bincount(classes, weights, num_classes) for weights in (np.ones(len(lengths)), lengths)
-    ]
+    counts = [np.bincount(classes, weights, num_classes) for weights in (None, lengths)]
     return np.array(counts).astype(np.int64)
 
 
@@ -75,18 +66,19 @@ def report_text(sources: Sequence[SourceView], stages: Sequence[StageShares]) ->
         rows = [(source.name, by_class(source.lengths)[index]) for source in sources]
         if len(rows) > 1:
             rows.append(("all sources", np.sum([counts for _, counts in rows], axis=0)))
-        table = [[name, *map(_number, [*counts, counts.sum()])] for name, counts in rows]
+        table = [[name, *(f"{x:,}" for x in (*counts, counts.sum()))] for name, counts in rows]
         lines += ["", *aligned([[unit, *CLASS_NAMES, "all"], *table])]
     for stage in stages:
-        padding = 1 - stage.num_tokens / (stage.num_sequences * stage.seq_len)
+        num_tokens = sum(share.num_tokens for share in stage.shares)
+        padding = 1 - num_tokens / (stage.num_sequences * stage.seq_len)
         rows = [
             [
                 share.name,
                 f"{share.share:.2%}",
                 f"{share.realized_share:.2%}",
-                _number(share.num_tokens),
-                _number(share.num_documents),
-                _number(share.epoch_tokens),
+                f"{share.num_tokens:,}",
+                f"{share.num_documents:,}",
+                f"{share.epoch_tokens:,}",
                 f"{share.num_epochs:.3g}",
             ]
             for share in stage.shares
@@ -98,7 +90,3 @@ def report_text(sources: Sequence[SourceView], stages: Sequence[StageShares]) ->
             *aligned([_SHARE_HEADINGS, *rows]),
         ]
     return "\n".join(lines)
-
-
-def _number(number: float) -> str:
-    return f"{int(number):,}"

@@ -1,5 +1,6 @@
 """The picture of `jaxlc data report`. Importing this module imports matplotlib."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,16 +21,14 @@ def report_figure(sources: Sequence[SourceView], stages: Sequence[StageShares]) 
     _plot_lengths(lengths, sources)
     rows = np.arange(len(names))
     height = 0.8 / len(stages)
-    for number, stage in enumerate(stages):
-        cycle, place = divmod(number, len(plot_style.CYCLE))
-        style = dict(
-            color=plot_style.CYCLE[place], hatch=plot_style.HATCHES[cycle % len(plot_style.HATCHES)]
-        )
-        style |= dict(edgecolor="white", linewidth=0)
+    styles = itertools.cycle(itertools.product(plot_style.HATCHES, plot_style.CYCLE))
+    for number, (stage, (hatch, color)) in enumerate(zip(stages, styles)):
+        style = dict(color=color, hatch=hatch, edgecolor="white", linewidth=0)
         by_name = {share.name: share for share in stage.shares}
+        present = [by_name.get(name) for name in names]
         at = rows + (number - (len(stages) - 1) / 2) * height
-        realized = [100 * by_name[name].realized_share if name in by_name else 0 for name in names]
-        num_epochs = [by_name[name].num_epochs if name in by_name else 0 for name in names]
+        realized = [100 * share.realized_share if share else 0 for share in present]
+        num_epochs = [share.num_epochs if share else 0 for share in present]
         shares.barh(at, realized, 0.9 * height, **style, label=stage.name or "the run")
         bars = epochs.barh(at, num_epochs, 0.9 * height, **style)
         epochs.bar_label(

@@ -54,7 +54,7 @@ def letters_of(sequence: dict[str, np.ndarray]) -> set[str]:
 
 @pytest.mark.parametrize("counts", [(1, PERIOD - 1), (2500,) * 4, (5000, 3000, 1500, 499, 1)])
 def test_schedule_has_each_share_in_every_prefix(counts):
-    source_of, _ = schedule(counts)
+    source_of = schedule(counts)
     before = np.cumsum(source_of == np.arange(len(counts))[:, None], axis=1)
     shares = np.arange(1, PERIOD + 1) * np.array(counts)[:, None] / PERIOD
     assert np.abs(before - shares).max() < 1 and before[:, -1].tolist() == list(counts)
@@ -160,7 +160,7 @@ def test_mixture_chunk_tokens_limit_chunks(config):
 def copies(lengths: list[int], **fields) -> list[int]:
     store = make_store(lengths)
     source = SourceConfig(name="x", paths=("x",), **fields)
-    return num_copies(store, np.arange(len(lengths)), np.array(lengths), source, S).tolist()
+    return num_copies(store, np.arange(len(lengths)), source, S).tolist()
 
 
 def test_selection_by_length():

@@ -30,13 +30,6 @@ def test_split_enough_documents_follows_hash():
     assert split.train_ids.tolist() == [0, 2] and split.heldout_ids.tolist() == [1]
 
 
-def test_split_with_eval_store_holds_out_all_of_it():
-    store, eval_store = make_store([5, 6], [0.5, 0.01]), make_store([7], [0.5])
-    split = split_documents(store, 0.05, eval_store)
-    assert (split.store, split.heldout_store, split.tail_tokens) == (store, eval_store, 0)
-    assert split.train_ids.tolist() == [0, 1] and split.heldout_ids.tolist() == [0]
-
-
 @pytest.mark.parametrize("split_hash", [0.01, 0.9])
 def test_split_single_document_holds_out_its_tail(split_hash):
     store = make_store([101], [split_hash])

@@ -35,9 +35,9 @@ def test_complete_batch_derives_the_missing_arrays():
             dict(tokens=[[1, 2]], labels=[[1, 2]]),
             r"invalid batch 3: \['labels', 'tokens'\]; expected",
         ),
-        (dict(tokens=[[1, 2, 3]]), r"tokens has shape \[1, 3\], expected \[1, 2\]"),
+        (dict(tokens=[[1, 2, 3]]), r"tokens is int64\[1, 3\], expected int32\[1, 2\]"),
         (dict(tokens=[[1.0, 2.0]]), r"tokens is float64\[1, 2\], expected int32"),
-        (dict(tokens=np.zeros((0, 2), int)), r"tokens has shape \[0, 2\], expected \[1, 2\]"),
+        (dict(tokens=np.zeros((0, 2), int)), r"tokens is int64\[0, 2\], expected int32\[1, 2\]"),
         (dict(tokens=[[1, 20]]), r"token 20, expected 0 to 19 \(config.model.vocab_size\)"),
         (
             dict(tokens=[[1, 2]], targets=[[-100, 0]]),

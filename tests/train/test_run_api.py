@@ -418,7 +418,7 @@ def test_callback_that_would_not_be_called_is_refused(config, tmp_path, callback
 def test_batches_are_checked_before_the_step_is_compiled(config, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainStep, "compile", lambda _step: pytest.fail("compiled"))
     for batches, words in [
-        ([{"tokens": np.ones((1, 7), np.int32)}], "batch 0: tokens has shape"),
+        ([{"tokens": np.ones((1, 7), np.int32)}], "batch 0: tokens is int32"),
         ([], "is empty"),
     ]:
         with pytest.raises(UserError, match=words):

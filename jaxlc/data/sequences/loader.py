@@ -49,13 +49,6 @@ ALWAYS = dict(
     positions=np.int32,
     segment_ids=np.int32,
 )
-OPTIONAL = dict(
-    prefix_ids=np.int32,
-    advantages=np.float32,
-    answer_weights=np.float32,
-    old_log_probs=np.float32,
-    reference_log_probs=np.float32,
-)
 
 
 def array_dtypes(config: Config) -> dict[str, type]:
@@ -73,7 +66,7 @@ def array_dtypes(config: Config) -> dict[str, type]:
         names.append("old_log_probs")
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
-    return ALWAYS | {name: OPTIONAL[name] for name in names}
+    return ALWAYS | {name: np.int32 if name == "prefix_ids" else np.float32 for name in names}
 
 
 T = TypeVar("T")
@@ -92,21 +85,15 @@ class WaitingTime:
 
     def timed(self, items: Iterable[T]) -> Iterator[T]:
         """Yields the items and measures."""
-        iterator = iter(items)
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        while True:
-            start = time.perf_counter()
+        asked = start = None
+        for item in items:
+            got = time.perf_counter()
+            if asked is not None:
+                self._waiting_seconds += got - asked
+                self._total_seconds += got - start
+            start = got
             yield item
             asked = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            self._waiting_seconds += time.perf_counter() - asked
-            self._total_seconds += time.perf_counter() - start
 
     @property
     def share(self) -> float | None:
@@ -148,11 +135,9 @@ def batches(
     another thread copies the next batch to the devices (0: all on demand). Dropping the iterator
     ends the threads.
     """
-    assert global_batch_size % gradient_accumulation_steps == 0, (
-        global_batch_size,
-        gradient_accumulation_steps,
-    )
-    shape = (gradient_accumulation_steps, global_batch_size // gradient_accumulation_steps, seq_len)
+    num_B, remainder = divmod(global_batch_size, gradient_accumulation_steps)
+    assert not remainder, (global_batch_size, gradient_accumulation_steps)
+    shape = (gradient_accumulation_steps, num_B, seq_len)
     local_B, spans_T = local_part(sharding.addressable_devices_indices_map(shape).values(), shape)
     local_sequences = [(a, b) for a in range(gradient_accumulation_steps) for b in local_B]
 

@@ -23,7 +23,6 @@ import functools
 import threading
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 
@@ -33,22 +32,6 @@ from jaxlc.data.sequences.packing import PackedSequences
 
 # sequences after which the schedule repeats; shares are rounded to multiples of 1 / PERIOD
 PERIOD = 10_000
-
-
-class PackedText(Protocol):
-    """What `PackedSequences` and `MixedSequences` have in common."""
-
-    seq_len: int
-    num_documents: int  # in all sources
-    num_tokens: int  # in one epoch of each source, without padding
-    num_sequences: int  # per epoch
-    epoch_tokens: int  # in these sequences, without padding
-
-    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """Returns sequence i, for any i >= 0; see `PackedSequences`."""
-
-    def document_lengths(self, i: int) -> np.ndarray:
-        """Tokens of the documents of sequence i, int64 [documents], in its order; reads no tokens."""
 
 
 class MixedSequences:
@@ -62,6 +45,7 @@ class MixedSequences:
         self.sources = tuple(sources)
         self.seq_len = sources[0].seq_len
         self.num_documents = sum(source.num_documents for source in sources)
+        # in one epoch of each source, without padding
         self.num_tokens = sum(source.num_tokens for source in sources)
         # A source whose sequences have more padding needs more sequences for the same share of the
         # tokens.
@@ -69,14 +53,14 @@ class MixedSequences:
             share * source.num_sequences / source.num_tokens
             for share, source in zip(shares, sources)
         ]
-        self._source_of, counts = schedule(tuple(_rounded(weights)))
+        counts = _rounded(weights)
+        self._source_of = schedule(tuple(counts))
         is_source = self._source_of == np.arange(len(sources))[:, None]
-        self._counts = counts
+        self._counts = np.array(counts)
         # int64 [sources, PERIOD + 1]: sequences of each source before a place of the schedule
-        self._before = np.concatenate(
-            [np.zeros((len(sources), 1), np.int64), np.cumsum(is_source, axis=1)], axis=1
-        )
-        self.num_sequences = self._sequences_before_repetition()
+        self._before = np.pad(np.cumsum(is_source, axis=1), ((0, 0), (1, 0)))
+        self.num_sequences = self._sequences_before_repetition()  # per epoch
+        # in these sequences, without padding
         self.epoch_tokens = sum(self.num_tokens_of_first(self.num_sequences))
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
@@ -91,11 +75,8 @@ class MixedSequences:
 
     def _at(self, i: int) -> tuple[PackedSequences, int]:
         """The source of sequence i, and its index there."""
-        periods, place = divmod(i, PERIOD)
-        source = self._source_of[place]
-        return self.sources[source], int(
-            periods * self._counts[source] + self._before[source, place]
-        )
+        source = self._source_of[i % PERIOD]
+        return self.sources[source], int(self.num_sequences_of_first(i)[source])
 
     def num_sequences_of_first(self, num_sequences: int) -> np.ndarray:
         """Sequences of each source among the first ones, int64 [sources]."""
@@ -105,7 +86,8 @@ class MixedSequences:
     def num_tokens_of_first(self, num_sequences: int) -> list[int]:
         """Tokens of each source in the first sequences, without padding."""
         counts = self.num_sequences_of_first(num_sequences).tolist()
-        return [source.num_tokens_of_first(count) for source, count in zip(self.sources, counts)]
+        tokens = [source.num_tokens_of_first(n) for source, n in zip(self.sources, counts)]
+        return sum(tokens, [])
 
     def _sequences_before_repetition(self) -> int:
         """The largest n >= 1 for which no source has more than one epoch in the first n sequences."""
@@ -116,6 +98,9 @@ class MixedSequences:
                 periods * PERIOD + int(np.searchsorted(before, remainder, side="right")) - 1
             )
         return max(1, min(limits))
+
+
+PackedText = PackedSequences | MixedSequences
 
 
 def _rounded(weights: Sequence[float]) -> list[int]:
@@ -131,18 +116,14 @@ def _rounded(weights: Sequence[float]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=16)
-def schedule(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """A periodic order in which source s occurs counts[s] times per PERIOD, evenly.
-
-    Returns:
-      The source at each place, int64 [PERIOD], and the counts, int64 [sources].
+def schedule(counts: tuple[int, ...]) -> np.ndarray:
+    """A periodic order in which source s occurs counts[s] times per PERIOD, evenly: the source at
+    each place, int64 [PERIOD].
     """
     assert sum(counts) == PERIOD and min(counts) > 0, counts
     num_sources = len(counts)
-    if num_sources == 1:
-        return np.zeros(PERIOD, np.int64), np.array(counts)
     # All numbers are multiplied by PERIOD and by 2 (num_sources - 1), so that they are integers.
-    scale = 2 * (num_sources - 1)
+    scale = max(1, 2 * (num_sources - 1))
     unit, slack = PERIOD * scale, PERIOD
     placed, order = [0] * num_sources, []
     for place in range(1, PERIOD + 1):
@@ -156,7 +137,7 @@ def schedule(counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         _, best = min(deadlines)
         placed[best] += 1
         order.append(best)
-    return np.array(order), np.array(counts)
+    return np.array(order)
 
 
 def balanced_order(config: Config, pairs: Sequence[int]) -> np.ndarray:

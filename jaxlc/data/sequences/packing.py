@@ -23,23 +23,17 @@ from jaxlc.data.tokens.store import TokenStore
 
 
 class Split(NamedTuple):
-    # that train_ids refers to: with one more document if a document's tail is held out
+    # that the ids refer to: with one more document if a document's tail is held out
     store: TokenStore
     train_ids: np.ndarray  # int64 [training documents]
-    # that heldout_ids refers to: `store`, or that of separate evaluation sources
-    heldout_store: TokenStore
     heldout_ids: np.ndarray  # int64 [held-out documents]
     tail_tokens: int  # length of the held-out tail; 0 if entire documents are held out
 
 
 def split_documents(
-    store: TokenStore,
-    eval_fraction: float,
-    eval_store: TokenStore | None = None,
-    setting: str = "data.sources",
+    store: TokenStore, eval_fraction: float, setting: str = "data.sources"
 ) -> Split:
-    """Holds out all documents of `eval_store`, or else those whose split hash is below
-    `eval_fraction`, 0 to 1.
+    """Holds out the documents whose split hash is below `eval_fraction`, 0 to 1.
 
     The hash depends only on a document's name, so adding documents does not move others across the
     split. If it puts all documents on one side, as with a single large document, the last
@@ -51,17 +45,9 @@ def split_documents(
     Raises:
       UserError: the longest document is too short to hold out its tail.
     """
-    if eval_store is not None:
-        return Split(
-            store,
-            np.arange(store.num_documents),
-            eval_store,
-            np.arange(eval_store.num_documents),
-            0,
-        )
     is_heldout = store.split_hashes < eval_fraction
     if is_heldout.any() and not is_heldout.all():
-        return Split(store, np.flatnonzero(~is_heldout), store, np.flatnonzero(is_heldout), 0)
+        return Split(store, np.flatnonzero(~is_heldout), np.flatnonzero(is_heldout), 0)
     lengths = np.diff(store.offsets)
     longest = int(lengths.argmax())
     tail_tokens = math.ceil(lengths[longest] * eval_fraction)
@@ -77,7 +63,7 @@ def split_documents(
         split_hashes=np.insert(store.split_hashes, longest, store.split_hashes[longest]),
     )
     train_ids = np.delete(np.arange(store.num_documents), longest + 1)
-    return Split(store, train_ids, store, np.array([longest + 1]), tail_tokens)
+    return Split(store, train_ids, np.array([longest + 1]), tail_tokens)
 
 
 class PackedSequences:
@@ -110,19 +96,11 @@ class PackedSequences:
           weighs_answers_equally: the loss weights of each answer of a chat have the same sum, instead of being 1; they
             are 1 on average over the answers of the store.
         """
-        assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (
-            len(document_ids),
-            chunk_tokens,
-            seq_len,
-        )
+        assert len(document_ids) and 0 <= chunk_tokens <= seq_len, (chunk_tokens, seq_len)
         self.store, self.document_ids, self.seq_len, self.seed = store, document_ids, seq_len, seed
         self.num_documents = len(document_ids)
         begins, document_ends = store.offsets[document_ids], store.offsets[document_ids + 1]
-        used_ends = (
-            np.minimum(document_ends, begins + max_document_tokens)
-            if max_document_tokens
-            else document_ends
-        )
+        used_ends = np.minimum(document_ends, begins + (max_document_tokens or len(store.tokens)))
         begins, ends, chunk_documents = _chunks(begins, used_ends, chunk_tokens or seq_len)
         is_document_end = ends == document_ends[chunk_documents]
         if is_full_length:
@@ -141,11 +119,18 @@ class PackedSequences:
             sequence_of_chunk[order], np.arange(self.num_sequences + 1)
         )
         self._counting = np.arange(seq_len, dtype=np.int32)
-        self._answer_weights = (
-            None
-            if store.answers is None
-            else _answer_weights(store.answers, weighs_answers_equally)
-        )
+        if (answers := store.answers) is not None:
+            # int64 [chunks]: the answers that contain targets of each chunk
+            self._first_answers = np.searchsorted(
+                answers[:, 1], self._chunk_begins + 1, side="right"
+            )
+            target_ends = self._chunk_ends + ~self._is_document_end
+            self._end_answers = np.searchsorted(answers[:, 0], target_ends, side="left")
+            lengths = answers[:, 1] - answers[:, 0]
+            # of the tokens of each answer
+            self._answer_weights = np.ones(len(lengths))
+            if weighs_answers_equally:
+                self._answer_weights = lengths.mean() / lengths
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns sequence i in natural order, arrays [S]:
@@ -164,7 +149,8 @@ class PackedSequences:
         at = 0
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
             first, at = at, at + end - begin
-            is_document_end = bool(self._is_document_end[chunks.start + number - 1])
+            chunk = chunks.start + number - 1
+            is_document_end = bool(self._is_document_end[chunk])
             stored = self.store.read(begin, end if is_document_end else end + 1)
             tokens[first:at] = stored[: end - begin]
             targets[first : first + len(stored) - 1] = stored[1:]
@@ -173,41 +159,32 @@ class PackedSequences:
             if is_document_end:
                 targets[at - 1] = loss_weights[at - 1] = 0
             if self.store.answers is not None:
-                self._weigh_answers(loss_weights[first:at], begin, is_document_end)
-        for array in (tokens, targets, loss_weights, positions, segment_ids):
+                self._weigh_answers(loss_weights[first:at], chunk)
+        arrays = dict(
+            tokens=tokens,
+            targets=targets,
+            loss_weights=loss_weights,
+            positions=positions,
+            segment_ids=segment_ids,
+        )
+        for array in arrays.values():
             array[at:] = 0
-        return {
-            "tokens": tokens,
-            "targets": targets,
-            "loss_weights": loss_weights,
-            "positions": positions,
-            "segment_ids": segment_ids,
-        }
+        return arrays
 
-    def _weigh_answers(self, weights: np.ndarray, begin: int, is_document_end: bool) -> None:
-        """Sets the loss weights [chunk] of one chunk of chat tokens that starts at `begin` of the
-        store.
-        """
-        answers = self.store.answers
-        end = begin + len(weights) + (not is_document_end)  # end of the targets
-        first = int(np.searchsorted(answers[:, 1], begin + 1, side="right"))
-        last = int(np.searchsorted(answers[:, 0], end, side="left"))
+    def _weigh_answers(self, weights: np.ndarray, chunk: int) -> None:
+        """Sets the loss weights [tokens] of one chunk of chat tokens."""
         weights[:] = 0
-        for number in range(first, last):
-            answer_begin, answer_end = answers[number].tolist()
-            target = slice(max(answer_begin - begin - 1, 0), min(answer_end, end) - begin - 1)
-            weights[target] = self._answer_weights[number]
+        for number in range(self._first_answers[chunk], self._end_answers[chunk]):
+            # in the targets of the chunk
+            begin, end = self.store.answers[number] - self._chunk_begins[chunk] - 1
+            weights[max(begin, 0) : end] = self._answer_weights[number]
 
     def num_without_loss(self) -> tuple[int, int]:
         """The number of chunks, and of those of chats without a token that has a loss."""
-        answers, begins = self.store.answers, self._chunk_begins
-        if answers is None:
-            return len(begins), 0
-        first = np.searchsorted(answers[:, 1], begins + 1, side="right")
-        last = np.searchsorted(
-            answers[:, 0], self._chunk_ends + ~self._is_document_end, side="left"
-        )
-        return len(begins), int((first >= last).sum())
+        num_chunks = len(self._chunk_begins)
+        if self.store.answers is None:
+            return num_chunks, 0
+        return num_chunks, int((self._first_answers >= self._end_answers).sum())
 
     def document_lengths(self, i: int) -> np.ndarray:
         """Tokens of the documents of sequence i, int64 [documents], in its order; reads no tokens."""
@@ -221,21 +198,14 @@ class PackedSequences:
         sequence = epoch_order(self.num_sequences, self.seed, epoch)[index]
         return slice(self._first_chunks[sequence], self._first_chunks[sequence + 1])
 
-    def num_tokens_of_first(self, num_sequences: int) -> int:
-        """Tokens of the first sequences, without padding."""
+    def num_tokens_of_first(self, num_sequences: int) -> list[int]:
+        """Tokens of the first sequences, without padding; a list of one number, as for the sources
+        of a mixture.
+        """
         num_epochs, num_more = divmod(num_sequences, self.num_sequences)
-        chunk_ends = np.concatenate([[0], np.cumsum(self._chunk_ends - self._chunk_begins)])
-        lengths = np.diff(chunk_ends[self._first_chunks])
+        lengths = np.add.reduceat(self._chunk_ends - self._chunk_begins, self._first_chunks[:-1])
         order = epoch_order(self.num_sequences, self.seed, num_epochs)
-        return num_epochs * self.num_tokens + int(lengths[order[:num_more]].sum())
-
-
-def _answer_weights(answers: np.ndarray, weighs_answers_equally: bool) -> np.ndarray:
-    """The loss weight of the tokens of each answer, float32 [answers]."""
-    lengths = answers[:, 1] - answers[:, 0]
-    return (lengths.mean() / lengths if weighs_answers_equally else np.ones(len(answers))).astype(
-        np.float32
-    )
+        return [num_epochs * self.num_tokens + int(lengths[order[:num_more]].sum())]
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -309,15 +279,14 @@ def packed_source(
       document_ids: int64, documents of `store`.
       seed: data.seed; None: the same order in every epoch.
     """
-    lengths = store.offsets[document_ids + 1] - store.offsets[document_ids]
-    selected = np.repeat(document_ids, num_copies(store, document_ids, lengths, source, seq_len))
+    selected = np.repeat(document_ids, num_copies(store, document_ids, source, seq_len))
     if not len(selected):
         return None
     return PackedSequences(
         store,
         selected,
         seq_len,
-        None if seed is None else source_seed(seed, source.name),
+        source_seed(seed, source.name),
         chunk_tokens=source.chunk_tokens,
         max_document_tokens=seq_len if overlong_rule(source) == "truncate" else 0,
         is_full_length=source.pool == "full_length",
@@ -326,17 +295,14 @@ def packed_source(
 
 
 def num_copies(
-    store: TokenStore,
-    document_ids: np.ndarray,
-    lengths: np.ndarray,
-    source: SourceConfig,
-    seq_len: int,
+    store: TokenStore, document_ids: np.ndarray, source: SourceConfig, seq_len: int
 ) -> np.ndarray:
     """How often each document occurs in an epoch, int64 [documents]: 0 if it is not used.
 
     A weight of 2.5 gives each document 2 copies, and one more to the half of the documents with the
     smallest hashes of their names among those of their length class.
     """
+    lengths = store.offsets[document_ids + 1] - store.offsets[document_ids]
     min_tokens = max(source.min_tokens, seq_len if source.pool == "full_length" else 0)
     is_used = lengths >= min_tokens
     if source.max_tokens:
@@ -361,6 +327,10 @@ def overlong_rule(source: SourceConfig) -> str:
     return source.overlong
 
 
-def source_seed(seed: int, name: str) -> int:
-    """A seed of its own for each source, so that sources of equal size have different orders."""
+def source_seed(seed: int | None, name: str) -> int | None:
+    """A seed of its own for each source of a mixture, so that sources of equal size have different
+    orders.
+    """
+    if seed is None or not name:
+        return seed
     return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:4])

@@ -68,7 +68,7 @@ class SourceView(NamedTuple):
 class SourceShare(NamedTuple):
     """The part of a source in the first sequences of a run."""
 
-    name: str  # "" for data.sources
+    name: str  # the setting, or the name of a source of data.mixture
     share: float  # fraction of the tokens, as set
     realized_share: float  # fraction of the tokens in those sequences
     num_tokens: int  # in those sequences, without padding

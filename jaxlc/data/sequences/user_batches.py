@@ -107,17 +107,12 @@ class StreamedSequences:
         *,
         batch_size: int,
         seq_len: int,
-        vocab_size: int,
         prefetch_steps: int,
-        dtypes: Mapping[str, type] = ALWAYS,
-        absolute_positions: bool = False,
+        **options,
     ):
-        """dtypes: of the arrays of a batch, see `array_dtypes`. absolute_positions: see
-        `complete_batch`.
-        """
-        self._options = dict(dtypes=dtypes, absolute_positions=absolute_positions)
+        """`options`: as of `complete_batch`."""
         self._batches: Iterator[Mapping] = iter(batches)
-        self._batch_size, self._seq_len, self._vocab_size = batch_size, seq_len, vocab_size
+        self._shape, self._options = (batch_size, seq_len), options
         self._kept: deque[tuple[int, dict[str, np.ndarray]]] = deque(
             maxlen=prefetch_steps + MAX_THREADS + 2
         )
@@ -130,7 +125,7 @@ class StreamedSequences:
           EndOfBatches: the iterable has no batch with this sequence.
           UserError: the batch is invalid.
         """
-        number, index = divmod(i, self._batch_size)
+        number, index = divmod(i, self._shape[0])
         with self._lock:
             while self._num_read <= number:
                 try:
@@ -139,15 +134,13 @@ class StreamedSequences:
                     raise EndOfBatches(self._num_read) from None
                 self._num_read += 1
                 if self._num_read > number - self._kept.maxlen:
-                    self._kept.append((self._num_read - 1, self._checked(batch)))
+                    read = self._num_read - 1
+                    complete = complete_batch(
+                        batch, self._shape, where=f"batch {read}", **self._options
+                    )
+                    self._kept.append((read, complete))
             batch = dict(self._kept)[number]
         return {name: array[index] for name, array in batch.items()}
-
-    def _checked(self, batch: Mapping) -> dict[str, np.ndarray]:
-        where = f"batch {self._num_read - 1}"
-        return complete_batch(
-            batch, (self._batch_size, self._seq_len), self._vocab_size, where, **self._options
-        )
 
 
 class ListedSequences:
@@ -157,12 +150,10 @@ class ListedSequences:
       UserError: there are no batches, or one is invalid.
     """
 
-    def __init__(self, batches: Iterable[Mapping], *, seq_len: int, vocab_size: int, **options):
+    def __init__(self, batches: Iterable[Mapping], *, seq_len: int, **options):
         """`options`: as of `complete_batch`."""
         parts = [
-            complete_batch(
-                batch, (None, seq_len), vocab_size, f"evaluation batch {number}", **options
-            )
+            complete_batch(batch, (None, seq_len), where=f"evaluation batch {number}", **options)
             for number, batch in enumerate(batches)
         ]
         if not parts:
@@ -192,12 +183,10 @@ class OwnBatches(DataSource):
             dtypes=array_dtypes(config),
             absolute_positions=inputs.absolute_positions,
         )
-        heldout = (
-            None if inputs.eval_batches is None else ListedSequences(inputs.eval_batches, **options)
-        )
-        evaluated = (
-            "no evaluation" if heldout is None else f"held out: {heldout.num_sequences:,} sequences"
-        )
+        heldout, evaluated = None, "no evaluation"
+        if inputs.eval_batches is not None:
+            heldout = ListedSequences(inputs.eval_batches, **options)
+            evaluated = f"held out: {heldout.num_sequences:,} sequences"
         train = StreamedSequences(
             inputs.batches,
             batch_size=config.train.global_batch_size,
@@ -255,9 +244,12 @@ def complete_batch(
     check_range("token", tokens, vocab_size, where, in_vocabulary)
     segments = arrays.setdefault("segment_ids", np.ones(tokens.shape, np.int32))
     check_range("segment id", segments, _INT32_END, where)
-    continues = np.zeros(tokens.shape, bool)  # whether the next token belongs to the same document
-    continues[:, :-1] = (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
-    _check_contiguous(segments, continues, where)
+    # the first tokens of documents, and all of padding
+    is_first = np.ones(tokens.shape, bool)
+    is_first[:, 1:] = (segments[:, 1:] != segments[:, :-1]) | (segments[:, 1:] == 0)
+    _check_contiguous(segments, is_first, where)
+    # whether the next token belongs to the same document
+    continues = np.roll(~is_first, -1, axis=1)
     arrays.setdefault("targets", np.where(continues, np.roll(tokens, -1, axis=1), 0))
     weights = arrays.setdefault("loss_weights", continues)
     if not (np.isfinite(weights) & (weights >= 0)).all():
@@ -267,7 +259,7 @@ def complete_batch(
     advice = "; set loss_weights to 0 where there is no target"
     check_range("target", arrays["targets"], vocab_size, where, in_vocabulary + advice)
     complete_traces(arrays, dtypes, where)
-    arrays["positions"] = _positions(arrays, continues, where, absolute=absolute_positions)
+    arrays["positions"] = _positions(arrays, is_first, where, absolute=absolute_positions)
     return {name: arrays[name].astype(dtype) for name, dtype in dtypes.items()}
 
 
@@ -277,7 +269,6 @@ def _arrays(
     """The arrays of a batch. Raises UserError for an unknown or missing one, or a wrong shape or
     type.
     """
-    expected = f"[{'any number of sequences' if shape[0] is None else shape[0]}, {shape[1]}]"
     if not isinstance(batch, Mapping) or _REQUIRED not in batch or set(batch) - set(dtypes):
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise UserError(
@@ -285,22 +276,15 @@ def _arrays(
             f" {', '.join(list(dtypes)[1:])}"
         )
     arrays = {name: np.asarray(batch[name]) for name in batch}
-    tokens = arrays[_REQUIRED]
+    # None: any number of sequences, that of tokens
+    num_sequences = shape[0] or np.atleast_1d(arrays[_REQUIRED]).shape[0] or 1
+    expected = (num_sequences, shape[1])
     for name, array in arrays.items():
         kind = np.integer if dtypes[name] is np.int32 else np.number
-        if (
-            array.ndim != 2
-            or not array.size
-            or array.shape[1] != shape[1]
-            or shape[0] not in (None, array.shape[0])
-        ):
+        if array.shape != expected or not np.issubdtype(array.dtype, kind):
             raise UserError(
-                f"invalid {where}: {name} has shape {list(array.shape)}, expected {expected}"
-            )
-        if array.shape != tokens.shape or not np.issubdtype(array.dtype, kind):
-            raise UserError(
-                f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtypes[name])}"
-                f" of the shape of tokens, {list(tokens.shape)}"
+                f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected"
+                f" {np.dtype(dtypes[name])}{list(expected)}"
             )
     return arrays
 
@@ -319,15 +303,13 @@ def check_range(name: str, values: np.ndarray, end: int, where: str, expected: s
             )
 
 
-def _check_contiguous(segments: np.ndarray, continues: np.ndarray, where: str) -> None:
+def _check_contiguous(segments: np.ndarray, is_first: np.ndarray, where: str) -> None:
     """Raises UserError if the tokens of a document are not contiguous; attention and per-document
     sharding rely on it.
 
-    Arrays [B, S]; `continues` as in `_positions`.
+    Arrays [B, S]; `is_first` as in `_positions`.
     """
-    is_first = segments != 0
-    is_first[:, 1:] &= ~continues[:, :-1]
-    rows, columns = np.nonzero(is_first)
+    rows, columns = np.nonzero(is_first & (segments != 0))
     documents, counts = np.unique(
         np.stack([rows, segments[rows, columns]]), axis=1, return_counts=True
     )
@@ -340,21 +322,19 @@ def _check_contiguous(segments: np.ndarray, continues: np.ndarray, where: str) -
 
 
 def _positions(
-    arrays: Mapping[str, np.ndarray], continues: np.ndarray, where: str, *, absolute: bool
+    arrays: Mapping[str, np.ndarray], is_first: np.ndarray, where: str, *, absolute: bool
 ) -> np.ndarray:
     """The positions of a batch, int64 [B, S]; 0 on padding, unless they are absolute.
 
     Args:
       arrays: of the batch, complete but for positions.
-      continues: bool [B, S], whether the next token belongs to the same document.
+      is_first: bool [B, S], the first tokens of documents, and all of padding.
       absolute: see `complete_batch`.
     Raises:
       UserError: positions that do not increase, or are out of range.
     """
     segments, prefixes = arrays["segment_ids"], arrays.get("prefix_ids", np.zeros((), np.int64))
     index_S = np.arange(segments.shape[1])
-    is_first = np.ones(segments.shape, bool)
-    is_first[:, 1:] = ~continues[:, :-1]
     # index of the first token of the document
     first = np.maximum.accumulate(np.where(is_first, index_S, 0), axis=1)
     # indices of the first token of the prefix, or of the document, and its end

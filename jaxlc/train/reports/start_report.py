@@ -172,11 +172,12 @@ def data_lines(config: Config, source: DataSource, num_steps: int) -> list[str]:
     start = start_token_lines(source.tokenizer)
     if not isinstance(source, Corpus):
         return [f"data       {source.description}", *start]
-    shares = source.shares(num_steps * config.train.global_batch_size)
+    num_sequences = num_steps * config.train.global_batch_size
+    shares = source.shares(num_sequences) if config.data.mixture else ()
     return [
         *corpus_lines(config, source, num_steps),
         *start,
-        *(f"source     {share}" for share in shares if share.name),
+        *(f"source     {share}" for share in shares),
     ]
 
 
