@@ -95,24 +95,23 @@ def _score(command: ParsedCommand[Flags]) -> int:
         temperature=flags.temperature, entropy=flags.entropy,
     )  # fmt: skip
     # Processes must agree, also on file systems that show them different states of the file.
-    num_done = int(
-        broadcast_one_to_all(np.int32(_num_records(out, header) if jax.process_index() == 0 else 0))
-    )
+    num_stored = 0 if jax.process_index() else _num_records(out, header)
+    num_done = int(broadcast_one_to_all(np.int32(num_stored)))
     num_records = 0
     with (
         full_disk_explained(out, lambda: f"{_KEPT} after you free space"),
-        _opened(out, jax.process_index()) as file,
+        # Other processes than 0 compute the same records and write none.
+        open(os.devnull if jax.process_index() else out, "a", encoding="utf-8") as file,
     ):
         for num_records, record in enumerate(records_of(source), start=1):
             if num_records <= num_done:
                 continue
             traces = reader.read(record, is_sampled=True)
             scores = [_scores_of(run.model, trace, flags.temperature) for trace in traces]
-            names = ["chosen", "rejected"] if len(traces) == 2 else [""]
             values = dict(record.values)
-            values[flags.field] = _by_answer(names, [log_probs for log_probs, _ in scores])
+            values[flags.field] = _by_answer([log_probs for log_probs, _ in scores])
             if flags.entropy:
-                values["entropies"] = _by_answer(names, [entropies for _, entropies in scores])
+                values["entropies"] = _by_answer([entropies for _, entropies in scores])
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
             if num_records % 100 == 0:
@@ -129,7 +128,7 @@ def _scores_of(model: Any, trace: Any, temperature: float) -> tuple[list[float],
     """The log-probabilities and entropies of the tokens in the loss."""
     targets = np.flatnonzero(trace.in_loss)[None]
     scores = model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], temperature)
-    return [float(x) for x in scores.log_probs[0]], [float(x) for x in scores.entropies[0]]
+    return scores.log_probs[0].tolist(), scores.entropies[0].tolist()
 
 
 def _json_value(value: Any) -> Any:
@@ -137,8 +136,9 @@ def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
-def _by_answer(names: Sequence[str], values: Sequence[list[float]]) -> Any:
-    return dict(zip(names, values)) if len(names) > 1 else values[0]
+def _by_answer(values: Sequence[list[float]]) -> Any:
+    """The values of a trace, or those of a pair by their names."""
+    return values[0] if len(values) == 1 else dict(zip(("chosen", "rejected"), values))
 
 
 def _num_records(out: Path, header: dict[str, Any]) -> int:
@@ -162,8 +162,3 @@ def _num_records(out: Path, header: dict[str, Any]) -> int:
         lengths = [len(line) for line in file if line.endswith(b"\n")]
         file.truncate(sum(lengths))
     return len(lengths)
-
-
-def _opened(out: Path, process: int):
-    """The file, for process 0; other processes compute the same records and write none."""
-    return open(out if process == 0 else os.devnull, "a", encoding="utf-8")

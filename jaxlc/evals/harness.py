@@ -28,6 +28,7 @@ from jaxlc.config.models.pretrained import CONFIG_FILE, read_json
 from jaxlc.core import errors
 from jaxlc.core.axes import MESH_AXES
 from jaxlc.core.errors import UserError
+from jaxlc.data.texts.documents import Chat
 from jaxlc.data.tokens.chat_templates import ChatTemplate
 from jaxlc.data.tokens.encoder import Stops
 from jaxlc.data.tokens.tokenizers import named_tokens, read_tokenizer_config
@@ -135,7 +136,8 @@ class HarnessModel(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The prompt of a chat; without `add_generation_prompt` its last message is continued."""
-        return self._template.prompt(chat_history, continues_last=not add_generation_prompt).text
+        chat = Chat(chat_history)
+        return self._template.prompt(chat, continues_last=not add_generation_prompt).text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         """The ids of a text with special tokens; start tokens come first unless the text has them."""

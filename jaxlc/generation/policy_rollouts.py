@@ -20,7 +20,7 @@ from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.sampling import Sampling
 from jaxlc.posttrain.rewards import load_reward, rewarded
-from jaxlc.posttrain.rollouts import Rollouts, decoded_text, write_rollouts
+from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
 from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
 
@@ -36,7 +36,7 @@ class PolicyRollouts:
     def __init__(self, step: TrainStep, tokenizer: Tokenizer, prompts: Sequence[Prompt]):
         self._step, self._tokenizer, self._prompts = step, tokenizer, prompts
         self._reward = load_reward(step.config.rollouts.reward)
-        self._generator, self._stops = None, None
+        self._generator: Generator | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -55,33 +55,29 @@ class PolicyRollouts:
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
-        numbers = self._prompts_of_step(step)
+        answers = self._step.config.rollouts.answers_per_prompt
+        numbers = np.repeat(self._prompts_of_step(step), answers).tolist()
         generations = self._generate(params, numbers, step, workdir)
         if jax.process_index() != 0:
             return
-        numbers = np.repeat(numbers, self._step.config.rollouts.answers_per_prompt)
         traces = [
             _trace(self._prompts[number], generation, f"{step}-{number}", step - 1)
             for number, generation in zip(numbers, generations, strict=True)
         ]
         try:
             for number, trace in zip(numbers, traces):
-                trace["reward"] = self._rewarded(number, trace)
+                trace["reward"] = rewarded(
+                    self._reward,
+                    **trace["text"],
+                    record=self._prompts[number].record,
+                    limit_seconds=self._step.config.rollouts.reward_seconds,
+                )
         except UserError as error:
             # a name that is not read as the file of a step
             kept = path.with_name(f"{step}.unrewarded.jsonl")
             write_rollouts(traces, kept)
             raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
         write_rollouts(traces, path)
-
-    def _rewarded(self, number: int, trace: dict[str, Any]) -> float:
-        record, limit_seconds = (
-            self._prompts[number].record,
-            self._step.config.rollouts.reward_seconds,
-        )
-        return rewarded(
-            self._reward, trace["text"]["prompt"], trace["text"]["answer"], record, limit_seconds
-        )
 
     def _prompts_of_step(self, step: int) -> list[int]:
         num_prompts, per_step = len(self._prompts), self._step.config.rollouts.prompts_per_step
@@ -94,7 +90,7 @@ class PolicyRollouts:
     ) -> list[Generation]:
         settings, config = self._step.config.rollouts, self._step.config
         original = original_of(config.model.init_from, workdir)
-        stops = self._stops = self._stops or stops_of(config, self._tokenizer, original)
+        stops = stops_of(config, self._tokenizer, original)
         if self._generator is None:
             self._generator = Generator(self._step, params, self._tokenizer)
         else:
@@ -108,11 +104,7 @@ class PolicyRollouts:
         )
         try:
             return self._generator(
-                [
-                    self._prompts[number].ids
-                    for number in numbers
-                    for _ in range(settings.answers_per_prompt)
-                ],
+                [self._prompts[number].ids for number in numbers],
                 max_tokens=settings.max_tokens,
                 sampling=sampling,
                 stop=stops.texts,
@@ -147,6 +139,6 @@ def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int)
         group=group,
         policy_step=policy_step,
         truncated=generation.finish_reason == "length",
-        old_log_probs=[float(x) for x in generation.log_probs],
-        text=decoded_text(prompt.text, generation.text),
+        old_log_probs=generation.log_probs.tolist(),
+        text=dict(prompt=prompt.text, answer=generation.text),  # for people
     )

@@ -119,9 +119,8 @@ class TraceReader:
         values, where = _values(record), record.where
         is_sampled |= any(name in values for name in LOG_PROBS)
         if "chosen" not in values and "rejected" not in values:
-            return [
-                self._trace(values, "completion", where, is_sampled, **_other_fields(values, where))
-            ]
+            fields = _other_fields(values, where)
+            return [self._trace(values, "completion", where, is_sampled, **fields)]
         chosen, rejected = (
             self._answer_of_pair(values, answer, where, is_sampled, advantage)
             for answer, advantage in (("chosen", CHOSEN), ("rejected", REJECTED))
@@ -137,10 +136,16 @@ class TraceReader:
     def _answer_of_pair(
         self, values: Mapping[str, Any], answer: str, where: str, is_sampled: bool, advantage: float
     ) -> Trace:
-        recorded = [name for name in LOG_PROBS if name in values]
-        log_probs = {name: _value_of_answer(values[name], name, answer, where) for name in recorded}
+        for name in LOG_PROBS:
+            if name in values:
+                log_probs = values[name]
+                if not isinstance(log_probs, dict) or answer not in log_probs:
+                    raise BadRecord(
+                        f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}'
+                    )
+                values = {**values, name: log_probs[answer]}
         return self._trace(
-            values | log_probs,
+            values,
             answer,
             where,
             is_sampled,
@@ -159,13 +164,12 @@ class TraceReader:
         value = values.get("prompt")
         if value is None:
             raise BadRecord(f"{where}: no field prompt (the fields are {', '.join(values)})")
-        if isinstance(value, str) or is_chat(value):
-            if isinstance(value, str):
-                _check_text(values, where)
-            prompt = (
-                value if isinstance(value, str) else read_chat(value, values, "", "prompt", where)
-            )
-            ids, text = self.encoder.prompt(prompt, where)
+        if isinstance(value, str):
+            _check_text(values, where)
+            ids, text = self.encoder.prompt(value, where)
+        elif is_chat(value):
+            chat = read_chat(value, values, "", "prompt", where)
+            ids, text = self.encoder.prompt(chat, where)
         else:
             ids = _token_ids(value, "prompt", where)
             text = self.encoder.tokenizer.decode(ids)
@@ -192,11 +196,8 @@ class TraceReader:
     def _encoded(
         self, values: Mapping[str, Any], name: str, where: str, is_sampled: bool
     ) -> _Encoded:
-        is_truncated, prompt, answer = (
-            bool(values.get("truncated", False)),
-            values.get("prompt"),
-            values.get(name),
-        )
+        prompt, answer = values.get("prompt"), values.get(name)
+        is_truncated = bool(values.get("truncated", False))
         if "tokens" in values:
             tokens = _token_ids(values["tokens"], "tokens", where)
             in_loss = array_of(values.get("loss_mask", ()))
@@ -230,27 +231,23 @@ class TraceReader:
             raise BadRecord(f"{where}: the field {name!r} is an empty answer")
         if isinstance(prompt, str) and isinstance(answer, str) and not is_sampled:
             self.encoder.note_text(prompt + answer, where)
-            marked = MarkedText(prompt + answer, ((len(prompt), len(prompt + answer)),))
-            ((tokens, spans),) = self.encoder.encode([(marked, where)], special_tokens=False)
-            in_loss = _mask(spans, len(tokens))
+            text = prompt + answer
+            marked = MarkedText(text, where, ((len(prompt), len(text)),))
+            tokens, in_loss = self._with_mask(marked, special_tokens=False)
         else:
             parts = [
                 self.encoder.plain(x, where) if isinstance(x, str) else _token_ids(x, key, where)
                 for x, key in ((prompt, "prompt"), (answer, name))
             ]
-            tokens, in_loss = (
-                np.concatenate(parts),
-                np.repeat([False, True], [len(part) for part in parts]),
-            )
+            tokens = np.concatenate(parts)
+            in_loss = np.arange(len(tokens)) >= len(parts[0])
         if isinstance(prompt, str):
             tokens = with_start(tokens, self.encoder.tokenizer)
             in_loss = np.pad(in_loss, (len(tokens) - len(in_loss), 0))
         has_end = isinstance(answer, str) and not is_truncated
         if has_end:
-            tokens, in_loss = (
-                np.append(tokens, self.encoder.tokenizer.end_of_document_id),
-                np.append(in_loss, True),
-            )
+            tokens = np.append(tokens, self.encoder.tokenizer.end_of_document_id)
+            in_loss = np.append(in_loss, True)
         return _Encoded(tokens, in_loss, _bytes_of(prompt), has_end)
 
     def _encoded_chat(self, chat: Chat, where: str, is_truncated: bool) -> _Encoded:
@@ -259,10 +256,18 @@ class TraceReader:
             begin, end = marked.answers[-1]
             text = marked.text[:end].removesuffix(self.encoder.template.end_of_turn)
             marked = marked._replace(text=text, answers=(*marked.answers[:-1], (begin, len(text))))
-        ((tokens, spans),) = self.encoder.encode([(marked, where)])
-        return _Encoded(
-            tokens, _mask(spans, len(tokens)), _bytes_of(marked.text[: marked.answers[0][0]])
-        )
+        prompt = marked.text[: marked.answers[0][0]]
+        return _Encoded(*self._with_mask(marked), _bytes_of(prompt))
+
+    def _with_mask(
+        self, marked: MarkedText, special_tokens: bool = True
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The token ids, and which of them belong to an answer."""
+        ((tokens, spans),) = self.encoder.encode([marked], special_tokens=special_tokens)
+        mask = np.zeros(len(tokens), bool)
+        for begin, end in spans:
+            mask[begin:end] = True
+        return tokens, mask
 
     def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
@@ -291,18 +296,9 @@ def _check_text(values: Mapping[str, Any], where: str) -> None:
 
 
 def _bytes_of(prompt: str | Sequence[int] | np.ndarray) -> bytes:
-    return (
-        prompt.encode(errors="replace")
-        if isinstance(prompt, str)
-        else np.asarray(prompt, np.int64).tobytes()
-    )
-
-
-def _mask(spans: np.ndarray, num_tokens: int) -> np.ndarray:
-    mask = np.zeros(num_tokens, bool)
-    for begin, end in spans:
-        mask[begin:end] = True
-    return mask
+    if isinstance(prompt, str):
+        return prompt.encode(errors="replace")
+    return np.asarray(prompt, np.int64).tobytes()
 
 
 def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
@@ -313,32 +309,22 @@ def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
 
 
 def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    numbers = {}
-    for name in ("reward", "advantage"):
-        value = values.get(name)
-        is_number = isinstance(value, (int, float)) and math.isfinite(value)
-        if value is not None and not is_number:
-            raise BadRecord(f"{where}: {name} is {value!r}, expected a finite number")
-        numbers[name] = None if value is None else float(value)
     group, policy_step = values.get("group"), values.get("policy_step")
     if policy_step is not None and not (isinstance(policy_step, int) and policy_step >= 0):
         raise BadRecord(
             f"{where}: policy_step is {policy_step!r}, expected the number of a training step"
         )
-    return dict(
-        **numbers,
+    fields = dict(
         policy_step=policy_step,
         group=None if group is None else str(group),
         is_truncated=bool(values.get("truncated", False)),
     )
-
-
-def _value_of_answer(log_probs: Any, name: str, answer: str, where: str) -> Any:
-    if not isinstance(log_probs, dict) or answer not in log_probs:
-        raise BadRecord(
-            f'{where}: expected {name} of a pair as {{"chosen": [...], "rejected": [...]}}'
-        )
-    return log_probs[answer]
+    for name in {"reward", "advantage"} & values.keys():
+        value = values[name]
+        if not (isinstance(value, (int, float)) and math.isfinite(value)):
+            raise BadRecord(f"{where}: {name} is {value!r}, expected a finite number")
+        fields[name] = float(value)
+    return fields
 
 
 def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: str) -> np.ndarray:

@@ -29,9 +29,10 @@ def load_reward(name: str) -> Reward:
         module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise UserError(f"{_SETTING}={name!r} cannot be loaded: {reason_of(error)}") from error
-    if not callable(getattr(module, function, None)):
+    reward = getattr(module, function, None)
+    if not callable(reward):
         raise UserError(f"{_SETTING}={name!r}: {place} has no function {function!r}")
-    return getattr(module, function)
+    return reward
 
 
 def _module_of_file(place: str):

@@ -7,7 +7,6 @@ rollouts (`generation.policy_rollouts`).
 
 import hashlib
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import numpy as np
 
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
-from jaxlc.core.files import displayed, local_path, write_errors_explained
+from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
 from jaxlc.data.sequences.loader import array_dtypes
 from jaxlc.data.sequences.source import DataSource, Inputs, ShownTokens, SourceView
 from jaxlc.data.sequences.user_batches import EndOfBatches
@@ -130,8 +129,8 @@ class RolloutSequences:
         return self.directory / f"{step}.jsonl"
 
     def decoded(self, step: int) -> list[dict[str, Any]]:
-        """Records of some traces of a step, from the first one to the last, with the texts of
-        prompt and answer.
+        """Records of some traces of a step, from the first one to the last, with their reward and
+        the texts of prompt and answer. Rollouts of the policy have both.
         """
         traces = self.at_step(step).train.traces
         every = -(-len(traces) // _MAX_DECODED)
@@ -155,9 +154,6 @@ class RolloutSequences:
                     f"the checkpoint was trained on other rollouts of step {step} than those in {displayed(path)}: put"
                     " the file back, or set config.rollouts.directory as before"
                 )
-
-    def is_available(self, step: int) -> bool:
-        return self.path(step).is_file()
 
     def is_late(self, step: int) -> bool:
         """Whether training has waited longer than rollouts.wait_seconds for the file, so that
@@ -193,8 +189,10 @@ class RolloutSequences:
 
     def _decoded(self, trace: Trace) -> dict[str, Any]:
         prompt, answer = np.split(trace.tokens, [trace.num_prompt_tokens])
-        text = decoded_text(
-            self._tokenizer.decode(prompt, special_tokens=True), self._tokenizer.decode(answer)
+        # for people; training reads the tokens
+        text = dict(
+            prompt=self._tokenizer.decode(prompt, special_tokens=True),
+            answer=self._tokenizer.decode(answer),
         )
         known = dict(group=trace.group, policy_step=trace.policy_step, reward=trace.reward)
         known = {name: value for name, value in known.items() if value is not None}
@@ -226,11 +224,6 @@ class RolloutSequences:
             )
 
 
-def decoded_text(prompt: str, answer: str) -> dict[str, str]:
-    """The field `text` of the record of a rollout, for people; training reads its tokens."""
-    return dict(prompt=prompt, answer=answer)
-
-
 def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Writes JSON lines, in a directory that may not exist; readers see a whole file or none.
 
@@ -239,23 +232,12 @@ def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     """
     with write_errors_explained(path.parent, "free space, or use a different directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in records))
-        os.replace(partial, path)
+        with replacing(path) as out:
+            out.writelines(json.dumps(record).encode() + b"\n" for record in records)
 
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def write_decoded(workdir: Path, step: int, sequences: RolloutSequences) -> None:
-    """Writes some rollouts of another program with their reward and texts; those of the policy have
-    both.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
-    write_rollouts(sequences.decoded(step), workdir / DECODED / f"{step}.jsonl")
 
 
 def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
@@ -270,17 +252,8 @@ def export_for_rollouts(workdir: Path, step: int, config: Config) -> None:
     target = workdir / EXPORTED / str(step)
     if not target.is_dir():
         adapters = ["--adapters"] if config.lora.rank else []
-        _call(
-            [
-                sys.executable,
-                "-m",
-                "jaxlc.exporting",
-                str(workdir),
-                str(target),
-                f"--step={step}",
-                *adapters,
-            ]
-        )
+        program = [sys.executable, "-m", "jaxlc.exporting"]
+        _call([*program, str(workdir), str(target), f"--step={step}", *adapters])
     if config.rollouts.export_command:
         _call([*shlex.split(config.rollouts.export_command), str(target)])
 

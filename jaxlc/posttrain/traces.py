@@ -143,10 +143,9 @@ def open_traces(
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
-    warnings: list[str] = []
-    encoder = Encoder(tokenizer, data.chat_template, Notes(data.max_bad_records))
-    reader = TraceReader(encoder, config.model.vocab_size)
-    read = read_sources(sources or data.traces, _SETTING, reader, reader.read, warnings, FIELDS)
+    read, warnings = _read(
+        config, tokenizer, sources or data.traces, _SETTING, TraceReader.read, FIELDS
+    )
     traces = list(_fitting(read, data, warnings))
     _check_log_probs(traces, dtypes, posttrain)
 
@@ -165,8 +164,8 @@ def open_traces(
     train_trees, heldout_trees = (
         [trees(group) for group in part] for part in (train_groups, heldout_groups)
     )
-    repeated = [parts[1:] for parts in (*train_trees, *heldout_trees) if parts[0].num_prefix_tokens]
-    if num_repeated := sum(map(len, repeated)):
+    all_trees = (*train_trees, *heldout_trees)
+    if num_repeated := sum(len(x) - 1 for x in all_trees if x[0].num_prefix_tokens):
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
@@ -212,42 +211,43 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], li
       UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an answer.
     """
 
-    def read(record: Record) -> list[Prompt]:
+    def read(reader: TraceReader, record: Record) -> list[Prompt]:
         return [Prompt(*reader.prompt(record), record.values, record.where)]
 
-    data, rollouts = config.data, config.rollouts
-    warnings: list[str] = []
-    encoder = Encoder(tokenizer, data.chat_template, Notes(data.max_bad_records))
-    reader = TraceReader(encoder, config.model.vocab_size)
-    prompts = list(read_sources(rollouts.prompts, "rollouts.prompts", reader, read, warnings))
+    rollouts, seq_len = config.rollouts, config.data.seq_len
+    prompts, warnings = _read(config, tokenizer, rollouts.prompts, "rollouts.prompts", read)
     for prompt in prompts:
         num_tokens = len(prompt.ids) + rollouts.max_tokens - 1
-        if num_tokens > data.seq_len:
+        if num_tokens > seq_len:
             raise UserError(
                 f"{prompt.where}: a prompt of {len(prompt.ids):,} tokens and config.rollouts.max_tokens do not fit into"
-                f" config.data.seq_len={data.seq_len:,}; increase it to {num_tokens:,}, or remove the prompt"
+                f" config.data.seq_len={seq_len:,}; increase it to {num_tokens:,}, or remove the prompt"
             )
     if not prompts:
         raise UserError("config.rollouts.prompts has no prompt")
     return prompts, warnings
 
 
-def read_sources(
+def _read(
+    config: Config,
+    tokenizer: Tokenizer,
     sources: Sequence[str],
     setting: str,
-    reader: TraceReader,
-    read: Callable[[Record], Iterable[T]],
-    warnings: list[str],
+    read: Callable[[TraceReader, Record], Iterable[T]],
     fields: Sequence[str] | None = None,
-) -> Iterator[T]:
-    """Yields what `read` makes of the records that can be used, and adds to `warnings` at the end."""
+) -> tuple[list[T], list[str]]:
+    """What `read` makes of the records that can be used, and warnings."""
+    notes = Notes(config.data.max_bad_records)
+    encoder = Encoder(tokenizer, config.data.chat_template, notes)
+    reader = TraceReader(encoder, config.model.vocab_size)
+    items = []
     for file in list_files(sources, setting).files:
         for record in records_of(file.path, fields):
             try:
-                yield from read(record)
+                items += read(reader, record)
             except BadRecord as error:
-                reader.encoder.notes.skip(error)
-    warnings += reader.encoder.notes.lines(setting)
+                notes.skip(error)
+    return items, notes.lines(setting)
 
 
 def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
@@ -267,7 +267,7 @@ def records_of(path: Path, fields: Sequence[str] | None = None) -> Iterator[Reco
     yield from read_records(path, "", others=fields, setting=_SETTING, field_setting=_SETTING)
 
 
-def _fitting(traces: Iterator[Trace], data: DataConfig, warnings: list[str]) -> Iterator[Trace]:
+def _fitting(traces: Iterable[Trace], data: DataConfig, warnings: list[str]) -> Iterator[Trace]:
     """The traces that fit into a sequence; data.overlong_traces says what happens to others."""
     seq_len, rule, num_overlong = data.seq_len, data.overlong_traces, 0
     for trace in traces:
@@ -283,9 +283,7 @@ def _fitting(traces: Iterator[Trace], data: DataConfig, warnings: list[str]) -> 
         if rule == "truncate" and trace.num_prompt_tokens <= seq_len:
             yield trace.cut(seq_len + 1)
     if num_overlong:
-        done = dict(drop="dropped", truncate="truncated, or dropped where only the prompt fits")[
-            rule
-        ]
+        done = "dropped" if rule == "drop" else "truncated, or dropped where only the prompt fits"
         warnings.append(
             f"data.traces: longer than data.seq_len={seq_len}: {num_overlong:,}; they are {done}"
         )
@@ -358,8 +356,12 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         no_advantage=_share_without_advantage(groups),
     )
     if rewards:
-        means |= dict(reward=np.mean(rewards), reward_deviation=np.std(rewards))
-        means |= dict(reward_min=min(rewards), reward_max=max(rewards))
+        means |= dict(
+            reward=np.mean(rewards),
+            reward_deviation=np.std(rewards),
+            reward_min=min(rewards),
+            reward_max=max(rewards),
+        )
     policy_steps = [trace.policy_step for trace in traces]
     if None not in policy_steps:
         means |= dict(policy_step=np.mean(policy_steps))
@@ -395,13 +397,8 @@ def _share_without_advantage(groups: Sequence[Group]) -> float:
 
 
 def _description(train: PackedTraces, num_groups: int, num_heldout: int) -> str:
-    separate = sum(len(trace.tokens) - 1 for trace in train.traces)
-    is_shared = separate > train.num_tokens
-    shared = (
-        f", {separate / train.num_tokens:.1f} times fewer than in separate rows"
-        if is_shared
-        else ""
-    )
+    ratio = sum(len(trace.tokens) - 1 for trace in train.traces) / train.num_tokens
+    shared = f", {ratio:.1f} times fewer than in separate rows" if ratio > 1 else ""
     return (
         f"{train.num_traces:,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"
         f" {train.num_tokens:,} tokens{shared}; held out: {num_heldout:,} groups"

@@ -31,10 +31,9 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prefix_tokens + sum(map(self.num_branch_tokens, self.traces))
-
-    def num_branch_tokens(self, trace: Trace) -> int:
-        return len(trace.tokens) - 1 - self.num_prefix_tokens
+        num_prefix_tokens = self.num_prefix_tokens
+        branches = (len(trace.tokens) - 1 - num_prefix_tokens for trace in self.traces)
+        return num_prefix_tokens + sum(branches)
 
 
 def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
@@ -70,16 +69,14 @@ def trees_of(group: Sequence[Trace], seq_len: int, *, shares: bool) -> Iterator[
     if num_prefix_tokens < 1:
         yield from (Tree(traces=(trace,), num_prefix_tokens=0) for trace in group)
         return
-    taken: list[Trace] = []
-    num_tokens = num_prefix_tokens
+    tree = Tree(traces=(), num_prefix_tokens=num_prefix_tokens)
     for trace in group:
-        num_more = len(trace.tokens) - 1 - num_prefix_tokens
-        if taken and num_tokens + num_more > seq_len:
-            yield Tree(traces=tuple(taken), num_prefix_tokens=num_prefix_tokens)
-            taken, num_tokens = [], num_prefix_tokens
-        taken.append(trace)
-        num_tokens += num_more
-    yield Tree(traces=tuple(taken), num_prefix_tokens=num_prefix_tokens)
+        larger = dataclasses.replace(tree, traces=(*tree.traces, trace))
+        if tree.traces and larger.num_tokens > seq_len:
+            yield tree
+            larger = dataclasses.replace(tree, traces=(trace,))
+        tree = larger
+    yield tree
 
 
 def _num_common_tokens(group: Sequence[Trace]) -> int:

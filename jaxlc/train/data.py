@@ -124,7 +124,7 @@ def together(
         while True:
             # A process that is late raises the error when it reads the file, as a single process
             # does.
-            is_over = sequences.is_available(step) or sequences.is_late(step)
+            is_over = sequences.path(step).is_file() or sequences.is_late(step)
             if multihost_utils.process_allgather(np.array(is_over)).all():
                 break
             if stop() is not None:

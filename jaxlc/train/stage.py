@@ -25,7 +25,7 @@ from jaxlc.core.files import (
     make_writable,
     write_errors_explained,
 )
-from jaxlc.posttrain.rollouts import export_for_rollouts, write_decoded
+from jaxlc.posttrain.rollouts import DECODED, export_for_rollouts, write_rollouts
 from jaxlc.runtime import watchdog
 from jaxlc.runtime.watchdog import wait_for_processes
 from jaxlc.train.callbacks import Action, Position, Stop, TrainingStopped
@@ -86,7 +86,8 @@ class StageRun(Outputs):
             step=position.step, **{f"rollouts/{name}": value for name, value in means.items()}
         )
         if self.stage.rollout_maker is None and jax.process_index() == 0:
-            write_decoded(self.workdir, position.step, self.stage.data.source.train)
+            records = self.stage.data.source.train.decoded(position.step)
+            write_rollouts(records, self.workdir / DECODED / f"{position.step}.jsonl")
         return position
 
     def compare_processes(self, position: Position) -> Position:

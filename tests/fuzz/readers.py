@@ -133,7 +133,7 @@ def _read_tokenizer(directory: Path) -> None:
     tokenizer.decode(tokenizer.encode(b"the cat"))
     template = load_chat_template("", directory / "tokenizer.json")
     template.render(Chat(_CHAT), "chat")
-    template.prompt(_CHAT[:1])
+    template.prompt(Chat(_CHAT[:1]))
 
 
 def _read_documents(directory: Path, **fields: str) -> None:
@@ -221,7 +221,7 @@ def _read_chats(directory: Path) -> None:
     ):
         assert document.chat is not None
         try:
-            encoder.encode([(encoder.template.render(document.chat, document.where), "")])
+            encoder.encode([encoder.template.render(document.chat, document.where)])
         except BadRecord as error:
             notes.skip(error)
     _raise(notes)

@@ -62,7 +62,7 @@ def test_answers_equal_assistant_masks_of_transformers(
     chat_template = load_chat_template("", directory / "tokenizer.json")
     tokenizer = load_tokenizer(str(directory), end_token="</s>")
     rendered = chat_template.render(Chat(chat["messages"], chat.get("tools")), "chat")
-    ((ids, answers),) = Encoder(tokenizer).encode([(rendered, "chat")])
+    ((ids, answers),) = Encoder(tokenizer).encode([rendered])
     expected_ids, expected_mask = expected[case]
     assert ids.tolist() == expected_ids
     mask = np.zeros(len(ids), int)

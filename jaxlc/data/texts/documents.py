@@ -225,15 +225,10 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
     messages = _Messages()
     for i, message in enumerate(value):
         path = f"{field}[{i}]"
-        if (
-            not isinstance(message, dict)
-            or not {*keys} <= message.keys()
-            or message[keys[0]] is None
-        ):
-            is_dictionary = isinstance(message, dict)
-            kind = (
-                f"a dictionary with the fields {[*message]}" if is_dictionary else kind_of(message)
-            )
+        if not isinstance(message, dict):
+            raise BadRecord(f"{path} is {kind_of(message)}, expected a {items} {rest}{advice}")
+        if not {*keys} <= message.keys() or message[keys[0]] is None:
+            kind = f"a dictionary with the fields {[*message]}"
             raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
         messages[path] = _message_of_turn(message, path) if is_sharegpt else message
     return messages
@@ -250,20 +245,21 @@ def _message_of_turn(turn: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _alpaca(value: Any, values: Mapping[str, Any], field: str) -> _Messages:
-    texts = {field: value, "input": values.get("input") or "", "output": values.get("output")}
-    turns = {}
+    texts = {}
     for i, pair in enumerate(values.get("history") or ()):
         if not isinstance(pair, list) or len(pair) != 2:
             raise BadRecord(f"history[{i}] is {kind_of(pair)}, expected a question and its answer")
-        turns |= {f"history[{i}][0]": pair[0], f"history[{i}][1]": pair[1]}
-    for name, text in (texts | turns).items():
+        texts |= {f"history[{i}][0]": pair[0], f"history[{i}][1]": pair[1]}
+    texts |= {field: value, "output": values.get("output")}
+    more = values.get("input") or ""
+    for name, text in (texts | {"input": more}).items():
         if not isinstance(text, str):
             raise BadRecord(f"the field {name!r} is {kind_of(text)}, expected text")
-    turns |= texts | {field: f"{value}\n\n{texts['input']}" if texts["input"] else value}
-    del turns["input"]
+    if more:
+        texts[field] = f"{value}\n\n{more}"
     roles = itertools.cycle(("user", ASSISTANT))
     return {
-        name: {"role": role, "content": text} for (name, text), role in zip(turns.items(), roles)
+        name: {"role": role, "content": text} for (name, text), role in zip(texts.items(), roles)
     }
 
 
@@ -345,8 +341,7 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRecord(f"{path}[{i}] is {kind_of(call)} without the name of a function")
-        arguments = function.get("arguments") or {}
-        arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
+        arguments = _parsed(function.get("arguments") or {})
         if not isinstance(arguments, dict):
             raise BadRecord(
                 f"{path}[{i}]: the arguments of {function['name']!r} are not a JSON object"
@@ -358,8 +353,7 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 def _tools(values: Mapping[str, Any]) -> list[Any] | None:
     """The field `tools`; None if it is missing or empty."""
-    tools = values.get("tools") or None
-    tools = _parsed(tools) if isinstance(tools, str) else tools
+    tools = _parsed(values.get("tools") or None)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
@@ -367,12 +361,12 @@ def _tools(values: Mapping[str, Any]) -> list[Any] | None:
     return tools or None
 
 
-def _parsed(text: str) -> Any:
-    """The value of JSON; the text itself if it is not JSON."""
+def _parsed(value: Any) -> Any:
+    """The value of JSON in a text; other values and texts as they are."""
     try:
-        return parse_json(text)
+        return parse_json(value) if isinstance(value, str) else value
     except ValueError:
-        return text
+        return value
 
 
 # Fields beside token IDs -> the value of tokens that are not in the loss.
@@ -500,15 +494,11 @@ def read_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[D
                 f" {fields.document!r}; remove it from {file.setting}"
             )
         else:
-            yield from _text_file_documents(file)
+            with open(file.path, "rb") as opened:
+                if first := opened.read(_BLOCK_BYTES):
+                    yield Document(name=file.name, blocks=_blocks(first, opened))
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(file.path, error, file.setting) from error
-
-
-def _text_file_documents(file: SourceFile) -> Iterator[Document]:
-    with open(file.path, "rb") as opened:
-        if first := opened.read(_BLOCK_BYTES):
-            yield Document(name=file.name, blocks=_blocks(first, opened))
 
 
 def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
@@ -549,7 +539,7 @@ def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterato
     )
     for record in records:
         try:
-            document = _document(file, record, fields)
+            document = _document(file, record, fields, field_setting)
         except BadRecord as error:
             notes.skip(error)
         else:
@@ -557,13 +547,14 @@ def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterato
                 yield document
 
 
-def _document(file: SourceFile, record: Record, fields: Fields) -> Document | None:
+def _document(
+    file: SourceFile, record: Record, fields: Fields, field_setting: str
+) -> Document | None:
     """The document of a record; None if it is empty.
 
     Raises:
       BadRecord: the record has no document.
     """
-    field_setting = fields.setting(file.setting)
     value = field_of(record, fields.document, field_setting)
     name = f"{file.name}:{record.number}"
     if fields.tokens:
@@ -590,9 +581,7 @@ def _document(file: SourceFile, record: Record, fields: Fields) -> Document | No
             f"{record.where}: the field {fields.text!r} is {kind_of(value)}, expected text; fix or remove this record,"
             f" or set {field_setting} to another field"
         )
+    if not value:
+        return None
     # JSON can contain lone surrogates, which UTF-8 cannot encode.
-    return (
-        Document(name=name, where=record.where, blocks=[value.encode(errors="replace")])
-        if value
-        else None
-    )
+    return Document(name=name, where=record.where, blocks=[value.encode(errors="replace")])

@@ -8,10 +8,11 @@ indexed datasets.
 .idx with .bin                 one record per document of an indexed dataset of Megatron-LM, with the field `tokens`
 """
 
+import functools
 import gzip
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -70,14 +71,17 @@ def read_records(
       UserError: the file cannot be read, or has no such column.
     """
     if path.name.endswith(ARRAY_SUFFIX) and (items := _list_in(path)) is not None:
-        for number, item in enumerate(items, start=1):
-            yield Record(f"{path}:{number}", number, _fields(item, f"{path}:{number}"))
+        numbered = enumerate(items, start=1)
     elif path.name.endswith((*JSON_SUFFIXES, ARRAY_SUFFIX)):
-        yield from _json_records(path, lines)
+        numbered = _json_records(path, lines)
     elif path.name.endswith(MEGATRON_SUFFIX):
-        yield from _megatron_records(path)
+        numbered = enumerate(_megatron_records(path), start=1)
     else:
-        yield from _column_records(path, field, others, setting, field_setting)
+        needed = functools.partial(_needed_columns, path, field, others, field_setting)
+        numbered = enumerate(_column_records(path, needed, setting), start=1)
+    for number, values in numbered:
+        where = f"{path}:{number}"
+        yield Record(where, number, _fields(values, where))
 
 
 def field_of(record: Record, field: str, field_setting: str) -> Any:
@@ -104,7 +108,8 @@ def field_of(record: Record, field: str, field_setting: str) -> Any:
     return value
 
 
-def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[Record]:
+def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[tuple[int, Any]]:
+    """The value of each line, and its number."""
     with _opened(path) as lines:
         begin, end, first = span or (0, None, 1)
         if span:
@@ -121,18 +126,17 @@ def _json_records(path: Path, span: tuple[int, int, int] | None) -> Iterator[Rec
                 )
             begin += len(line)
             if line.strip():
-                yield Record(f"{path}:{number}", number, _json_object(line, f"{path}:{number}"))
-
-
-def _json_object(line: bytes, where: str) -> dict[str, Any] | BadRecord:
-    try:
-        values = parse_json(line)
-    except ValueError as error:
-        return BadRecord(f"{where}: invalid JSON ({reason_of(error)}); fix or remove this line")
-    return _fields(values, where)
+                try:
+                    yield number, parse_json(line)
+                except ValueError as error:
+                    reason = reason_of(error)
+                    yield number, BadRecord(f"invalid JSON ({reason}); fix or remove this line")
 
 
 def _fields(values: Any, where: str) -> dict[str, Any] | BadRecord:
+    """The fields of a record; an error gets the place of the record."""
+    if isinstance(values, BadRecord):
+        return BadRecord(f"{where}: {values}")
     if (
         isinstance(values, list)
         and values
@@ -202,25 +206,20 @@ def token_ids(value: Any, name: str, where: str, expected: str) -> np.ndarray:
 
 
 def _column_records(
-    path: Path, field: str, others: Sequence[str] | None, setting: str, field_setting: str
-) -> Iterator[Record]:
+    path: Path, needed: Callable[[list[str]], list[str]], setting: str
+) -> Iterator[dict[str, Any] | BadRecord]:
     """The rows of a Parquet or Arrow file."""
     kind = "Parquet" if path.name.endswith(".parquet") else "Arrow"
     errors.require("pyarrow", f"the {kind} file {str(path)!r}")
     import pyarrow
 
-    number = 0
     try:
-        for batch in _batches(path, field, others, field_setting):
+        for batch in _batches(path, needed):
             for row in range(batch.num_rows):
-                number += 1
                 try:
-                    values = {name: _value(batch.column(name)[row]) for name in batch.schema.names}
+                    yield {name: _value(batch.column(name)[row]) for name in batch.schema.names}
                 except UnicodeDecodeError as error:
-                    values = BadRecord(
-                        f"{path}:{number}: invalid text ({reason_of(error)}); fix or remove this row"
-                    )
-                yield Record(f"{path}:{number}", number, values)
+                    yield BadRecord(f"invalid text ({reason_of(error)}); fix or remove this row")
     except pyarrow.ArrowException as error:
         raise UserError(
             f"cannot read {str(path)!r} as {kind} ({reason_of(error)}); fix it or remove it from {setting}"
@@ -252,17 +251,14 @@ def _without_nulls(value: Any, in_list: bool = False) -> Any:
     return [_without_nulls(x, in_list=True) for x in value] if isinstance(value, list) else value
 
 
-def _batches(
-    path: Path, field: str, others: Sequence[str] | None, field_setting: str
-) -> Iterator[Any]:
-    """Batches of rows with the needed columns."""
+def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[Any]:
+    """Batches of rows with the columns that are needed of all."""
     import pyarrow
     import pyarrow.parquet
 
     if path.name.endswith(".parquet"):
-        with pyarrow.parquet.ParquetFile(path) as table:
-            schema = table.schema_arrow
-            columns = _needed_columns(path, field, others, field_setting, schema.names)
+        schema = pyarrow.parquet.read_schema(path)
+        columns = needed(schema.names)
         # A text that is stored once and repeated in many rows is not copied: a small file could
         # need much memory.
         texts = [name for name in columns if pyarrow.types.is_string(schema.field(name).type)]
@@ -274,7 +270,7 @@ def _batches(
         return
     with pyarrow.memory_map(str(path)) as mapped:
         schema, batches = _arrow_batches(mapped)
-        columns = _needed_columns(path, field, others, field_setting, schema.names)
+        columns = needed(schema.names)
         for batch in batches:
             selected = batch.select(columns)
             selected.validate(full=True)  # wrong offsets would be read outside of the file
@@ -313,7 +309,7 @@ def _needed_columns(
     return [column, *(name for name in others if name in columns and name != column)]
 
 
-def _megatron_records(path: Path) -> Iterator[Record]:
+def _megatron_records(path: Path) -> Iterator[dict[str, np.ndarray]]:
     """The documents of an indexed dataset of Megatron-LM, as arrays in the field `tokens`.
 
     The .idx file has a magic number, the version (u8), the code of the dtype (u1), the numbers of
@@ -351,18 +347,14 @@ def _megatron_records(path: Path) -> Iterator[Record]:
         counts, begins = lengths[first:end].astype(np.int64), offsets[first:end] // tokens.itemsize
         ends = begins + counts
         is_inside = (
-            0 <= first <= end <= num_sequences and (counts >= 0).all() and (begins >= 0).all()
+            0 <= first <= end <= num_sequences
+            and min(counts.min(initial=0), begins.min(initial=0)) >= 0
+            and ends.max(initial=0) <= len(tokens)
         )
-        if (
-            not is_inside
-            or (ends > len(tokens)).any()
-            or counts.sum() * tokens.itemsize > _MAX_TOKEN_BYTES
-        ):
+        if not is_inside or counts.sum() * tokens.itemsize > _MAX_TOKEN_BYTES:
             raise UserError(
                 f"{path}:{number}: the document is outside of the .bin file, or has more than {_MAX_TOKEN_BYTES:,}"
                 " bytes; copy both files again"
             )
         parts = [tokens[begin:stop] for begin, stop in zip(begins, ends)]
-        yield Record(
-            f"{path}:{number}", number, {"tokens": np.concatenate(parts) if parts else tokens[:0]}
-        )
+        yield {"tokens": np.concatenate([tokens[:0], *parts])}

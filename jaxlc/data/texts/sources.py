@@ -34,7 +34,7 @@ _CODE_SUFFIXES = (
 )  # fmt: skip
 _CACHE_OF_DATASETS = "cache-"  # start of the names of files with results of the package `datasets`
 # not the standard library, and different on every machine
-_INSTALLED_PACKAGES = ("site-packages", "dist-packages")
+_INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,7 @@ def list_files(
     files: dict[Path, SourceFile] = {}  # by real path
     num_listed = 0
     for source in sources:
-        named_paths = (
-            _stdlib_files() if source == PYTHON_STDLIB else _files_of(source, setting, suffixes)
-        )
+        named_paths = _files_of(source, setting, suffixes)
         if not named_paths:
             raise UserError(
                 f"{setting}: {source!r} contains no file with a supported suffix ({', '.join(suffixes)});"
@@ -87,7 +85,17 @@ def list_files(
         num_listed += len(named_paths)
         for name, path in sorted(named_paths):
             # Before resolve(), because it reports unreadable files and link loops.
-            file = _source_file(name, path, setting)
+            try:
+                stat = path.stat()
+            except OSError as error:
+                raise unreadable(path, error, setting) from error
+            file = SourceFile(
+                name=name,
+                path=path,
+                size_bytes=stat.st_size,
+                modified_ns=stat.st_mtime_ns,
+                setting=setting,
+            )
             files.setdefault(path.resolve(), file)
     return FileList(list(files.values()), num_listed - len(files))
 
@@ -108,26 +116,10 @@ def unreadable(path: Path, error: Exception, setting: str) -> UserError:
     )
 
 
-def _source_file(name: str, path: Path, setting: str) -> SourceFile:
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise unreadable(path, error, setting) from error
-    return SourceFile(
-        name=name, path=path, size_bytes=stat.st_size, modified_ns=stat.st_mtime_ns, setting=setting
-    )
-
-
-def _stdlib_files() -> list[tuple[str, Path]]:
-    files = _files_below(Path(sysconfig.get_paths()["stdlib"]), (".py",))
-    return [
-        (name, path)
-        for name, path in files
-        if not any(part in _INSTALLED_PACKAGES for part in path.parts)
-    ]
-
-
 def _files_of(source: str, setting: str, suffixes: tuple[str, ...]) -> list[tuple[str, Path]]:
+    if source == PYTHON_STDLIB:
+        files = _files_below(Path(sysconfig.get_paths()["stdlib"]), (".py",))
+        return [(name, path) for name, path in files if _INSTALLED_PACKAGES.isdisjoint(path.parts)]
     path = local_path(source)
     suffixes = (*suffixes, *[ARRAY_SUFFIX] * source.endswith(ARRAY_SUFFIX))
     if path.is_dir():

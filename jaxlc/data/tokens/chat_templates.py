@@ -20,6 +20,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,8 @@ class MarkedText(NamedTuple):
     """A text and its answers; `data.tokens.encoder` encodes it."""
 
     text: str
-    answers: tuple[tuple[int, int], ...]  # begin and end of each answer in the text, in order
+    where: str  # FILE:NUMBER of its record, for warnings and errors
+    answers: tuple[tuple[int, int], ...] = ()  # begin and end of each one in the text, in order
     left_out: tuple[str, ...] = ()  # what of the chat is not in the text
 
 
@@ -164,12 +166,12 @@ class ChatTemplate:
         else:
             numbers = [number for number in numbers if number not in masked]
             spans = self._answers_by_prompts(marked, chat, numbers, where)
-        if spans is None:
-            spans = self._answers_by_header(text, chat, numbers, where)
+            spans = spans or self._answers_by_header(text, chat, numbers, where)
         if len(spans) == len(numbers):
             for number, span in zip(numbers, spans):
                 answer = text[slice(*span)]
-                if not _MARKER.sub("", answer).strip() and not _has_text(messages[number], answer):
+                has_text = any(part in answer for _, part in _parts(messages[number]))
+                if not _MARKER.sub("", answer).strip() and not has_text:
                     raise BadRecord(f"{where}: {self.name} renders no answer for message {number}")
             spans = [span for number, span in zip(numbers, spans) if number not in masked]
         elif masked:
@@ -180,27 +182,22 @@ class ChatTemplate:
         answers = tuple((begin, end) for begin, end in spans if begin < end)
         if not answers:
             raise BadRecord(f"{where}: {self.name} renders no answer for message {numbers[0]}")
-        return MarkedText(text, answers, left_out=_left_out(chat, text))
+        return MarkedText(text, where, answers, left_out=_left_out(chat, text))
 
     @functools.cached_property
     def markers(self) -> tuple[str, ...]:
         """The markers of a chat of one question and its answer, in order, such as <|im_start|> and
         <|im_end|>.
         """
-        return tuple(dict.fromkeys(_MARKER.findall(self._example)))
+        return tuple(dict.fromkeys(_MARKER.findall(self._examples[0])))
 
     @functools.cached_property
     def end_of_turn(self) -> str:
         """The marker that follows an answer, such as <|im_end|>, after which generation stops; ""
         if there is none.
         """
-        marker = _MARKER.match(self._example.rpartition(_ANSWER)[2].lstrip())
+        marker = _MARKER.match(self._examples[0].rpartition(_ANSWER)[2].lstrip())
         return marker[0] if marker else ""
-
-    @property
-    def _example(self) -> str:
-        """A rendered chat; "" if the template raises an error for it."""
-        return self._examples[0]
 
     @functools.cached_property
     def _header(self) -> str:
@@ -211,17 +208,18 @@ class ChatTemplate:
         texts = (answered, prompt, following)
         if not all(text.startswith(question) for text in texts):
             return ""
-        start = functools.reduce(_common_start, (text[len(question) :] for text in texts))
+        start = os.path.commonprefix([text[len(question) :] for text in texts])
         return re.sub(r"[<\[][^<>\[\]\s]*$", "", start)  # without the start of a marker
 
     @functools.cached_property
     def _examples(self) -> Sequence[str]:
-        """A question and its answer, the question, its prompt, and both with another question."""
-        messages = [
-            dict(role=role, content=x) for role, x in (("user", _QUESTION), (ASSISTANT, _ANSWER))
-        ]
+        """A question and its answer, the question, its prompt, and both with another question; ""
+        where the template raises an error.
+        """
+        question = dict(role="user", content=_QUESTION)
+        messages = [question, dict(role=ASSISTANT, content=_ANSWER)]
         try:
-            chat = Chat([*messages, messages[0]])
+            chat = Chat([*messages, question])
             return [
                 self._text(chat, *cut) for cut in ((2, False), (1, False), (1, True), (3, False))
             ]
@@ -230,7 +228,9 @@ class ChatTemplate:
                 return [self._text(Chat(messages), 2, False), "", "", ""]
             return [""] * 4
 
-    def _text(self, chat: Chat, num_messages: int, has_prompt: bool, where: str = "example") -> str:
+    def _text(
+        self, chat: Chat, num_messages: int | None, has_prompt: bool, where: str = "example"
+    ) -> str:
         self._check(chat, where)
         return re.sub(f"[{_BEGIN}{_END}]", "", self._render(chat, where, num_messages, has_prompt))
 
@@ -247,34 +247,23 @@ class ChatTemplate:
             raise BadRecord(
                 f"{where}: the messages contain the Unicode noncharacter U+FDD0 or U+FDD1; remove it"
             )
-        for problem in self._problems(messages, tools):
-            raise BadRecord(f"{where}: {problem}")
-
-    def _problems(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Iterator[str]:
-        """Parts of a chat that the template does not know."""
         for number, role in enumerate(message["role"] for message in messages):
-            if (
-                role not in ROLES
-                and f"'{role}'" not in self.source
-                and f'"{role}"' not in self.source
-            ):
-                yield (
-                    f"message {number} has the unknown role {role!r}, expected one of {', '.join(ROLES)}, or a role"
-                    f" that {self.name} names"
+            is_named = any(f"{quote}{role}{quote}" in self.source for quote in "'\"")
+            if role not in ROLES and not is_named:
+                raise BadRecord(
+                    f"{where}: message {number} has the unknown role {role!r}, expected one of {', '.join(ROLES)}, or"
+                    f" a role that {self.name} names"
                 )
-        advice = "set data.chat_template to one that does, such as chatml"
-        if any("tool_calls" in message for message in messages) and "tool_calls" not in self.source:
-            yield f"{self.name} does not render tool_calls; {advice}"
-        if tools and "tools" not in self.source:
-            yield f"{self.name} does not render tools; {advice}"
+        has_calls = any("tool_calls" in message for message in messages)
+        for part, is_used in (("tool_calls", has_calls), ("tools", tools)):
+            if is_used and part not in self.source:
+                raise BadRecord(
+                    f"{where}: {self.name} does not render {part}; set data.chat_template to one that does, such as"
+                    " chatml"
+                )
 
     def prompt(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None = None,
-        where: str = "prompt",
-        *,
-        continues_last: bool = False,
+        self, chat: Chat, where: str = "prompt", *, continues_last: bool = False
     ) -> MarkedText:
         """The prompt of a chat, up to the start of the next answer, or with `continues_last` of the
         last message.
@@ -282,12 +271,11 @@ class ChatTemplate:
         Raises:
           BadRecord: the template raises an error or does not know a part of the chat.
         """
-        chat = Chat(messages, tools)
-        text = self._text(chat, len(messages), not continues_last, where)
+        text = self._text(chat, None, not continues_last, where)
         if continues_last:
-            last = messages[-1]["content"]  # which templates may strip
+            last = chat.messages[-1]["content"]  # which templates may strip
             text = "".join(text.rpartition(last if last in text else last.strip())[:2])
-        return MarkedText(text, (), left_out=_left_out(chat, text))
+        return MarkedText(text, where, left_out=_left_out(chat, text))
 
     def _answers_by_prompts(
         self, text: str, chat: Chat, numbers: Sequence[int], where: str
@@ -305,20 +293,20 @@ class ChatTemplate:
             if not text.startswith(prompt) or not through.startswith(prompt):
                 # The prompt of the template may begin the answer, for instance with an empty
                 # reasoning.
-                prompt = _common_start(prompt, through)
+                prompt = os.path.commonprefix([prompt, through])
                 if not text.startswith(prompt):
                     return None
             answer = through[len(prompt) :].rstrip()
-            if text.startswith(through):
-                spans.append((len(prompt), len(prompt) + len(answer)))
-            else:
+            end = len(prompt) + len(answer)
+            if not text.startswith(through):
                 end_of_turn = _END_OF_TURN.search(answer)
-                end = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
-                if end_of_turn is None or end < 0:
+                begin = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
+                if begin < 0:
                     raise BadRecord(
                         f"{where}: the end of message {number} cannot be found; {_ADVICE}"
                     )
-                spans.append((len(prompt), end + len(end_of_turn[0])))
+                end = begin + len(end_of_turn[0])
+            spans.append((len(prompt), end))
         return spans
 
     def _answers_by_header(
@@ -352,18 +340,28 @@ class ChatTemplate:
         Raises:
           BadRecord: the template raises an error, or exceeds a limit of `template_sandbox`.
         """
+        from jaxlc.data.tokens.template_sandbox import MAX_TEXT_CHARACTERS
 
-        from jaxlc.data.tokens.template_sandbox import render
-
-        messages, tools, _ = chat
+        parts, num_characters = [], 0
         try:
-            return render(
-                self._template, messages[:num_messages], tools, has_prompt, **self._special_tokens
-            )
+            for part in self._template.generate(
+                messages=chat.messages[:num_messages],
+                tools=chat.tools,
+                documents=None,
+                add_generation_prompt=has_prompt,
+                **self._special_tokens,
+            ):
+                parts.append(part)
+                num_characters += len(part)
+                if num_characters > MAX_TEXT_CHARACTERS:
+                    raise OverflowError(
+                        f"the text has more than {MAX_TEXT_CHARACTERS:,} characters"
+                    )
         except Exception as error:  # it may contain any expression
             raise BadRecord(
                 f"{where}: {self.name} raises an error for the messages ({reason_of(error)})"
             ) from error
+        return "".join(parts)
 
 
 def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
@@ -392,10 +390,6 @@ def _left_out(chat: Chat, text: str) -> tuple[str, ...]:
     return tuple(missing)
 
 
-def _has_text(message: Mapping[str, Any], text: str) -> bool:
-    return any(part in text for _, part in _parts(message))
-
-
 def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The texts of a message with their fields, without white space around them."""
     for field, value in message.items():
@@ -406,22 +400,14 @@ def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (dict, list)):
-        items = (
-            value
-            if isinstance(value, list)
-            else [x for name, x in value.items() if name not in ("id", "type")]
-        )
-        yield from itertools.chain.from_iterable(map(_strings, items))
+    elif isinstance(value, dict):
+        yield from _strings([x for name, x in value.items() if name not in ("id", "type")])
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_strings, value))
 
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _common_start(a: str, b: str) -> str:
-    length = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-    return a[:length]
 
 
 def load_chat_template(
@@ -448,10 +434,8 @@ def load_chat_template(
         return ChatTemplate(read_template(path, advice), special_tokens, str(path))
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = (
-            item for item in template if isinstance(item, dict) and item.get("name") == "default"
-        )
-        template = next((item.get("template") for item in named), None)
+        named = [x for x in template if isinstance(x, dict) and x.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if not isinstance(template, str):
         raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")

@@ -124,41 +124,37 @@ class Encoder:
         Raises:
           UserError: there is none, or it does not fit the tokenizer.
         """
-        template = self._chat_template
-        return (
-            template
-            if isinstance(template, ChatTemplate)
-            else fitting_template(template, self.tokenizer)
-        )
+        if isinstance(self._chat_template, ChatTemplate):
+            return self._chat_template
+        return fitting_template(self._chat_template, self.tokenizer)
 
     def render(self, chat: Chat, where: str) -> MarkedText:
         """Renders a chat; see `ChatTemplate.render`."""
         rendered = self.template.render(chat, where)
-        self._note_chat(chat, rendered, where)
+        self._note_chat(chat, rendered)
         return rendered
 
     def encode(
-        self, texts: Sequence[tuple[MarkedText, str]], *, special_tokens: bool = True
+        self, texts: Sequence[MarkedText], *, special_tokens: bool = True
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """The token IDs, int32 [tokens], and the answers, int64 [answers, 2], begin and end in the
         tokens, of each one.
 
         Args:
-          texts: each with the place of its record.
           special_tokens: the text of a special token means this token, as in rendered chats.
         """
-        encoded = self.tokenizer.encode_with_offsets(
-            [text.text for text, _ in texts], special_tokens
-        )
-        spans = [
-            _token_spans(offsets, text.answers) for (_, offsets), (text, _) in zip(encoded, texts)
-        ]
-        for (_, offsets), found, (text, where) in zip(encoded, spans, texts):
+        encoded = []
+        plain = [text.text for text in texts]
+        for text, (ids, offsets) in zip(
+            texts, self.tokenizer.encode_with_offsets(plain, special_tokens)
+        ):
+            spans = _token_spans(offsets, text.answers)
             if any(
-                offsets[begin, 0] < start for (begin, _), (start, _) in zip(found, text.answers)
+                offsets[begin, 0] < start for (begin, _), (start, _) in zip(spans, text.answers)
             ):
-                self.notes.add(_STRADDLING, where)
-        return [(ids, found) for (ids, _), found in zip(encoded, spans)]
+                self.notes.add(_STRADDLING, text.where)
+            encoded.append((ids, spans))
+        return encoded
 
     def note_text(self, text: str, where: str) -> bool:
         """Counts a text that contains the text of special tokens; returns whether it does."""
@@ -184,27 +180,26 @@ class Encoder:
           BadRecord: see `ChatTemplate.prompt`.
         """
         if isinstance(prompt, str):
-            return with_start(
-                self.plain(prompt + answer_prefix, where), self.tokenizer
-            ), prompt + answer_prefix
-        messages, tools, _ = prompt
-        is_continued = messages[-1]["role"] == ASSISTANT
-        rendered = self.template.prompt(messages, tools, where, continues_last=is_continued)
-        self._note_chat(prompt, rendered, where)
+            text = prompt + answer_prefix
+            return with_start(self.plain(text, where), self.tokenizer), text
+        is_continued = prompt.messages[-1]["role"] == ASSISTANT
+        rendered = self.template.prompt(prompt, where, continues_last=is_continued)
+        self._note_chat(prompt, rendered)
         text = rendered.text + answer_prefix
-        ((ids, _),) = self.encode([(MarkedText(text, ()), where)])
+        ((ids, _),) = self.encode([MarkedText(text, where)])
         return ids, text
 
-    def _note_chat(self, chat: Chat, rendered: MarkedText, where: str) -> None:
+    def _note_chat(self, chat: Chat, rendered: MarkedText) -> None:
         for name in rendered.left_out:
             self.notes.add(
-                f"chats with a part that {self.template.name} does not render ({name})", where
+                f"chats with a part that {self.template.name} does not render ({name})",
+                rendered.where,
             )
         if any(
             self.tokenizer.has_special_text(message.get("content") or "")
             for message in chat.messages
         ):
-            self.notes.add(_SPECIAL_IN_CHAT, where)
+            self.notes.add(_SPECIAL_IN_CHAT, rendered.where)
 
 
 def _token_spans(offsets: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -3,8 +3,8 @@
 It consists of these files:
 
     KEY.tokens.npy      the tokens of every document, each document followed by its end-of-document token
-    KEY.index.npz       document offsets, split hashes, answers of chats, counts of invalid UTF-8 and of bad records,
-                        and a fingerprint of the content
+    KEY.index.npz       document offsets, split hashes, answers of chats, what was noticed, such as bad records, and a
+                        fingerprint of the content
     KEY.skipped.txt     the errors of bad records that are skipped, one line each: FILE:NUMBER: reason
 
 Making it takes memory for two batches of text with their tokens, and 24 bytes per document.
@@ -47,8 +47,6 @@ from jaxlc.core.files import local_path, locked, read_arrays, replacing, write_e
 from jaxlc.core.text import Update, no_progress
 from jaxlc.data.texts.documents import (
     BAD_RECORDS,
-    INVALID_CHARACTERS,
-    INVALID_DOCUMENTS,
     Fields,
     Notes,
 )
@@ -68,12 +66,12 @@ class StorePaths(NamedTuple):
     tokens: Path
     index: Path
     bad_records: Path
+    shards: Path  # directory of the stores of the shards, until all of them are tokenized
 
     @classmethod
     def of(cls, directory: Path, key: str) -> "StorePaths":
-        return cls(
-            *(directory / f"{key}.{name}" for name in ("tokens.npy", "index.npz", "skipped.txt"))
-        )
+        names = ("tokens.npy", "index.npz", "skipped.txt", "shards")
+        return cls(*(directory / f"{key}.{name}" for name in names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,68 +115,46 @@ def read_store(paths: StorePaths, tokenizer: Tokenizer) -> TokenStore | None:
     """Returns the store in these files, or None if they are missing or damaged."""
     try:
         index = read_arrays(paths.index)
+        notes = Notes(listed_in=paths.bad_records if paths.bad_records.exists() else None)
+        notes.update(json.loads(str(index["notes"])))
         store = TokenStore(
             tokens=np.load(paths.tokens, mmap_mode="r", allow_pickle=False),
             offsets=index["offsets"],
             split_hashes=index["split_hashes"],
             fingerprint=str(index["fingerprint"]),
             answers=index.get("answers"),
-            notes=_stored_notes(index, paths),
+            notes=notes,
             names=tuple(json.loads(str(index["names"]))) if "names" in index else (),
         )
-        is_valid = _is_valid(store)
+        return store if _is_valid(store, tokenizer.end_of_document_id) else None
     except (
         Exception
     ):  # NumPy raises many types for damaged files: OSError, ValueError, TokenError...
         return None
-    if not is_valid:
-        return None
-    stride = max(1, -(-store.num_documents // _SAMPLED_DOCUMENTS))
-    last_tokens = store.tokens[store.offsets[:0:-stride] - 1]
-    # a machine crash can leave pages of zeros
-    if (last_tokens != tokenizer.end_of_document_id).any():
-        return None
-    return store
 
 
-def _stored_notes(index: dict[str, np.ndarray], paths: StorePaths) -> Notes:
-    notes = Notes(listed_in=paths.bad_records if paths.bad_records.exists() else None)
-    num_bad_records = int(index["num_bad_records"])
-    num_documents, num_characters = index["invalid_utf8_counts"].tolist()
-    first_invalid = str(index["first_invalid_utf8"])
-    if num_bad_records:
-        notes.add(BAD_RECORDS, str(index["first_bad_record"]), num_bad_records)
-    if num_documents:
-        notes.add(INVALID_DOCUMENTS, first_invalid, num_documents)
-        notes.add(INVALID_CHARACTERS, first_invalid, num_characters)
-    notes.update(json.loads(str(index["notes"])))
-    return notes
-
-
-def _is_valid(store: TokenStore) -> bool:
+def _is_valid(store: TokenStore, end_id: int) -> bool:
     """Whether the arrays have the dtypes and shapes of a store, and all documents and answers are
-    in its tokens.
+    in its tokens. Any exception may be raised for arrays of other shapes.
     """
-    tokens, offsets, hashes, answers = (
-        store.tokens,
-        store.offsets,
-        store.split_hashes,
-        store.answers,
-    )
-    is_valid = tokens.ndim == 1 and tokens.dtype.kind == "u"
-    is_valid &= hashes.dtype == np.float64 and hashes.ndim == 1
-    is_valid &= offsets.dtype == np.int64 and offsets.shape == (len(hashes) + 1,)
-    is_valid &= not store.names or len(store.names) == len(hashes)
-    is_valid = (
-        is_valid
-        and offsets[0] == 0
-        and offsets[-1] == len(tokens)
-        and bool((np.diff(offsets) > 0).all())
-    )
-    if answers is None or not is_valid:
-        return is_valid
-    is_valid = answers.dtype == np.int64 and answers.ndim == 2 and answers.shape[1] == 2
-    return is_valid and bool((answers >= 0).all() and (answers <= len(tokens)).all())
+    tokens, offsets, hashes = store.tokens, store.offsets, store.split_hashes
+    stride = max(1, -(-store.num_documents // _SAMPLED_DOCUMENTS))
+    conditions = [
+        tokens.ndim == 1 and tokens.dtype.kind == "u",
+        hashes.ndim == 1 and hashes.dtype == np.float64,
+        offsets.shape == (len(hashes) + 1,) and offsets.dtype == np.int64,
+        offsets[0] == 0 and offsets[-1] == len(tokens),
+        (np.diff(offsets) > 0).all(),
+        not store.names or len(store.names) == len(hashes),
+        # a machine crash can leave pages of zeros
+        (tokens[offsets[:0:-stride] - 1] == end_id).all(),
+    ]
+    if (answers := store.answers) is not None:
+        conditions += [
+            answers.ndim == 2 and answers.shape[1] == 2 and answers.dtype == np.int64,
+            answers.min(initial=0) >= 0 and answers.max(initial=0) <= len(tokens),
+        ]
+    return all(conditions)
 
 
 def write_store(
@@ -186,7 +162,6 @@ def write_store(
     pieces: Iterator[TokenizedPiece],
     encoder: Encoder,
     *,
-    has_answers: bool,
     keeps_names: bool = False,
 ) -> Iterator[int]:
     """Writes a store; yields the amount of text so far, in bytes.
@@ -214,14 +189,10 @@ def write_store(
                 piece_bytes = 0
             yield ended_bytes + piece_bytes
         tokens.finish()
-    counts = dict(notes.counts)
-    num_bad_records, first_bad_record = counts.pop(BAD_RECORDS, (0, ""))
-    num_documents, first_invalid = counts.pop(INVALID_DOCUMENTS, (0, ""))
-    num_characters, _ = counts.pop(INVALID_CHARACTERS, (0, ""))
-    if not num_bad_records:
+    if BAD_RECORDS not in notes.counts:
         paths.bad_records.unlink()
     optional = {"names": json.dumps(names)} if keeps_names else {}
-    if has_answers:
+    if answers:
         optional["answers"] = np.array(answers).reshape(-1, 2)
     with replacing(paths.index) as out:
         np.savez(
@@ -229,11 +200,7 @@ def write_store(
             offsets=np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)]),
             split_hashes=np.array(split_hashes),
             fingerprint=tokens.content_hash.hexdigest(),
-            invalid_utf8_counts=np.array([num_documents, num_characters]),
-            first_invalid_utf8=first_invalid.encode(errors="replace").decode(),
-            num_bad_records=num_bad_records,
-            first_bad_record=first_bad_record.encode(errors="replace").decode(),
-            notes=json.dumps(counts),
+            notes=json.dumps(notes.counts),
             **optional,
         )
 
@@ -375,16 +342,14 @@ def sharded_pieces(
     directory.mkdir(exist_ok=True)
     shards = plan_shards(files, _SHARD_BYTES, _MAX_SHARD_BYTES)
     paths = [StorePaths.of(directory, f"{number:06d}") for number in range(len(shards))]
-    own = [number for number, shard in enumerate(shards) if not shard.is_inline]
-    waiting = [number for number in own if read_store(paths[number], encoder.tokenizer) is None]
-    if len(waiting) < len(own):
-        log(
-            f"continuing to tokenize: {len(own) - len(waiting):,} of {len(shards):,} parts are complete"
-        )
-    done_bytes = [shard.num_bytes for shard in shards]
-    for number, shard in enumerate(shards):
-        if shard.is_inline or number in waiting:
-            done_bytes[number] = 0
+    is_complete = [
+        not shard.is_inline and read_store(path, encoder.tokenizer) is not None
+        for shard, path in zip(shards, paths)
+    ]
+    if any(is_complete):
+        log(f"continuing to tokenize: {sum(is_complete):,} of {len(shards):,} parts are complete")
+    waiting = [n for n, shard in enumerate(shards) if not shard.is_inline and not is_complete[n]]
+    done_bytes = [shard.num_bytes * done for shard, done in zip(shards, is_complete)]
     total_bytes = sum(shard.num_bytes for shard in shards)
     progress(sum(done_bytes), total_bytes)
     results = processes.run(
@@ -403,23 +368,18 @@ def sharded_pieces(
             while not paths[number].index.exists():
                 if result := next(results, None):
                     call, value = result
-                    _check(value)
+                    if isinstance(value, UserError):
+                        raise value
+                    if isinstance(value, processes.Died):
+                        raise UserError(
+                            f"a process that tokenizes ended with status {value.exit_code}: {value.output[-2000:]}"
+                        )
                     done_bytes[waiting[call]] = min(value, shards[waiting[call]].num_bytes)
                     progress(sum(done_bytes), total_bytes)
             store = read_store(paths[number], encoder.tokenizer)
             assert store is not None, f"{paths[number].index} was just written"
             _add_notes(store, encoder.notes)
             yield from _stored_pieces(store)
-
-
-def _check(value: object) -> None:
-    """Raises UserError if a process has failed."""
-    if isinstance(value, UserError):
-        raise value
-    if isinstance(value, processes.Died):
-        raise UserError(
-            f"a process that tokenizes ended with status {value.exit_code}: {value.output[-2000:]}"
-        )
 
 
 def _add_notes(store: TokenStore, notes: Notes) -> None:
@@ -456,9 +416,7 @@ def tokenize_shard(
     pieces = tokenized_pieces(shard.files, fields, encoder, lambda line: None)
     faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
     due_seconds = time.monotonic() + _SECONDS_BETWEEN_COUNTS
-    for num_bytes in write_store(
-        paths, pieces, encoder, has_answers=bool(fields.chat), keeps_names=True
-    ):
+    for num_bytes in write_store(paths, pieces, encoder, keeps_names=True):
         if time.monotonic() >= due_seconds:
             yield num_bytes
             faulthandler.dump_traceback_later(_MAX_BATCH_SECONDS, exit=True)
@@ -467,10 +425,8 @@ def tokenize_shard(
     yield shard.num_bytes
 
 
-Progress = Update  # called with the bytes of text that are tokenized, and in total
-
 # increment it when the stored content changes; files of an older format are then ignored
-_FORMAT = 2
+_FORMAT = 3
 _LEFTOVER_SECONDS = 3600  # temporary files that no process has written to for this time are deleted
 
 
@@ -479,7 +435,7 @@ def open_store(
     config: DataConfig,
     fields: Fields,
     tokenizer: Tokenizer,
-    progress: Progress = no_progress,
+    progress: Update = no_progress,
     log: Log = lambda line: None,
 ) -> TokenStore:
     """Opens the tokenized corpus of `files` from the cache; tokenizes it first if the cache has no
@@ -490,6 +446,7 @@ def open_store(
     next one tokenizes.
 
     Args:
+      progress: called with the bytes of text that are tokenized, and in total.
       log: prints that this process waits, and warnings.
     Raises:
       UserError: files cannot be read or contain no text, or the cache directory cannot be written.
@@ -499,30 +456,21 @@ def open_store(
     key = _cache_key(files, fields, encoder)
     paths = StorePaths.of(directory, key)
 
-    def on_wait(holder: str) -> None:
-        log(
-            f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
-        )
-
     store = read_store(paths, tokenizer)
     if store is None:
         advice = "use a writable directory with enough space for the tokenized corpus"
         with write_errors_explained(f"data.cache_dir {config.cache_dir!r}", advice):
             directory.mkdir(parents=True, exist_ok=True)
-            with locked(directory / f"{key}.lock.tmp", on_wait):
+            with locked(
+                directory / f"{key}.lock.tmp",
+                lambda holder: log(
+                    f"waiting for {holder}, which tokenizes the same corpus to data.cache_dir {config.cache_dir!r}"
+                ),
+            ):
                 # no other process has written it meanwhile
                 if read_store(paths, tokenizer) is None:
                     _delete_leftovers(directory, key)
-                    _tokenize(
-                        paths,
-                        directory / f"{key}.shards",
-                        files,
-                        fields,
-                        encoder,
-                        config,
-                        progress,
-                        log,
-                    )
+                    _tokenize(paths, files, fields, encoder, config, progress, log)
         store = read_store(paths, tokenizer)
         assert store is not None, f"{paths.tokens} was just written"
     if not store.num_documents:
@@ -542,37 +490,33 @@ def _cache_key(files: Sequence[SourceFile], fields: Fields, encoder: Encoder) ->
     described = [
         (file.name, str(file.path.resolve()), file.size_bytes, file.modified_ns) for file in files
     ]
-    if fields.chat:
-        read = (*fields, encoder.template.identity)
-    else:  # as in older versions
-        read = (fields.tokens, "", ()) if fields.tokens else fields.text
-    identity = (_FORMAT, encoder.tokenizer.fingerprint, read, described)
+    template = encoder.template.identity if fields.chat else ()
+    identity = (_FORMAT, encoder.tokenizer.fingerprint, (*fields, template), described)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:24]
 
 
 def _tokenize(
     paths: StorePaths,
-    shards_directory: Path,
     files: Sequence[SourceFile],
     fields: Fields,
     encoder: Encoder,
     config: DataConfig,
-    progress: Progress,
+    progress: Update,
     log: Log,
 ) -> None:
     """Writes the store of a corpus; by several processes if it is large."""
     total_bytes = sum(file.size_bytes for file in files)
     is_large = total_bytes >= MIN_BYTES
     if is_large:
-        pieces = sharded_pieces(shards_directory, files, fields, encoder, config, log, progress)
+        pieces = sharded_pieces(paths.shards, files, fields, encoder, config, log, progress)
     else:
         pieces = tokenized_pieces(files, fields, encoder, log)
-    for num_bytes in write_store(paths, pieces, encoder, has_answers=bool(fields.chat)):
+    for num_bytes in write_store(paths, pieces, encoder):
         if not is_large:  # the processes are ahead of what is written
             # a compressed file contains more text than its size
             progress(min(num_bytes, total_bytes), total_bytes)
     progress(total_bytes, total_bytes)
-    shutil.rmtree(shards_directory, ignore_errors=True)
+    shutil.rmtree(paths.shards, ignore_errors=True)
 
 
 def _delete_leftovers(directory: Path, key: str) -> None:

@@ -5,6 +5,7 @@ limits `range`; here are limits of the rendered text and of products and powers,
 take any memory and time.
 """
 
+import functools
 import json
 from typing import Any
 
@@ -45,7 +46,7 @@ def environment(begin: str, end: str) -> jinja2.Environment:
         raise_exception=_raise,
         mark_generation=lambda caller: f"{begin}{caller()}{end}",
     )
-    env.filters["tojson"] = _to_json
+    env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     return env
 
 
@@ -63,34 +64,3 @@ class _GenerationTag(jinja2.ext.Extension):
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def render(
-    template: jinja2.Template,
-    messages: list[Any],
-    tools: list[Any] | None,
-    add_generation_prompt: bool,
-    **variables: Any,
-) -> str:
-    """The text of a chat. Any exception may be raised, since the template may contain any
-    expression.
-    """
-    parts, num_characters = [], 0
-    for part in template.generate(
-        messages=messages,
-        tools=tools,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **variables,
-    ):
-        parts.append(part)
-        num_characters += len(part)
-        if num_characters > MAX_TEXT_CHARACTERS:
-            raise OverflowError(f"the text has more than {MAX_TEXT_CHARACTERS:,} characters")
-    return "".join(parts)

@@ -1,5 +1,6 @@
 """Tokenizes documents in parallel, in memory that does not depend on their length."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -9,7 +10,6 @@ import numpy as np
 from jaxlc.data.texts.documents import (
     INVALID_CHARACTERS,
     INVALID_DOCUMENTS,
-    Chat,
     Document,
     Fields,
     read_documents,
@@ -34,7 +34,6 @@ class Piece(NamedTuple):
     document: str  # name
     is_last: bool
     is_first: bool = False  # it gets the start token of documents
-    where: str = ""  # FILE:NUMBER of the record of a chat, for errors
     num_bytes: int = 0  # of the document, in its last piece
 
     @property
@@ -62,14 +61,10 @@ def tokenized_pieces(
       UserError: as `read_documents`.
     """
     with ThreadPoolExecutor(max_workers=1) as executor:
-        pending = None
-        for batch in _batches(_pieces(files, fields, encoder, log)):
-            following = executor.submit(_tokenized, batch, encoder)
-            if pending is not None:
-                yield from _with_answers(pending.result(), encoder)
-            pending = following
-        if pending is not None:
-            yield from _with_answers(pending.result(), encoder)
+        batches = _batches(_pieces(files, fields, encoder, log))
+        tokenized = (executor.submit(_tokenized, batch, encoder) for batch in batches)
+        for current, _following in itertools.pairwise(itertools.chain(tokenized, [None])):
+            yield from _with_answers(current.result(), encoder)
 
 
 def _with_answers(
@@ -81,26 +76,24 @@ def _with_answers(
             yield item
         else:
             encoder.notes.skip(
-                BadRecord(f"{item.piece.where}: the tokenizer gives no token for an answer")
+                BadRecord(f"{item.piece.content.where}: the tokenizer gives no token for an answer")
             )
 
 
 def _tokenized(batch: list[Piece], encoder: Encoder) -> list[TokenizedPiece]:
-    chats = [
-        (piece.content, piece.where) for piece in batch if isinstance(piece.content, MarkedText)
-    ]
+    chats = [piece.content for piece in batch if isinstance(piece.content, MarkedText)]
     texts = [piece.content for piece in batch if isinstance(piece.content, (bytes, str))]
     encoded_chats = iter(encoder.encode(chats))
     encoded_texts = iter(encoder.tokenizer.encode_pieces(texts) if texts else ())
     tokenized = []
     for piece in batch:
+        answers = None
         if isinstance(piece.content, MarkedText):
-            tokenized.append(TokenizedPiece(piece, *next(encoded_chats)))
-            continue
-        ids = piece.content if isinstance(piece.content, np.ndarray) else next(encoded_texts)
-        tokenized.append(
-            TokenizedPiece(piece, with_start(ids, encoder.tokenizer) if piece.is_first else ids)
-        )
+            ids, answers = next(encoded_chats)
+        else:
+            ids = piece.content if isinstance(piece.content, np.ndarray) else next(encoded_texts)
+            ids = with_start(ids, encoder.tokenizer) if piece.is_first else ids
+        tokenized.append(TokenizedPiece(piece, ids, answers))
     return tokenized
 
 
@@ -111,7 +104,9 @@ def _pieces(
         for document in read_documents(file, fields, encoder.notes):
             try:
                 if document.chat is not None:
-                    yield _chat_piece(document, document.chat, encoder)
+                    rendered = encoder.render(document.chat, document.where)
+                    num_bytes = len(rendered.text)
+                    yield Piece(rendered, document.name, is_last=True, num_bytes=num_bytes)
                 elif document.ids is not None:
                     yield _id_piece(document, document.ids, encoder.tokenizer)
                 else:
@@ -157,13 +152,6 @@ def _id_piece(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> Piec
         )
     content = ids[:-1] if ids[-1] == tokenizer.end_of_document_id else ids
     return Piece(content, document.name, is_last=True, is_first=True, num_bytes=ids.nbytes)
-
-
-def _chat_piece(document: Document, chat: Chat, encoder: Encoder) -> Piece:
-    rendered = encoder.render(chat, document.where)
-    return Piece(
-        rendered, document.name, is_last=True, where=document.where, num_bytes=len(rendered.text)
-    )
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

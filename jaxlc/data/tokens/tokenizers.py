@@ -28,7 +28,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -116,12 +116,11 @@ def _cuts_at_regex(stages: list[dict]) -> bool:
 
 
 def _is_known(stage: dict) -> bool:
-    if stage.get("type") == "ByteLevel":
+    kind = stage.get("type")
+    if kind == "ByteLevel":
         return not stage["add_prefix_space"]
-    if stage.get("type") == "Digits":
-        return True
-    return (
-        stage.get("type") == "Split"
+    return kind == "Digits" or (
+        kind == "Split"
         and stage["pattern"].get("Regex") in _KNOWN_REGEXES
         and stage["behavior"] == "Isolated"
         and not stage["invert"]
@@ -190,12 +189,11 @@ def _letters() -> str:
     """The letters and digits that Unicode 3.2 has and that are still ones, as ranges of a regex
     character class. The regex engine of a tokenizer may have another version of Unicode; its
     classes contain these characters as well."""
-    kinds = ("Lu", "Ll", "Lo", "Nd")
+    kinds = {"Lu", "Ll", "Lo", "Nd"}
     letters = [
         code
         for code in range(0x10000)
-        if unicodedata.ucd_3_2_0.category(chr(code)) in kinds
-        and unicodedata.category(chr(code)) in kinds
+        if {x.category(chr(code)) for x in (unicodedata, unicodedata.ucd_3_2_0)} <= kinds
     ]
     runs = itertools.groupby(enumerate(letters), lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
@@ -233,34 +231,40 @@ _END_OF_BYTES = b"<end of document>"  # the text of token 256 of ByteTokenizer
 _EXPECTED = 'use "bytes", a tokenizer.json, a Hugging Face directory with one, or a hub id ORGANIZATION/NAME'
 
 
-class Tokenizer(Protocol):
-    """`encode` adds no special tokens; the token store appends `end_of_document_id` to each
-    document.
+class ByteTokenizer:
+    """IDs 0..255 are the bytes of the text, 256 is the end-of-document token.
+
+    `encode` of a tokenizer adds no special tokens; the token store appends `end_of_document_id` to
+    each document.
     """
 
-    name: str  # the value of config.data.tokenizer
-    fingerprint: str  # equal for two tokenizers if the same documents give the same IDs
-    vocab_size: int  # every ID is smaller
-    end_of_document_id: int
-    file: Path | None  # its tokenizer.json; None: it has no file
+    name = "bytes"  # the value of config.data.tokenizer
+    fingerprint = "bytes"  # equal for two tokenizers if the same documents give the same IDs
+    vocab_size = 257  # every ID is smaller
+    end_of_document_id = 256
     # Why long text is not cut into pieces, for a warning; empty if it is cut.
-    no_pieces_reason: str
+    no_pieces_reason = ""
+    file: Path | None = None  # its tokenizer.json; None: it has no file
     # int32, before each document and each prompt of plain text; `encode` adds none
-    start_ids: np.ndarray
-    own_start_ids: np.ndarray  # int32, that transformers puts there
+    start_ids = np.empty(0, np.int32)
+    own_start_ids = start_ids  # that transformers puts there
 
     def encode(self, text: bytes) -> np.ndarray:
         """Converts UTF-8 text to int32 IDs [tokens]."""
+        return np.frombuffer(text, np.uint8).astype(np.int32)
 
-    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes | str]:
+    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """Cuts a document, given in blocks as `documents.Document` has them, into pieces whose IDs,
         one after the other, equal those of the entire text."""
+        return iter(blocks)
 
-    def encode_pieces(self, pieces: Sequence[bytes | str]) -> list[np.ndarray]:
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
         """Converts pieces to int32 IDs [tokens] each, in parallel."""
+        return [self.encode(piece) for piece in pieces]
 
     def has_special_text(self, text: str) -> bool:
         """Whether a text contains that of a special token, which `encode` converts as text."""
+        return False
 
     def encode_with_offsets(
         self, texts: Sequence[str], special_tokens: bool
@@ -272,75 +276,12 @@ class Tokenizer(Protocol):
         Returns:
           For each text, int32 IDs [tokens], and the begin and end of each token in its characters, int [tokens, 2].
         """
+        return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
 
     def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
         """Converts IDs [tokens] to text, with or without special tokens; invalid UTF-8 is replaced
         with U+FFFD.
         """
-
-
-def load_tokenizer(
-    name: str, end_token: str = "", parse_special_tokens: bool = False, start_token: str = AUTO
-) -> Tokenizer:
-    """Loads a tokenizer.
-
-    Args:
-      name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
-      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
-        eos_token of tokenizer_config.json in the same directory.
-      parse_special_tokens: `encode` converts the text of a special token to this token.
-      start_token: as data.start_token.
-    Raises:
-      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
-    """
-    if name != "bytes":
-        return HuggingFaceTokenizer(name, end_token, parse_special_tokens, start_token)
-    for setting, token in dict(
-        end_token=end_token, start_token=start_token if start_token != AUTO else ""
-    ).items():
-        if token:
-            raise UserError(
-                f"config.data.{setting}={token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
-                f" which has its own end-of-document token and no start token: remove {setting}"
-            )
-    return ByteTokenizer()
-
-
-def tokenizer_of(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a config. Raises UserError as `load_tokenizer`."""
-    return load_tokenizer(
-        data.tokenizer, data.end_token, data.parse_special_tokens, data.start_token
-    )
-
-
-class ByteTokenizer:
-    """IDs 0..255 are the bytes of the text, 256 is the end-of-document token."""
-
-    name = fingerprint = "bytes"
-    vocab_size = 257
-    end_of_document_id = 256
-    no_pieces_reason = ""
-    file = None
-    start_ids = own_start_ids = np.empty(0, np.int32)
-
-    def encode(self, text: bytes) -> np.ndarray:
-        return np.frombuffer(text, np.uint8).astype(np.int32)
-
-    def pieces(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-        return iter(blocks)
-
-    def encode_pieces(self, pieces: Sequence[bytes]) -> list[np.ndarray]:
-        return [self.encode(piece) for piece in pieces]
-
-    def has_special_text(self, text: str) -> bool:
-        return False
-
-    def encode_with_offsets(
-        self, texts: Sequence[str], special_tokens: bool
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(self.encode(text.encode(errors="replace")), _byte_offsets(text)) for text in texts]
-
-    def decode(self, ids: np.ndarray, special_tokens: bool = False) -> str:
         end = _END_OF_BYTES if special_tokens else b""
         return b"".join(bytes([i]) if i < 256 else end for i in np.asarray(ids).tolist()).decode(
             errors="replace"
@@ -355,7 +296,9 @@ def _byte_offsets(text: str) -> np.ndarray:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, loaded with the package `tokenizers`."""
+    """A tokenizer.json, loaded with the package `tokenizers`; attributes and methods are those of
+    `ByteTokenizer`.
+    """
 
     def __init__(
         self,
@@ -379,7 +322,6 @@ class HuggingFaceTokenizer:
             ) from error
         self._tokenizer.no_truncation()  # many files contain the length limit of their model
         self._tokenizer.no_padding()
-        self._content = content.decode()
         # By default, the text "</s>" in a document is not a special token.
         self._tokenizer.encode_special_tokens = not parse_special_tokens
         self.name = name
@@ -448,12 +390,7 @@ class HuggingFaceTokenizer:
     @functools.cached_property
     def _with_special_tokens(self):
         """Encodes the text of special tokens as these tokens."""
-        import tokenizers
-
-        tokenizer = tokenizers.Tokenizer.from_str(self._content)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
+        return type(self._tokenizer).from_str(self._tokenizer.to_str())
 
     @functools.cached_property
     def own_start_ids(self) -> np.ndarray:
@@ -476,8 +413,8 @@ class HuggingFaceTokenizer:
     def _usual_end_token(self, path: Path) -> str:
         """The end-of-document token of this tokenizer, or "" if it has none."""
         special, named = self._special_tokens(), named_tokens(read_tokenizer_config(path.parent))
-        usual = next((token for token in _END_OF_DOCUMENT if token in special), "")
-        return usual or named.get("eos_token", "")
+        usual = (token for token in _END_OF_DOCUMENT if token in special)
+        return next(usual, named.get("eos_token", ""))
 
     def _end_token_id(self, token: str) -> int:
         if not token:
@@ -502,6 +439,43 @@ class HuggingFaceTokenizer:
     def _special_tokens(self) -> list[str]:
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         return sorted(token.content for token in tokens if token.special)
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(
+    name: str, end_token: str = "", parse_special_tokens: bool = False, start_token: str = AUTO
+) -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+      name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
+      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
+        eos_token of tokenizer_config.json in the same directory.
+      parse_special_tokens: `encode` converts the text of a special token to this token.
+      start_token: as data.start_token.
+    Raises:
+      UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
+    """
+    if name != "bytes":
+        return HuggingFaceTokenizer(name, end_token, parse_special_tokens, start_token)
+    for setting, token in dict(
+        end_token=end_token, start_token=start_token if start_token != AUTO else ""
+    ).items():
+        if token:
+            raise UserError(
+                f"config.data.{setting}={token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
+                f" which has its own end-of-document token and no start token: remove {setting}"
+            )
+    return ByteTokenizer()
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer of a config. Raises UserError as `load_tokenizer`."""
+    return load_tokenizer(
+        data.tokenizer, data.end_token, data.parse_special_tokens, data.start_token
+    )
 
 
 def with_start(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
