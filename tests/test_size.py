@@ -15,8 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 388_940  # without comments, docstrings and ends of lines
-MAX_TOKENS_PER_LINE = 8.8  # of lines with code
+MAX_TOKENS = 386_678  # without comments, docstrings and ends of lines
+MAX_TOKENS_PER_LINE = 8.9  # of lines with code
 MAX_FILES = 274
 MIN_MEDIAN_LINES = 230
 

@@ -122,14 +122,14 @@ def test_chat_template_is_found_next_to_the_tokenizer(tmp_path: Path):
     (directory / "chat_template.jinja").write_text(CHATML.replace("<|im_start|>", "<s>"))
     assert (
         load_chat_template("", file)
-        .render(Chat(CHATS[0]["messages"]), "x")
+        .render(Chat(CHATS[0]["messages"]), expected.where)
         .text.startswith("<s>user\n")
     )
     assert (
-        load_chat_template("chatml", None).render(Chat(CHATS[0]["messages"]), "x").text
+        load_chat_template("chatml", None).render(Chat(CHATS[0]["messages"]), expected.where).text
         == expected.text
     )
-    llama3 = load_chat_template("llama3", file).render(Chat(CHATS[0]["messages"]), "x")
+    llama3 = load_chat_template("llama3", file).render(Chat(CHATS[0]["messages"]), expected.where)
     assert llama3 == render(HEADERS, CHATS[0])
     with pytest.raises(UserError, match="data.tokenizer has no chat template.*data.chat_template"):
         load_chat_template("", None)
