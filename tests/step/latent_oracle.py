@@ -217,7 +217,7 @@ CASES = [
     ("packed", dict(context=8), {}, 0),
     ("packed", dict(context=3, tensor=2), dict(ring_payload="keys_values"), 0),
     ("packed", dict(context=2, fsdp=2), {}, 12),
-    ("packed", dict(context=4, tensor=2), dict(strategy="ulysses"), 0),
+    ("packed", dict(context=2, tensor=2), dict(strategy="ulysses"), 0),
     ("packed", dict(context=4), dict(strategy="hybrid", ulysses_degree=2), 0),
     ("packed", dict(context=4), dict(strategy="all_gather"), 0),
     ("prefixes", {}, {}, 0),
