@@ -24,8 +24,7 @@ from tests.step.synthetic import without_padding  # noqa: E402
 from tests.tolerances import max_relative_error  # noqa: E402
 
 CASES = [
-    ("grpo", "", dict(context=4, tensor=2), {}),
-    ("grpo", "recurrent", dict(context=4), {}),
+    ("grpo", "recurrent", dict(context=4, tensor=2), {}),
     ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
 ]
 MORE = [  # with --all
