@@ -153,6 +153,7 @@ class LoraConfig:
     rslora: bool = False
     # projections with adapters, of query, key, value, attention_projected, mlp_gate, mlp_up, mlp_down; in
     # gated_delta_net layers also delta_gate, delta_step, delta_decay, which are in_proj_z, _b and _a of Qwen 3.5; in
+    # kimi_delta layers also delta_step, decay_down, decay_up, gate_down and gate_up; in
     # latent layers query or query_down and query_up, latent, key_value; in
     # layers of experts expert_gate, expert_up, expert_down, an adapter for each expert. mlp_gate, mlp_up and mlp_down
     # are those of dense layers and of shared experts.

@@ -21,7 +21,15 @@ from jaxlc.simulate.topology import make_mesh, topology
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.state import bytes_per_device
 from tests.attention import cudnn_stand_in
-from tests.step.synthetic import HYBRID, LATENT, MIXED_KINDS, put_params, small_config, small_step
+from tests.step.synthetic import (
+    HYBRID,
+    KIMI_DELTA,
+    LATENT,
+    MIXED_KINDS,
+    put_params,
+    small_config,
+    small_step,
+)
 
 TOLERANCE = 1e-4
 LENGTHS = (150, 7, 201, 64)
@@ -81,6 +89,7 @@ def cudnn_over_cache(monkeypatch):
 @pytest.mark.parametrize(("mesh", "model", "strategy"), [
     (dict(), dict(), "ring"), (dict(context=2), KINDS, "ulysses"), (dict(context=4, tensor=2), DYNAMIC, "ring"),
     (dict(context=2, fsdp=2, tensor=2), MIXED, "all_gather"), (dict(tensor=4, data=2), dict(), "ring"),
+    (dict(context=2, tensor=2), KIMI_DELTA, "ring"),
     pytest.param(dict(context=8), HYBRID, "ring", marks=pytest.mark.full), (dict(context=2, tensor=2), LATENT, "ring"),
 ], ids=str)  # fmt: skip
 def test_prefill_and_decode_equal_one_forward_pass(mesh, model, strategy, one_device):

@@ -33,6 +33,10 @@ HYBRID = dict(
     delta_value_dim=12,
     delta_conv_taps=4,
 )
+# Kimi Delta Attention and a full layer in turn.
+KIMI_DELTA = dict(
+    layer_kinds=("kimi_delta", "full"), kda=dict(key_heads=4, head_dim=8, conv_taps=4)
+)
 # Latent attention; values are narrower than keys.
 LATENT = dict(
     layer_kinds=("latent",),

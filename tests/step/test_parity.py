@@ -14,6 +14,7 @@ import pytest
 from jaxlc.config import load
 from tests.step.synthetic import (
     HYBRID,
+    KIMI_DELTA,
     LATENT,
     MAMBA,
     MIXED_KINDS,
@@ -26,7 +27,12 @@ from tests.step.synthetic import (
     with_mesh,
     without_padding,
 )
-from tests.tolerances import BFLOAT16_GRADIENT, FLOAT32_PARITY, max_relative_error
+from tests.tolerances import (
+    BFLOAT16_GRADIENT,
+    FLOAT32_DECAY_GRADIENT,
+    FLOAT32_PARITY,
+    max_relative_error,
+)
 
 # An odd and the largest ring; other tests have three axes together, and four tensor ranks.
 _IN_EVERY_RUN = {(3, 2, 1), (8, 1, 1)}
@@ -302,6 +308,28 @@ def test_mamba2_layers_equal_one_device(strategy, axes, memory, norm):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     model = MAMBA | dict(mamba2=MAMBA["mamba2"] | dict(norm=norm))
     _assert_same(axes, split=split, memory=memory, model=model)
+
+
+KIMI_DELTAS = [
+    ("ring", dict(context=4, tensor=2), dict(remat="attention", tile_tokens=0)),
+    ("ring", dict(context=2, tensor=2), dict(remat="attention", tile_tokens=24)),
+    ("ulysses", dict(context=2, fsdp=2), dict(remat="full", offload=("residual", "delta_states"))),
+    ("all_gather", dict(context=2, tensor=2), dict(remat="matmuls")),
+    ("hybrid", dict(context=4, data=2), dict(remat="full", tile_tokens=12)),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "memory"),
+    [
+        pytest.param(*case, marks=[] if index == 0 else pytest.mark.full)
+        for index, case in enumerate(KIMI_DELTAS)
+    ],
+    ids=str,
+)
+def test_kimi_delta_layers_equal_one_device(strategy, axes, memory):
+    split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
+    _assert_same(axes, FLOAT32_DECAY_GRADIENT, split=split, memory=memory, model=KIMI_DELTA)
 
 
 LATENTS = [

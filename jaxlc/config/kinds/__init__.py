@@ -19,6 +19,7 @@ from jaxlc.config.kinds.contract import (
 from jaxlc.config.kinds.delta_net import DeltaNetKind
 from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.kinds.experts import ExpertsKind
+from jaxlc.config.kinds.kda import KdaKind
 from jaxlc.config.kinds.latent import LatentKind
 from jaxlc.config.kinds.mamba2 import Mamba2Kind
 
@@ -43,6 +44,7 @@ for _kind in (
     LatentKind(),
     DeltaNetKind(),
     Mamba2Kind(),
+    KdaKind(),
     DenseKind(),
     ExpertsKind(),
 ):

@@ -17,6 +17,7 @@ from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind, scaled_kinds
 from jaxlc.config.kinds.attention import AttentionSettings
 from jaxlc.config.kinds.delta_net import DeltaNetConfig
 from jaxlc.config.kinds.experts import ExpertsConfig
+from jaxlc.config.kinds.kda import KdaConfig
 from jaxlc.config.kinds.latent import LatentConfig
 from jaxlc.config.kinds.mamba2 import Mamba2Config
 from jaxlc.config.models.hub import is_model_id
@@ -171,8 +172,9 @@ class ModelConfig(AttentionSettings):
     # kinds of the layers, a group that repeats, after the first_layer_kinds: without these, layer i has kind
     # layer_kinds[i % length]. For any other order, name all layers. full: attention to all earlier tokens. sliding:
     # attention to the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
-    # attention with a state, as in Qwen 3.5. latent: attention to all earlier tokens, whose keys and values come from a
-    # latent, as in DeepSeek V3. mamba2: a state without attention, as in Granite 4. none: a feed-forward block only.
+    # attention with a state, as in Qwen 3.5. kimi_delta: the same with a decay of each channel, as in Kimi Linear.
+    # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3. mamba2: a
+    # state without attention, as in Granite 4. none: a feed-forward block only.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -181,6 +183,7 @@ class ModelConfig(AttentionSettings):
     # with config.model.kinds.NAME.FIELD; a new NAME adds a kind, which layer_kinds and first_layer_kinds may name.
     kinds: tuple[KindConfig, ...] = ()
     delta_net: DeltaNetConfig = DeltaNetConfig()
+    kda: KdaConfig = KdaConfig()
     experts: ExpertsConfig = ExpertsConfig()
     latent: LatentConfig = LatentConfig()
     mamba2: Mamba2Config = Mamba2Config()

@@ -39,6 +39,7 @@ from jaxlc.models.kinds.attention import Attention
 from jaxlc.models.kinds.delta_net import GatedDeltaNet
 from jaxlc.models.kinds.dense import MLP
 from jaxlc.models.kinds.experts import Experts
+from jaxlc.models.kinds.kda import KimiDeltaAttention
 from jaxlc.models.kinds.latent import LatentAttention
 from jaxlc.models.kinds.mamba2 import Mamba2
 from jaxlc.models.layer_tiles import TokenwiseLayer
@@ -74,6 +75,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "latent": LatentAttention,
     "gated_delta_net": GatedDeltaNet,
     "mamba2": Mamba2,
+    "kimi_delta": KimiDeltaAttention,
     Absent.name: NoMixer,
 }
 FEED_FORWARDS: dict[str, type[Block]] = {"dense": MLP, "experts": Experts, Absent.name: Block}

@@ -1,0 +1,115 @@
+"""Kimi Delta Attention: H heads with a recurrent state whose channels decay by gates of their own.
+Computed by `jaxlc.models.kinds.kda`.
+
+Tensors: transformers, models/kimi_linear.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
+from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
+from jaxlc.config.ranges import UpTo0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaConfig:
+    """Kimi Delta Attention, linear attention with a state: the settings of kimi_delta layers."""
+
+    key_heads: int = 0  # number of heads of queries, keys and values
+    head_dim: int = 0  # width of each, and of the two low-rank gates
+    conv_taps: int = 0  # tokens that each convolution of queries, keys and values reads
+    # the logarithm of the decay of a token is this times sigmoid(exp(log_decay) x), and not below it; negative, such as
+    # -5. 0: it is -exp(log_decay) softplus(x), without a bound, as in Kimi Linear.
+    gate_lower_bound: UpTo0[float] = 0.0
+
+
+_KIMI_LINEAR = dict(key_heads=32, head_dim=128, conv_taps=4)
+
+
+class KdaKind(RecurrentKind):
+    name = "kimi_delta"
+    section = "kda"
+    layers = "kimi_delta layers"
+    layer_types = {"kimi_delta": "kimi_delta_attention"}
+    layer_kinds = ("kimi_delta",)
+    norm_setting = "norm_placement"
+    sizes = tuple(f"kda.{name}" for name in _KIMI_LINEAR)
+    tensors = (
+        *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkvb"),
+        *(
+            LayerTensor(f"conv_{x}", f"self_attn.{x}_conv1d.weight", 1, is_convolution=True)
+            for x in "qkv"
+        ),
+        LayerTensor("wf_down", "self_attn.f_a_proj.weight", 1),
+        LayerTensor("wf_up", "self_attn.f_b_proj.weight", 1),
+        LayerTensor("wz_down", "self_attn.g_a_proj.weight", 1),
+        LayerTensor("wz_up", "self_attn.g_b_proj.weight", 1),
+        LayerTensor("log_decay", "self_attn.A_log", is_float32=True),
+        LayerTensor("decay_bias", "self_attn.dt_bias", is_float32=True),
+        LayerTensor("out_norm/scale", "self_attn.o_norm.weight"),
+        LayerTensor("wo", "self_attn.o_proj.weight", 2),
+    )
+    projections = dict(
+        query="wq",
+        key="wk",
+        value="wv",
+        attention_projected="wo",
+        delta_step="wb",
+        decay_down="wf_down",
+        decay_up="wf_up",
+        gate_down="wz_down",
+        gate_up="wz_up",
+    )
+
+    def recurrence(self, layer: Layer) -> RecurrentWidths:
+        sizes = layer.section(KdaConfig)
+        return RecurrentWidths(
+            key_heads=sizes.key_heads,
+            key_dim=sizes.head_dim,
+            value_heads=sizes.key_heads,
+            value_dim=sizes.head_dim,
+            conv_taps=sizes.conv_taps,
+            gate=sizes.key_heads * sizes.head_dim,
+        )
+
+    def matrices(self, layer: Layer) -> dict[str, Matrix]:
+        """wq, wk and wv [D, H, K], wb [D, H], wf_down and wz_down [D, K], wf_up and wz_up [K, H, K],
+        wo [H, K, D].
+        """
+        sizes, model = layer.section(KdaConfig), dict(model=layer.model_dim)
+        heads = dict(heads=sizes.key_heads)
+        channels = heads | dict(head_dim=sizes.head_dim)
+        down = Matrix(model, dict(latent=sizes.head_dim))
+        up = Matrix(dict(sharded_latent=sizes.head_dim), channels)
+        return {name: Matrix(model, channels) for name in ("wq", "wk", "wv")} | dict(
+            wb=Matrix(model, heads),
+            wf_down=down,
+            wf_up=up,
+            wz_down=down,
+            wz_up=up,
+            wo=Matrix(channels, model),
+        )
+
+    def num_vector_entries(self, layer: Layer) -> int:
+        """The convolutions, the decays of heads and channels, and the norm of the output."""
+        widths = self.recurrence(layer)
+        return (3 * widths.conv_taps + 1) * widths.keys + widths.key_heads + widths.key_dim
+
+    def mixing_flops(self, layer: Layer) -> MixingFlops:
+        """As of Gated DeltaNet: three products of each head with its state."""
+        sizes = layer.section(KdaConfig)
+        return MixingFlops(per_token=6 * sizes.key_heads * sizes.head_dim**2)
+
+    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        sizes = layer.section(KdaConfig)
+        missing = [
+            f"--config.model.kda.{name}={size}"
+            for name, size in _KIMI_LINEAR.items()
+            if vars(sizes)[name] < 1
+        ]
+        if missing:
+            yield (
+                "config.model.layer_kinds has kimi_delta layers, whose sizes are not set; use a model.preset or"
+                f" model.init_from that has such layers, or the sizes of Kimi Linear: {' '.join(missing)}"
+            )
