@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlc.config import ModelConfig
+from jaxlc.config.kinds import unrotated_kinds
 from jaxlc.config.models.model_schema import attention_factor
 
 LOW_TOKENS = 4096  # number of positions of the low table
@@ -58,7 +59,8 @@ def depends_on_length(model: ModelConfig) -> bool:
 def rope_tables(
     model: ModelConfig, kind: str, max_tokens: int, rope_tokens: int | None = None
 ) -> RopeTables | None:
-    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None for `nope`.
+    """Tables for positions 0 <= position < max_tokens of layers of one kind with attention; None for those without
+    position embeddings.
 
     Args:
       kind: as in `model.used_kinds`.
@@ -66,7 +68,7 @@ def rope_tables(
         run, also shorter documents and longer prompts; the length of the text for a model that was loaded from a
         Hugging Face directory. None: max_tokens.
     """
-    if model.attention_of(kind) == "nope":
+    if model.attention_of(kind) in unrotated_kinds():
         return None
     radians, factor = rope_frequencies(
         model, kind, max_tokens if rope_tokens is None else rope_tokens

@@ -165,7 +165,7 @@ def test_mixer_equals_its_formulas(bound):
         wide = np.asarray(x, np.float64)
         q, k, v = (np.einsum("btd,dhk->bthk", wide, w(f"w{x}")) for x in "qkv")
         y = np.einsum("btd,dl,lhk->bthk", wide, w("wf_down"), w("wf_up")) + w("decay_bias")
-        rate = np.exp(w("log_decay"))[:, None]
+        rate = np.exp(w("log_decay")).reshape(-1, 1)
         g = bound / (1 + np.exp(-rate * y)) if bound else -rate * np.log1p(np.exp(y))
         beta = 1 / (1 + np.exp(-wide @ w("wb")))
         taps = (w(f"conv_{x}") for x in "qkv")

@@ -175,6 +175,51 @@ def _granite_hybrid(**fields) -> Case:
     )
 
 
+def _kimi_linear() -> Case:
+    """Kimi Delta Attention in the first and the third layer; the first one is dense."""
+    config = dict(
+        tie_word_embeddings=False,
+        num_key_value_heads=4,
+        kv_lora_rank=10,
+        q_lora_rank=None,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=12,
+        mla_use_nope=True,
+        linear_attn_config=dict(
+            kda_layers=[1, 3],
+            full_attn_layers=[2],
+            num_heads=4,
+            head_dim=8,
+            short_conv_kernel_size=4,
+        ),
+        first_k_dense_replace=1,
+        num_experts=8,
+        num_shared_experts=2,
+        num_experts_per_token=2,
+        moe_intermediate_size=24,
+        moe_renormalize=True,
+        moe_router_activation_func="sigmoid",
+        num_expert_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        attention_bias=False,
+        rms_norm_eps=HYBRID_NORM_EPSILON,
+        model_max_length=64,
+    )
+    config = _config("kimi_linear", "KimiLinearForCausalLM", **config)
+    del config["max_position_embeddings"]
+    del config["head_dim"]
+    return Case(
+        config=config,
+        has_latents=True,
+        dense_layers=(0,),
+        linear_layers=(0, 2),
+        group_layers=3,
+        mixers={LINEAR: "kimi_delta", FULL: "latent_nope"},
+    )
+
+
 def _nemotron(pattern: str, **fields) -> Case:
     """Layers of one block, by the letters of hybrid_override_pattern."""
     config = dict(
@@ -744,6 +789,7 @@ CASES: dict[str, Case] = {
         intermediate_size=24,
         time_step_limit=[0.0, math.inf],
     ),
+    "kimi_linear": _kimi_linear(),
     "nemotron_h": _nemotron("M-*-M", n_groups=2),
     "nemotron_h_moe": _nemotron(
         "ME*EM",
@@ -839,7 +885,9 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         own_shapes = layer_shapes
         if mixer == LINEAR and not CASES[case].mixers:
             own_shapes = _with_delta_net(layer_shapes, CASES[case])
-        if config["model_type"] == "granitemoehybrid":
+        if config["model_type"] == "kimi_linear":
+            own_shapes = _of_kimi_linear(layer_shapes, config, mixer, layer)
+        elif config["model_type"] == "granitemoehybrid":
             own_shapes = _of_granite_hybrid(layer_shapes, config, mixer)
         elif config["model_type"] == "gpt_oss":
             own_shapes = _with_stacked_experts(own_shapes, config)
@@ -936,6 +984,45 @@ def _with_delta_net(
         | norms
         | {f"linear_attn.{renamed(name, case)}": shape for name, shape in shapes.items()}
     )
+
+
+def _of_kimi_linear(
+    layer_shapes: dict[str, tuple[int, ...]], config: dict, mixer: str, layer: int
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer of Kimi Linear, as released."""
+    D, linear = config["hidden_size"], config["linear_attn_config"]
+    heads, width = linear["num_heads"], linear["head_dim"]
+    channels = heads * width
+    delta = {
+        **{f"{x}_proj.weight": (channels, D) for x in "qkv"},
+        **{f"{x}_conv1d.weight": (channels, 1, linear["short_conv_kernel_size"]) for x in "qkv"},
+        "b_proj.weight": (heads, D),
+        **{f"{x}_a_proj.weight": (width, D) for x in "fg"},
+        **{f"{x}_b_proj.weight": (channels, width) for x in "fg"},
+        "A_log": (1, 1, heads, 1),
+        "dt_bias": (channels,),
+        "o_norm.weight": (width,),
+        "o_proj.weight": (D, channels),
+    }
+    shapes = dict(layer_shapes)
+    if mixer == LINEAR:
+        shapes = {name: x for name, x in shapes.items() if not name.startswith("self_attn.")}
+        shapes |= {f"self_attn.{name}": x for name, x in delta.items()}
+    if layer < config["first_k_dense_replace"]:
+        return shapes
+    E, F = config["num_experts"], config["moe_intermediate_size"]
+    S = config["num_shared_experts"] * F
+    experts = {
+        "gate.weight": (E, D),
+        "gate.e_score_correction_bias": (E,),
+        **{f"shared_experts.{x}_proj.weight": (S, D) for x in ("gate", "up")},
+        "shared_experts.down_proj.weight": (D, S),
+    }
+    for expert in range(E):
+        experts |= {f"experts.{expert}.{x}.weight": (F, D) for x in ("w1", "w3")}
+        experts[f"experts.{expert}.w2.weight"] = D, F
+    shapes = {name: x for name, x in shapes.items() if not name.startswith("mlp.")}
+    return shapes | {f"block_sparse_moe.{name}": x for name, x in experts.items()}
 
 
 def _of_nemotron(config: dict) -> dict[str, tuple[int, ...]]:

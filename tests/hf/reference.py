@@ -140,6 +140,15 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
         if stem and model.config.model_type == "qwen3_vl_moe":
             result[name] = array.swapaxes(1, 2)
             continue
+        if model.config.model_type == "kimi_linear":
+            name = name.replace("forget_gate.", "")
+            if name.endswith("conv1d.weight"):
+                parts = np.split(array, 3)
+                result |= {name.replace("conv1d", f"{x}_conv1d"): y for x, y in zip("qkv", parts)}
+                continue
+            stem = stem.replace(".mlp", ".block_sparse_moe")
+            if any(x in name for x in ("mlp.gate.", "mlp.shared_experts.")):
+                name = name.replace(".mlp.", ".block_sparse_moe.")
         if model.config.model_type == "granitemoehybrid" and "block_sparse_moe" in name:
             modules = {"experts.gate_up_proj": "input_linear.weight"}
             modules |= {"experts.down_proj": "output_linear.weight"}
@@ -156,6 +165,7 @@ def _by_expert(arrays: dict[str, np.ndarray], model) -> dict[str, np.ndarray]:
                 if last == "gate_up_proj"
                 else {last: x}
             )
+            is_mixtral = model.config.model_type in ("minimax_m2", "kimi_linear")
             names = dict(gate_proj="w1", up_proj="w3", down_proj="w2") if is_mixtral else {}
             result |= {
                 f"{stem}.experts.{expert}.{names.get(part, part)}.weight": y

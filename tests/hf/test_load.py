@@ -123,7 +123,9 @@ def expected_params(name, tensors=None):
         }
     mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
-    if config["model_type"] == "granitemoehybrid":
+    if config["model_type"] == "kimi_linear":
+        blocks[False] = kimi_experts(config)
+    elif config["model_type"] == "granitemoehybrid":
         blocks[False] = granite_conversions(config)
     elif config["model_type"] == "gpt_oss":
         blocks[False] = STACKED_EXPERTS
@@ -136,7 +138,9 @@ def expected_params(name, tensors=None):
             f"{path}/scale": (f"{norm}.weight", lambda x: x)
             for norm, path in case.delta_norms.items()
         }
-        if case.mixers:
+        if config["model_type"] == "kimi_linear":
+            mixers[LINEAR] = norms | kimi_conversions(config)
+        elif case.mixers:
             sizes = (config[f"mamba_{x}"] for x in ("n_groups", "d_state", "n_heads", "d_head"))
             mamba = mamba_conversions(*sizes)
             mixers[LINEAR] = norms | {path: (f"mamba.{x}", y) for path, (x, y) in mamba.items()}
@@ -285,6 +289,42 @@ def granite_conversions(config):
         f"{stem}w_gate": (gate_up, lambda x: x[:S].T),
         f"{stem}w_up": (gate_up, lambda x: x[S:].T),
         f"{stem}w_down": ("shared_mlp.output_linear.weight", np.transpose),
+    }
+
+
+def kimi_conversions(config):
+    """As `conversions` in `expected_params`, of Kimi Delta Attention."""
+    H, K = (config["linear_attn_config"][x] for x in ("num_heads", "head_dim"))
+    conversions = {f"w{x}": (f"{x}_proj.weight", lambda y: y.T.reshape(-1, H, K)) for x in "qkv"}
+    conversions |= {
+        f"conv_{x}": (f"{x}_conv1d.weight", lambda y: y[:, 0].T.reshape(-1, H, K)) for x in "qkv"
+    }
+    for name, x in dict(wf="f", wz="g").items():
+        conversions[f"{name}_down"] = f"{x}_a_proj.weight", np.transpose
+        conversions[f"{name}_up"] = f"{x}_b_proj.weight", lambda y: y.T.reshape(K, H, K)
+    conversions |= {
+        "wb": ("b_proj.weight", np.transpose),
+        "log_decay": ("A_log", np.asarray),
+        "decay_bias": ("dt_bias", lambda y: y.reshape(H, K)),
+        "out_norm/scale": ("o_norm.weight", np.asarray),
+        "wo": ("o_proj.weight", lambda y: y.T.reshape(H, K, -1)),
+    }
+    return {f"attention/{path}": (f"self_attn.{x}", y) for path, (x, y) in conversions.items()}
+
+
+def kimi_experts(config):
+    """As `conversions` in `expected_params`, of the experts of Kimi Linear."""
+    conversions = {
+        "mlp/router": ("gate.weight", np.transpose),
+        "mlp/choice_bias": ("gate.e_score_correction_bias", np.asarray),
+    }
+    for part, x in dict(gate="w1", up="w3", down="w2").items():
+        names = [f"block_sparse_moe.experts.{i}.{x}.weight" for i in range(config["num_experts"])]
+        conversions[f"mlp/shared/w_{part}"] = f"shared_experts.{part}_proj.weight", np.transpose
+        conversions[f"mlp/expert_{part}"] = names, lambda *y: np.stack([z.T for z in y])
+    return {
+        path: (x if isinstance(x, list) else f"block_sparse_moe.{x}", y)
+        for path, (x, y) in conversions.items()
     }
 
 
@@ -849,11 +889,6 @@ def test_config_that_was_loaded_does_not_need_the_model(tmp_path):
                 model_type="kimi_vl", text_config=dict(model_type="deepseek_v3", kv_lora_rank=512)
             ),
             "has model_type 'kimi_vl' (a model around one of type 'deepseek_v3'); supported are",
-        ),
-        (
-            "llama",
-            dict(model_type="kimi_linear", kv_lora_rank=8, linear_attn_config={"a": 1}, auto_map=1),
-            "model_type 'kimi_linear' (Kimi Delta Attention)$",
         ),
         (
             "llama",

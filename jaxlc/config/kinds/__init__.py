@@ -5,6 +5,7 @@ checks, weights with their Hugging Face names, FLOPs, and bytes of what can be s
 """
 
 import itertools
+from collections.abc import Iterator
 
 from jaxlc.config.kinds.attention import AttentionKind
 from jaxlc.config.kinds.contract import (
@@ -65,8 +66,16 @@ def mixer_by_layer_kind() -> dict[str, Mixer]:
 
 def scaled_kinds() -> frozenset[str]:
     """The layer kinds that model.rope_scaling applies to."""
-    kinds = (mixer.scaled_kinds for mixer in MIXERS.values() if isinstance(mixer, HasRope))
-    return frozenset(itertools.chain.from_iterable(kinds))
+    return frozenset(itertools.chain.from_iterable(x.scaled_kinds for x in _with_rope()))
+
+
+def unrotated_kinds() -> frozenset[str]:
+    """The layer kinds of mixers with position embeddings that have none."""
+    return frozenset(itertools.chain.from_iterable(x.unrotated_kinds for x in _with_rope()))
+
+
+def _with_rope() -> Iterator[HasRope]:
+    return (mixer for mixer in MIXERS.values() if isinstance(mixer, HasRope))
 
 
 def tensor_names() -> tuple[str, ...]:

@@ -50,6 +50,7 @@ class AttentionKind(Mixer, HasRope):
     layers = "layers with attention"
     layer_types = {"full": "full_attention", "sliding": "sliding_attention"}
     layer_kinds = ("full", "sliding", "nope")
+    unrotated_kinds = ("nope",)
     scaled_kinds = ("full",)
     norm_setting = "norm_placement"
     sizes = ("num_heads", "num_kv_heads", "head_dim")

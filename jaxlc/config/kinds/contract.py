@@ -188,6 +188,7 @@ class HasRope(ABC):
     """A mixer with position embeddings."""
 
     scaled_kinds: tuple[str, ...]  # its layer_kinds that model.rope_scaling applies to
+    unrotated_kinds: tuple[str, ...]  # its layer_kinds without position embeddings
 
 
 class FeedForward(Block):

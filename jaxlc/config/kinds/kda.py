@@ -30,6 +30,7 @@ _KIMI_LINEAR = dict(key_heads=32, head_dim=128, conv_taps=4)
 class KdaKind(RecurrentKind):
     name = "kimi_delta"
     section = "kda"
+    head_sizes = ("key_heads", "key_heads")
     layers = "kimi_delta layers"
     layer_types = {"kimi_delta": "kimi_delta_attention"}
     layer_kinds = ("kimi_delta",)
@@ -45,7 +46,7 @@ class KdaKind(RecurrentKind):
         LayerTensor("wf_up", "self_attn.f_b_proj.weight", 1),
         LayerTensor("wz_down", "self_attn.g_a_proj.weight", 1),
         LayerTensor("wz_up", "self_attn.g_b_proj.weight", 1),
-        LayerTensor("log_decay", "self_attn.A_log", is_float32=True),
+        LayerTensor("log_decay", "self_attn.A_log", None, is_float32=True),
         LayerTensor("decay_bias", "self_attn.dt_bias", is_float32=True),
         LayerTensor("out_norm/scale", "self_attn.o_norm.weight"),
         LayerTensor("wo", "self_attn.o_proj.weight", 2),

@@ -27,7 +27,7 @@ class LatentConfig:
     """Latent attention (MLA): the settings of latent layers, besides num_heads.
 
     head_dim is the width of queries and keys. RoPE rotates its last rope_fraction, which all heads
-    share in the keys.
+    share in the keys; in latent_nope layers they share it without rotation.
     """
 
     # width of the latent of keys and values; "kv_lora_rank" in Hugging Face configs
@@ -58,7 +58,8 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     name = "latent"
     layers = "latent layers"
     layer_types = {"latent": "latent_attention"}
-    layer_kinds = ("latent",)
+    layer_kinds = ("latent", "latent_nope")
+    unrotated_kinds = ("latent_nope",)
     scaled_kinds = ("latent",)
     norm_setting = "norm_placement"
     sizes = ("num_heads", "head_dim")

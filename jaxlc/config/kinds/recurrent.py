@@ -87,7 +87,8 @@ class RecurrentKind(Mixer, HasLimits):
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         """Heads of keys may be fewer than tensor ranks, which then repeat them."""
         widths, tensor = self.recurrence(layer), config.mesh.tensor
-        for name, number in zip(self.head_sizes, (widths.key_heads, widths.value_heads)):
+        heads = dict(zip(self.head_sizes, (widths.key_heads, widths.value_heads)))
+        for name, number in heads.items():
             is_repeated = number == widths.key_heads and tensor % number == 0
             if number % tensor and not (is_repeated and widths.value_heads % tensor == 0):
                 yield f"config.model.{self.section}.{name}={number} is not divisible by config.mesh.tensor={tensor}"

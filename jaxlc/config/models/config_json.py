@@ -52,24 +52,16 @@ _WORDS: dict[Any, str] = {
 _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     Count: (
         *("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim"),
-        *(
-            "num_attention_heads",
-            "num_key_value_heads",
-            "query_pre_attn_scalar",
-            "full_attention_interval",
-        ),
+        *("num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "num_heads"),
+        *("full_attention_interval", "linear_head_dim", "linear_num_heads"),
+        *("short_conv_kernel_size", "num_expert_group", "num_experts_per_token"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
         *("linear_key_head_dim", "linear_value_head_dim", "decoder_sparse_step"),
         *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
-        *(
-            "shared_intermediate_size",
-            "rotary_dim",
-            "mamba_num_heads",
-            "mamba_head_dim",
-            "n_groups",
-        ),
+        *("shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim"),
+        "n_groups",
         *("ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"),
         *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     ),
@@ -79,7 +71,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
     ),
     int: (
         *("sliding_window", "no_rope_layer_interval", "max_window_layers"),
-        *("n_shared_experts", "first_k_dense_replace"),
+        *("n_shared_experts", "num_shared_experts", "first_k_dense_replace"),
     ),
     float: (
         *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps"),
@@ -91,15 +83,19 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
         *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
         *("use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias"),
+        *("moe_renormalize", "mla_use_nope"),
     ),
     str: ("model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern"),
     int | str: ("sliding_window_pattern", "_sliding_window_pattern", "mamba_d_head"),
     dict: (
         *("rope_scaling", "rope_parameters", "full_attention", "sliding_attention"),
-        *("quantization_config", "compression_config"),
+        *("quantization_config", "compression_config", "linear_attn_config"),
     ),
     list[str]: ("architectures", "layer_types", "mlp_layer_types", "layers_block_type"),
-    list[int]: ("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
+    list[int]: (
+        *("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
+        *("kda_layers", "full_attn_layers"),
+    ),
     list[float]: ("short_factor", "long_factor", "time_step_limit"),
 }
 _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
@@ -318,7 +314,6 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 _OWN_CODE = "code of its own"
 _REASONS = {  # part of the name of a field -> the layers of such models, which no kind has
     "index_topk": "sparse attention with an indexer (DSA)",
-    "linear_attn_config": "Kimi Delta Attention",
     "mamba": "state space layers",
     "ssm_": "state space layers",
     "conv_L_cache": "layers of short convolutions",

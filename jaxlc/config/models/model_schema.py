@@ -173,8 +173,9 @@ class ModelConfig(AttentionSettings):
     # layer_kinds[i % length]. For any other order, name all layers. full: attention to all earlier tokens. sliding:
     # attention to the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
     # attention with a state, as in Qwen 3.5. kimi_delta: the same with a decay of each channel, as in Kimi Linear.
-    # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3. mamba2: a
-    # state without attention, as in Granite 4. none: a feed-forward block only.
+    # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3; latent_nope:
+    # without position embedding, as in Kimi Linear. mamba2: a state without attention, as in Granite 4. none: a
+    # feed-forward block only.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.

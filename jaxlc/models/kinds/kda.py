@@ -11,6 +11,7 @@ sigmoid(x wz_down wz_up).
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.recurrence.chunks import Rule
@@ -45,7 +46,10 @@ class KimiDeltaAttention(RecurrentMixer):
             matrix(keys, fan_in=sizes.conv_taps, taps=sizes.conv_taps, **weights["wq"].outputs)
             for _ in "qkv"
         )
-        self.log_decay, self.decay_bias = initial_decays(keys, sizes.key_heads, sizes.head_dim)
+        log_decay, self.decay_bias = initial_decays(keys, sizes.key_heads, sizes.head_dim)
+        # [1, 1, H, 1], as in files
+        dims = ("unsharded", "unsharded", "decay", "unsharded")
+        self.log_decay = nnx.Param(log_decay[...].reshape(1, 1, -1, 1), dims=dims)
         self.out_norm = RMSNorm(epsilon=model.norm_epsilon, norm=sizes.head_dim)
         self.gate_lower_bound = sizes.gate_lower_bound
 
@@ -82,11 +86,11 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def _log_decays(self, y_BTHK: jax.Array) -> jax.Array:
         """The logarithms of the decays of a token, at most 0."""
-        rates_H1 = jnp.exp(self.log_decay[...])[:, None]
+        rates_11H1 = jnp.exp(self.log_decay[...])
         y_BTHK = y_BTHK.astype(jnp.float32) + self.decay_bias[...]
         if self.gate_lower_bound:
-            return self.gate_lower_bound * jax.nn.sigmoid(rates_H1 * y_BTHK)
-        return -rates_H1 * jax.nn.softplus(y_BTHK)
+            return self.gate_lower_bound * jax.nn.sigmoid(rates_11H1 * y_BTHK)
+        return -rates_11H1 * jax.nn.softplus(y_BTHK)
 
     @jax.named_scope(scopes.ATTENTION)
     def projected(self, out_BTHK: jax.Array, z_BTHK: jax.Array, *, shard: Sharder) -> jax.Array:

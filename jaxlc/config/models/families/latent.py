@@ -3,13 +3,18 @@ of experts with shared ones.
 
 Transformers: models/deepseek_v3, deepseek_v2 and glm4_moe_lite. Kimi K2 has the layers of DeepSeek
 V3, and is exported as such. Layers of multi-token prediction are left out.
+
+Kimi Linear: layers of Kimi Delta Attention, and of latent attention without position embedding
+(transformers: models/kimi_linear).
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 from jaxlc.config.kinds import experts
+from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.families.family import Family, Fields
 from jaxlc.config.models.model_schema import ModelConfig
 
@@ -182,4 +187,145 @@ DEEPSEEK_V2 = dataclasses.replace(
     feed_forward_tensors=dict(
         experts=(*experts.TENSORS, *experts.shared_tensors("shared_experts"))
     ),
+)
+
+
+_KIMI_TYPES = dict(linear_attention="kimi_delta", full_attention="latent_nope")
+_KIMI_DENSE = {f"dense_{kind}": kind for kind in _KIMI_TYPES.values()}
+_KIMI_NAMES = {  # of DeepSeek V3 -> of Kimi Linear
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+}
+_KIMI_SIZES = {  # in linear_attn_config -> as fields of transformers
+    "num_heads": "linear_num_heads",
+    "head_dim": "linear_head_dim",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+def _kimi_read_kinds(config: Fields) -> list[str]:
+    """linear_attn_config counts layers from 1."""
+    indices, linear = range(config["num_hidden_layers"]), config.get("linear_attn_config") or {}
+    if config.get("layer_types"):
+        mixers = [_KIMI_TYPES.get(name, name) for name in config["layer_types"]]
+    elif linear.get("kda_layers"):
+        mixers = ["kimi_delta" if i + 1 in linear["kda_layers"] else "latent_nope" for i in indices]
+    else:
+        mixers = ["latent_nope" if i and i % 4 == 0 else "kimi_delta" for i in indices]
+    blocks = _read_kinds(config, num_dense=1)
+    return [f"dense_{x}" if block == "dense" else x for x, block in zip(mixers, blocks)]
+
+
+def _kimi_write_kinds(model: ModelConfig) -> dict[str, Any]:
+    kinds = model.kinds_of_layers
+    is_linear = [model.attention_of(kind) == "kimi_delta" for kind in kinds]
+    linear = dict(
+        kda_layers=[i + 1 for i, x in enumerate(is_linear) if x],
+        full_attn_layers=[i + 1 for i, x in enumerate(is_linear) if not x],
+    )
+    linear |= dict(zip(_KIMI_SIZES, (model.kda.key_heads, model.kda.head_dim, model.kda.conv_taps)))
+    num_dense = sum(kind in _KIMI_DENSE for kind in kinds)
+    return dict(linear_attn_config=linear, first_k_dense_replace=num_dense)
+
+
+def _kimi_read_settings(config: Fields) -> dict[str, Any]:
+    linear = config.get("linear_attn_config") or {}
+    renamed = {name: config[own] for name, own in _KIMI_NAMES.items()}
+    sizes = {x: linear.get(x) or config[field] for x, field in _KIMI_SIZES.items()}
+    return _read_settings({**config, **renamed}) | {
+        "latent.interleaved": False,
+        "kda.key_heads": sizes["num_heads"],
+        "kda.head_dim": sizes["head_dim"],
+        "kda.conv_taps": sizes["short_conv_kernel_size"],
+    }
+
+
+def _kimi_write_settings(model: ModelConfig) -> dict[str, Any]:
+    fields = _write_settings(model)
+    del fields["rope_interleave"]
+    return {_KIMI_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def _in_mixtral(tensor: LayerTensor) -> LayerTensor:
+    return tensor._replace(tensor=tensor.tensor.replace("mlp.", "block_sparse_moe."))
+
+
+KIMI_LINEAR = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    layer_kinds=tuple(
+        frozenset(kinds)
+        for number in range(1, 5)
+        for kinds in itertools.combinations((*_KIMI_TYPES.values(), *_KIMI_DENSE), number)
+    ),
+    read_kinds=_kimi_read_kinds,
+    write_kinds=_kimi_write_kinds,
+    fields={
+        **{_KIMI_NAMES.get(name, name): x for name, x in DEEPSEEK_V3.fields.items()},
+        "linear_num_heads": "kda.key_heads",
+        "linear_head_dim": "kda.head_dim",
+        "linear_conv_kernel_dim": "kda.conv_taps",
+    },
+    field_aliases={**_KIMI_NAMES, "num_local_experts": "num_experts"},
+    read_settings=_kimi_read_settings,
+    write_settings=_kimi_write_settings,
+    defaults=dict(
+        num_key_value_heads=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        v_head_dim=128,
+        num_experts=256,
+        num_shared_experts=1,
+        num_experts_per_token=8,
+        moe_intermediate_size=1024,
+        num_expert_group=1,
+        topk_group=1,
+        moe_renormalize=True,
+        routed_scaling_factor=2.446,
+        rms_norm_eps=1e-5,
+        linear_num_heads=32,
+        linear_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ),
+    required_values=dict(
+        attention_bias=(False,),
+        moe_router_activation_func=("sigmoid",),
+        moe_layer_freq=(1,),
+        mla_use_nope=(True,),
+    ),
+    irrelevant=DEEPSEEK_V3.irrelevant
+    | {
+        *("num_expert_group", "num_shared_experts", "linear_attn_config"),
+        *("model_max_length", "use_grouped_topk"),
+    },
+    feed_forward_tensors=dict(
+        experts=(
+            _in_mixtral(experts.TENSORS[0]),
+            *experts.MIXTRAL_TENSORS[1:4],
+            *map(_in_mixtral, (experts.CHOICE_BIAS, *experts.shared_tensors("shared_experts"))),
+        )
+    ),
+    tensor_aliases=(
+        *experts.STACKED_LINEAR_TENSORS,
+        experts.CHOICE_BIAS,
+        *experts.shared_tensors("shared_experts"),
+        *(
+            LayerTensor(f"conv_{x}", "self_attn.conv1d.weight", 1, is_convolution=True)
+            for x in "qkv"
+        ),
+        LayerTensor("wf_down", "self_attn.forget_gate.f_a_proj.weight", 1),
+        LayerTensor("wf_up", "self_attn.forget_gate.f_b_proj.weight", 1),
+        LayerTensor("log_decay", "self_attn.forget_gate.A_log", None, is_float32=True),
+        LayerTensor("decay_bias", "self_attn.forget_gate.dt_bias", is_float32=True),
+    ),
+    kinds={
+        kind: dict(attention=attention, feed_forward="dense")
+        for kind, attention in _KIMI_DENSE.items()
+    },
 )
