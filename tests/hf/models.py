@@ -824,6 +824,7 @@ CASES: dict[str, Case] = {
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         rope_parameters=dict(rope_type="default", rope_theta=30000.0),
+        q_lora_rank=16,  # with 12, gradients of transformers in float32 differ by 1.1e-4 from float64
         v_head_dim=16,
         n_group=1,
         topk_group=1,
