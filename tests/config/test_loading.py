@@ -170,7 +170,8 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
         (dict(layer_kinds="full,nope", num_layers=1), "use --config.model.num_layers=2 or more"),
         (
             dict(layer_kinds="full,wid", kinds=dict(wide={})),
-            "expected one or more of full, sliding, nope, latent, gated_delta_net, mamba2, kimi_delta, none, wide",
+            "expected one or more of full, sliding, nope, latent, latent_nope, gated_delta_net, mamba2, kimi_delta,"
+            " none, wide",
         ),
         (
             dict(layer_kinds="full,wide"),

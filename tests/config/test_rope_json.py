@@ -165,7 +165,7 @@ def test_partial_rotary_factor_is_read_and_written():
             dict(rope_scaling=dict(rope_type="proportional", factor=2.0)),
             "RoPE of type 'proportional'; supported are",
         ),
-        (dict(rope_scaling=dict(type="su", factor=2.0)), "RoPE of type 'su'"),
+        (dict(rope_scaling=dict(type="sub", factor=2.0)), "RoPE of type 'sub'"),
         (
             dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
             "type yarn without original_max_position_embeddings",

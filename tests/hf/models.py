@@ -64,7 +64,8 @@ POST_NORMS = {
 # to 1 / sqrt(epsilon). With 1e-5, gradients of transformers in float32 differ by up to 3e-4 from those in float64.
 HYBRID_NORM_EPSILON = 1e-3
 CHOICE_BIAS = "e_score_correction_bias"  # no parameter in transformers
-FLOAT32_NAMES = (CHOICE_BIAS, "block_sparse_moe.gate.weight")  # in float32 in all files
+# in float32 in all files
+FLOAT32_NAMES = (CHOICE_BIAS, "self_attn.A_log", "self_attn.dt_bias")
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
@@ -895,12 +896,14 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
         elif number_of_experts(config) and layer not in CASES[case].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
+    router = ("block_sparse_moe.gate.weight",) if config["model_type"] == "minimax_m2" else ()
+    float32_names = (*FLOAT32_NAMES, *router)
     # the factor of a norm is 1 + its weight
     center = -1 if config["model_type"].startswith(("gemma3", "qwen3_5", "qwen3_next")) else 0
     centered = {name for name in shapes if "norm" in name and "linear_attn" not in name}
     return {
         name: (_draw(rng, name, shape) + center * (name in centered)).astype(
-            np.float32 if name.endswith(FLOAT32_NAMES) else dtype
+            np.float32 if name.endswith(float32_names) else dtype
         )
         for name, shape in shapes.items()
     }

@@ -45,6 +45,7 @@ MODELS = {
     "mamba2": dict(case="granite_hybrid"),
     "mamba2_experts": dict(case="granite_hybrid_moe"),
     "nemotron_h": dict(case="nemotron_h_moe"),
+    "kimi_linear": dict(case="kimi_linear"),
     **{case: dict(case=case) for case in DENSE},
 }
 
@@ -135,6 +136,7 @@ def references(directories, tmp_path_factory):
         ("mamba2", dict(context=4), dict(), dict(tile_tokens=12)),
         ("mamba2_experts", dict(context=4, tensor=2), dict(strategy="all_gather"), dict()),
         ("nemotron_h", dict(context=2, tensor=4), dict(), dict(tile_tokens=24)),
+        ("kimi_linear", dict(context=4, tensor=2), dict(), dict(tile_tokens=12)),
         *((case, dict(context=2, tensor=2), dict(), dict()) for case in DENSE),
         *((case, dict(context=4), dict(), dict(tile_tokens=12)) for case in DENSE),
         ("minimax_m2", dict(context=8), dict(strategy="all_gather"), dict()),

@@ -48,6 +48,7 @@ pytestmark = needs_transformers
 # Number of tokens and first position: below and 4 times beyond the original context, and beyond 8192, where the
 # reference is float64 because float32 angles are inaccurate.
 SPANS = {"short": (16, 0), "long": (4 * ORIGINAL_TOKENS, 0), "far": (16, 20_000)}
+RECURRENT = {"linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "linear_attn_config"}
 FAR_CASES = ("llama", "qwen2", "gemma3")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 20, 1e-3, 0.1
 # Models whose mixers are compared in float64, and the scale of their matrices. Hybrids have the epsilon of released
@@ -75,6 +76,7 @@ FLOAT64_MODELS = {
     "granite_hybrid_moe": ("granite_hybrid_moe", 1.0),
     "nemotron_h": ("nemotron_h", 1.0),
     "nemotron_h_moe": ("nemotron_h_moe", 1.0),
+    "kimi_linear": ("kimi_linear", 1.0),
     "deepseek_v2": ("deepseek_v2", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
@@ -156,7 +158,7 @@ def test_logits_and_gradients_equal_transformers(case, span, mesh, models, refer
     if (case, span) not in references:
         pytest.skip("positions beyond 8192 are compared for some cases")
     num_tokens, first_position = SPANS[span]
-    if MESHES[mesh] and span == "short" and "linear_conv_kernel_dim" in CASES[case].config:
+    if MESHES[mesh] and span == "short" and RECURRENT & CASES[case].config.keys():
         pytest.skip("the fragments of a rank are shorter than the convolution")
     step = step_of(models[case], 32_768 if first_position else num_tokens, MESHES[mesh])
     params, _ = load_pretrained(step)

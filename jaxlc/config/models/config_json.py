@@ -422,14 +422,12 @@ def config_json_of(
     """
     family = family_of(base, model)
     fields = _fields_of(model, family)
-    longest = max_position_embeddings(
-        model, seq_len, (base or {}).get("max_position_embeddings") or 0
-    )
+    longest = max_position_embeddings(model, seq_len, (base or {}).get(family.length_field) or 0)
     dtype_fields = [name for name in ("dtype", "torch_dtype") if name in (base or {})] or [
         "torch_dtype"
     ]
     changed: dict[str, Any] = {
-        "max_position_embeddings": longest,
+        family.length_field: longest,
         **dict.fromkeys(dtype_fields, dtype),
     }
     if family.model_type == MODEL_TYPE:

@@ -120,6 +120,7 @@ class Family:
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
+    length_field: str = "max_position_embeddings"
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
     # partial_rotary_factor, RoPE may rotate a part of a head, and with rotary_dim, this field may give its size; with
     # llama_4_scaling_beta, YaRN may scale queries.

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxlc.config.kinds import experts
 from jaxlc.config.kinds.contract import LayerTensor
+from jaxlc.config.kinds.dense import DenseKind
 from jaxlc.config.models.families.family import Family, Fields
 from jaxlc.config.models.model_schema import ModelConfig
 
@@ -299,6 +300,7 @@ KIMI_LINEAR = dataclasses.replace(
         moe_layer_freq=(1,),
         mla_use_nope=(True,),
     ),
+    length_field="model_max_length",
     irrelevant=DEEPSEEK_V3.irrelevant
     | {
         *("num_expert_group", "num_shared_experts", "linear_attn_config"),
@@ -312,6 +314,7 @@ KIMI_LINEAR = dataclasses.replace(
         )
     ),
     tensor_aliases=(
+        *map(_in_mixtral, DenseKind.tensors),  # as transformers 5 saves dense layers
         *experts.STACKED_LINEAR_TENSORS,
         experts.CHOICE_BIAS,
         *experts.shared_tensors("shared_experts"),
