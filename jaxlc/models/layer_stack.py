@@ -400,7 +400,8 @@ def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
     """A function that runs one period, layer by layer; its parameters are grouped."""
 
     def run_period(x_BTD, params, shared):
-        layers = {stack: _unstacked(params.trainable[stack]) for stack in params.trainable}
+        stacks = [place.stack for place in places]
+        layers = {x: _unstacked(params.trainable[x], stacks.count(x)) for x in params.trainable}
         all_sums = []
         for run, place in zip(runs, places, strict=True):
             own = LayerParams(layers[place.stack][place.index], params.frozen[place.stack])
@@ -411,9 +412,10 @@ def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
     return run_period
 
 
-def _unstacked(stacked) -> list:
-    """The tree of each layer. The transpose of `lax.split` is a concatenation; that of indexing
+def _unstacked(stacked, num_layers: int) -> list:
+    """The tree of each layer, which may have no leaves. The transpose of `lax.split` is a concatenation; that of indexing
     would be a sum of arrays of the size of the stack."""
     leaves, treedef = jax.tree.flatten(stacked)
-    parts = [[part[0] for part in jax.lax.split(leaf, [1] * len(leaf))] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, layer) for layer in zip(*parts, strict=True)]
+    parts = [[part[0] for part in jax.lax.split(leaf, [1] * num_layers)] for leaf in leaves]
+    layers = ([part[index] for part in parts] for index in range(num_layers))
+    return [jax.tree.unflatten(treedef, layer) for layer in layers]

@@ -203,6 +203,19 @@ def test_absent_blocks_have_no_parameters_and_no_pairs():
     assert num_layers_by_kind(model).keys() == {"mixer", "attention"}
 
 
+def test_layers_may_have_no_trained_parameters():
+    """Adapters of attention, in an iteration that has layers of a feed-forward block alone."""
+    sections = SECTIONS["LoRA"] | dict(
+        lora=dict(rank=2, projections=("query",)),
+        train=dict(trainable=()),
+        memory=dict(remat="attention"),
+    )
+    step = small_step(small_config(model=MODELS["dense"], **sections))
+    batch = make_batch(step, natural_rows())
+    gradients, _ = jax.eval_shape(gradients_and_loss(step), step.abstract_state.params, batch)
+    assert jax.tree.leaves(gradients)
+
+
 def test_start_of_a_run_names_many_layers_in_the_program(monkeypatch):
     step = small_step(config_of("dense"))
     assert "compiled one by one" not in "\n".join(start_report.step_lines(step))
