@@ -276,9 +276,11 @@ def train(
     model, losses, updated = open_model(directory), [], {}
     with in_float64(model) if float64 else contextlib.nullcontext():
         named = dict(model.named_parameters())
+        # A_log of kimi_linear has four dimensions, of which one is not 1
+        vectors = [name for name, x in named.items() if x.ndim < 2 or name.endswith("A_log")]
         groups = [
-            dict(params=[x for x in named.values() if x.ndim >= 2], weight_decay=weight_decay),
-            dict(params=[x for x in named.values() if x.ndim < 2], weight_decay=0.0),
+            dict(params=[named[x] for x in named.keys() - {*vectors}], weight_decay=weight_decay),
+            dict(params=[named[x] for x in vectors], weight_decay=0.0),
         ]
         optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
         for tokens in batches:
