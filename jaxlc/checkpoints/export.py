@@ -257,7 +257,7 @@ def export(
                 num_tokens = (base or {}).get("vocab_size", size)
                 name = _base_of_adapters(config, family, num_tokens)
                 has_images = source is not None and source.has_images and not text_only
-                prefix = family.prefix_of_files(has_images)
+                prefix = [*family.multimodal_prefixes][-1] if has_images else ""
                 write_adapters(config, family, params, partial, base=name, prefix=prefix)
             else:
                 content |= write_text_files(config, source, partial, longest=longest)

@@ -246,6 +246,8 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("qwen3_next", _DELTA_NAMES, "in_proj_ba"),  # of groups of rows
         ("qwen3_next", ("value", "delta_decay"), "in_proj_qkvz"),
         ("granite_hybrid", (*MATMUL_NAMES, "delta_gate", "delta_step"), "in_proj"),
+        ("nemotron_h", ("query", "value", "delta_step", "mlp_up", "mlp_down"), "in_proj"),
+        ("kimi_linear", ("query", "gate_up", "decay_down", "decay_up", "latent"), "f_b_proj"),
         ("phi3_window", MATMUL_NAMES, "qkv_proj"),
         ("phi3_window", ("key", "mlp_up"), "gate_up_proj"),
         ("deepseek_v3", _LATENT_NAMES, "kv_a_proj_with_mqa"),

@@ -120,7 +120,7 @@ class Family:
     varying: frozenset[str] = frozenset()  # the settings that `read_settings` gives
     exported_type: str = ""  # model_type of exports, where it differs
     activation_field: str = "hidden_act"
-    length_field: str = "max_position_embeddings"
+    length_field: str = "max_position_embeddings"  # of the longest sequence
     # The values that transformers uses for fields that are absent; a needed field that is absent here is required. With
     # partial_rotary_factor, RoPE may rotate a part of a head, and with rotary_dim, this field may give its size; with
     # llama_4_scaling_beta, YaRN may scale queries.
@@ -135,8 +135,8 @@ class Family:
     # The model_type of models with images whose text_config describes this language model, which other families may
     # have too: the model_type of text_config chooses, and the first one is the default; prefixes of the names of its
     # tensors there -> prefixes in `tensors`, last the one of modules in transformers 5; and prefixes of the other
-    # tensors, which are not trained; "{num_layers}" stands for the number of layers. Without multimodal_type, the
-    # prefixes are those of files of the language model itself.
+    # tensors, which are not trained; "{num_layers}" stands for the number of layers. Without multimodal_type, released
+    # files of the language model itself have these prefixes.
     multimodal_type: str = ""
     multimodal_prefixes: Mapping[str, str] = field(default_factory=dict)
     other_prefixes: tuple[str, ...] = ()
@@ -203,11 +203,6 @@ class Family:
         """The key of `multimodal_prefixes` that names in files of a model with images begin with; "" without images."""
         prefixes = (x for name in names for x in self.multimodal_prefixes if name.startswith(x))
         return next(prefixes, "")
-
-    def prefix_of_files(self, has_images: bool) -> str:
-        """The prefix of `with_prefix` for files that are written."""
-        is_used = has_images or not self.multimodal_type
-        return [*self.multimodal_prefixes, ""][-2 if self.multimodal_prefixes and is_used else -1]
 
     def with_prefix(self, name: str, prefix: str) -> str:
         """The name of a tensor of the language model in a model with images.
