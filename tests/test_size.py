@@ -15,13 +15,15 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jaxlc"
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-MAX_TOKENS = 389_600  # without comments, docstrings and ends of lines
+MAX_TOKENS = 388_810  # without comments, docstrings and ends of lines
 MAX_TOKENS_PER_LINE = 8.9  # of lines with code
 MAX_FILES = 276
 MIN_MEDIAN_LINES = 230
 
-# Files that may name Gated DeltaNet; all others ask the description of a kind.
-KIND_NAME = re.compile(r"gated_?delta|delta_?net|delta_?rule", re.IGNORECASE)
+# Files that may name a recurrent kind; all others ask its description.
+KIND_NAME = re.compile(
+    r"gated_?delta|delta_?net|delta_?rule|mamba|kimi_?delta|\bkda\b", re.IGNORECASE
+)
 KIND_FILES = (
     "attention/__init__.py",  # the public function
     "attention/recurrence/",

@@ -137,7 +137,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _by_answer(values: Sequence[list[float]]) -> Any:
-    """The values of a trace, or those of a pair by their names."""
+    """The values of a trace, or of a pair by their names."""
     return values[0] if len(values) == 1 else dict(zip(("chosen", "rejected"), values))
 
 

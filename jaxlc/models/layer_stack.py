@@ -414,7 +414,7 @@ def _period_of(runs: Sequence[Callable], places: Sequence[Place]) -> Callable:
 
 def _unstacked(stacked, num_layers: int) -> list:
     """The tree of each layer, which may have no leaves. The transpose of `lax.split` is a
-    concatenation; that of indexing would be a sum of arrays of the size of the stack.
+    concatenation; the transpose of indexing is a sum of arrays of the size of the stack.
     """
     leaves, treedef = jax.tree.flatten(stacked)
     parts = [[part[0] for part in jax.lax.split(leaf, [1] * num_layers)] for leaf in leaves]

@@ -10,7 +10,7 @@ arXiv:2312.03732).
     mlp_down              [F, R]              [R, D]
     delta_gate            [D, R]              [R, H, V]
     delta_step, _decay    [D, R]              [R, H]
-    decay_down, gate_down [D, R]              [R, K]      of kimi_delta layers
+    decay_down, gate_down [D, R]              [R, K]      low-rank gates of recurrent layers
     decay_up, gate_up     [K, R]              [R, H, K]
     expert_gate, _up      [E, D, R]           [E, R, F]      one for each expert
     expert_down           [E, F, R]           [E, R, D]

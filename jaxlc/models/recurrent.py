@@ -7,7 +7,7 @@ the rule by which they change a state.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlc.attention.recurrence.chunks import Rule, one_output
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
+    Filter,
     Operands,
     ShardedRecurrence,
     filtered,
@@ -27,9 +29,12 @@ from jaxlc.attention.recurrence.sharded_recurrence import (
 )
 from jaxlc.attention.recurrence.sharded_rule import continued_recurrence
 from jaxlc.attention.recurrence.tiled_recurrence import TiledRecurrence
-from jaxlc.config import ModelConfig
+from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config.kinds import MIXERS, mixer_matrices
+from jaxlc.config.kinds.recurrent import RecurrentWidths
+from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
-from jaxlc.models.block import InitKeys
+from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale, weight
 from jaxlc.models.contract import (
     BatchTokens,
     CacheLayout,
@@ -45,10 +50,12 @@ from jaxlc.models.contract import (
     decode_tokens,
 )
 from jaxlc.models.layer_tiles import RecurrentLayer
+from jaxlc.models.matmuls import Fp8, in_use
 from jaxlc.sharding.mesh import Ranks
+from jaxlc.sharding.rules import Sharder
 
-# Initial decay: A uniform in the first range, step sizes log-uniform in the second (Mamba-2, Dao
-# and Gu 2024).
+# Initial decay: A uniform in the first range, step sizes log-uniform in the second (Dao and Gu
+# 2024, "Transformers are SSMs").
 _DECAYS, _STEP_SIZES = (1.0, 16.0), (1e-3, 0.1)
 
 
@@ -65,28 +72,89 @@ def initial_decays(
     return nnx.Param(jnp.log(decay), dims=("decay",)), bias
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecurrentSizes:
-    """The sizes of the recurrence of a kind of layers."""
-
-    key: tuple[int, int]  # heads and width of queries and keys
-    value: tuple[int, int]  # of values
-    conv_taps: int
-    rule: Rule
+def _widths(model: ModelConfig) -> RecurrentWidths:
+    return MIXERS[model.mixer].recurrence(model)
 
 
 class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
-    """A mixer with a state of each head. Gates and states are float32."""
+    """A mixer with a state of each head, and convolutions of queries, keys and values. Gates and
+    states are float32.
+    """
+
+    wq: nnx.Param
+    wk: nnx.Param
+    wv: nnx.Param
+    wb: nnx.Param
+    wo: nnx.Param
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        keys: InitKeys,
+        fp8: Fp8 | None = None,
+        lora: LoraConfig | None = None,
+        has_conv_bias: bool = False,
+    ):
+        weights, taps = mixer_matrices(model), _widths(model).conv_taps
+        super().__init__(model, keys, fp8, lora, tuple(MIXERS[model.mixer].projections))
+        for name, shape in weights.items():
+            depth_scale = residual_depth_scale(model) if name == "wo" else 1.0
+            setattr(self, name, weight(keys, shape, depth_scale))
+        channels = [weights[name].outputs for name in ("wq", "wk", "wv")]
+        self.conv_q, self.conv_k, self.conv_v = (
+            matrix(keys, fan_in=taps, taps=taps, **dims) for dims in channels
+        )
+        self.bias_q, self.bias_k, self.bias_v = (
+            bias_vector(heads=dims["heads"], bias=dims["head_dim"]) if has_conv_bias else None
+            for dims in channels
+        )
 
     @classmethod
-    def sizes(cls, model: ModelConfig) -> RecurrentSizes:
+    def rule(cls, model: ModelConfig) -> Rule:
         """Of layers with the settings of `model`."""
+        return Rule(scale=_widths(model).key_dim ** -0.5)
+
+    def gated(self, out_BTHV: jax.Array, gate_BTHV: jax.Array) -> jax.Array:
+        """The normed output times the function of its gate, float32."""
         raise NotImplementedError
+
+    def queries_keys_values(self, x_BTD: jax.Array, *, shard: Sharder) -> Iterator[jax.Array]:
+        """Before the convolutions."""
+        weights = dict(query=self.wq, key=self.wk, value=self.wv)
+        for name, own in weights.items():
+            yield checkpoint_name(self.heads(name, x_BTD, own, shard=shard), name)
+
+    def heads(self, name: str, x_BTD: jax.Array, own: nnx.Param, *, shard: Sharder) -> jax.Array:
+        """A projection to a vector of each head, [B, T, H, V]."""
+        return shard.heads(self.project(name, "BTD,DHV->BTHV", x_BTD, own, shard=shard))
+
+    def numbers(self, name: str, x_BTD: jax.Array, own: nnx.Param, *, shard: Sharder) -> jax.Array:
+        """A projection to a number of each head, float32 [B, T, H]."""
+        out_BTH = self.project(name, "BTD,DH->BTH", x_BTD, own, shard=shard)
+        return shard.ffn(out_BTH).astype(jnp.float32)
+
+    def filters(self, shard: Sharder) -> tuple[Filter, Filter, Filter]:
+        taps = self.conv_q, self.conv_k, self.conv_v
+        biases = self.bias_q, self.bias_k, self.bias_v
+        return tuple(
+            Filter(in_use(x, shard, jnp.float32), None if bias is None else bias[...])
+            for x, bias in zip(taps, biases)
+        )
+
+    @jax.named_scope(scopes.ATTENTION)
+    def projected(self, out_BTHV: jax.Array, z_BTHV: jax.Array, *, shard: Sharder) -> jax.Array:
+        """The output projection of the normed and gated output, out_BTD."""
+        wide = (shard.heads(x).astype(jnp.float32) for x in (out_BTHV, z_BTHV))
+        gated_BTHV = self.gated(*wide).astype(out_BTHV.dtype)
+        out_BTD = self.project(
+            "attention_projected", "BTHV,HVD->BTD", gated_BTHV, self.wo, shard=shard
+        )
+        return checkpoint_name(shard.residual(out_BTD), "attention_projected")
 
     @classmethod
     def on_sequences(cls, on: KindOnMesh) -> Sequences:
-        sizes = cls.sizes(on.model)
-        sharded = ShardedRecurrence(on.mesh, sizes.rule, on.num_chains, sizes.conv_taps)
+        num_taps = _widths(on.model).conv_taps
+        sharded = ShardedRecurrence(on.mesh, cls.rule(on.model), on.num_chains, num_taps)
 
         def prepare(tokens: BatchTokens):
             return sharded.prepare(tokens.segments_BT, tokens.prefixes_BT, tokens.fragments_BT)
@@ -95,8 +163,8 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     @classmethod
     def on_tiles(cls, on: KindOnMesh) -> Tiles:
-        sizes = cls.sizes(on.model)
-        tiled = TiledRecurrence(on.mesh, sizes.rule, on.num_tiles, sizes.conv_taps)
+        num_taps = _widths(on.model).conv_taps
+        tiled = TiledRecurrence(on.mesh, cls.rule(on.model), on.num_tiles, num_taps)
 
         def prepare(tokens: BatchTokens):
             is_one_segment = tokens.segments_BT is None
@@ -108,13 +176,13 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
 
     @classmethod
     def reach(cls, model: ModelConfig) -> int:
-        return cls.sizes(model).conv_taps - 1
+        return _widths(model).conv_taps - 1
 
     @classmethod
     def abstract_cache(
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, num_layers: int, dtype
     ) -> "RecurrentCache":
-        sizes = cls.sizes(on.model)
+        widths = _widths(on.model)
 
         def array(spec: PartitionSpec, dtype, *shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -122,18 +190,18 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
             )
 
         past = functools.partial(array, _PAST, dtype, cls.reach(on.model))
-        key = max(sizes.key[0], on.mesh.shape[TENSOR]), sizes.key[1]
-        num_heads, value_dim = sizes.value
-        state = array(_STATE, jnp.float32, num_heads, sizes.key[1], value_dim)
-        return RecurrentCache(state, past(*key), past(*key), past(*sizes.value))
+        # as `Operands.split_over`
+        past_key = past(max(widths.key_heads, on.mesh.shape[TENSOR]), widths.key_dim)
+        past_value = past(widths.value_heads, widths.value_dim)
+        state = array(_STATE, jnp.float32, widths.value_heads, widths.key_dim, widths.value_dim)
+        return RecurrentCache(state, past_key, past_key, past_value)
 
     @classmethod
     def cached(
         cls, on: KindOnMesh, layout: CacheLayout, *, batch_size: int, chunk_tokens: int
     ) -> "CachedRecurrence":
-        return CachedRecurrence(
-            mesh=on.mesh, rule=cls.sizes(on.model).rule, chunk_tokens=chunk_tokens
-        )
+        rule = cls.rule(on.model)
+        return CachedRecurrence(mesh=on.mesh, rule=rule, chunk_tokens=chunk_tokens)
 
 
 class RecurrentCache(NamedTuple):

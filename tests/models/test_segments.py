@@ -203,12 +203,21 @@ def test_absent_blocks_have_no_parameters_and_no_pairs():
     assert num_layers_by_kind(model).keys() == {"mixer", "attention"}
 
 
-def test_layers_may_have_no_trained_parameters():
+@pytest.mark.parametrize(
+    "memory",
+    [
+        dict(remat="attention"),
+        dict(remat="full", layers_per_remat_group=2),
+        dict(remat="full", tile_tokens=24),
+    ],
+    ids=str,
+)
+def test_layers_may_have_no_trained_parameters(memory):
     """Adapters of attention, in an iteration that has layers of a feed-forward block alone."""
     sections = SECTIONS["LoRA"] | dict(
         lora=dict(rank=2, projections=("query",)),
         train=dict(trainable=()),
-        memory=dict(remat="attention"),
+        memory=memory,
     )
     step = small_step(small_config(model=MODELS["dense"], **sections))
     batch = make_batch(step, natural_rows())

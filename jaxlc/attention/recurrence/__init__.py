@@ -1,3 +1,1 @@
-"""The gated delta rule: linear attention with a recurrent state, over a sequence that is split
-across devices.
-"""
+"""Recurrent layers, such as the gated delta rule, over a sequence that is split across devices."""

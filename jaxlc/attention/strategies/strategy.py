@@ -254,7 +254,7 @@ class Expansion:
 
     @property
     def product_RnE(self) -> jax.Array:
-        """The weights with those of the adapter."""
+        """The weights, with the product of the adapter added."""
         if self.a_Rr is None:
             return self.weight_RnE
         return self.weight_RnE + jnp.einsum("Rr,rnE->RnE", self.a_Rr, self.b_rnE)

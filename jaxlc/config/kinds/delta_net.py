@@ -4,11 +4,10 @@
 Tensors: transformers, models/qwen3_5.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
+from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 
 
@@ -31,19 +30,20 @@ class DeltaNetConfig:
     negative_eigenvalues: bool = False
 
 
-_QWEN3_5_9B = DeltaNetConfig(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_taps=4)
-_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_taps")
+_QWEN3_5_9B = dict(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_taps=4)
 
 
 class DeltaNetKind(RecurrentKind):
     name = "gated_delta_net"
-    section = "delta_net"
+    section, settings = "delta_net", DeltaNetConfig
     head_sizes = ("key_heads", "value_heads")
+    published, published_model = _QWEN3_5_9B, "Qwen 3.5"
+    products_per_token = 3  # the delta rule reads and corrects the state, and the query reads it
     layers = "gated_delta_net layers"
     layer_types = {"gated_delta_net": "linear_attention"}
     layer_kinds = ("gated_delta_net",)
     norm_setting = "delta_net.norm_placement"
-    sizes = tuple(f"delta_net.{name}" for name in _SIZES)
+    sizes = tuple(f"delta_net.{name}" for name in _QWEN3_5_9B)
     tensors = (
         *(LayerTensor(f"w{x}", "linear_attn.in_proj_qkv.weight", 1) for x in "qkv"),
         *(LayerTensor(f"w{x}", f"linear_attn.in_proj_{x}.weight", 1) for x in "zba"),
@@ -76,7 +76,6 @@ class DeltaNetKind(RecurrentKind):
             value_heads=sizes.value_heads,
             value_dim=sizes.value_dim,
             conv_taps=sizes.conv_taps,
-            gate=sizes.value_heads * sizes.value_dim,
         )
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
@@ -95,32 +94,3 @@ class DeltaNetKind(RecurrentKind):
         widths = self.recurrence(layer)
         convolved = 2 * widths.keys + widths.values
         return widths.conv_taps * convolved + 2 * widths.value_heads + widths.value_dim
-
-    def mixing_flops(self, layer: Layer) -> MixingFlops:
-        """Three products of each value head with its state [K, V], which the delta rule reads and
-        corrects, and the query reads. The chunked form computes more.
-        """
-        sizes = layer.section(DeltaNetConfig)
-        return MixingFlops(per_token=6 * sizes.value_heads * sizes.key_dim * sizes.value_dim)
-
-    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        sizes = layer.section(DeltaNetConfig)
-        published = vars(_QWEN3_5_9B)
-        missing = [
-            f"--config.model.delta_net.{name}={published[name]}"
-            for name in _SIZES
-            if vars(sizes)[name] < 1
-        ]
-        if missing:
-            yield (
-                "config.model.layer_kinds has gated_delta_net layers, whose sizes are not set; use a model.preset or"
-                f" model.init_from that has such layers, or the sizes of Qwen 3.5: {' '.join(missing)}"
-            )
-            return
-        key_heads, value_heads = sizes.key_heads, sizes.value_heads
-        if value_heads % key_heads:
-            yield (
-                f"config.model.delta_net.value_heads={value_heads} is not a multiple of key_heads={key_heads}: every"
-                " key head serves the same number of value heads; use"
-                f" --config.model.delta_net.value_heads={-(-value_heads // key_heads) * key_heads}"
-            )

@@ -64,4 +64,5 @@ def ffn_matrices(layer: Layer, width: int) -> dict[str, Matrix]:
 
 def saved_ffn_bytes(layer: Layer, num_bytes: int) -> dict[str, float]:
     """Bytes per token of the activations of a block that memory.save may name."""
-    return {name: float(num_bytes) for name in DenseKind.saved[not is_gated(layer) :]}
+    names = DenseKind.saved if is_gated(layer) else ("mlp_up",)
+    return dict.fromkeys(names, float(num_bytes))

@@ -181,7 +181,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
     def num_vector_entries(self, layer: Layer) -> int:
         """Biases of the router, of its choice and of the experts."""
         sizes = layer.section(ExpertsConfig)
-        entries = 1 + 2 * sizes.ffn_dim + layer.model_dim
+        expert = ffn_matrices(layer, sizes.ffn_dim).values()
+        entries = 1 + sum(matrix.num_outputs for matrix in expert)
         return sizes.num_experts * (sizes.choice_bias + sizes.bias * entries)
 
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:

@@ -4,10 +4,9 @@ Computed by `jaxlc.models.kinds.kda`.
 Tensors: transformers, models/kimi_linear.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
+from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 from jaxlc.config.ranges import UpTo0
 
@@ -29,8 +28,10 @@ _KIMI_LINEAR = dict(key_heads=32, head_dim=128, conv_taps=4)
 
 class KdaKind(RecurrentKind):
     name = "kimi_delta"
-    section = "kda"
+    section, settings = "kda", KdaConfig
     head_sizes = ("key_heads", "key_heads")
+    published, published_model = _KIMI_LINEAR, "Kimi Linear"
+    products_per_token = 3  # as of Gated DeltaNet
     layers = "kimi_delta layers"
     layer_types = {"kimi_delta": "kimi_delta_attention"}
     layer_kinds = ("kimi_delta",)
@@ -71,7 +72,6 @@ class KdaKind(RecurrentKind):
             value_heads=sizes.key_heads,
             value_dim=sizes.head_dim,
             conv_taps=sizes.conv_taps,
-            gate=sizes.key_heads * sizes.head_dim,
         )
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
@@ -96,21 +96,3 @@ class KdaKind(RecurrentKind):
         """The convolutions, the decays of heads and channels, and the norm of the output."""
         widths = self.recurrence(layer)
         return (3 * widths.conv_taps + 1) * widths.keys + widths.key_heads + widths.key_dim
-
-    def mixing_flops(self, layer: Layer) -> MixingFlops:
-        """As of Gated DeltaNet: three products of each head with its state."""
-        sizes = layer.section(KdaConfig)
-        return MixingFlops(per_token=6 * sizes.key_heads * sizes.head_dim**2)
-
-    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        sizes = layer.section(KdaConfig)
-        missing = [
-            f"--config.model.kda.{name}={size}"
-            for name, size in _KIMI_LINEAR.items()
-            if vars(sizes)[name] < 1
-        ]
-        if missing:
-            yield (
-                "config.model.layer_kinds has kimi_delta layers, whose sizes are not set; use a model.preset or"
-                f" model.init_from that has such layers, or the sizes of Kimi Linear: {' '.join(missing)}"
-            )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix, MixingFlops
+from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 from jaxlc.config.ranges import From1
 
@@ -33,19 +33,20 @@ class Mamba2Config:
     largest_step: float = 0.0  # the largest step size. 0: no bound.
 
 
-_NEMOTRON_3_NANO = Mamba2Config(heads=64, head_dim=64, groups=8, state_dim=128, conv_taps=4)
-_SIZES = ("heads", "head_dim", "state_dim", "conv_taps")
+_NEMOTRON_3_NANO = dict(heads=64, head_dim=64, state_dim=128, conv_taps=4)
 
 
 class Mamba2Kind(RecurrentKind):
     name = "mamba2"
-    section = "mamba2"
+    section, settings = "mamba2", Mamba2Config
     head_sizes = ("groups", "heads")
+    published, published_model = _NEMOTRON_3_NANO, "Nemotron 3 Nano"
+    products_per_token = 2  # the state is written and read
     layers = "mamba2 layers"
     layer_types: Mapping[str, str] = {}  # of each family
     layer_kinds = ("mamba2",)
     norm_setting = "norm_placement"
-    sizes = tuple(f"mamba2.{name}" for name in _SIZES)
+    sizes = tuple(f"mamba2.{name}" for name in _NEMOTRON_3_NANO)
     tensors = (
         *(LayerTensor(f"w{x}", "mamba.in_proj.weight", 1) for x in "zvkqb"),
         *(LayerTensor(f"conv_{x}", "mamba.conv1d.weight", 1, is_convolution=True) for x in "vkq"),
@@ -74,7 +75,6 @@ class Mamba2Kind(RecurrentKind):
             value_heads=sizes.heads,
             value_dim=sizes.head_dim,
             conv_taps=sizes.conv_taps,
-            gate=sizes.heads * sizes.head_dim,
         )
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
@@ -95,32 +95,9 @@ class Mamba2Kind(RecurrentKind):
         norm = 0 if sizes.norm == "none" else widths.values
         return (sizes.conv_taps + sizes.conv_bias) * convolved + 3 * sizes.heads + norm
 
-    def mixing_flops(self, layer: Layer) -> MixingFlops:
-        """Two products of each head with its state [N, P], which is written and read. The chunked
-        form computes more.
-        """
-        widths = self.recurrence(layer)
-        return MixingFlops(per_token=4 * widths.values * widths.key_dim)
-
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        yield from super().size_problems(layer, path)
         sizes = layer.section(Mamba2Config)
-        published = vars(_NEMOTRON_3_NANO)
-        missing = [
-            f"--config.model.mamba2.{name}={published[name]}"
-            for name in _SIZES
-            if vars(sizes)[name] < 1
-        ]
-        if missing:
-            yield (
-                "config.model.layer_kinds has mamba2 layers, whose sizes are not set; use a model.preset or"
-                f" model.init_from that has such layers, or the sizes of Nemotron 3 Nano: {' '.join(missing)}"
-            )
-        elif sizes.heads % sizes.groups:
-            yield (
-                f"config.model.mamba2.heads={sizes.heads} is not a multiple of groups={sizes.groups}: every group has"
-                " the same number of heads; use"
-                f" --config.model.mamba2.heads={-(-sizes.heads // sizes.groups) * sizes.groups}"
-            )
         if 0 < sizes.largest_step < sizes.smallest_step:
             yield (
                 f"config.model.mamba2.largest_step={sizes.largest_step} is below smallest_step={sizes.smallest_step};"

@@ -1,10 +1,10 @@
 """What the descriptions of recurrent layers have in common: bytes of what can be saved, and limits."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import NUM_CHAINS, HasLimits, Layer, Mixer
+from jaxlc.config.kinds.contract import NUM_CHAINS, HasLimits, Layer, Mixer, MixingFlops
 from jaxlc.config.schema import RunConfig
 
 
@@ -17,7 +17,6 @@ class RecurrentWidths:
     value_heads: int
     value_dim: int
     conv_taps: int
-    gate: int  # width of the gate of the output
 
     @property
     def keys(self) -> int:
@@ -34,7 +33,11 @@ class RecurrentKind(Mixer, HasLimits):
     """A mixer with a state of each head."""
 
     section: str  # of its settings in the model
+    settings: type  # the class of the section
     head_sizes: tuple[str, str]  # its settings with the heads of keys and of values
+    published: Mapping[str, int]  # the sizes that have to be set, with those of a published model
+    published_model: str
+    products_per_token: int  # of a head with its state [K, V]
     # delta_states: the state that enters each part of a sequence.
     saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
 
@@ -42,10 +45,15 @@ class RecurrentKind(Mixer, HasLimits):
     def recurrence(self, layer: Layer) -> RecurrentWidths:
         """The sizes of the recurrence of a layer."""
 
+    def mixing_flops(self, layer: Layer) -> MixingFlops:
+        """Products with the states. The chunked form computes more."""
+        widths = self.recurrence(layer)
+        return MixingFlops(per_token=2 * self.products_per_token * widths.values * widths.key_dim)
+
     def saved_bytes(self, layer: Layer, config: RunConfig, itemsize: int) -> dict[str, float]:
         widths = self.recurrence(layer)
         named = dict(
-            query=widths.keys + widths.gate,
+            query=widths.keys + widths.values,  # and the gate of the output
             key=widths.keys,
             value=widths.values,
             attention_out=widths.values,
@@ -57,6 +65,23 @@ class RecurrentKind(Mixer, HasLimits):
         states = 4 * fragments * widths.values * widths.key_dim  # float32
         saved = {name: float(itemsize * width) for name, width in named.items()}
         return saved | dict(delta_states=states / config.data.seq_len)
+
+    def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
+        sizes, stem = vars(layer.section(self.settings)), f"config.model.{self.section}"
+        missing = [f"--{stem}.{x}={size}" for x, size in self.published.items() if sizes[x] < 1]
+        if missing:
+            yield (
+                f"config.model.layer_kinds has {self.layers}, whose sizes are not set; use a model.preset or"
+                f" model.init_from that has such layers, or the sizes of {self.published_model}: {' '.join(missing)}"
+            )
+            return
+        of_keys, of_values = self.head_sizes
+        keys, values = sizes[of_keys], sizes[of_values]
+        if values % keys:
+            yield (
+                f"{stem}.{of_values}={values} is not a multiple of {of_keys}={keys}: each serves the same number of"
+                f" heads; use --{stem}.{of_values}={-(-values // keys) * keys}"
+            )
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
         mesh, taps = config.mesh, self.recurrence(layer).conv_taps
@@ -87,10 +112,13 @@ class RecurrentKind(Mixer, HasLimits):
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         """Heads of keys may be fewer than tensor ranks, which then repeat them."""
         widths, tensor = self.recurrence(layer), config.mesh.tensor
-        heads = dict(zip(self.head_sizes, (widths.key_heads, widths.value_heads)))
-        for name, number in heads.items():
-            is_repeated = number == widths.key_heads and tensor % number == 0
-            if number % tensor and not (is_repeated and widths.value_heads % tensor == 0):
+        splits_values = widths.value_heads % tensor == 0
+        splits_keys = widths.key_heads % tensor == 0 or (
+            splits_values and tensor % widths.key_heads == 0
+        )
+        heads = (widths.key_heads, splits_keys), (widths.value_heads, splits_values)
+        for name, (number, is_split) in zip(self.head_sizes, heads):
+            if not is_split:
                 yield f"config.model.{self.section}.{name}={number} is not divisible by config.mesh.tensor={tensor}"
 
     def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:

@@ -39,9 +39,6 @@ def gated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(_SHARPNESS * gate)
 
 
-_PROJECTIONS = ("mlp_gate", "mlp_up", "mlp_down")
-
-
 class MLP(Block):
     """A gated block (Shazeer 2020, arXiv:2002.05202): activation(x w_gate) * (x w_up), times
     w_down. Or one without a gate: relu(x w_up)^2, times w_down.
@@ -55,7 +52,8 @@ class MLP(Block):
         lora: LoraConfig | None = None,
     ):
         has_gate = is_gated(model)
-        super().__init__(model, keys, fp8, lora, _PROJECTIONS[not has_gate :])
+        projections = (*(["mlp_gate"] if has_gate else []), "mlp_up", "mlp_down")
+        super().__init__(model, keys, fp8, lora, projections)
         D, F = model.model_dim, model.ffn_dim
         self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F) if has_gate else None
         self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)

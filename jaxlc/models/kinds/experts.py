@@ -58,7 +58,7 @@ class Experts(nnx.Module, Routed):
         depth_scale = residual_depth_scale(model)
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
         has_gate = is_gated(model)
-        projections = EXPERT_PROJECTIONS[not has_gate :]
+        projections = EXPERT_PROJECTIONS if has_gate else ("expert_up", "expert_down")
         self.expert_gate = matrix(keys, fan_in=D, experts=E, model=D, ffn=F) if has_gate else None
         self.expert_up = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
         self.expert_down = matrix(

@@ -198,9 +198,9 @@ class Latents(NamedTuple):
 class CachedLatentAttention(CachedAttention):
     """The cache has the normed latents and the rotated part of the keys.
 
-    A chunk of a prompt expands those of a layer to heads. A decoding step attends to the latents
-    themselves, as one key/value head: the weights of keys multiply its query, and the weights of
-    values the result (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+    For a chunk of a prompt, the latents of a layer are expanded to heads. A decoding step attends
+    to the latents themselves, as one key/value head: the weights of keys multiply its query, and
+    the weights of values the result (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
     """
 
     latent_dim: int  # R + P

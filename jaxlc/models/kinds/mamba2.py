@@ -20,26 +20,20 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.recurrence.chunks import Rule
-from jaxlc.attention.recurrence.sharded_recurrence import Filter, Operands
+from jaxlc.attention.recurrence.sharded_recurrence import Operands
 from jaxlc.attention.state_passing import product
 from jaxlc.config import LoraConfig, ModelConfig
-from jaxlc.config.kinds import MIXERS, mixer_matrices
 from jaxlc.core import scopes
-from jaxlc.models.block import (
-    InitKeys,
-    RMSNorm,
-    bias_vector,
-    matrix,
-    residual_depth_scale,
-    weight,
-)
-from jaxlc.models.matmuls import Fp8, in_use
-from jaxlc.models.recurrent import RecurrentMixer, RecurrentSizes, initial_decays
+from jaxlc.models.block import InitKeys, RMSNorm
+from jaxlc.models.matmuls import Fp8
+from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
 
 class Mamba2(RecurrentMixer):
     """See the top of the file. Step sizes and states are float32."""
+
+    wz: nnx.Param
 
     def __init__(
         self,
@@ -48,20 +42,8 @@ class Mamba2(RecurrentMixer):
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
     ):
-        super().__init__(model, keys, fp8, lora, tuple(MIXERS["mamba2"].projections))
-        weights, sizes = mixer_matrices(model), model.mamba2
-        self.wz, self.wv, self.wk, self.wq, self.wb = (
-            weight(keys, weights[f"w{x}"]) for x in "zvkqb"
-        )
-        self.wo = weight(keys, weights["wo"], residual_depth_scale(model))
-        convolved = [weights[f"w{x}"].outputs for x in "qkv"]
-        self.conv_q, self.conv_k, self.conv_v = (
-            matrix(keys, fan_in=sizes.conv_taps, taps=sizes.conv_taps, **dims) for dims in convolved
-        )
-        self.bias_q, self.bias_k, self.bias_v = (
-            bias_vector(heads=dims["heads"], bias=dims["head_dim"]) if sizes.conv_bias else None
-            for dims in convolved
-        )
+        sizes = model.mamba2
+        super().__init__(model, keys, fp8, lora, has_conv_bias=sizes.conv_bias)
         self.log_decay, self.decay_bias = initial_decays(keys, sizes.heads)
         self.skip = nnx.Param(jnp.ones(sizes.heads), dims=("decay",))
         norm = functools.partial(RMSNorm, heads=sizes.heads, norm=sizes.head_dim)
@@ -70,63 +52,34 @@ class Mamba2(RecurrentMixer):
         self.step_limits = sizes.smallest_step, sizes.largest_step or None
 
     @classmethod
-    def sizes(cls, model: ModelConfig) -> RecurrentSizes:
-        sizes = model.mamba2
-        return RecurrentSizes(
-            key=(sizes.groups, sizes.state_dim),
-            value=(sizes.heads, sizes.head_dim),
-            conv_taps=sizes.conv_taps,
-            rule=Rule(scale=1.0, corrects=False, unit_length=False),
-        )
+    def rule(cls, model: ModelConfig) -> Rule:
+        return Rule(scale=1.0, corrects=False, unit_length=False)
 
     @jax.named_scope(scopes.ATTENTION)
     def operands(self, x_BTD: jax.Array, *, shard: Sharder) -> tuple[Operands, jax.Array]:
         """Returns the operands, and the z_BTHP of `projected`. `x_BTD` is the input of the block,
         gathered over tensor."""
-
-        def projected(name, weight):
-            out = self.project(name, "BTD,DHP->BTHP", x_BTD, weight, shard=shard)
-            return shard.heads(out)
-
-        def convolution(taps, bias):
-            return Filter(in_use(taps, shard, jnp.float32), None if bias is None else bias[...])
-
-        b_BTH = self.project("delta_step", "BTD,DH->BTH", x_BTD, self.wb, shard=shard)
-        b_BTH = shard.ffn(b_BTH).astype(jnp.float32)
-        step_BTH = jnp.clip(jax.nn.softplus(b_BTH + self.decay_bias[...]), *self.step_limits)
+        c_BTGN, b_BTGN, x_BTHP = self.queries_keys_values(x_BTD, shard=shard)
+        z_BTHP = self.heads("delta_gate", x_BTD, self.wz, shard=shard)
+        t_BTH = self.numbers("delta_step", x_BTD, self.wb, shard=shard)
+        step_BTH = jnp.clip(jax.nn.softplus(t_BTH + self.decay_bias[...]), *self.step_limits)
         operands = Operands(
-            q_BTGK=checkpoint_name(projected("query", self.wq), "query"),
-            k_BTGK=checkpoint_name(projected("key", self.wk), "key"),
-            v_BTHV=checkpoint_name(projected("value", self.wv), "value"),
+            q_BTGK=c_BTGN,
+            k_BTGK=b_BTGN,
+            v_BTHV=x_BTHP,
             g_BTH=-jnp.exp(self.log_decay[...]) * step_BTH,
             beta_BTH=step_BTH,
             skip_BTH=jnp.broadcast_to(self.skip[...], step_BTH.shape),
-            filters=(
-                convolution(self.conv_q, self.bias_q),
-                convolution(self.conv_k, self.bias_k),
-                convolution(self.conv_v, self.bias_v),
-            ),
+            filters=self.filters(shard),
         )
-        return operands, checkpoint_name(projected("delta_gate", self.wz), "query")
+        return operands, checkpoint_name(z_BTHP, "query")
 
-    @jax.named_scope(scopes.ATTENTION)
-    def projected(self, out_BTHP: jax.Array, z_BTHP: jax.Array, *, shard: Sharder) -> jax.Array:
-        """The output projection of the normed and gated output, out_BTD."""
-        y_BTHP, gate_BTHP = (shard.heads(x).astype(jnp.float32) for x in (out_BTHP, z_BTHP))
+    def gated(self, out_BTHP: jax.Array, gate_BTHP: jax.Array) -> jax.Array:
         gate_BTHP = jax.nn.silu(gate_BTHP)
         if self.norm == "before_gate":
-            y_BTHP = self._normed(y_BTHP) * gate_BTHP
-        else:
-            y_BTHP = y_BTHP * gate_BTHP
-            y_BTHP = y_BTHP if self.norm == "none" else self._normed(y_BTHP)
-        out_BTD = self.project(
-            "attention_projected",
-            "BTHP,HPD->BTD",
-            y_BTHP.astype(out_BTHP.dtype),
-            self.wo,
-            shard=shard,
-        )
-        return checkpoint_name(shard.residual(out_BTD), "attention_projected")
+            return self._normed(out_BTHP) * gate_BTHP
+        gated_BTHP = out_BTHP * gate_BTHP
+        return gated_BTHP if self.norm == "none" else self._normed(gated_BTHP)
 
     def _normed(self, y_BTHP: jax.Array) -> jax.Array:
         """RMSNorm of the channels of each group of heads. A group may be split over tensor ranks, so
