@@ -27,6 +27,7 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,  # of DeepseekV2ForCausalLM in transformers 5.23
     "glm-4.7-flash": 29_943_393_920,  # of Glm4MoeLiteForCausalLM in transformers 5.23, and biases of the choice
     "nemotron-3-nano-30b-a3b": 31_577_940_288,  # of NemotronHForCausalLM in transformers 5.23, and these biases
+    "kimi-linear-48b-a3b": 49_122_681_728,  # of KimiLinearForCausalLM in transformers 5.23, and these biases
     "qwen3.5-35b-a3b": 34_660_610_688,  # of Qwen3_5MoeForCausalLM in transformers 5.23
     "olmo-hybrid-7b": 7_430_870_688,  # of OlmoHybridForCausalLM in transformers 5.23
     "mistral-7b": 7_248_023_552,

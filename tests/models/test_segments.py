@@ -74,6 +74,18 @@ def test_published_orders_have_few_layers_in_the_program(name):
     assert sum(len(x.kinds) for x in segments) == num_compiled
 
 
+@pytest.mark.parametrize(
+    "preset, name",
+    [("nemotron-3-nano-30b-a3b", "Nemotron 3 Nano"), ("kimi-linear-48b-a3b", "Kimi Linear")],
+)
+def test_presets_have_the_layers_of_the_published_order(preset, name):
+    model, (order, segments, num_compiled) = PRESETS[preset], PUBLISHED[name]
+    letters = dict(zip(dict.fromkeys(model.layer_kinds), dict.fromkeys(order)))
+    assert "".join(letters[kind] for kind in model.layer_kinds) == order
+    assert len(model.segments) == len(segments.split(","))
+    assert model.num_compiled_layers == num_compiled
+
+
 @pytest.mark.parametrize("preset", [x for x in PRESETS if len(PRESETS[x].layer_kinds) < 8])
 def test_segments_of_presets_are_those_that_the_settings_name(preset):
     """So the layers in the program are as many, and checkpoints have the same parameters."""

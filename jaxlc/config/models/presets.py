@@ -66,12 +66,12 @@ _LATENT: dict[str, Any] = dict(
 )
 
 
-def _one_block_layers(pattern: str) -> dict[str, Any]:
-    """The kinds of the layers of Nemotron-H, from hybrid_override_pattern."""
-    family = FAMILIES["nemotron_h"]
-    names = tuple(family.read_kinds(dict(hybrid_override_pattern=pattern)))
-    used = dict.fromkeys(names)
-    kinds = tuple(KindConfig(name=name, **family.kinds[name]) for name in used)
+def _layers(model_type: str, **fields: Any) -> dict[str, Any]:
+    """The kinds of all layers, from these fields of config.json."""
+    family = FAMILIES[model_type]
+    names = tuple(family.read_kinds(fields))
+    described = [name for name in dict.fromkeys(names) if name in family.kinds]
+    kinds = tuple(KindConfig(name=name, **family.kinds[name]) for name in described)
     return dict(layer_kinds=names, kinds=kinds)
 
 
@@ -277,7 +277,10 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         num_kv_heads=2,
         head_dim=128,
         ffn_dim=1856,
-        **_one_block_layers("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        **_layers(
+            "nemotron_h",
+            hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        ),
         mamba2=dict(heads=64, head_dim=64, groups=8, state_dim=128, conv_taps=4),
         experts=dict(
             num_experts=128,
@@ -293,6 +296,39 @@ _PRESETS: tuple[dict[str, Any], ...] = (
         norm_epsilon=1e-5,
         tie_embeddings=False,
         **FAMILIES["nemotron_h"].settings,
+    ),
+    dict(
+        # moonshotai/Kimi-Linear-48B-A3B-Base: linear_attn_config of its config.json, and the defaults of
+        # KimiLinearConfig in transformers 5.23.
+        preset="kimi-linear-48b-a3b",
+        vocab_size=163_840,
+        num_layers=27,
+        model_dim=2304,
+        num_heads=32,
+        num_kv_heads=32,
+        ffn_dim=9216,
+        head_dim=192,
+        rope_fraction=64 / 192,
+        latent=dict(rank=512, value_dim=128),
+        **_layers(
+            "kimi_linear",
+            num_hidden_layers=27,
+            linear_attn_config=dict(kda_layers=[i for i in range(1, 27) if i % 4]),
+            first_k_dense_replace=1,
+        ),
+        kda=dict(key_heads=32, head_dim=128, conv_taps=4),
+        experts=dict(
+            num_experts=256,
+            experts_per_token=8,
+            ffn_dim=1024,
+            shared_ffn_dim=1024,
+            renormalize=True,
+            scale=2.446,
+        ),
+        rope_theta=10_000.0,  # without layers that it rotates
+        norm_epsilon=1e-5,
+        tie_embeddings=False,
+        **FAMILIES["kimi_linear"].settings,
     ),
     dict(
         # Qwen/Qwen3.5-9B, the text model: the defaults of Qwen3_5TextConfig in transformers 5.23; the base of RoPE is
