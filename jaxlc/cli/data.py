@@ -62,7 +62,7 @@ def _report(command: ParsedCommand[Flags]) -> int:
     if command.flags.num is not None:
         raise UserError("--num has no effect on report: remove it, or use show")
     from jaxlc.data.examples import open_shown
-    from jaxlc.data.report import report_text, stage_shares
+    from jaxlc.data.report import StageShares, report_text
 
     views, stages, warnings, details = {}, [], {}, {}
     for stage in command.stages:
@@ -70,8 +70,8 @@ def _report(command: ParsedCommand[Flags]) -> int:
         warnings |= dict.fromkeys(source.warnings)
         views |= {view.name: view for view in source.views()}
         details |= dict.fromkeys(source.details())
-        stages.append(stage_shares(stage, source))
-    stages = [stage for stage in stages if stage]
+        stages.append(StageShares.of(stage, source))
+    stages = [stage for stage in stages if stage.shares]
     _print_warnings(warnings)
     print("\n".join([report_text(list(views.values()), stages), *[""] * bool(details), *details]))
     if not stages:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,6 @@ from jaxlc.data.sequences.source import (
 )
 from jaxlc.data.texts.documents import INVALID_CHARACTERS, INVALID_DOCUMENTS, Fields
 from jaxlc.data.texts.phone_book import PHONE_BOOK, phone_book_file
-from jaxlc.data.texts.records import RECORD_SUFFIXES
 from jaxlc.data.texts.sources import PYTHON_STDLIB, SourceFile, list_files
 from jaxlc.data.tokens.store import TokenStore, open_store
 from jaxlc.data.tokens.tokenize import Log
@@ -63,38 +63,6 @@ def check_has_loss(sequences: PackedSequences, what: str) -> Iterator[str]:
         yield (
             f"{what}: chats, or parts of chats, without a token in the loss: {num_without:,} of {num_chunks:,}"
             f" ({num_without / num_chunks:.0%}): {rule}"
-        )
-
-
-def check_max_tokens(files: list[SourceFile], min_tokens: int) -> None:
-    """Checks before tokenizing that `files` may contain `min_tokens` tokens: at most one per byte,
-    and two per document for its end and for a space that a tokenizer prepends. A file of records
-    may be compressed, or have bad records, which are better errors.
-
-    Raises:
-      UserError: they cannot.
-    """
-    if files and not any(file.path.name.endswith(RECORD_SUFFIXES) for file in files):
-        max_tokens = sum(file.size_bytes + 2 for file in files if file.size_bytes)
-        check_num_tokens(max_tokens, min_tokens, "at most ", files[0].setting)
-
-
-def check_num_tokens(
-    num_tokens: int, min_tokens: int, at_most: str, setting: str = "data.sources"
-) -> None:
-    """Checks that there are `min_tokens` tokens to train on.
-
-    Args:
-      at_most: before the number of tokens in the error: "at most " for a bound, or "".
-    Raises:
-      UserError: there are fewer, or none.
-    """
-    if num_tokens == 0:
-        raise UserError(f"{setting}: no text, all documents are empty; use different sources")
-    if num_tokens < min_tokens:
-        raise UserError(
-            f"{setting}: {at_most}{num_tokens:,} tokens to train on, less than one sequence of"
-            f" config.data.seq_len={min_tokens}; add text, or use a smaller --config.data.seq_len"
         )
 
 
@@ -148,8 +116,7 @@ def text_warnings(
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorpusSource:
+class CorpusSource(NamedTuple):
     """One source of a corpus."""
 
     name: str  # "" for data.sources
@@ -243,7 +210,6 @@ def open_corpus(
     """
     tokenizer = tokenizer or tokenizer_of(config)
     eval_files, _ = list_files(config.eval_sources, "data.eval_sources")
-    check_max_tokens(eval_files, 1)
     opener = _StoreOpener(
         config=config,
         tokenizer=tokenizer,
@@ -328,7 +294,6 @@ class _StoreOpener:
             raise UserError(
                 f"all files of {setting} are in data.eval_sources: add files to train on to {setting}"
             )
-        check_max_tokens(train_files, 1 if source.name else self.config.seq_len)
         if num_evaluated:
             self.warnings.append(
                 f"{setting}: files that are also in data.eval_sources: {num_evaluated:,}; they are not trained on"
@@ -382,8 +347,11 @@ def _open_source(
             f"config.{setting} selects none of its {store.num_documents:,} documents, the longest of"
             f" {longest:,} tokens; change its min_tokens, max_tokens, pool, length_weights or overlong, or data.seq_len"
         )
-    if not source.name:
-        check_num_tokens(train.num_tokens, config.seq_len, "")
+    if not source.name and train.num_tokens < config.seq_len:
+        raise UserError(
+            f"data.sources: {train.num_tokens:,} tokens to train on, less than one sequence of"
+            f" config.data.seq_len={config.seq_len}; add text, or use a smaller --config.data.seq_len"
+        )
     for sequences, what in ((train, ""), (heldout, ", held out")):
         if sequences is not None:
             warnings += check_has_loss(sequences, f"config.{setting}{what}")

@@ -1,6 +1,4 @@
-"""The four data sources of a run, chosen by a table: corpus, traces, rollouts, and batches of the
-caller.
-"""
+"""The four data sources of a run: corpus, traces, rollouts, and batches of the caller."""
 
 from typing import Any
 
@@ -12,10 +10,6 @@ from jaxlc.data.sequences.user_batches import OwnBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer, tokenizer_of
 from jaxlc.posttrain.rollouts import Rollouts
 from jaxlc.posttrain.traces import Traces
-
-SOURCES: dict[str, type[DataSource]] = dict(
-    batches=OwnBatches, rollouts=Rollouts, traces=Traces, corpus=Corpus
-)
 
 
 def open(  # noqa: A001
@@ -36,7 +30,7 @@ def open(  # noqa: A001
     """
     kind = _kind(config, batches, eval_batches)
     # Batches have their own tokens, so that any tokenizer may decode them.
-    is_matching = is_trained and kind != "batches"
+    is_matching = is_trained and kind is not OwnBatches
     tokenizer = load_matching_tokenizer(config) if is_matching else tokenizer_of(config.data)
     vocab_size = config.model.vocab_size if is_trained else tokenizer.vocab_size
     inputs = Inputs(
@@ -46,10 +40,12 @@ def open(  # noqa: A001
         eval_batches=eval_batches,
         **options,
     )
-    return SOURCES[kind].open(config, inputs)
+    return kind.open(config, inputs)
 
 
-def _kind(config: Config, batches: Batches | None, eval_batches: Batches | None) -> str:
+def _kind(
+    config: Config, batches: Batches | None, eval_batches: Batches | None
+) -> type[DataSource]:
     if batches is None and eval_batches is not None:
         raise UserError(
             "eval_batches without batches: pass both, or neither to train on the corpus of config.data"
@@ -60,17 +56,17 @@ def _kind(config: Config, batches: Batches | None, eval_batches: Batches | None)
             " batches"
         )
     if batches is not None:
-        return "batches"
+        return OwnBatches
     if config.rollouts.source:
-        return "rollouts"
+        return Rollouts
     if config.data.traces:
-        return "traces"
+        return Traces
     if config.posttrain.loss:
         raise UserError(
             f"config.posttrain.loss={config.posttrain.loss!r} without traces: set config.data.traces, or pass"
             " batches to jaxlc.train.run"
         )
-    return "corpus"
+    return Corpus
 
 
 def load_matching_tokenizer(config: Config) -> Tokenizer:
@@ -87,10 +83,10 @@ def load_matching_tokenizer(config: Config) -> Tokenizer:
     if num_needed > config.model.vocab_size:
         advice = f"--config.model.vocab_size={num_needed}"
         if is_pretrained:
-            tokenizer_of_model = (
-                "--config.data.tokenizer to the tokenizer of config.model.init_from"
+            advice = (
+                "--config.data.tokenizer to the tokenizer of config.model.init_from, or"
+                f" {advice}, which adds rows"
             )
-            advice = f"{tokenizer_of_model}, or {advice}, which adds rows"
         raise UserError(
             f"the tokenizer {config.data.tokenizer} has {num_needed} tokens and the model"
             f" {config.model.vocab_size}; set {advice}"

@@ -3,7 +3,7 @@ epochs per stage.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,28 +25,17 @@ _SHARE_HEADINGS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageShares:
+class StageShares(NamedTuple):
     """What the sequences of one stage contain."""
 
-    name: str  # "" for a config without stages
+    stage: Stage
     num_sequences: int
-    seq_len: int
-    shares: tuple[SourceShare, ...]
+    shares: Sequence[SourceShare]  # none for rollouts, which are not known before the run
 
-
-def stage_shares(stage: Stage, source: DataSource) -> StageShares | None:
-    """What a stage trains on; None for rollouts, which are not known before the run."""
-    num_sequences = stage.num_steps * stage.config.train.global_batch_size
-    shares = source.shares(num_sequences)
-    if not shares:
-        return None
-    return StageShares(
-        name=stage.name,
-        num_sequences=num_sequences,
-        seq_len=stage.config.data.seq_len,
-        shares=tuple(shares),
-    )
+    @classmethod
+    def of(cls, stage: Stage, source: DataSource) -> "StageShares":
+        num_sequences = stage.num_steps * stage.config.train.global_batch_size
+        return cls(stage, num_sequences, source.shares(num_sequences))
 
 
 def by_class(lengths: np.ndarray) -> np.ndarray:
@@ -68,9 +57,10 @@ def report_text(sources: Sequence[SourceView], stages: Sequence[StageShares]) ->
             rows.append(("all sources", np.sum([counts for _, counts in rows], axis=0)))
         table = [[name, *(f"{x:,}" for x in (*counts, counts.sum()))] for name, counts in rows]
         lines += ["", *aligned([[unit, *CLASS_NAMES, "all"], *table])]
-    for stage in stages:
-        num_tokens = sum(share.num_tokens for share in stage.shares)
-        padding = 1 - num_tokens / (stage.num_sequences * stage.seq_len)
+    for stage, num_sequences, shares in stages:
+        seq_len = stage.config.data.seq_len
+        num_tokens = sum(share.num_tokens for share in shares)
+        padding = 1 - num_tokens / (num_sequences * seq_len)
         rows = [
             [
                 share.name,
@@ -81,12 +71,12 @@ def report_text(sources: Sequence[SourceView], stages: Sequence[StageShares]) ->
                 f"{share.epoch_tokens:,}",
                 f"{share.num_epochs:.3g}",
             ]
-            for share in stage.shares
+            for share in shares
         ]
         title = f"stage {stage.name}" if stage.name else "the run"
         lines += [
             "",
-            f"{title}: {stage.num_sequences:,} sequences of {stage.seq_len:,} tokens, {padding:.2%} of them padding",
+            f"{title}: {num_sequences:,} sequences of {seq_len:,} tokens, {padding:.2%} of them padding",
             *aligned([_SHARE_HEADINGS, *rows]),
         ]
     return "\n".join(lines)

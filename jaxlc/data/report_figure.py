@@ -29,7 +29,7 @@ def report_figure(sources: Sequence[SourceView], stages: Sequence[StageShares]) 
         at = rows + (number - (len(stages) - 1) / 2) * height
         realized = [100 * share.realized_share if share else 0 for share in present]
         num_epochs = [share.num_epochs if share else 0 for share in present]
-        shares.barh(at, realized, 0.9 * height, **style, label=stage.name or "the run")
+        shares.barh(at, realized, 0.9 * height, **style, label=stage.stage.name or "the run")
         bars = epochs.barh(at, num_epochs, 0.9 * height, **style)
         epochs.bar_label(
             bars, [f"{count:.3g}" if count else "" for count in num_epochs], padding=3, fontsize=8

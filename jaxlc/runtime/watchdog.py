@@ -44,6 +44,7 @@ from jaxlc.core.text import aligned
 from jaxlc.runtime import alarm, peers
 
 DEVICES = "devices"  # the phase of a process that waits for its devices
+DATA = "data"  # or for its next batch
 
 _PREFIX = "jaxlc/phases/"
 _PUBLISH_SECONDS = 10.0

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxlc.checkpoints.pretrained import check_pretrained, load_pretrained
 from jaxlc.core.text import gib
 from jaxlc.data import Corpus
-from jaxlc.data.sequences.loader import WaitingTime, batches
+from jaxlc.data.sequences.loader import batches
 from jaxlc.data.sequences.mixture import BalancedSequences
 from jaxlc.data.sequences.source import DataSource
 from jaxlc.data.sequences.user_batches import EndOfBatches, OwnBatches
@@ -39,8 +39,6 @@ class RunData:
     """The batches of a stage, from its data source."""
 
     source: DataSource
-    # while the loop waits for `batches`
-    waiting: WaitingTime = field(default_factory=WaitingTime, repr=False)
 
     def batches(
         self,
@@ -76,14 +74,11 @@ class RunData:
                     items = together(
                         items, self.source.train, next_sequence // train.global_batch_size + 1, stop
                     )
-                timed = self.waiting.timed(items)
                 yield from (
-                    (arrays, count == num_steps) for count, arrays in enumerate(timed, start=1)
+                    (arrays, count == num_steps) for count, arrays in enumerate(items, start=1)
                 )
             else:
-                yield from self.waiting.timed(
-                    _marking_last(itertools.islice(_until_end(stream), num_steps))
-                )
+                yield from _marking_last(itertools.islice(_until_end(stream), num_steps))
 
     @property
     def is_endless(self) -> bool:

@@ -373,9 +373,7 @@ def _train(
         ) as stream,
         StepProfiler(stage.config, run.workdir, run_step, run.progress.log) as profiled_step,
     ):
-        batches = watchdog.phases(
-            "data" if has_deadline else "rollouts", stream, repeats=has_deadline
-        )
+        batches = watchdog.phases(watchdog.DATA, stream, repeats=has_deadline)
         for step, (arrays, is_last) in enumerate(batches, start.step + 1):
             watchdog.dispatched(step)
             profiled_step.start(step, position.state)

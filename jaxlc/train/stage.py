@@ -222,7 +222,7 @@ class StageRun(Outputs):
                     evaluation = evaluator.with_context_gain(end.state.params, evaluation, update)
             if jax.process_index() == 0:
                 num_tokens = num_tokens_until(stages, end.step)
-                times = data.waiting.share, self.progress.seconds_to_first_step
+                times = self.progress.waiting_share, self.progress.seconds_to_first_step
                 self.progress.log(
                     write_report(self.workdir, end.step, num_tokens, evaluation, *times)
                 )

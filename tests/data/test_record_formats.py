@@ -62,7 +62,9 @@ def opened(directory: Path, records: list, loss: str = "", **data) -> Traces:
     config, path = config_of(directory, records, **data)
     config.data.traces, config.posttrain.loss = path, loss
     loaded = load(config)
-    return open_traces(loaded, load_tokenizer(loaded.data.tokenizer, loaded.data.end_token))
+    return open_traces(
+        loaded, load_tokenizer(loaded.data.tokenizer, end_token=loaded.data.end_token)
+    )
 
 
 def in_loss(traces: Traces) -> list[str]:
@@ -302,7 +304,7 @@ def test_text_of_special_tokens_is_counted_or_parsed(tmp_path):
     directory, text = str(write_tokenizer(tmp_path / "tokenizer")), "<|im_start|>a<|im_end|>"
     control = [SPECIAL_TOKENS.index(x) for x in ("<|im_start|>", TURN)]
     for parses in (False, True):
-        tokenizer = load_tokenizer(directory, "</s>", parses)
+        tokenizer = load_tokenizer(directory, end_token="</s>", parse_special_tokens=parses)
         ids = tokenizer.encode(text.encode()).tolist()
         assert [x for x in ids if x in control] == control * parses and tokenizer.decode(
             np.array(ids), True
@@ -312,7 +314,7 @@ def test_text_of_special_tokens_is_counted_or_parsed(tmp_path):
     assert "data.parse_special_tokens=True" in warning and ": 1 (the first" in warning
     [warning] = opened(tmp_path, [dict(messages=[user(text), bot("a")])], **data).warnings
     assert "becomes that token: 1" in warning
-    encode = PromptEncoder(tokenizer=load_tokenizer(directory, "</s>"))
+    encode = PromptEncoder(tokenizer=load_tokenizer(directory, end_token="</s>"))
     assert (
         "\ufffd" in encode.tokenizer.decode(encode(text + "\ud83d"))
         and ": 1 (the first" in encode.warnings[0]

@@ -200,7 +200,7 @@ def test_megatron_index_of_other_version_is_refused(tmp_path: Path):
     (tmp_path / "a.idx").write_bytes((tmp_path / "a.idx").read_bytes()[:-8])
     with pytest.raises(UserError, match="a.idx' or its .bin file is truncated"):
         open_corpus(mixture_of(tmp_path, tmp_path / "a.idx", token_field="tokens"))
-    with pytest.raises(UserError, match="set config.data.mixture.x.token_field=tokens"):
+    with pytest.raises(UserError, match="data.mixture.x: .*set token_field=tokens of its source"):
         open_corpus(mixture_of(tmp_path, tmp_path / "a.idx"))
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(UserError, match="is text without fields"):

@@ -40,7 +40,7 @@ def tokenizer_directory(tmp_path_factory) -> Path:
 
 
 def tokenizer_with(directory: Path, start_token: str):
-    return load_tokenizer(str(directory), "</s>", start_token=start_token)
+    return load_tokenizer(str(directory), end_token="</s>", start_token=start_token)
 
 
 def test_start_token_is_that_of_the_setting_or_of_the_tokenizer(tokenizer_directory):
@@ -187,10 +187,10 @@ def test_exported_tokenizer_starts_texts_as_the_run(tmp_path, start_token, has_p
     path = directory / "tokenizer.json"
     start_ids = [SPECIAL_TOKENS.index(start_token)] if start_token else []
     path.write_text(json.dumps(starting_with(np.array(start_ids), json.loads(path.read_text()))))
-    ids = load_tokenizer(str(directory), "</s>", start_token="").encode(b"a b").tolist()
+    ids = load_tokenizer(str(directory), end_token="</s>", start_token="").encode(b"a b").tolist()
     for texts, segments in ((("a b",), 1), (("a b", "a b"), 2)):
         assert Tokenizer.from_file(str(path)).encode(*texts).ids == [*start_ids, *ids * segments]
-    assert load_tokenizer(str(directory), "</s>").start_ids.tolist() == start_ids
+    assert load_tokenizer(str(directory), end_token="</s>").start_ids.tolist() == start_ids
 
 
 def test_start_report_names_it(tokenizer_directory):

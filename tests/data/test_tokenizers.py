@@ -96,7 +96,7 @@ def test_tokenizer_directory_and_hub_id_are_read(tmp_path: Path, monkeypatch):
 def test_tokenizer_end_token_can_be_named(tmp_path: Path):
     path = write_tokenizer(tmp_path / "tokenizer.json", "<pad>", "</s>", "<|im_end|>")
     default, same, other, word = (
-        load_tokenizer(path, token) for token in ("", "</s>", "<|im_end|>", "long")
+        load_tokenizer(path, end_token=token) for token in ("", "</s>", "<|im_end|>", "long")
     )
     assert [t.end_of_document_id for t in (default, same, other, word)] == [8, 8, 9, 1]
     # so that a corpus that is tokenized already is used
@@ -105,13 +105,13 @@ def test_tokenizer_end_token_can_be_named(tmp_path: Path):
     with pytest.raises(
         UserError, match=r"'<\|im_edn\|>' for config.data.end_token: .*did you mean <\|im_end\|>\?"
     ):
-        load_tokenizer(path, "<|im_edn|>")
+        load_tokenizer(path, end_token="<|im_edn|>")
     with pytest.raises(UserError, match=r"'lnog' for config.data.end_token: .*did you mean long\?"):
-        load_tokenizer(path, "lnog")
+        load_tokenizer(path, end_token="lnog")
     with pytest.raises(
         UserError, match="which has its own end-of-document token .*: remove end_token"
     ):
-        load_tokenizer("bytes", "</s>")
+        load_tokenizer("bytes", end_token="</s>")
 
 
 @pytest.mark.parametrize("eos_token", ["<stop>", {"content": "<stop>", "special": True}])
@@ -153,5 +153,5 @@ def test_tokenizer_unusable_file_is_refused(tmp_path: Path):
         UserError, match=r"no end-of-document token: its special tokens are .*end_token to one"
     ):
         load_tokenizer(endless)
-    load_tokenizer(endless, "<pad>")
+    load_tokenizer(endless, end_token="<pad>")
     load_tokenizer(write_tokenizer(tmp_path / "ended.json", "<pad>", "</s>"))

@@ -129,7 +129,7 @@ def _tokenizer() -> dict[str, bytes]:
 
 
 def _read_tokenizer(directory: Path) -> None:
-    tokenizer = load_tokenizer(str(directory / "tokenizer.json"), "</s>")
+    tokenizer = load_tokenizer(str(directory / "tokenizer.json"), end_token="</s>")
     tokenizer.decode(tokenizer.encode(b"the cat"))
     template = load_chat_template("", directory / "tokenizer.json")
     template.render(Chat(_CHAT), "chat")

@@ -115,7 +115,7 @@ def test_token_ids_with_a_large_gap_are_refused(tmp_path):
     values["model"]["vocab"]["a"] = 2**31
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match="has the token ID 2147483648"):
-        load_tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
+        load_tokenizer(str(tmp_path / "tokenizer.json"), end_token="</s>")
 
 
 def test_arrays_that_are_pickled_or_compressed_are_refused(tmp_path):

@@ -7,6 +7,7 @@ from rich.console import Console
 from jaxlc.cli import flags
 from jaxlc.core import text as progress_lines
 from jaxlc.core.text import duration_text
+from jaxlc.runtime import watchdog
 from jaxlc.train.reports.progress import Progress, flops_text
 
 ROW = dict(loss=2.5, tokens_per_second=4321.0, step_seconds=0.5, grad_norm=1.0, learning_rate=1e-3)
@@ -207,3 +208,15 @@ def testflops_text(value, text):
 )
 def test_duration_text(seconds, text):
     assert duration_text(seconds) == text
+
+
+def test_waiting_share_is_the_share_of_the_loop_after_the_first_step(clock, monkeypatch):
+    waited = dict(data=3.0)
+    monkeypatch.setattr(watchdog, "phase_seconds", lambda: waited)
+    progress, _ = make_progress()
+    assert progress.waiting_share is None
+    clock.seconds += 10
+    progress.first_step_ended(time.perf_counter())
+    clock.seconds += 8
+    waited["data"] += 2
+    assert progress.waiting_share == pytest.approx(0.25)

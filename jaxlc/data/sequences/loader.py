@@ -1,12 +1,9 @@
-"""Feeds sequences to the devices of all processes as sharded arrays, and measures how long training
-waits for them.
-"""
+"""Feeds sequences to the devices of all processes as sharded arrays."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import grain
 import jax
@@ -67,38 +64,6 @@ def array_dtypes(config: Config) -> dict[str, type]:
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
     return ALWAYS | {name: np.int32 if name == "prefix_ids" else np.float32 for name in names}
-
-
-T = TypeVar("T")
-
-
-class WaitingTime:
-    """Measures the share of the time of a loop in which it waits for the next item of its iterable.
-
-    The first item is not counted: it is built while the program starts. With asynchronous dispatch
-    the devices still compute while the loop waits, so the share is an upper bound of the time in
-    which they are idle for lack of data.
-    """
-
-    def __init__(self) -> None:
-        self._waiting_seconds = self._total_seconds = 0.0
-
-    def timed(self, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items and measures."""
-        asked = start = None
-        for item in items:
-            got = time.perf_counter()
-            if asked is not None:
-                self._waiting_seconds += got - asked
-                self._total_seconds += got - start
-            start = got
-            yield item
-            asked = time.perf_counter()
-
-    @property
-    def share(self) -> float | None:
-        """Waiting time divided by the time of the loop, 0 to 1; None before the second item."""
-        return self._waiting_seconds / self._total_seconds if self._total_seconds else None
 
 
 _ENDLESS = 2**62

@@ -43,7 +43,6 @@ class MixedSequences:
     def __init__(self, sources: Sequence[PackedSequences], shares: Sequence[float]):
         """`shares` > 0 of the tokens, without padding; they are divided by their sum."""
         self.sources = tuple(sources)
-        self.seq_len = sources[0].seq_len
         self.num_documents = sum(source.num_documents for source in sources)
         # in one epoch of each source, without padding
         self.num_tokens = sum(source.num_tokens for source in sources)

@@ -224,11 +224,9 @@ def _conversation(value: Any, values: Mapping[str, Any], field: str, chat_format
         )
     messages = _Messages()
     for i, message in enumerate(value):
-        path = f"{field}[{i}]"
-        if not isinstance(message, dict):
-            raise BadRecord(f"{path} is {kind_of(message)}, expected a {items} {rest}{advice}")
-        if not {*keys} <= message.keys() or message[keys[0]] is None:
-            kind = f"a dictionary with the fields {[*message]}"
+        path, is_dict = f"{field}[{i}]", isinstance(message, dict)
+        if not is_dict or not {*keys} <= message.keys() or message[keys[0]] is None:
+            kind = f"a dictionary with the fields {[*message]}" if is_dict else kind_of(message)
             raise BadRecord(f"{path} is {kind}, expected a {items} {rest}{advice}")
         messages[path] = _message_of_turn(message, path) if is_sharegpt else message
     return messages
@@ -278,9 +276,7 @@ def _turns(value: Any, field: str, role: str) -> "_Messages":
 
 def _starts_with(value: Any, key: str) -> bool:
     """Whether a value is a list whose first item is a dictionary with this key."""
-    return (
-        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
-    )
+    return isinstance(value, list) and any(isinstance(x, dict) and key in x for x in value[:1])
 
 
 def _checked(message: dict[str, Any], path: str) -> tuple[dict[str, Any], bool]:
@@ -414,8 +410,7 @@ class Fields(NamedTuple):
         return f"{section}.{name}" if section else name
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
+class Document(NamedTuple):
     """A document; of `blocks`, `ids` and `chat`, one is set."""
 
     # the file's name; `name:number` (from 1) of the line or record if a file holds several
@@ -519,14 +514,9 @@ def _blocks(first: bytes, opened: BinaryIO) -> Iterator[bytes]:
 
 def _record_documents(file: SourceFile, fields: Fields, notes: Notes) -> Iterator[Document]:
     if file.path.name.endswith(MEGATRON_SUFFIX) and not fields.tokens:
-        is_mixture = file.setting.startswith("data.mixture.")
-        advice = (
-            f"set config.{file.setting}."
-            if is_mixture
-            else "use a source of config.data.mixture with "
-        )
         raise UserError(
-            f"{file.setting}: {str(file.path)!r} contains token IDs: {advice}token_field=tokens"
+            f"{file.setting}: {str(file.path)!r} contains token IDs: set token_field=tokens of its source in"
+            " config.data.mixture"
         )
     field_setting = fields.setting(file.setting)
     records = read_records(

@@ -15,7 +15,6 @@ import itertools
 import os
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +36,7 @@ _CACHE_OF_DATASETS = "cache-"  # start of the names of files with results of the
 _INSTALLED_PACKAGES = {"site-packages", "dist-packages"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     name: str  # path relative to its source, with forward slashes
     path: Path
     size_bytes: int
@@ -89,13 +87,7 @@ def list_files(
                 stat = path.stat()
             except OSError as error:
                 raise unreadable(path, error, setting) from error
-            file = SourceFile(
-                name=name,
-                path=path,
-                size_bytes=stat.st_size,
-                modified_ns=stat.st_mtime_ns,
-                setting=setting,
-            )
+            file = SourceFile(name, path, stat.st_size, stat.st_mtime_ns, setting)
             files.setdefault(path.resolve(), file)
     return FileList(list(files.values()), num_listed - len(files))
 

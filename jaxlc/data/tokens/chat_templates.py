@@ -434,8 +434,8 @@ def load_chat_template(
         return ChatTemplate(read_template(path, advice), special_tokens, str(path))
     template = values.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = [x for x in template if isinstance(x, dict) and x.get("name") == "default"]
-        template = named[0].get("template") if named else None
+        named = {x.get("name"): x.get("template") for x in template if isinstance(x, dict)}
+        template = named.get("default")
     if not isinstance(template, str):
         raise UserError(f"data.tokenizer has no chat template, which chats need: {advice}")
     return ChatTemplate(template, special_tokens, "the chat template of data.tokenizer")

@@ -23,7 +23,6 @@ The key of a token store is a hash of the source files, the tokenizer and the se
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import hashlib
@@ -241,7 +240,7 @@ class TokenWriter:
         self._document_bytes, self._kept = 0, []
 
     def finish(self) -> None:
-        _write_header(self._out, self._dtype, sum(self.lengths))
+        _write_header(self._out, self._dtype, self.num_tokens)
 
     def _read_document(self) -> Iterator[bytes]:
         """Reads the current document from the file; leaves the file at its end."""
@@ -255,10 +254,10 @@ def _write_header(out: BinaryIO, dtype: np.dtype, num_tokens: int) -> None:
     with the length.
     """
     out.seek(0)
-    descr = np.lib.format.dtype_to_descr(dtype)
-    np.lib.format.write_array_header_1_0(
-        out, {"descr": descr, "fortran_order": False, "shape": (num_tokens,)}
+    header = dict(
+        descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(num_tokens,)
     )
+    np.lib.format.write_array_header_1_0(out, header)
 
 
 # a smaller corpus is tokenized by the threads of one process, which starts sooner
@@ -269,8 +268,7 @@ _SECONDS_BETWEEN_COUNTS = 1.0
 _MAX_BATCH_SECONDS = 600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
+class Shard(NamedTuple):
     files: tuple[SourceFile, ...]
     num_bytes: int
     is_inline: bool = False  # tokenized by the process that writes the store of the corpus
@@ -296,7 +294,7 @@ def plan_shards(files: Sequence[SourceFile], shard_bytes: int, max_shard_bytes: 
         end_shard()
         if file.path.name.endswith(".jsonl"):
             for begin, end, number in _line_spans(file.path, shard_bytes):
-                part = dataclasses.replace(file, lines=(begin, end, number))
+                part = file._replace(lines=(begin, end, number))
                 shards.append(Shard(files=(part,), num_bytes=end - begin))
         else:
             shards.append(Shard(files=(file,), num_bytes=file.size_bytes, is_inline=True))

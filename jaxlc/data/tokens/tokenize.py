@@ -169,11 +169,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _num_invalid_characters(block: bytes) -> int:
     """Characters that decoding replaces with U+FFFD."""
-    try:
-        block.decode()
-    except UnicodeDecodeError:
-        return block.decode(errors="replace").count("\ufffd") - block.count("\ufffd".encode())
-    return 0
+    return block.decode(errors="replace").count("\ufffd") - block.count("\ufffd".encode())
 
 
 def _long_piece_warning(document: str, num_characters: int, tokenizer: Tokenizer) -> str:

@@ -71,11 +71,7 @@ def safe_cuts(tokenizer: dict) -> re.Pattern[str] | None:
     model, pre_tokenizer, normalizer = (
         tokenizer.get(key) or {} for key in ("model", "pre_tokenizer", "normalizer")
     )
-    stages = (
-        pre_tokenizer.get("pretokenizers")
-        if pre_tokenizer.get("type") == "Sequence"
-        else [pre_tokenizer]
-    )
+    stages = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     if model.get("type") != "BPE" or model.get("dropout"):
         return None
     if normalizer.get("type") in (None, "NFC") and _cuts_at_regex(stages):
@@ -130,9 +126,7 @@ def _is_known(stage: dict) -> bool:
 def _sentencepiece_cuts(
     model: dict, stages: list[dict], normalizer: dict
 ) -> re.Pattern[str] | None:
-    normalizers = (
-        normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
-    )
+    normalizers = normalizer.get("normalizers", [normalizer])
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _UNDERSCORE}
     prepend = {"type": "Prepend", "prepend": _UNDERSCORE}
     no_effect = {
@@ -307,6 +301,13 @@ class HuggingFaceTokenizer:
         parse_special_tokens: bool = False,
         start_token: str = AUTO,
     ):
+        """
+        Args:
+          end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or
+            the eos_token of tokenizer_config.json in the same directory.
+          parse_special_tokens: `encode` converts the text of a special token to this token.
+          start_token: as data.start_token.
+        """
         errors.require("tokenizers", f"data.tokenizer {name!r}")
         import tokenizers
 
@@ -444,26 +445,20 @@ class HuggingFaceTokenizer:
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
-def load_tokenizer(
-    name: str, end_token: str = "", parse_special_tokens: bool = False, start_token: str = AUTO
-) -> Tokenizer:
+def load_tokenizer(name: str, **settings: Any) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
       name: "bytes", the path of a tokenizer.json or of a Hugging Face directory, or a hub id.
-      end_token: text of the end-of-document token; empty: the first of the usual names that is a special token, or the
-        eos_token of tokenizer_config.json in the same directory.
-      parse_special_tokens: `encode` converts the text of a special token to this token.
-      start_token: as data.start_token.
+      settings: as of `HuggingFaceTokenizer`.
     Raises:
       UserError: the file cannot be read or downloaded, is not a tokenizer, or has no such end-of-document token.
     """
     if name != "bytes":
-        return HuggingFaceTokenizer(name, end_token, parse_special_tokens, start_token)
-    for setting, token in dict(
-        end_token=end_token, start_token=start_token if start_token != AUTO else ""
-    ).items():
-        if token:
+        return HuggingFaceTokenizer(name, **settings)
+    for setting in ("end_token", "start_token"):
+        token = settings.get(setting, AUTO)
+        if token not in ("", AUTO):
             raise UserError(
                 f"config.data.{setting}={token!r} is for Hugging Face tokenizers, and config.data.tokenizer is 'bytes',"
                 f" which has its own end-of-document token and no start token: remove {setting}"
@@ -474,7 +469,10 @@ def load_tokenizer(
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of a config. Raises UserError as `load_tokenizer`."""
     return load_tokenizer(
-        data.tokenizer, data.end_token, data.parse_special_tokens, data.start_token
+        data.tokenizer,
+        end_token=data.end_token,
+        parse_special_tokens=data.parse_special_tokens,
+        start_token=data.start_token,
     )
 
 

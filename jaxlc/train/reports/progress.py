@@ -19,7 +19,7 @@ from rich.progress import Progress as LiveBars
 from jaxlc.core.errors import reason_of
 from jaxlc.core.files import displayed
 from jaxlc.core.text import Update, duration_text, paragraph, preformatted, progress_lines
-from jaxlc.runtime import compilation_cache
+from jaxlc.runtime import compilation_cache, watchdog
 
 _MIN_SECONDS_BETWEEN_UPDATES = 0.25
 _BAR = "display:inline-block;width:12em;height:0.7em;border:1px solid currentColor;vertical-align:middle"
@@ -159,9 +159,21 @@ class Progress:
         """
         if self.seconds_to_first_step is None:
             self.seconds_to_first_step = end_seconds - self._start_seconds
+            self._waited_seconds = watchdog.phase_seconds()[watchdog.DATA]
             self.log(
                 f"time to the end of the first step: {duration_text(self.seconds_to_first_step)}"
             )
+
+    @property
+    def waiting_share(self) -> float | None:
+        """The share of the time since the first step, 0 to 1, in which the loop waited for data;
+        None before. With asynchronous dispatch the devices still compute while it waits, so this is
+        an upper bound of the time in which they are idle for lack of data.
+        """
+        if self.seconds_to_first_step is None:
+            return None
+        seconds = time.perf_counter() - self._start_seconds - self.seconds_to_first_step
+        return (watchdog.phase_seconds()[watchdog.DATA] - self._waited_seconds) / seconds
 
     def __enter__(self) -> "Progress":
         self._append(f"START {shlex.join(sys.argv)} (JAX {jax.__version__})")
