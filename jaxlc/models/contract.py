@@ -158,8 +158,7 @@ class Tiles(NamedTuple):
     """The same for layers that run as scans over tiles; see `layer_tiles`."""
 
     prepare: Callable[[BatchTokens], Any]
-    layer_type: Any  # a subclass of `layer_tiles.TiledLayer`
-    attention: Any  # its field of this name
+    mixer: Any  # a `layer_tiles.TileMixer`
 
 
 class Cached(Protocol):

@@ -9,8 +9,9 @@ arXiv:2506.13996, section 3.1) to whole layers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,7 @@ def run_layer(
     ranges: Any,
     prefetch: Prefetch | None = None,
     *,
-    layer_type: type["TiledLayer"],
-    attention: Any,
+    mixer: "TileMixer",
     saves_attention: bool,
     shard: Sharder,
     tables: RopeTables | None,
@@ -51,7 +51,7 @@ def run_layer(
 
     Args:
       ranges: what `contract.Tiles.prepare` of the kind returned.
-      layer_type, attention: how the layer computes; see `contract.Tiles`.
+      mixer: what the layer computes between its projections; see `contract.Tiles`.
       saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
@@ -67,11 +67,11 @@ def run_layer(
         return param.replace(in_use(param, shard, dtype))
 
     weights = jax.tree.map(weight, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    layer = layer_type(
+    layer = TiledLayer(
         layer_def=layer_def,
         shard=dataclasses.replace(shard, weights_are_gathered=True),
         tables=tables,
-        attention=attention,
+        mixer=mixer,
         saves_attention=saves_attention,
     )
 
@@ -83,49 +83,99 @@ def run_layer(
     return run(weights, x_nBtD, positions_nBt, ranges, prefetch)
 
 
+class Mixing(NamedTuple):
+    """What the tiles of a layer need of each other, and the functions that use it."""
+
+    of_tiles: Any  # a tree of arrays [n, ...], of which each tile gets its own
+    # an array of all tokens whose gradient, float32, is a sum over the tiles; a tree of such arrays
+    summed: Any
+    # (x_BtD, positions_Bt, tile, of_tile, saved) -> ((out, lse), kept, gradients). out and kept: the arguments of
+    # `Mixer.projected`. lse: what else the backward pass needs of attention, or None. saved: (out, lse) of an earlier
+    # call, or None. gradients: (dout, dkept, dsummed) -> (a list of gradients of the weights and of x_BtD, dsummed,
+    # dof_tile), in the backward pass only.
+    run: Callable
+    # ((dx_nBtD, dweights), dsummed, dof_tiles) -> (dx_nBtD, dweights), after all tiles of the backward pass
+    finish: Callable
+
+
+def _value(function: Callable, *operands) -> tuple[Any, None]:
+    """As `jax.vjp`, without a function for the gradients."""
+    return function(*operands), None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerOfLayer:
+    """The mixer of a layer with its weights."""
+
+    layer: "TiledLayer"
+    weights: LayerParams
+    vjp: Callable = _value  # `jax.vjp` in the backward pass
+
+    def call(self, function: Callable, trainable: Any, x_BtD: jax.Array, *operands) -> Any:
+        """`function(mixer, input of the mixer, *operands)`, with other trained weights."""
+        layer = self.layer.layer(self.weights.with_trainable(trainable))
+        return function(
+            layer.attention, layer.attention_input(x_BtD, shard=self.layer.shard), *operands
+        )
+
+    def run(self, function: Callable, *operands) -> tuple[Any, Any]:
+        """`function` of tokens x_BtD and further operands, as of `call`; in the backward pass also a
+        function from its gradient to those of the trained weights and of the operands.
+        """
+        return self.vjp(functools.partial(self.call, function), self.weights.trainable, *operands)
+
+
+class TileMixer(Protocol):
+    """What a layer computes between its projections, in tiles."""
+
+    def start(
+        self, mixer: MixerOfLayer, x_nBtD: jax.Array, positions_nBt: jax.Array, ranges: Any
+    ) -> Mixing:
+        """Computes what the tiles need of each other; the backward pass calls it again."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledLayer:
-    """A layer of which subclasses define the forward and backward rules; see `run_layer` for the
-    fields.
+    """A layer on tiles; see `run_layer` for the fields.
+
+    forward    what tiles need of each other, and its exchange between ranks
+               for each tile: the output of the mixer, and the rest of the layer; y overwrites x
+    backward   recompute what tiles need of each other
+               for each tile: recompute the output of the mixer, unless it was saved; gradients of x, of the weights,
+                              and of what the tile needs of others; dx overwrites dy
+               add the gradients that those of what tiles need of each other give to dx and to the weights
     """
 
     layer_def: nnx.GraphDef  # definition of a DecoderLayer
     shard: Sharder
     tables: RopeTables | None
-    attention: Any
+    mixer: TileMixer
     saves_attention: bool
+
+    def layer(self, weights: LayerParams) -> Any:
+        return nnx.merge(self.layer_def, *weights)
 
     def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch) -> tuple:
         """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the
         backward pass.
         """
-        raise NotImplementedError
+        mixer = MixerOfLayer(layer=self, weights=weights)
+        mixing = self.mixer.start(mixer, x_nBtD, positions_nBt, ranges)
 
-    def backward(self, residuals, gradients) -> tuple:
-        """The gradients of the operands of `forward`."""
-        raise NotImplementedError
-
-    def layer(self, weights) -> Any:
-        return nnx.merge(self.layer_def, *weights)
-
-    def after_attention(self, weights, x_BtD, out, kept, positions_Bt, chosen_Btk=None):
-        """(output, chosen_Btk or None)"""
-        operands = x_BtD, out, kept, positions_Bt, chosen_Btk
-        return self.layer(weights).after_attention(*operands, shard=self.shard)
-
-    def scan_tiles(self, run_tile, x_nBtD, operands, prefetch) -> tuple:
-        """The last scan of the forward pass, in which y overwrites x.
-
-        Args:
-          run_tile: (x_nBtD, (tile, *operands)) -> (x_nBtD with y of the tile, (saved, sums, chosen_Btk or None)). saved
-            is (out,) or (out, lse) of attention, or None.
-          operands: arrays with one entry per tile.
-        Returns:
-          ((the output, the prefetched weights), saved, chosen_nBtk)
-        """
+        def run_tile(x_nBtD, operands):
+            tile, positions_Bt, of_tile = operands
+            x_BtD = at(x_nBtD, tile)
+            results, kept, _ = mixing.run(x_BtD, positions_Bt, tile, of_tile, None)
+            (y_BtD, sums), chosen_Btk = self._after_attention(
+                weights, x_BtD, results[0], kept, positions_Bt
+            )
+            saved = results if self.saves_attention else None
+            return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
         def run_tiles(x_nBtD):
-            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), *operands))
+            operands = tile_indices(x_nBtD), positions_nBt, mixing.of_tiles
+            return lax.scan(run_tile, x_nBtD, operands)
 
         (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(
             run_tiles, (x_nBtD,), prefetch
@@ -135,55 +185,65 @@ class TiledLayer:
         if chosen_nBtk is not None:
             chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
         output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
-        return (output, next_weights), saved, chosen_nBtk
+        residuals = weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch
+        return (output, next_weights), residuals
 
-
-class TokenwiseLayer(TiledLayer):
-    """A layer without a mixer: each tile is computed by itself; y overwrites x, and dx overwrites
-    dy.
-    """
-
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
-        def run_tile(x_nBtD, operands):
-            tile, positions_Bt = operands
-            (y_BtD, sums), chosen_Btk = self.after_attention(
-                weights, at(x_nBtD, tile), None, None, positions_Bt
-            )
-            return put_at(x_nBtD, y_BtD, tile), (None, sums, chosen_Btk)
-
-        output, _, chosen_nBtk = self.scan_tiles(run_tile, x_nBtD, (positions_nBt,), prefetch)
-        return output, (weights, x_nBtD, positions_nBt, chosen_nBtk, prefetch)
-
-    def backward(self, residuals, gradients):
-        weights, x_nBtD, positions_nBt, chosen_nBtk, prefetch = residuals
+    def backward(self, residuals, gradients) -> tuple:
+        """The gradients of the operands of `forward`."""
+        weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
         trainable, all_of = weights.trainable, weights.with_trainable
-        # as in `kinds.attention.AttentionLayer`
-        x_nBtD, dy_nBtD = lax.optimization_barrier((x_nBtD, dy_nBtD))
+        # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
+        # the same time.
+        x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
+        mixer = MixerOfLayer(layer=self, weights=weights, vjp=jax.vjp)
+        mixing = self.mixer.start(mixer, x_nBtD, positions_nBt, ranges)
 
         def tile_backward(carry, operands):
-            dx_nBtD, dweights = carry
-            tile, x_BtD, *rest = operands
-            _, tile_vjp = jax.vjp(
-                lambda w, x: self.after_attention(all_of(w), x, None, None, *rest)[0],
-                *(trainable, x_BtD),
+            dx_nBtD, dsummed, dweights = carry
+            tile, x_BtD, positions_Bt, of_tile, saved, chosen_Btk = operands
+            results, kept, mixer_gradients = mixing.run(x_BtD, positions_Bt, tile, of_tile, saved)
+            _, rest_vjp = jax.vjp(
+                lambda w, *x: self._after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
+                *(trainable, x_BtD, results[0], kept),
             )
-            dweights_tile, dx_BtD = tile_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
-            return (put_at(dx_nBtD, dx_BtD, tile), add(dweights, dweights_tile)), None
+            dweights_rest, dx_BtD, dout, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
+            dmixers, dsummed, dof_tile = mixer_gradients(dout, dkept, dsummed)
+            dweights = add(dweights, dweights_rest)
+            for dweights_mixer, dx_mixer in dmixers:
+                dweights, dx_BtD = add(dweights, dweights_mixer), dx_BtD + dx_mixer
+            return (put_at(dx_nBtD, dx_BtD, tile), dsummed, dweights), dof_tile
 
-        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, chosen_nBtk
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
-        carry, _ = lax.scan(tile_backward, (dy_nBtD, dweights), tiles)
+        dsummed = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32) + zero, mixing.summed)
+        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, mixing.of_tiles, saved, chosen_nBtk
+        carry, dof_tiles = lax.scan(tile_backward, (dy_nBtD, dsummed, dweights), tiles)
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
-        dx_nBtD, dweights = carry
+        dx_nBtD, dsummed, dweights = carry
+        dx_nBtD, dweights = mixing.finish((dx_nBtD, dweights), dsummed, dof_tiles)
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
 
+    def _after_attention(self, weights, x_BtD, out, kept, positions_Bt, chosen_Btk=None):
+        """(output, chosen_Btk or None)"""
+        operands = x_BtD, out, kept, positions_Bt, chosen_Btk
+        return self.layer(weights).after_attention(*operands, shard=self.shard)
+
+
+class NoTileMixer:
+    """The `TileMixer` of layers without a mixer: each tile is computed by itself."""
+
+    def start(self, mixer, x_nBtD, positions_nBt, ranges) -> Mixing:
+        def run(*tile):
+            return (None, None), None, lambda *gradients: ((), None, None)
+
+        return Mixing(None, None, run, lambda gradients, *_: gradients)
+
 
 class TileRecurrence(Protocol):
-    """What a `RecurrentLayer` computes between its projections, implemented in `jaxlc.attention`.
+    """What a `RecurrentTiles` computes between its projections, implemented in `jaxlc.attention`.
     JAX differentiates all of these functions. `ranges` are those of a tile."""
 
     def before(self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array) -> Any:
@@ -203,113 +263,68 @@ class TileRecurrence(Protocol):
         """The input of `Mixer.projected`."""
 
 
-class RecurrentLayer(TiledLayer):
-    """A layer with a recurrent state: only x and one map of states per tile are stored.
+class RecurrentTiles(NamedTuple):
+    """The `TileMixer` of a recurrent state: only x and one map of states per tile are stored.
 
-    forward    for each tile: the maps of its states
-               the states that enter all tiles, with the exchange between ranks
-               for each tile: the outputs of the recurrence, and the rest of the layer; y overwrites x
-    backward   recompute maps and states
-               for each tile: recompute the outputs, unless they were saved; gradients of x, of the weights, and of
-                              the states that enter the tile; dx overwrites dy
-               the gradients of the maps, with the exchange backwards
-               for each tile: add the gradients that those of its maps give to dx and to the weights
+    Before the tiles, the maps of their states are computed, and the states that enter them. The
+    backward pass recomputes both; after the tiles, it adds the gradients of the maps.
     """
 
-    attention: TileRecurrence
+    recurrence: TileRecurrence
 
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
-        before = self._before(weights, x_nBtD)
-        states = self.attention.states(self._maps(weights, x_nBtD, before, ranges))
+    def start(self, mixer, x_nBtD, positions_nBt, ranges) -> Mixing:
+        recurrence, shard = self.recurrence, mixer.layer.shard
 
-        def run_tile(x_nBtD, operands):
-            tile, positions_Bt, before, ranges, states = operands
-            x_BtD = at(x_nBtD, tile)
-            mixed, kept = self._operands(weights, x_BtD)
-            out = self.attention.outputs(mixed, before, states, ranges)
-            (y_BtD, sums), chosen_Btk = self.after_attention(
-                weights, x_BtD, out, kept, positions_Bt
+        def operands(own, input_BtD):
+            return own.operands(input_BtD, shard=shard)
+
+        def tokens_before(trainable, x_nBtD):
+            return recurrence.before(
+                lambda x_BtD: mixer.call(operands, trainable, x_BtD)[0], x_nBtD
             )
-            saved = (out,) if self.saves_attention else None
-            return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
-        operands = positions_nBt, before, ranges, states
-        output, saved, chosen_nBtk = self.scan_tiles(run_tile, x_nBtD, operands, prefetch)
-        return output, (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
+        def maps_of(x_BtD, before, ranges):
+            def maps(own, input_BtD, before):
+                return recurrence.maps(operands(own, input_BtD)[0], before, ranges)
 
-    def backward(self, residuals, gradients):
-        weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
-        (dy_nBtD, dsums), _ = gradients
-        trainable, all_of = weights.trainable, weights.with_trainable
-        # as in `kinds.attention.AttentionLayer`
-        x_nBtD, dy_nBtD = lax.optimization_barrier((x_nBtD, dy_nBtD))
-        before, before_vjp = jax.vjp(lambda w, x: self._before(all_of(w), x), trainable, x_nBtD)
-        maps = self._maps(weights, x_nBtD, before, ranges)
-        states, states_vjp = jax.vjp(self.attention.states, maps)
+            return mixer.run(maps, x_BtD, before)
 
-        def tile_backward(carry, operands):
-            dx_nBtD, dweights = carry
-            (tile, x_BtD, positions_Bt, before, ranges), states, saved, chosen_Btk = operands
-            (mixed, kept), operands_vjp = jax.vjp(
-                lambda w, x: self._operands(all_of(w), x), trainable, x_BtD
-            )
-            out, outputs_vjp = jax.vjp(
-                lambda *arrays: self.attention.outputs(*arrays, ranges), mixed, before, states
-            )
-            _, rest_vjp = jax.vjp(
-                lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
-                *(trainable, x_BtD, out if saved is None else saved[0], kept),
-            )
-            dweights_rest, dx_rest, dout, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
-            dmixed, dbefore, dstates = outputs_vjp(dout)
-            dweights_operands, dx_operands = operands_vjp((dmixed, dkept))
-            dweights = add(add(dweights, dweights_rest), dweights_operands)
-            return (put_at(dx_nBtD, dx_rest + dx_operands, tile), dweights), (dbefore, dstates)
-
-        def maps_backward(carry, operands):
-            dx_nBtD, dweights = carry
-            (tile, x_BtD, _, before, ranges), dmaps = operands
-            _, maps_vjp = jax.vjp(
-                lambda w, x, before: self._tile_maps(all_of(w), x, before, ranges),
-                *(trainable, x_BtD, before),
-            )
-            dweights_tile, dx_BtD, dbefore = maps_vjp(dmaps)
-            return (
-                put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile),
-                add(dweights, dweights_tile),
-            ), dbefore
-
-        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, before, ranges
-        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
-        carry, (dbefore, dstates) = lax.scan(
-            tile_backward, (dy_nBtD, dweights), (tiles, states, saved, chosen_nBtk)
+        before, before_vjp = mixer.vjp(tokens_before, mixer.weights.trainable, x_nBtD)
+        tiles = x_nBtD, before, ranges
+        states, states_vjp = mixer.vjp(
+            recurrence.states, lax.map(lambda tile: maps_of(*tile)[0], tiles)
         )
-        if prefetch is not None:
-            carry, next_weights = schedule_after(carry, prefetch.in_backward)
-            prefetch = Prefetch(None, next_weights)
-        (dmaps,) = states_vjp(dstates)
-        (dx_nBtD, dweights), dbefore_maps = lax.scan(maps_backward, carry, (tiles, dmaps))
-        dweights_before, dx_before = before_vjp(add(dbefore, dbefore_maps))
-        dweights = jax.tree.map(
-            lambda d, w: d.astype(w.dtype), add(dweights, dweights_before), trainable
-        )
-        return LayerParams(dweights, None), dx_nBtD + dx_before, None, None, prefetch
 
-    def _before(self, weights, x_nBtD):
-        return self.attention.before(lambda x_BtD: self._operands(weights, x_BtD)[0], x_nBtD)
+        def run(x_BtD, positions_Bt, tile, of_tile, saved):
+            before, states, ranges = of_tile
+            (mixed, kept), operands_vjp = mixer.run(operands, x_BtD)
+            out, outputs_vjp = mixer.vjp(
+                lambda *arrays: recurrence.outputs(*arrays, ranges), mixed, before, states
+            )
 
-    def _maps(self, weights, x_nBtD, before, ranges):
-        """The maps of the states over the pieces of all tiles."""
-        return lax.map(lambda tile: self._tile_maps(weights, *tile), (x_nBtD, before, ranges))
+            def gradients(dout, dkept, dsummed):
+                dmixed, *dof_tile = outputs_vjp(dout)
+                return (operands_vjp((dmixed, dkept)),), dsummed, dof_tile
 
-    def _tile_maps(self, weights, x_BtD, before, ranges):
-        return self.attention.maps(self._operands(weights, x_BtD)[0], before, ranges)
+            return saved or (out, None), kept, gradients
 
-    def _operands(self, weights, x_BtD):
-        layer = self.layer(weights)
-        return layer.attention.operands(
-            layer.attention_input(x_BtD, shard=self.shard), shard=self.shard
-        )
+        def finish(gradients, dsummed, dof_tiles):
+            def maps_backward(carry, operands):
+                dx_nBtD, dweights = carry
+                tile, own, dmaps = operands
+                dweights_tile, dx_BtD, dbefore = maps_of(*own)[1](dmaps)
+                dx_nBtD = put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile)
+                return (dx_nBtD, add(dweights, dweights_tile)), dbefore
+
+            dbefore, dstates = dof_tiles
+            (dmaps,) = states_vjp(dstates)
+            (dx_nBtD, dweights), dbefore_maps = lax.scan(
+                maps_backward, gradients, (tile_indices(x_nBtD), tiles, dmaps)
+            )
+            dweights_before, dx_before = before_vjp(add(dbefore, dbefore_maps))
+            return dx_nBtD + dx_before, add(dweights, dweights_before)
+
+        return Mixing((before, states, ranges), None, run, finish)
 
 
 def tile_indices(x_nBtD: jax.Array) -> jax.Array:

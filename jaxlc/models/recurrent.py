@@ -49,7 +49,7 @@ from jaxlc.models.contract import (
     Tiles,
     decode_tokens,
 )
-from jaxlc.models.layer_tiles import RecurrentLayer
+from jaxlc.models.layer_tiles import RecurrentTiles
 from jaxlc.models.matmuls import Fp8, in_use
 from jaxlc.sharding.mesh import Ranks
 from jaxlc.sharding.rules import Sharder
@@ -172,7 +172,7 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
                 jnp.ones_like(tokens.positions_BT) if is_one_segment else tokens.segments_BT
             )
 
-        return Tiles(prepare, RecurrentLayer, tiled)
+        return Tiles(prepare, RecurrentTiles(tiled))
 
     @classmethod
     def reach(cls, model: ModelConfig) -> int:

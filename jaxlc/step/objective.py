@@ -432,8 +432,7 @@ class Objective:
             return functools.partial(layer_stack.run_layer, attend=bound.attend, tables=tables)
         return functools.partial(
             layer_tiles.run_layer,
-            layer_type=bound.layer_type,
-            attention=bound.attention,
+            mixer=bound.mixer,
             saves_attention=saves_attention(self._memory),
             tables=tables,
         )

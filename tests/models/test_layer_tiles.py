@@ -14,7 +14,7 @@ from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
 from jaxlc.models.block import InitKeys
 from jaxlc.models.contract import LayerOutput
-from jaxlc.models.kinds.attention import AttentionLayer
+from jaxlc.models.kinds.attention import AttentionTiles
 from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.models.rope import rope_tables
@@ -130,8 +130,7 @@ def test_run_layer_on_tiles_equals_whole_layer(
             to_tiles(x_BTD),
             to_tiles(positions_BT),
             None,
-            layer_type=AttentionLayer,
-            attention=_TileAttention(T // num_tiles, model.num_kv_heads),
+            mixer=AttentionTiles(_TileAttention(T // num_tiles, model.num_kv_heads)),
             saves_attention=saves_attention,
             shard=shard,
             tables=tables,

@@ -28,7 +28,7 @@ from jaxlc.config.kinds import mixer_matrices
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.models.block import residual_depth_scale, weight
 from jaxlc.models.contract import KindOnMesh, Mixer, OnTiles, PassesStates, Sequences, Tiles
-from jaxlc.models.layer_tiles import RecurrentLayer
+from jaxlc.models.layer_tiles import RecurrentTiles
 from jaxlc.sharding.mesh import Ranks
 
 HEADS, TOKENS = PartitionSpec(BATCH_AXES, CONTEXT, TENSOR), PartitionSpec(BATCH_AXES, CONTEXT)
@@ -68,7 +68,7 @@ class DecayedMean(Mixer, OnTiles, PassesStates):
         def prepare(tokens):
             return tiles_of(_continues(tokens, mesh=on.mesh), on.mesh.shape[CONTEXT], on.num_tiles)
 
-        return Tiles(prepare, RecurrentLayer, TiledMean(on.mesh))
+        return Tiles(prepare, RecurrentTiles(TiledMean(on.mesh)))
 
     @classmethod
     def abstract_cache(cls, on, layout, *, batch_size, num_layers, dtype):

@@ -42,7 +42,7 @@ from jaxlc.models.kinds.experts import Experts
 from jaxlc.models.kinds.kda import KimiDeltaAttention
 from jaxlc.models.kinds.latent import LatentAttention
 from jaxlc.models.kinds.mamba2 import Mamba2
-from jaxlc.models.layer_tiles import TokenwiseLayer
+from jaxlc.models.layer_tiles import NoTileMixer
 from jaxlc.models.rope import TablesOfKinds, rope_tables
 
 
@@ -55,7 +55,7 @@ class NoMixer(Mixer, OnTiles, OnTrees):
 
     @classmethod
     def on_tiles(cls, on: KindOnMesh) -> Tiles:
-        return Tiles(lambda tokens: None, TokenwiseLayer, None)
+        return Tiles(lambda tokens: None, NoTileMixer())
 
     @classmethod
     def abstract_cache(cls, on, layout, *, batch_size, num_layers, dtype) -> tuple:

@@ -6,6 +6,8 @@ crosses ranks in training is in `jaxlc.attention`.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,6 @@ from jaxlc.models.contract import (
     CacheLayout,
     ChoosesKernel,
     KindOnMesh,
-    LayerOutput,
     Mixer,
     OnTiles,
     OnTrees,
@@ -45,9 +46,8 @@ from jaxlc.models.contract import (
     Sequences,
     Tiles,
 )
-from jaxlc.models.layer_tiles import TiledLayer, add, at, put_at, tile_indices
+from jaxlc.models.layer_tiles import Mixing, add, at, put_at, tile_indices
 from jaxlc.models.matmuls import Fp8
-from jaxlc.models.offloaded_layers import LayerParams, Prefetch, schedule_after
 from jaxlc.models.rope import apply_rope, query_scale
 from jaxlc.sharding.rules import Sharder
 
@@ -146,7 +146,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             prefixes = {} if tokens.prefixes_BT is None else dict(prefixes_BT=tokens.prefixes_BT)
             return tiled.prepare(tokens.positions_BT, tokens.segments_BT, q_like, **prefixes)
 
-        return Tiles(prepare, AttentionLayer, tiled)
+        return Tiles(prepare, AttentionTiles(tiled))
 
     @classmethod
     def kernel(cls, on: KindOnMesh) -> KernelSelection:
@@ -298,115 +298,70 @@ def _qk_norm(model: ModelConfig, **heads: int) -> RMSNorm | None:
     return RMSNorm(epsilon=model.norm_epsilon, zero_centered=model.zero_centered_norm, **dims)
 
 
-class AttentionLayer(TiledLayer):
-    """A layer with attention: only x, K and V exist at full sequence length.
+class AttentionTiles(NamedTuple):
+    """The `TileMixer` of attention: only x, K and V exist at full sequence length.
 
-    forward    for each tile: K and V
-               for each tile: queries, attention to all K and V, and the rest of the layer; y overwrites x
-    backward   for each tile: recompute K and V
-               for each tile: recompute queries, and attention unless it was saved; gradients of x, of the weights,
-                              and of all K and V that the tile attends to; dx overwrites dy
-               for each tile: add the gradients that its dK and dV give to dx and to the weights
+    Before the tiles, K and V of all tokens are computed. The backward pass recomputes them; after
+    the tiles, it adds the gradients that those of K and V give.
     """
 
     attention: TiledAttention
 
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch):
-        attention = self.attention
-        kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
+    def start(self, mixer, x_nBtD, positions_nBt, ranges) -> Mixing:
+        attention, tables, shard = self.attention, mixer.layer.tables, mixer.layer.shard
+        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt
 
-        def run_tile(x_nBtD, operands):
-            tile, positions_Bt = operands
-            x_BtD = at(x_nBtD, tile)
-            q_BtNH, gate_BtNH, sinks_N = self._queries(weights, x_BtD, positions_Bt)
-            results = attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
-            (y_BtD, sums), chosen_Btk = self.after_attention(
-                weights, x_BtD, results[0], gate_BtNH, positions_Bt
-            )
-            return put_at(x_nBtD, y_BtD, tile), (
-                results if self.saves_attention else None,
-                sums,
-                chosen_Btk,
-            )
+        def keys_values(x_BtD, positions_Bt):
+            def project(own, input_BtD):
+                return own.keys_values(input_BtD, Rotation(positions_Bt, tables), shard=shard)
 
-        output, saved, chosen_nBtk = self.scan_tiles(run_tile, x_nBtD, (positions_nBt,), prefetch)
-        return output, (weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch)
+            return mixer.run(project, x_BtD)
 
-    def backward(self, residuals, gradients):
-        weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
-        (dy_nBtD, dsums), _ = gradients
-        attention, trainable, all_of = self.attention, weights.trainable, weights.with_trainable
-        # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
-        # the same time.
-        x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
-        kv = self._keys_values(weights, x_nBtD, positions_nBt, ranges)
+        kv = self._all(lambda *tile: keys_values(*tile)[0], tiles, ranges)
 
-        def tile_backward(carry, operands):
-            dx_nBtD, dkv, dweights = carry
-            tile, x_BtD, positions_Bt, saved, chosen_Btk = operands
-            (q_BtNH, gate_BtNH, sinks_N), queries_vjp = jax.vjp(
-                lambda w, x: self._queries(all_of(w), x, positions_Bt), trainable, x_BtD
-            )
+        def run(x_BtD, positions_Bt, tile, of_tile, saved):
+            def project(own, input_BtD):
+                queries = own.queries(input_BtD, Rotation(positions_Bt, tables), shard=shard)
+                return *queries, own.sinks_N
+
+            (q_BtNH, gate_BtNH, sinks_N), queries_vjp = mixer.run(project, x_BtD)
             results = saved or attention.forward(q_BtNH, kv, tile, ranges, sinks_N)
-            _, rest_vjp = jax.vjp(
-                lambda w, *x: self.after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
-                *(trainable, x_BtD, results[0], gate_BtNH),
-            )
-            dweights_rest, dx_rest, dout_BtNH, dgate_BtNH = rest_vjp(
-                LayerOutput(at(dx_nBtD, tile), dsums)
-            )
-            dq_BtNH, dkv, dsinks_N = attention.backward(
-                q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N
-            )
-            dweights_queries, dx_queries = queries_vjp(
-                (dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N)
-            )
-            dweights = add(add(dweights, dweights_rest), dweights_queries)
-            return (put_at(dx_nBtD, dx_rest + dx_queries, tile), dkv, dweights), None
 
-        def keys_values_backward(carry, operands):
-            dx_nBtD, dweights = carry
-            tile, x_BtD, positions_Bt = operands
-            k_v, keys_values_vjp = jax.vjp(
-                lambda w, x: self._tile_keys_values(all_of(w), x, positions_Bt), trainable, x_BtD
-            )
-            dk_dv = jax.tree.map(
-                lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v
-            )
-            dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
-            return (
-                put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile),
-                add(dweights, dweights_tile),
-            ), None
+            def gradients(dout_BtNH, dgate_BtNH, dkv):
+                dq_BtNH, dkv, dsinks_N = attention.backward(
+                    q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N
+                )
+                dqueries = dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N
+                return (queries_vjp(dqueries),), dkv, of_tile
 
-        tiles = tile_indices(x_nBtD)
-        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
-        carry = dy_nBtD, jnp.zeros(kv.shape, jnp.float32) + zero, dweights
-        carry, _ = lax.scan(
-            tile_backward, carry, (tiles, x_nBtD, positions_nBt, saved, chosen_nBtk)
-        )
-        if prefetch is not None:
-            carry, next_weights = schedule_after(carry, prefetch.in_backward)
-            prefetch = Prefetch(None, next_weights)
-        dx_nBtD, dkv, dweights = carry
-        dkv = attention.add_exchanged(dkv, ranges)
-        carry, _ = lax.scan(
-            keys_values_backward, (dx_nBtD, dweights), (tiles, x_nBtD, positions_nBt)
-        )
-        dx_nBtD, dweights = carry
-        dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
-        return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
+            return results, gate_BtNH, gradients
 
-    def _keys_values(self, weights, x_nBtD, positions_nBt, ranges) -> jax.Array:
+        def finish(gradients, dkv, _):
+            dkv = attention.add_exchanged(dkv, ranges)
+
+            def tile_backward(carry, operands):
+                dx_nBtD, dweights = carry
+                tile, *own = operands
+                k_v, keys_values_vjp = keys_values(*own)
+                dk_dv = jax.tree.map(
+                    lambda d, like: d.astype(like.dtype), attention.take(dkv, tile), k_v
+                )
+                dweights_tile, dx_BtD = keys_values_vjp(dk_dv)
+                dx_nBtD = put_at(dx_nBtD, at(dx_nBtD, tile) + dx_BtD, tile)
+                return (dx_nBtD, add(dweights, dweights_tile)), None
+
+            return lax.scan(tile_backward, gradients, tiles)[0]
+
+        return Mixing(None, kv, run, finish)
+
+    def _all(self, keys_values: Callable, tiles: tuple, ranges: Any) -> jax.Array:
         """K and V of all tokens, in the layout of the tile attention, after its exchange."""
-        attention = self.attention
-        abstract_tile = jax.eval_shape(self._tile_keys_values, weights, x_nBtD[0], positions_nBt[0])
+        attention, (_, x_nBtD, positions_nBt) = self.attention, tiles
+        abstract_tile = jax.eval_shape(keys_values, x_nBtD[0], positions_nBt[0])
 
         def put(kv, operands):
-            tile, x_BtD, positions_Bt = operands
-            return attention.put(
-                kv, *self._tile_keys_values(weights, x_BtD, positions_Bt), tile
-            ), None
+            tile, *own = operands
+            return attention.put(kv, *keys_values(*own), tile), None
 
         batch, tile_tokens, _, head_dim = abstract_tile[0].shape
         empty = attention.empty(batch, len(x_nBtD) * tile_tokens, head_dim, x_nBtD.dtype)
@@ -414,19 +369,3 @@ class AttentionLayer(TiledLayer):
         x_nBtD, zero = lax.optimization_barrier((x_nBtD, jnp.zeros((), empty.dtype)))
         kv, _ = lax.scan(put, empty + zero, (tile_indices(x_nBtD), x_nBtD, positions_nBt))
         return attention.exchange(kv, ranges)
-
-    def _tile_keys_values(self, weights, x_BtD, positions_Bt):
-        layer = self.layer(weights)
-        input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        return layer.attention.keys_values(
-            input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard
-        )
-
-    def _queries(self, weights, x_BtD, positions_Bt):
-        """(q_BtNH, gate_BtNH or None, sinks_N or None)"""
-        layer = self.layer(weights)
-        input_BtD = layer.attention_input(x_BtD, shard=self.shard)
-        queries = layer.attention.queries(
-            input_BtD, Rotation(positions_Bt, self.tables), shard=self.shard
-        )
-        return *queries, layer.attention.sinks_N
