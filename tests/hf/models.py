@@ -819,6 +819,7 @@ CASES: dict[str, Case] = {
         rope_scaling=dict(YARN_ROPE, mscale=0.707, mscale_all_dim=0.707),
         q_lora_rank=None,
         topk_method="group_limited_greedy",
+        topk_group=1,  # fewer groups than experts of a token, which would always be in the best ones
         norm_topk_prob=False,
     ),
     "glm4_moe_lite": _latent(

@@ -41,7 +41,12 @@ def with_step_limit(model, fields: dict):
 
 def config_of(directory: str):
     """The config of a model; transformers 4 does not read rope_parameters."""
-    fields = json.loads((pathlib.Path(directory) / "config.json").read_text())
+    path = pathlib.Path(directory) / "config.json"
+    # as transformers writes numbers that JSON does not have
+    fields = json.loads(
+        path.read_text(),
+        object_hook=lambda x: float(x.get("__float__", 0)) if x.keys() == {"__float__"} else x,
+    )
     parameters = fields.get("rope_parameters")
     if transformers.__version__.startswith("4.") and parameters and "rope_theta" not in fields:
         fields["rope_theta"] = parameters["rope_theta"]

@@ -416,7 +416,7 @@ PARTS = {
     "groups of experts": ("glm4_moe", {"experts.groups_per_token": 4}, lambda params: params),
     "gate of the shared expert": (
         "qwen3_5_moe",
-        dict(shared_expert_gate=False),
+        {"experts.shared_gate": False},
         lambda params: _without(("shared_gate",), params),
     ),
     "projections of each key head": ("qwen3_next", dict(), _in_another_order),
@@ -497,6 +497,7 @@ NO_CONFIG = {"kimi_k2"}  # read as deepseek_v3
 FIELDS = {
     "qwen3_vl_moe_text": {"tie_word_embeddings": True},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
 }
 
 
