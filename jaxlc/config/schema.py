@@ -548,6 +548,9 @@ class PosttrainConfig:
     label_smoothing: From0Below1[float] = 0.0
     # logits are divided by it before log-probabilities are computed, as in sampling
     temperature: Above0[float] = 1.0
+    # tokens go to the experts that the sampler chose, which the records have in the field routed_experts. The weights
+    # of these experts are those of the current router.
+    replay_routing: bool = False
 
     @property
     def uses_reference(self) -> bool:

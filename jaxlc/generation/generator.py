@@ -33,6 +33,7 @@ from jaxlc.models.contract import (
     Cache,
     Cached,
     CacheLayout,
+    LayerTokens,
     NewTokens,
     decode_tokens,
     empty_cache,
@@ -148,12 +149,14 @@ def _run_layer(
     tables: RopeTables | None,
     shard: Sharder,
 ) -> tuple[jax.Array, Any]:
-    positions_BC, out, kept = new.positions_BC(x_BCD.shape[1]), None, None
+    tokens, out, kept = LayerTokens(new.positions_BC(x_BCD.shape[1])), None, None
     if layer.attention is not None:
         input_BCD = layer.attention_input(x_BCD, shard=shard)
-        mixed, kept = operands(layer.attention, input_BCD, positions_BC, tables=tables, shard=shard)
+        mixed, kept = operands(
+            layer.attention, input_BCD, tokens.positions_BT, tables=tables, shard=shard
+        )
         out, cache = attend(*mixed, cache=cache, layer=index)
-    output, _ = layer.after_attention(x_BCD, out, kept, positions_BC, shard=shard)
+    output, _ = layer.after_attention(x_BCD, out, kept, tokens, shard=shard)
     return output.x_BTD, cache
 
 

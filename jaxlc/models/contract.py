@@ -118,6 +118,15 @@ class LayerOutput(NamedTuple):
     sums: dict[str, jax.Array]
 
 
+class LayerTokens(NamedTuple):
+    """What a layer reads of its tokens, besides the residual stream."""
+
+    positions_BT: jax.Array  # int32; of padding, a negative number if a layer has experts
+    # Recorded experts of each token in each of the L layers with experts, unsigned; the largest
+    # value: there is no record. None: routers choose.
+    experts_LBTk: jax.Array | None = None
+
+
 class BatchTokens(NamedTuple):
     """What is known of the tokens of a microbatch, int32 [B, T], in the order of the batch."""
 

@@ -14,11 +14,12 @@ runs one group per iteration (`layer_stack`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -27,7 +28,14 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR, is_layers
 from jaxlc.models.block import InitKeys, RMSNorm, matrix, over_chunks, scaled
 from jaxlc.models.contract import LayerOutput
-from jaxlc.models.layer_stack import DecoderLayer, IsFrozen, LayerContext, run_stack
+from jaxlc.models.layer_stack import (
+    DecoderLayer,
+    ExpertsIndex,
+    IsFrozen,
+    LayerContext,
+    Routing,
+    run_stack,
+)
 from jaxlc.models.lora import join, paths_in_layer
 from jaxlc.models.matmuls import Fp8, History, IsBf16
 from jaxlc.sharding.rules import Sharder
@@ -153,6 +161,8 @@ class Decoder(nnx.Module):
         keys: InitKeys,
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
+        *,
+        routing: Routing = "",
     ):
         D, V = model.model_dim, model.vocab_size
         padding = vocab_size_padded - V
@@ -166,9 +176,9 @@ class Decoder(nnx.Module):
 
         def stacked(layers: Sequence[int]) -> DecoderLayer:
             shape = model.of_kind(model.kinds_of_layers[layers[0]])
-            return nnx.vmap(lambda key: DecoderLayer(shape, InitKeys(key), fp8, lora))(
-                layer_keys[jnp.array(layers)]
-            )
+            return nnx.vmap(
+                lambda key: DecoderLayer(shape, InitKeys(key), fp8, lora, routing=routing)
+            )(layer_keys[jnp.array(layers)])
 
         stacks: dict[str, Any] = {}
         for (segment, *kind), layers in model.layer_stacks.items():
@@ -308,8 +318,8 @@ def apply(
         name: part if is_layers(name) else shard.fetched(part) for name, part in joined.items()
     }
     vocab_size_padded = joined["embedding"].shape[-2]
-    graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora)
-    decoder = nnx.merge(graph_def, joined, params.histories or {}, _bf16_flags(model, state, fp8))
+    graph_def, state = _abstract_decoder(model, vocab_size_padded, fp8, lora, context.routing)
+    decoder = nnx.merge(graph_def, joined, params.histories or {}, *_values(model, state, fp8))
     output = decoder(
         tokens_BT, positions_BT, model, context, lambda path, _: path in frozen_in_layer
     )
@@ -329,33 +339,36 @@ def bind(params: dict, model: ModelConfig, lora: LoraConfig | None = None) -> De
 
 @functools.cache
 def _abstract_decoder(
-    model: ModelConfig, vocab_size_padded: int, fp8: Fp8 | None, lora: LoraConfig | None
+    model: ModelConfig,
+    vocab_size_padded: int,
+    fp8: Fp8 | None,
+    lora: LoraConfig | None,
+    routing: Routing = "",
 ):
     """(graph definition, abstract state) of the decoder; nothing is computed."""
+    keys = InitKeys(jax.random.key(0))
     return nnx.split(
-        nnx.eval_shape(
-            lambda: Decoder(model, vocab_size_padded, InitKeys(jax.random.key(0)), fp8, lora)
-        )
+        nnx.eval_shape(lambda: Decoder(model, vocab_size_padded, keys, fp8, lora, routing=routing))
     )
 
 
-def _bf16_flags(model: ModelConfig, state, fp8: Fp8 | None) -> dict:
-    """The values of all `IsBf16` variables of the decoder, float32, one per layer of each stack."""
+def _values(model: ModelConfig, state, fp8: Fp8 | None) -> Iterator[dict]:
+    """Yields the values of all `IsBf16` and `ExpertsIndex` variables of the decoder, float32, one
+    per layer of each stack.
+    """
+    layer_stacks, layers_L = model.layer_stacks, np.arange(model.num_layers)
+    bf16_layers = () if fp8 is None else fp8.bf16_layers
+    for variable, values_L in (
+        (IsBf16, np.isin(layers_L, bf16_layers)),
+        (ExpertsIndex, np.searchsorted(model.layers_with_experts, layers_L)),
+    ):
 
-    layer_stacks = model.layer_stacks
+        def of_stack(path, like, values_L=values_L):
+            stack, kind = (key.key for key in path[:2])
+            layers = layer_stacks.get((stack,)) or layer_stacks[stack, kind]
+            return jnp.asarray(values_L[layers], like.dtype)
 
-    def flags(path, like):
-        stack, kind = (key.key for key in path[:2])
-        layers = layer_stacks.get((stack,)) or layer_stacks[stack, kind]
-        is_bf16_L = jnp.zeros(model.num_layers, like.dtype).at[jnp.array(fp8.bf16_layers)].set(1)
-        is_consecutive = layers[-1] - layers[0] == len(layers) - 1
-        return (
-            is_bf16_L[layers[0] : layers[-1] + 1]
-            if is_consecutive
-            else is_bf16_L[jnp.array(layers)]
-        )
-
-    return nnx.to_pure_dict(jax.tree.map_with_path(flags, nnx.filter_state(state, IsBf16)))
+        yield nnx.to_pure_dict(jax.tree.map_with_path(of_stack, nnx.filter_state(state, variable)))
 
 
 def _pad_vocab(param: nnx.Param, padding: int) -> nnx.Param:

@@ -17,7 +17,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,21 @@ from jaxlc.config.models.model_schema import Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
 from jaxlc.models.block import Block, InitKeys, RMSNorm, scaled
-from jaxlc.models.contract import LayerOutput, Routed, operands
+from jaxlc.models.contract import CHOICE, LayerOutput, LayerTokens, Routed, operands
 from jaxlc.models.kinds import FEED_FORWARDS, MIXERS
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
+
+# replay: layers take the recorded experts; record: `LayerOutput.sums` has the chosen ones, of layers on whole sequences
+Routing = Literal["", "replay", "record"]
+
+
+class ExpertsIndex(nnx.Variable):
+    """float32 scalar: the index of a layer among those with experts. An input like the parameters;
+    a float, so that it can be among the differentiated arguments. Tiles cast it to the compute
+    dtype, in which integers up to 256 are exact."""
 
 
 class DecoderLayer(nnx.Module):
@@ -51,6 +60,8 @@ class DecoderLayer(nnx.Module):
         keys: InitKeys,
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
+        *,
+        routing: Routing = "",
     ):
         def norm(block: Block | None, *placements: str) -> RMSNorm | None:
             if block is None or model.norm_placement not in placements:
@@ -70,11 +81,15 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")
         self.mlp_post_norm = norm(self.mlp, "post", "pre_and_post")
         self.residual_multiplier = model.residual_multiplier
+        self.routing = routing if isinstance(self.mlp, Routed) else ""
+        self.experts_index = (
+            ExpertsIndex(jnp.zeros(()), dims=()) if self.routing == "replay" else None
+        )
 
     def __call__(
         self,
         x_BTD: jax.Array,
-        positions_BT: jax.Array,
+        tokens: LayerTokens,
         prefetch: Prefetch | None = None,
         *,
         attend: Callable,
@@ -86,17 +101,17 @@ class DecoderLayer(nnx.Module):
         T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
 
         Args:
-          positions_BT: int32; of padding, a negative number if the layer has experts: no sum counts these tokens.
           attend: from the first result of `Mixer.operands` to the first argument of `Mixer.projected`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
 
         def after(*mixed) -> LayerOutput:
-            return self.after_attention(*mixed, positions_BT, shard=shard)[0]
+            return self.after_attention(*mixed, tokens, shard=shard)[0]
 
         if self.attention is None:
             return overlap_with_prefetch(after, (x_BTD, None, None), prefetch)
         input_BTD = self.attention_input(x_BTD, shard=shard)
+        positions_BT = tokens.positions_BT
         mixed, kept = operands(self.attention, input_BTD, positions_BT, tables=tables, shard=shard)
         out, next_weights = overlap_with_prefetch(attend, mixed, prefetch)
         return after(x_BTD, out, kept), next_weights
@@ -111,7 +126,7 @@ class DecoderLayer(nnx.Module):
         x_BTD: jax.Array,
         out: jax.Array | None,
         kept: Any,
-        positions_BT: jax.Array,
+        tokens: LayerTokens,
         chosen_BTk: jax.Array | None = None,
         *,
         shard: Sharder,
@@ -122,8 +137,7 @@ class DecoderLayer(nnx.Module):
 
         Args:
           out, kept: None if the layer has no attention.
-          positions_BT: as in `__call__`.
-          chosen_BTk: the experts of each token, of an earlier call; None: the router chooses.
+          chosen_BTk: the experts of each token, of an earlier call; None: those of `tokens`, or the router chooses.
         """
         if self.attention is not None:
             projected_BTD = self.attention.projected(out, kept, shard=shard)
@@ -134,7 +148,15 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope(scopes.MLP):
             input_BTD = shard.gathered(_normed(x_BTD, self.mlp_norm))
         if isinstance(self.mlp, Routed):
-            out_BTD, sums, chosen_BTk = self.mlp(input_BTD, positions_BT, chosen_BTk, shard=shard)
+            if chosen_BTk is None and self.experts_index is not None:
+                index = self.experts_index[...].astype(jnp.int32)
+                chosen_BTk = jax.lax.dynamic_index_in_dim(
+                    tokens.experts_LBTk, index, keepdims=False
+                )
+            operands = input_BTD, tokens.positions_BT, chosen_BTk
+            out_BTD, sums, chosen_BTk = self.mlp(*operands, shard=shard)
+            if self.routing == "record":
+                sums = {**sums, CHOICE: chosen_BTk}
         else:
             out_BTD, sums = self.mlp(input_BTD, shard=shard), {}
         with jax.named_scope(scopes.MLP):
@@ -153,7 +175,7 @@ def run_layer(
     layer_def: nnx.GraphDef,
     params: LayerParams,
     x_BTD: jax.Array,
-    positions_BT: jax.Array,
+    tokens: LayerTokens,
     ranges: Any,
     prefetch: Prefetch | None = None,
     *,
@@ -169,7 +191,7 @@ def run_layer(
     """
     layer: DecoderLayer = nnx.merge(layer_def, *params)
     attend_masked = functools.partial(attend, ranges=ranges)
-    return layer(x_BTD, positions_BT, prefetch, attend=attend_masked, shard=shard, tables=tables)
+    return layer(x_BTD, tokens, prefetch, attend=attend_masked, shard=shard, tables=tables)
 
 
 IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter
@@ -187,7 +209,7 @@ class RunLayer(Protocol):
         layer_def: nnx.GraphDef,
         params: LayerParams,
         x_BTD: jax.Array,
-        positions_BT: jax.Array,
+        tokens: LayerTokens,
         ranges: Any,
         prefetch: Prefetch | None = None,
         *,
@@ -218,6 +240,8 @@ class LayerContext(NamedTuple):
     shard: Sharder
     remat: Remat
     compute_dtype: Any  # the dtype of matrix products and of the residual stream
+    routing: Routing = ""
+    experts_LBTk: jax.Array | None = None  # to replay; see `LayerTokens`
 
 
 class Stacks(NamedTuple):
@@ -282,15 +306,16 @@ def run_stack(
     stacks = Stacks.split(layers, is_frozen)
     places = stacks.places(segment.kinds)
     run_layer, shard, remat = context.run_layer, context.shard, context.remat
-    shared = positions_BT, context.ranges  # arrays that are equal for all layers
+    # arrays that are equal for all layers
+    shared = LayerTokens(positions_BT, context.experts_LBTk), context.ranges
 
     def run_one(place, x_BTD, params, shared, prefetch=None):
-        positions_BT, ranges = shared
+        tokens, ranges = shared
         # for `offloaded_layers`
         params = LayerParams(params.trainable, jax.lax.stop_gradient(params.frozen))
         layer_def = stacks.defs[place.stack]
         return run_layer[place.kind](
-            layer_def, params, x_BTD, positions_BT, ranges[place.kind], prefetch, shard=shard
+            layer_def, params, x_BTD, tokens, ranges[place.kind], prefetch, shard=shard
         )
 
     run_kind = {place.kind: remat.wrap_layer(functools.partial(run_one, place)) for place in places}

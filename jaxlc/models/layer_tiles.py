@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.models.contract import CHOICE, LayerOutput
+from jaxlc.models.contract import CHOICE, LayerOutput, LayerTokens
 from jaxlc.models.matmuls import in_use
 from jaxlc.models.offloaded_layers import (
     LayerParams,
@@ -35,7 +35,7 @@ def run_layer(
     layer_def: nnx.GraphDef,
     params: LayerParams,
     x_nBtD: jax.Array,
-    positions_nBt: jax.Array,
+    tokens_n: LayerTokens,
     ranges: Any,
     prefetch: Prefetch | None = None,
     *,
@@ -80,7 +80,7 @@ def run_layer(
         return layer.forward(*operands)[0]
 
     run.defvjp(layer.forward, layer.backward)
-    return run(weights, x_nBtD, positions_nBt, ranges, prefetch)
+    return run(weights, x_nBtD, tokens_n, ranges, prefetch)
 
 
 class Mixing(NamedTuple):
@@ -156,25 +156,25 @@ class TiledLayer:
     def layer(self, weights: LayerParams) -> Any:
         return nnx.merge(self.layer_def, *weights)
 
-    def forward(self, weights, x_nBtD, positions_nBt, ranges, prefetch) -> tuple:
+    def forward(self, weights, x_nBtD, tokens_n, ranges, prefetch) -> tuple:
         """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the
         backward pass.
         """
         mixer = MixerOfLayer(layer=self, weights=weights)
-        mixing = self.mixer.start(mixer, x_nBtD, positions_nBt, ranges)
+        mixing = self.mixer.start(mixer, x_nBtD, tokens_n.positions_BT, ranges)
 
         def run_tile(x_nBtD, operands):
-            tile, positions_Bt, of_tile = operands
+            tile, tokens, of_tile = operands
             x_BtD = at(x_nBtD, tile)
-            results, kept, _ = mixing.run(x_BtD, positions_Bt, tile, of_tile, None)
+            results, kept, _ = mixing.run(x_BtD, tokens.positions_BT, tile, of_tile, None)
             (y_BtD, sums), chosen_Btk = self._after_attention(
-                weights, x_BtD, results[0], kept, positions_Bt
+                weights, x_BtD, results[0], kept, tokens
             )
             saved = results if self.saves_attention else None
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
         def run_tiles(x_nBtD):
-            operands = tile_indices(x_nBtD), positions_nBt, mixing.of_tiles
+            operands = tile_indices(x_nBtD), tokens_n, mixing.of_tiles
             return lax.scan(run_tile, x_nBtD, operands)
 
         (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(
@@ -185,26 +185,28 @@ class TiledLayer:
         if chosen_nBtk is not None:
             chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
         output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
-        residuals = weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch
+        residuals = weights, x_nBtD, tokens_n, ranges, saved, chosen_nBtk, prefetch
         return (output, next_weights), residuals
 
     def backward(self, residuals, gradients) -> tuple:
         """The gradients of the operands of `forward`."""
-        weights, x_nBtD, positions_nBt, ranges, saved, chosen_nBtk, prefetch = residuals
+        weights, x_nBtD, tokens_n, ranges, saved, chosen_nBtk, prefetch = residuals
         (dy_nBtD, dsums), _ = gradients
         trainable, all_of = weights.trainable, weights.with_trainable
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
         mixer = MixerOfLayer(layer=self, weights=weights, vjp=jax.vjp)
-        mixing = self.mixer.start(mixer, x_nBtD, positions_nBt, ranges)
+        mixing = self.mixer.start(mixer, x_nBtD, tokens_n.positions_BT, ranges)
 
         def tile_backward(carry, operands):
             dx_nBtD, dsummed, dweights = carry
-            tile, x_BtD, positions_Bt, of_tile, saved, chosen_Btk = operands
-            results, kept, mixer_gradients = mixing.run(x_BtD, positions_Bt, tile, of_tile, saved)
+            tile, x_BtD, tokens, of_tile, saved, chosen_Btk = operands
+            results, kept, mixer_gradients = mixing.run(
+                x_BtD, tokens.positions_BT, tile, of_tile, saved
+            )
             _, rest_vjp = jax.vjp(
-                lambda w, *x: self._after_attention(all_of(w), *x, positions_Bt, chosen_Btk)[0],
+                lambda w, *x: self._after_attention(all_of(w), *x, tokens, chosen_Btk)[0],
                 *(trainable, x_BtD, results[0], kept),
             )
             dweights_rest, dx_BtD, dout, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
@@ -216,7 +218,7 @@ class TiledLayer:
 
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
         dsummed = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32) + zero, mixing.summed)
-        tiles = tile_indices(x_nBtD), x_nBtD, positions_nBt, mixing.of_tiles, saved, chosen_nBtk
+        tiles = tile_indices(x_nBtD), x_nBtD, tokens_n, mixing.of_tiles, saved, chosen_nBtk
         carry, dof_tiles = lax.scan(tile_backward, (dy_nBtD, dsummed, dweights), tiles)
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
@@ -226,9 +228,9 @@ class TiledLayer:
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
 
-    def _after_attention(self, weights, x_BtD, out, kept, positions_Bt, chosen_Btk=None):
+    def _after_attention(self, weights, x_BtD, out, kept, tokens, chosen_Btk=None):
         """(output, chosen_Btk or None)"""
-        operands = x_BtD, out, kept, positions_Bt, chosen_Btk
+        operands = x_BtD, out, kept, tokens, chosen_Btk
         return self.layer(weights).after_attention(*operands, shard=self.shard)
 
 

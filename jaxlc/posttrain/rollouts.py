@@ -22,7 +22,7 @@ import numpy as np
 from jaxlc.config import Config
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
-from jaxlc.data.sequences.loader import array_dtypes
+from jaxlc.data.sequences.loader import array_dtypes, padding
 from jaxlc.data.sequences.source import DataSource, Inputs, ShownTokens, SourceView
 from jaxlc.data.sequences.user_batches import EndOfBatches
 from jaxlc.data.tokens.tokenizers import Tokenizer
@@ -109,10 +109,7 @@ class RolloutSequences:
         packed = self.at_step(number + 1).train
         if index < packed.num_sequences:
             return packed[index]
-        return {
-            name: np.zeros(self._config.data.seq_len, dtype)
-            for name, dtype in array_dtypes(self._config).items()
-        }
+        return padding(self._config.data.seq_len, array_dtypes(self._config))
 
     def at_step(self, step: int) -> Traces:
         """The traces of a step; waits for its file."""

@@ -289,7 +289,9 @@ def _fitting(traces: Iterable[Trace], data: DataConfig, warnings: list[str]) -> 
         )
 
 
-def _check_log_probs(traces: Group, dtypes: Mapping[str, type], posttrain: PosttrainConfig) -> None:
+def _check_log_probs(
+    traces: Group, dtypes: Mapping[str, np.dtype], posttrain: PosttrainConfig
+) -> None:
     advice = dict(
         reference_log_probs="set --config.posttrain.reference=model, or base with LoRA, or add them with `jaxlc"
         " logprobs`",

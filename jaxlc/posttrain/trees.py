@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
+from jaxlc.data.sequences.loader import padding
 from jaxlc.data.sequences.packing import best_fit, epoch_order
 from jaxlc.posttrain.records import Trace
 
@@ -96,7 +97,7 @@ class PackedTraces:
         self,
         trees: Sequence[Tree],
         seq_len: int,
-        dtypes: Mapping[str, type],
+        dtypes: Mapping[str, np.dtype],
         *,
         masks_truncated: bool = False,
         seed: int | None = None,
@@ -124,7 +125,7 @@ class PackedTraces:
         """Returns sequence i in natural order, arrays [S] that `dtypes` names; see `loader.Batch`."""
         epoch, index = divmod(i, self.num_sequences)
         sequence = epoch_order(self.num_sequences, self._seed, epoch)[index]
-        arrays = {name: np.zeros(self._seq_len, dtype) for name, dtype in self._dtypes.items()}
+        arrays = padding(self._seq_len, self._dtypes)
         at = segment = 0
         for tree in self._trees[sequence]:
             prefix_id = 0
@@ -198,7 +199,7 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
 
 
 def fingerprint(
-    traces: Sequence[Trace], settings: Sequence[object], dtypes: Mapping[str, type]
+    traces: Sequence[Trace], settings: Sequence[object], dtypes: Mapping[str, np.dtype]
 ) -> str:
     """Equal for two datasets if all their sequences are equal.
 

@@ -232,19 +232,22 @@ def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
     return pairs
 
 
-def num_invalid_indices(batch: Batch, vocab_size: int) -> jax.Array:
-    """Tokens, weighted targets and positions out of range, which JAX would clamp without an error;
-    float32.
+def num_invalid_indices(batch: Batch, model: ModelConfig) -> jax.Array:
+    """Tokens, weighted targets, positions and recorded experts out of range, which JAX would clamp
+    without an error; float32.
 
     Batches of a run are checked on the host (`data.sequences.user_batches`), batches of other loops
     only here.
     """
     targets = jnp.where(batch.loss_weights > 0, batch.targets, 0)
-    ends = (
-        (batch.tokens, vocab_size),
-        (targets, vocab_size),
+    ends = [
+        (batch.tokens, model.vocab_size),
+        (targets, model.vocab_size),
         (batch.positions, batch.positions.shape[-1]),
-    )
+    ]
+    if (experts := batch.experts) is not None:
+        is_missing = experts == jnp.iinfo(experts.dtype).max
+        ends.append((jnp.where(is_missing, 0, experts), model.experts.num_experts))
     return sum(((x < 0) | (x >= end)).astype(jnp.float32) for x, end in ends).sum()
 
 
@@ -278,10 +281,10 @@ def abstract_sequences(config: Config, mesh: Mesh, has_fragments: bool = False) 
 def _abstract(
     config: Config, shape: tuple[int, ...], sharding: NamedSharding, has_fragments: bool
 ) -> Batch:
-    dtypes = array_dtypes(config) | ({"fragment_ids": jnp.int32} if has_fragments else {})
+    dtypes = array_dtypes(config) | ({"fragment_ids": np.dtype("i4")} if has_fragments else {})
     return Batch(
         **{
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            name: jax.ShapeDtypeStruct((*shape, *dtype.shape), dtype.base, sharding=sharding)
             for name, dtype in dtypes.items()
         }
     )

@@ -38,8 +38,6 @@ from jaxlc.core import hardware, scopes
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, FSDP, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.models.block import over_chunks, rms_norm
-from jaxlc.models.contract import Routed
-from jaxlc.models.kinds import kinds_with
 from jaxlc.sharding.mesh import Nodes
 from jaxlc.sharding.rules import axes_of, copy_spec, storage_spec
 
@@ -523,8 +521,7 @@ def with_balanced_biases(
       counts_LE: the assignments of the step.
       is_finite: if False, the step is skipped.
     """
-    routed = kinds_with(Routed, model)
-    with_experts = [layer for layer, kind in enumerate(model.kinds_of_layers) if kind in routed]
+    with_experts = model.layers_with_experts
     change_LE = train.balance_bias_rate * jnp.sign(counts_LE.mean(1, keepdims=True) - counts_LE)
     change_LE = jnp.where(is_finite, change_LE, 0)
     for stack, layers in model.layer_stacks.items():

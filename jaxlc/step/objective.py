@@ -33,7 +33,7 @@ from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
 from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
 from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixer_of, tables_of_kinds
-from jaxlc.models.layer_stack import LayerContext, RunLayer
+from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, policy_sums
@@ -269,7 +269,9 @@ class Objective:
             return part
         adapters = {name for name in lora.names_of(self.dims) if is_adapter(name)}
         base_params, _ = lora.split(lax.stop_gradient(params), adapters)
-        base = dataclasses.replace(self, config=dataclasses.replace(self.config, lora=LoraConfig()))
+        posttrain = dataclasses.replace(posttrain, replay_routing=False)
+        config = dataclasses.replace(self.config, lora=LoraConfig(), posttrain=posttrain)
+        base = dataclasses.replace(self, config=config)
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
     def _policy_weights(
@@ -339,7 +341,11 @@ class Objective:
         return dataclasses.replace(self._loss_spec, temperature=self.config.posttrain.temperature)
 
     def _hidden_and_head(
-        self, params: decoder.Params, batch: Batch, tables: TablesOfKinds | None = None
+        self,
+        params: decoder.Params,
+        batch: Batch,
+        tables: TablesOfKinds | None = None,
+        routing: Routing = "",
     ):
         """Final hidden states before the norm (tiled if memory.tile_tokens is set), scale of the
         norm, output head, and the sums of the layers."""
@@ -371,6 +377,8 @@ class Objective:
             shard=self._sharder(params.trainable),
             remat=make_remat(self._memory, self.config.model.num_compiled_layers),
             compute_dtype=self._compute_dtype,
+            routing="replay" if self.config.posttrain.replay_routing else routing,
+            experts_LBTk=self._recorded_experts(batch),
         )
         return decoder.apply(
             params,
@@ -381,6 +389,12 @@ class Objective:
             fp8=precision.make_fp8(self.config.precision, params.histories),
             lora=self.config.lora,
         )
+
+    def _recorded_experts(self, batch: Batch) -> jax.Array | None:
+        """As in `LayerTokens`; in tiles, [n, L, B, t, k]."""
+        if not self.config.posttrain.replay_routing:
+            return None
+        return jnp.moveaxis(self._in_tiles(batch.experts), -2, -4)
 
     def _sharder(self, params) -> Sharder:
         return Sharder(

@@ -98,7 +98,7 @@ class StepFunction:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         is_decoder = isinstance(self.objective, Objective)
         has_documents = self.config.attention.document_mask and is_decoder
-        num_invalid = num_invalid_indices(batch, self.config.model.vocab_size) if is_decoder else 0
+        num_invalid = num_invalid_indices(batch, self.config.model) if is_decoder else 0
         pairs = attention_pairs(batch, self.config.model) if has_documents else None
         # No copy, only types: with absent devices the types of the arguments do not include the
         # memory space.
@@ -408,6 +408,7 @@ class TrainStep:
             ),
             train=dataclasses.replace(config.train, trainable=(), frozen=()),
             lora=LoraConfig(),
+            posttrain=dataclasses.replace(config.posttrain, replay_routing=False),
         )
         return dataclasses.replace(self, config=reference_config)
 

@@ -304,7 +304,7 @@ def test_invalid_prefixes_raise(prefix_ids, message):
     )
     with pytest.raises(UserError, match=message):
         complete_batch(
-            batch, (1, 6), 20, "batch 3", dict.fromkeys([*batch, "targets"], np.int32) | {}
+            batch, (1, 6), 20, "batch 3", dict.fromkeys([*batch, "targets"], np.dtype("i4"))
         )
 
 

@@ -13,7 +13,7 @@ from jaxlc.attention.contract import AttentionSpec, KeyRanges, QueryResults
 from jaxlc.attention.kernels import reference
 from jaxlc.models import layer_tiles
 from jaxlc.models.block import InitKeys
-from jaxlc.models.contract import LayerOutput
+from jaxlc.models.contract import LayerOutput, LayerTokens
 from jaxlc.models.kinds.attention import AttentionTiles
 from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.offloaded_layers import LayerParams
@@ -118,7 +118,8 @@ def test_run_layer_on_tiles_equals_whole_layer(
 
     def whole(params, x_BTD):
         layer = nnx.merge(layer_def, params)
-        return layer(x_BTD, positions_BT, attend=_attend, shard=shard, tables=tables)[0]
+        tokens = LayerTokens(positions_BT)
+        return layer(x_BTD, tokens, attend=_attend, shard=shard, tables=tables)[0]
 
     def to_tiles(x_BT):
         return jnp.stack(jnp.split(x_BT, num_tiles, axis=1))
@@ -128,7 +129,7 @@ def test_run_layer_on_tiles_equals_whole_layer(
             layer_def,
             LayerParams(params, nnx.State({})),
             to_tiles(x_BTD),
-            to_tiles(positions_BT),
+            LayerTokens(to_tiles(positions_BT)),
             None,
             mixer=AttentionTiles(_TileAttention(T // num_tiles, model.num_kv_heads)),
             saves_attention=saves_attention,

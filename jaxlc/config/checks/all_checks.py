@@ -114,6 +114,7 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
 _OF_DPO = ("beta", "label_smoothing")
 _OF_POLICY_LOSSES = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
+    "replay_routing",
 )  # fmt: skip
 _OF_MODEL = (
     "prompts",
@@ -218,6 +219,8 @@ def _loss_problems(config: Config) -> Iterator[str]:
     if posttrain.loss == "dr_grpo" and not posttrain.max_answer_tokens:
         yield f"{setting} divides by a constant length; set config.posttrain.max_answer_tokens"
     yield from _reference_problems(config)
+    if posttrain.replay_routing and not config.model.layers_with_experts:
+        yield "config.posttrain.replay_routing=True needs a model with experts; remove it"
     if not config.attention.document_mask:
         yield f"{setting} needs a document mask; use --config.attention.document_mask=True"
     if config.precision.compute == "fp16":

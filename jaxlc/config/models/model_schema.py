@@ -283,6 +283,12 @@ class ModelConfig(AttentionSettings):
         """The kind of each layer."""
         return tuple(kind for x in self.segments for kind in x.kinds * x.num_iterations)
 
+    @property
+    def layers_with_experts(self) -> list[int]:
+        """The indices of the layers with experts."""
+        kinds = {kind for kind in self.used_kinds if self.of_kind(kind).feed_forward == "experts"}
+        return [layer for layer, kind in enumerate(self.kinds_of_layers) if kind in kinds]
+
     def num_layers_of(self, kind: str) -> int:
         """Number of layers of this kind."""
         return self.kinds_of_layers.count(kind)

@@ -9,7 +9,7 @@ import grain
 import jax
 import numpy as np
 
-from jaxlc.config import Config
+from jaxlc.config import Config, ModelConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.source import Sequences
 
@@ -34,22 +34,34 @@ class Batch(NamedTuple):
     # float32; NaN: unknown, if posttrain.old_log_probs is not record
     old_log_probs: jax.Array | None = None
     reference_log_probs: jax.Array | None = None  # float32
+    # [.., layers with experts, experts per token] of posttrain.replay_routing: the recorded experts
+    # of each token, uint8, or uint16 from 256 experts on. The largest value: there is no record,
+    # and the router chooses.
+    experts: jax.Array | None = None
     # int32, of the order of tokens, not of the data: `SequenceOrder.chained`;
     # `Assignment.fragments`
     fragment_ids: jax.Array | None = None
 
 
 ALWAYS = dict(
-    tokens=np.int32,
-    targets=np.int32,
-    loss_weights=np.float32,
-    positions=np.int32,
-    segment_ids=np.int32,
+    tokens=np.dtype("i4"),
+    targets=np.dtype("i4"),
+    loss_weights=np.dtype("f4"),
+    positions=np.dtype("i4"),
+    segment_ids=np.dtype("i4"),
 )
 
 
-def array_dtypes(config: Config) -> dict[str, type]:
-    """The dtype of each array of a batch of `config`."""
+def experts_dtype(model: ModelConfig) -> np.dtype:
+    """The dtype of the recorded experts of a token, with the shape [layers with experts, experts
+    per token].
+    """
+    dtype = np.uint8 if model.experts.num_experts < 256 else np.uint16
+    return np.dtype((dtype, (len(model.layers_with_experts), model.experts.experts_per_token)))
+
+
+def array_dtypes(config: Config) -> dict[str, np.dtype]:
+    """The dtype of each array of a batch of `config`; with a shape, if tokens have arrays."""
     posttrain = config.posttrain
     names = []
     if config.attention.shared_prefixes:
@@ -63,7 +75,18 @@ def array_dtypes(config: Config) -> dict[str, type]:
         names.append("old_log_probs")
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
-    return ALWAYS | {name: np.int32 if name == "prefix_ids" else np.float32 for name in names}
+    dtypes = {name: np.dtype("i4" if name == "prefix_ids" else "f4") for name in names}
+    if posttrain.replay_routing:
+        dtypes["experts"] = experts_dtype(config.model)
+    return ALWAYS | dtypes
+
+
+def padding(num_tokens: int, dtypes: Mapping[str, np.dtype]) -> dict[str, np.ndarray]:
+    """The arrays of a sequence without text: zeros, and no recorded experts."""
+    arrays = {name: np.zeros(num_tokens, dtype) for name, dtype in dtypes.items()}
+    if "experts" in arrays:
+        arrays["experts"][:] = np.iinfo(arrays["experts"].dtype).max
+    return arrays
 
 
 _ENDLESS = 2**62
@@ -120,7 +143,8 @@ def batches(
             span = spans_T.index(index[2].indices(shape[2])[:2])
             return np.stack([np.stack([step[a, b][name][span] for b in range_B]) for a in range_A])
 
-        return jax.make_array_from_callback(shape, sharding, shard)
+        entry_shape = step[local_sequences[0]][name][0].shape[1:]
+        return jax.make_array_from_callback((*shape, *entry_shape), sharding, shard)
 
     num_prefetched = prefetch_steps * len(local_sequences)
     options = grain.ReadOptions(

@@ -16,15 +16,18 @@ from jaxlc.data.sequences.source import DataSource, Inputs
 
 # in the meta of a checkpoint instead of the fingerprint of a corpus
 CALLER_BATCHES = "batches of the caller"
-_TRACE_BATCHES_REQUIRED = ("advantages", "old_log_probs", "reference_log_probs")
+_TRACE_BATCHES_REQUIRED = ("advantages", "old_log_probs", "reference_log_probs", "experts")
 
 
-def complete_traces(arrays: dict[str, np.ndarray], dtypes: Mapping[str, type], where: str) -> None:
+def complete_traces(
+    arrays: dict[str, np.ndarray], dtypes: Mapping[str, np.dtype], where: str
+) -> None:
     """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in natural order.
 
     "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none). "answer_weights"
     is 1 / number of weighted targets of the document (default: from the loss weights). "advantages", "old_log_probs"
-    and "reference_log_probs" are values of the token's target; there is no default.
+    and "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
+    each layer with experts; see `Batch`.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
@@ -32,8 +35,9 @@ def complete_traces(arrays: dict[str, np.ndarray], dtypes: Mapping[str, type], w
     """
     for name in set(dtypes) & set(_TRACE_BATCHES_REQUIRED):
         if name not in arrays:
+            expected = f"[{', '.join(map(str, ('B', 'S', *dtypes[name].shape)))}]"
             raise UserError(
-                f"invalid {where}: no {name}, which config.posttrain needs; pass float32 [B, S]"
+                f"invalid {where}: no {name}, which config.posttrain needs; pass {dtypes[name].base}{expected}"
             )
         if not np.isfinite(arrays[name]).all():
             raise UserError(f"invalid {where}: {name} are not all finite")
@@ -49,6 +53,17 @@ def complete_traces(arrays: dict[str, np.ndarray], dtypes: Mapping[str, type], w
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
         arrays["answer_weights"] = np.stack(
             [_answer_weights(*x) for x in zip(segments, arrays["loss_weights"])]
+        )
+
+
+def check_experts(experts: np.ndarray, num_experts: int, where: str) -> None:
+    """Raises UserError if a recorded expert does not exist; the largest value is no record."""
+    end = np.iinfo(experts.dtype).max
+    largest = np.where(experts == end, 0, experts).max(initial=0)
+    if largest >= num_experts:
+        raise UserError(
+            f"invalid {where}: expert {largest}, expected 0 to {num_experts - 1}"
+            f" (config.model.experts.num_experts={num_experts}), or {end} for no record"
         )
 
 
@@ -181,6 +196,7 @@ class OwnBatches(DataSource):
             seq_len=config.data.seq_len,
             vocab_size=config.model.vocab_size,
             dtypes=array_dtypes(config),
+            num_experts=config.model.experts.num_experts,
             absolute_positions=inputs.absolute_positions,
         )
         heldout, evaluated = None, "no evaluation"
@@ -213,8 +229,9 @@ def complete_batch(
     shape: tuple[int | None, int],
     vocab_size: int,
     where: str,
-    dtypes: Mapping[str, type] = ALWAYS,
+    dtypes: Mapping[str, np.dtype] = ALWAYS,
     *,
+    num_experts: int = 0,
     absolute_positions: bool = False,
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch [B, S] in natural order; missing arrays are derived from the others.
@@ -229,6 +246,7 @@ def complete_batch(
       shape: the expected B (None: any) and S.
       where: names the batch in errors.
       dtypes: of the arrays of the batch, see `array_dtypes`.
+      num_experts: of the model, if the batch has recorded experts.
       absolute_positions: the model depends on more than the differences of positions: they remain as they are. The
         decoder does not, so its positions count from the first token of each document or of its prefix.
     Returns:
@@ -259,12 +277,14 @@ def complete_batch(
     advice = "; set loss_weights to 0 where there is no target"
     check_range("target", arrays["targets"], vocab_size, where, in_vocabulary + advice)
     complete_traces(arrays, dtypes, where)
+    if "experts" in arrays:
+        check_experts(arrays["experts"], num_experts, where)
     arrays["positions"] = _positions(arrays, is_first, where, absolute=absolute_positions)
-    return {name: arrays[name].astype(dtype) for name, dtype in dtypes.items()}
+    return {name: arrays[name].astype(dtype.base) for name, dtype in dtypes.items()}
 
 
 def _arrays(
-    batch: Mapping, shape: tuple[int | None, int], where: str, dtypes: Mapping[str, type]
+    batch: Mapping, shape: tuple[int | None, int], where: str, dtypes: Mapping[str, np.dtype]
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch. Raises UserError for an unknown or missing one, or a wrong shape or
     type.
@@ -278,13 +298,14 @@ def _arrays(
     arrays = {name: np.asarray(batch[name]) for name in batch}
     # None: any number of sequences, that of tokens
     num_sequences = shape[0] or np.atleast_1d(arrays[_REQUIRED]).shape[0] or 1
-    expected = (num_sequences, shape[1])
     for name, array in arrays.items():
-        kind = np.integer if dtypes[name] is np.int32 else np.number
+        dtype, expected = dtypes[name], (num_sequences, shape[1], *dtypes[name].shape)
+        # an unsigned one has a value for no record
+        kind = dict(i=np.integer, f=np.number).get(dtype.base.kind, dtype.base)
         if array.shape != expected or not np.issubdtype(array.dtype, kind):
             raise UserError(
                 f"invalid {where}: {name} is {array.dtype}{list(array.shape)}, expected"
-                f" {np.dtype(dtypes[name])}{list(expected)}"
+                f" {dtype.base}{list(expected)}"
             )
     return arrays
 

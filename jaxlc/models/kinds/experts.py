@@ -103,7 +103,8 @@ class Experts(nnx.Module, Routed):
         position >= 0.
 
         Args:
-          chosen_BTk: the experts of each token, instead of those that the router chooses.
+          chosen_BTk: the experts of each token, instead of those that the router chooses: int32, of an earlier call; or
+            unsigned, as recorded, where the router chooses for a token with the largest value.
         """
         routing = self.route(x_BTD, chosen_BTk, shard=shard)
         tokens = x_BTD, routing.chosen_BTk, routing.weights_BTk
@@ -163,11 +164,16 @@ class Experts(nnx.Module, Routed):
         scores_BTE = (
             jax.nn.sigmoid(logits_BTE) if is_sigmoid else jax.nn.softmax(logits_BTE, axis=-1)
         )
-        if chosen_BTk is None:
+        if chosen_BTk is None or jnp.issubdtype(chosen_BTk.dtype, jnp.unsignedinteger):
+            recorded_BTk = chosen_BTk
             # Of logits: the softmax of float32 logits may have equal results.
             chosen_BTk = self.choose(
                 jax.lax.stop_gradient(scores_BTE if is_sigmoid else logits_BTE)
             )
+            if recorded_BTk is not None:
+                is_missing_BTk = recorded_BTk == jnp.iinfo(recorded_BTk.dtype).max
+                is_missing_BT1 = is_missing_BTk.any(-1, keepdims=True)
+                chosen_BTk = jnp.where(is_missing_BT1, chosen_BTk, recorded_BTk.astype(jnp.int32))
             chosen_BTk = checkpoint_name(chosen_BTk, CHOICE)
         if self.router_kind == "topk_softmax":
             weights_BTk = jax.nn.softmax(
