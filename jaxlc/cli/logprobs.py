@@ -8,6 +8,7 @@ OUT.header.json: the command does not add to values of something else. Logits ex
 tokens at a time.
 """
 
+import base64
 import json
 import os
 import sys
@@ -132,7 +133,11 @@ def _scores_of(model: Any, trace: Any, temperature: float) -> tuple[list[float],
 
 
 def _json_value(value: Any) -> Any:
-    """Values of Parquet columns that JSON does not have: arrays, and as text dates and others."""
+    """Values of Parquet columns that JSON does not have: arrays, bytes in base64, and as text dates
+    and others.
+    """
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 

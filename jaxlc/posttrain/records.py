@@ -21,10 +21,21 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
     reference_log_probs   as old_log_probs
     truncated             true: the answer was cut off at its maximum length
     policy_step           of rollouts: the training step after which the weights that made the answer were exported
+
+With posttrain.replay_routing, they have the experts of each token but the last, which is no input:
+
+    routed_experts            an array in the format of NumPy's .npy files, integers [tokens - 1, layers, experts per
+                              token]: bytes in Parquet and Arrow, base64 text in JSON, as vLLM returns it. -1, or the
+                              largest value of an unsigned dtype: no record. Or base64 text of the integers alone, as
+                              SGLang returns it. Layers are those with experts, or all
+    routed_experts_dtype      of integers alone: int32 (default), uint16 or uint8
+    routed_experts_start_len  tokens without a record, before those that have one
 """
 
+import base64
 import dataclasses
 import hashlib
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +43,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxlc.config import ModelConfig
+from jaxlc.core.errors import reason_of
+from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.texts.documents import (
     CHAT_FIELDS,
     OTHER_FIELDS,
@@ -43,7 +57,7 @@ from jaxlc.data.texts.documents import (
     read_answer,
     read_chat,
 )
-from jaxlc.data.texts.records import BadRecord, Record, array_of, token_ids
+from jaxlc.data.texts.records import BadRecord, Record, array_of, kind_of, token_ids
 from jaxlc.data.tokens.chat_templates import MarkedText
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import with_start
@@ -53,6 +67,7 @@ FIELDS = (  # all that a record of traces may have
     "old_log_probs", "reference_log_probs", "truncated", "policy_step",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
+EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
 LOG_PROBS = ("old_log_probs", "reference_log_probs")
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
@@ -73,6 +88,8 @@ class Trace:
     # float32 [n] by name, "old_log_probs" and "reference_log_probs"; 0 for tokens that are not in
     # the loss.
     log_probs: dict[str, np.ndarray] = field(default_factory=dict)
+    # recorded experts, of `loader.experts_dtype` [n]; empty: they are not read
+    experts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,6 +104,7 @@ class Trace:
             in_loss=self.in_loss[:num_tokens],
             is_truncated=True,
             log_probs={name: x[:num_tokens] for name, x in self.log_probs.items()},
+            experts=self.experts[:num_tokens],
         )
 
 
@@ -100,12 +118,13 @@ class _Encoded(NamedTuple):
 class TraceReader:
     """Reads traces from records."""
 
-    def __init__(self, encoder: Encoder, vocab_size: int):
+    def __init__(self, encoder: Encoder, vocab_size: int, experts_of: ModelConfig | None = None):
         """
         Args:
           vocab_size: of the model, which may have more ids than the tokenizer, and sample them.
+          experts_of: the model whose recorded experts are read; None: these are ignored.
         """
-        self.encoder, self._vocab_size = encoder, vocab_size
+        self.encoder, self._vocab_size, self._experts_of = encoder, vocab_size, experts_of
 
     def read(self, record: Record, *, is_sampled: bool = False) -> list[Trace]:
         """The trace of a record, or the two of a pair.
@@ -188,6 +207,8 @@ class TraceReader:
             tokens, in_loss = tokens[:-1], in_loss[:-1]
         if not in_loss.any():
             raise BadRecord(f"{where}: no token is in the loss")
+        if self._experts_of is not None:
+            fields["experts"] = recorded_experts(values, len(tokens), self._experts_of, where)
         return Trace(
             where=where, tokens=tokens, in_loss=in_loss, prompt=hashlib.sha256(encoded.prompt).digest()[:16], **fields,
             log_probs={name: _log_probs(value, name, in_loss, where) for name, value in recorded.items()},
@@ -339,3 +360,78 @@ def _log_probs(value: Sequence[float], name: str, in_loss: np.ndarray, where: st
     result = np.zeros(len(in_loss), np.float32)
     result[in_loss] = numbers
     return result
+
+
+_NPY_MAGIC = b"\x93NUMPY"
+
+
+def recorded_experts(
+    values: Mapping[str, Any], num_tokens: int, model: ModelConfig, where: str
+) -> np.ndarray:
+    """The experts that a record has, of `loader.experts_dtype` [num_tokens]; the largest value: none.
+
+    Raises:
+      BadRecord: it has none, or those of another model or of other tokens.
+    """
+    dtype, num_experts = experts_dtype(model), model.experts.num_experts
+    num_layers, num_chosen = dtype.shape
+    first = values.get("routed_experts_start_len", 0)
+    rows = _expert_rows(values, num_tokens - 1 - first, num_chosen, where)
+    expected = num_tokens - 1 - first, num_chosen
+    if (
+        rows.ndim != 3
+        or rows.shape[::2] != expected
+        or rows.shape[1] not in (num_layers, model.num_layers)
+        or not np.issubdtype(rows.dtype, np.integer)
+    ):
+        layers = " or ".join(dict.fromkeys(map(str, (num_layers, model.num_layers))))
+        raise BadRecord(
+            f"{where}: routed_experts is {rows.dtype}{list(rows.shape)}, expected integers [{expected[0]}, {layers},"
+            f" {num_chosen}]: tokens but the last, layers, config.model.experts.experts_per_token; record them with"
+            " this model"
+        )
+    if rows.shape[1] != num_layers:
+        rows = rows[:, model.layers_with_experts]
+    end = np.iinfo(rows.dtype).max
+    is_missing = (rows == -1) | ((rows == end) & (end >= num_experts))
+    experts = np.where(is_missing, 0, rows)
+    wrong = experts[(experts < 0) | (experts >= num_experts)]
+    if wrong.size:
+        raise BadRecord(
+            f"{where}: routed_experts has expert {wrong[0]}, expected 0 to {num_experts - 1}"
+            f" (config.model.experts.num_experts={num_experts}); record them with this model"
+        )
+    result = np.full((num_tokens, *dtype.shape), np.iinfo(dtype.base).max, dtype.base)
+    np.copyto(result[first:-1], experts, where=~is_missing, casting="unsafe")
+    return result
+
+
+def _expert_rows(
+    values: Mapping[str, Any], num_rows: int, num_chosen: int, where: str
+) -> np.ndarray:
+    """The array of the field routed_experts, of any shape."""
+    value = values.get("routed_experts")
+    if not isinstance(value, (bytes, str)):
+        problem = "no routed_experts" if value is None else f"routed_experts is {kind_of(value)}"
+        raise BadRecord(
+            f"{where}: {problem}, expected the bytes of a .npy file, in JSON as base64 text, which"
+            " config.posttrain.replay_routing=True needs; record them in sampling, or set it to False"
+        )
+    try:
+        content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
+        if content.startswith(_NPY_MAGIC):
+            return np.load(io.BytesIO(content), allow_pickle=False)
+        numbers = np.frombuffer(content, values.get("routed_experts_dtype", "int32"))
+        return numbers.reshape(num_rows, -1, num_chosen)
+    except (ValueError, TypeError) as error:
+        raise BadRecord(
+            f"{where}: routed_experts is no array of {num_rows} rows of {num_chosen} experts in each layer"
+            f" ({reason_of(error)}); record them with this model"
+        ) from error
+
+
+def encoded_experts(experts: np.ndarray) -> bytes:
+    """The value of the field routed_experts, with the experts of all tokens but the last."""
+    file = io.BytesIO()
+    np.save(file, experts[:-1])
+    return file.getvalue()

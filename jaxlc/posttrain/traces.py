@@ -27,7 +27,14 @@ from jaxlc.data.texts.records import RECORD_SUFFIXES, BadRecord, Record, read_re
 from jaxlc.data.texts.sources import list_files
 from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import Tokenizer
-from jaxlc.posttrain.records import CHOSEN, FIELDS, REJECTED, Trace, TraceReader
+from jaxlc.posttrain.records import (
+    CHOSEN,
+    EXPERTS_FIELDS,
+    FIELDS,
+    REJECTED,
+    Trace,
+    TraceReader,
+)
 from jaxlc.posttrain.trees import (
     PackedTraces,
     Tree,
@@ -48,7 +55,9 @@ class Traces(DataSource):
 
     train: PackedTraces
     heldout: PackedTraces | None  # None: no group is held out
-    rewards: dict[str, float]  # means over the traces, or over the groups, for metrics
+    rewards: dict[
+        str, float
+    ]  # means over the traces, the groups, or tokens of prefixes, for metrics
     masks_truncated: bool  # truncated traces have no loss
 
     @classmethod
@@ -143,8 +152,9 @@ def open_traces(
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
     data, posttrain, dtypes = config.data, config.posttrain, array_dtypes(config)
+    fields = FIELDS + EXPERTS_FIELDS if posttrain.replay_routing else FIELDS
     read, warnings = _read(
-        config, tokenizer, sources or data.traces, _SETTING, TraceReader.read, FIELDS
+        config, tokenizer, sources or data.traces, _SETTING, TraceReader.read, fields
     )
     traces = list(_fitting(read, data, warnings))
     _check_log_probs(traces, dtypes, posttrain)
@@ -169,6 +179,11 @@ def open_traces(
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
+    rewards = _rewards(groups)
+    if posttrain.replay_routing:
+        parts = [x for part in all_trees for tree in part for x in tree.experts_differ]
+        differ = np.concatenate([np.zeros(0, bool), *parts])
+        rewards["experts_differ"] = float(differ.sum() / max(1, len(differ)))
     masks_truncated = bool(posttrain.loss) and posttrain.mask_truncated
 
     def packed(parts: list[list[Tree]], seed: int | None) -> PackedTraces:
@@ -190,7 +205,7 @@ def open_traces(
         fingerprint=fingerprint(traces, settings, dtypes),
         description=_description(train, len(train_groups), len(heldout_groups)),
         warnings=tuple(warnings),
-        rewards=_rewards(groups),
+        rewards=rewards,
         masks_truncated=masks_truncated,
     )
 
@@ -239,7 +254,8 @@ def _read(
     """What `read` makes of the records that can be used, and warnings."""
     notes = Notes(config.data.max_bad_records)
     encoder = Encoder(tokenizer, config.data.chat_template, notes)
-    reader = TraceReader(encoder, config.model.vocab_size)
+    experts_of = config.model if config.posttrain.replay_routing else None
+    reader = TraceReader(encoder, config.model.vocab_size, experts_of)
     items = []
     for file in list_files(sources, setting).files:
         for record in records_of(file.path, fields):

@@ -31,6 +31,14 @@ class Tree:
     num_prefix_tokens: int
 
     @property
+    def experts_differ(self) -> list[np.ndarray]:
+        """Which tokens of the prefix have other experts in an answer than in the first answer, whose
+        experts the prefix gets; bool [prefix tokens] of each other answer.
+        """
+        first, *others = (trace.experts[: self.num_prefix_tokens] for trace in self.traces)
+        return [(experts != first).any((1, 2)) for experts in others]
+
+    @property
     def num_tokens(self) -> int:
         num_prefix_tokens = self.num_prefix_tokens
         branches = (len(trace.tokens) - 1 - num_prefix_tokens for trace in self.traces)
@@ -133,7 +141,9 @@ class PackedTraces:
                 prefix_id = segment = segment + 1
                 tokens = tree.traces[0].tokens[: tree.num_prefix_tokens]
                 positions = np.arange(len(tokens))
-                at = _write(arrays, at, tokens=tokens, segment_ids=segment, positions=positions)
+                values = dict(segment_ids=segment, positions=positions)
+                experts = tree.traces[0].experts[: len(tokens)]
+                at = _write(arrays, at, tokens=tokens, experts=experts, **values)
             for trace in tree.traces:
                 segment += 1
                 values = self._branch(trace, tree.num_prefix_tokens)
@@ -151,6 +161,7 @@ class PackedTraces:
             loss_weights=in_loss & (not (self._masks_truncated and trace.is_truncated)),
             answer_weights=in_loss / in_loss.sum(),
             advantages=trace.advantage or 0.0,
+            experts=trace.experts[inputs],
             **dict(old_log_probs=np.nan)
             | {name: x[targets] for name, x in trace.log_probs.items()},
         )
@@ -221,6 +232,7 @@ def fingerprint(
             trace.tokens,
             trace.in_loss,
             *(trace.log_probs[name] for name in sorted(trace.log_probs)),
+            trace.experts,
         ):
             digest.update(array.tobytes())
     return digest.hexdigest()

@@ -1,5 +1,7 @@
 """Traces: records, trees, advantages, packing, and what is refused."""
 
+import base64
+import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -311,3 +313,148 @@ def test_invalid_prefixes_raise(prefix_ids, message):
 def test_reader_of_a_bad_record_names_it():
     with pytest.raises(BadRecord, match="file:3"):
         list(TraceReader(Encoder(ByteTokenizer()), 257).read(Record("file:3", 3, dict(prompt="a"))))
+
+
+REPLAY = dict(
+    model=dict(
+        num_layers=3,
+        first_layer_kinds=("dense",),
+        layer_kinds=("full",),
+        kinds=dict(dense=dict(feed_forward="dense")),
+        experts=dict(num_experts=8, experts_per_token=2, ffn_dim=8),
+    ),
+    posttrain=dict(loss="grpo", replay_routing=True),
+)
+
+
+def experts_of(num_tokens: int, num_layers=2, num_chosen=2, seed=0) -> np.ndarray:
+    """Distinct experts of all tokens but the last."""
+    rng = np.random.default_rng(seed)
+    shape = num_tokens - 1, num_layers
+    return rng.permuted(np.broadcast_to(np.arange(8), (*shape, 8)), axis=-1)[..., :num_chosen]
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+ALL_LAYERS = experts_of(7, num_layers=3)  # the first one is dense
+ROUTED = ALL_LAYERS[:, 1:]
+FORMS = {
+    # of the class GenerateResponseChoice of vLLM 0.22: base64 text of a .npy file
+    "vllm uint8": dict(routed_experts=text(npy(ALL_LAYERS.astype(np.uint8)))),
+    "vllm uint16": dict(routed_experts=text(npy(ROUTED.astype(np.uint16)))),
+    # of the class CompletionOutput of vLLM 0.12: an int16 array
+    "vllm int16": dict(routed_experts=text(npy(ROUTED.astype(np.int16)))),
+    # of SGLang's meta_info: base64 text of int32 without a header
+    "sglang": dict(routed_experts=text(ALL_LAYERS.astype(np.int32).tobytes())),
+    "sglang uint8": dict(
+        routed_experts=text(ROUTED.astype(np.uint8).tobytes()), routed_experts_dtype="uint8"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recorded_experts_of_samplers_have_one_form(tmp_path, form):
+    traces, config = opened(tmp_path, [answer([6, 7], reward=1.0, **FORMS[form])], **REPLAY)
+    row = traces.train[0]
+    assert row["experts"].dtype == np.uint8 and row["experts"].shape == (32, 2, 2)
+    np.testing.assert_array_equal(row["experts"][:6], ROUTED)
+    assert (row["experts"][6:] == 255).all()
+    completed = complete_batch(
+        {name: x[None] for name, x in row.items()},
+        (1, 32),
+        257,
+        "test",
+        array_dtypes(config),
+        num_experts=8,
+    )
+    np.testing.assert_array_equal(completed["experts"][0], row["experts"])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_recorded_experts_move_with_the_tokens_of_a_tree(tmp_path, suffix):
+    """The prefix has those of the first answer, and the share that differs is a metric. -1, and
+    tokens before the first row, have no record.
+    """
+    first, second = experts_of(8), experts_of(6, seed=1)
+    second[:3] = first[:3]
+    rows = npy(first.astype(np.int16)), npy(np.r_[second[2:4], np.full((1, 2, 2), -1)])
+    if suffix == ".jsonl":
+        rows = map(text, rows)
+    records = [answer([6, 7, 8], reward=1.0), answer([9], reward=0.0)]
+    records = [dict(x, routed_experts=value) for x, value in zip(records, rows)]
+    records[0]["routed_experts_start_len"], records[1]["routed_experts_start_len"] = 0, 2
+    traces, _ = opened(tmp_path, records, suffix, **REPLAY)
+    row = traces.train[0]
+    np.testing.assert_array_equal(row["tokens"][:9], [1, 2, 3, 4, 5, 6, 7, 5, 0])
+    np.testing.assert_array_equal(row["experts"][:7], first)
+    assert (row["experts"][7:] == 255).all()
+    # of 4 tokens, 2 have no record in the second answer, and one has other experts
+    assert traces.rewards["experts_differ"] == 3 / 4
+    assert traces.traces[0].cut(3).experts.shape == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "no routed_experts"),
+        (dict(routed_experts=ROUTED.tolist()), "routed_experts is a list, expected the bytes of a .npy"),
+        (dict(routed_experts=text(npy(ROUTED[1:]))), r"int64\[5, 2, 2\], expected integers \[6, 2 or 3, 2\]"),
+        (dict(routed_experts=text(npy(ROUTED[:, :1]))), r"int64\[6, 1, 2\]"),
+        (dict(routed_experts=text(npy(ROUTED[..., :1]))), r"int64\[6, 2, 1\]"),
+        (dict(routed_experts=text(npy(ROUTED[0]))), r"int64\[2, 2\]"),
+        (dict(routed_experts=text(npy(ROUTED / 2))), r"float64\[6, 2, 2\]"),
+        (dict(routed_experts=text(npy(ROUTED + 1))), "has expert 8, expected 0 to 7"),
+        (dict(routed_experts=text(npy(ROUTED - 9))), "has expert -"),
+        (dict(routed_experts="a text"), "is no array of 6 rows"),
+        (dict(routed_experts=text(npy(np.array([None])))), "is no array of 6 rows"),
+        (dict(routed_experts=text(ROUTED.astype("i4").tobytes()[4:])), "is no array of 6 rows"),
+        (dict(routed_experts=text(b""), routed_experts_dtype="int3"), "is no array of 6 rows"),
+    ],
+)  # fmt: skip
+def test_experts_of_another_model_or_of_other_tokens_raise(tmp_path, fields, message):
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, [answer([6, 7], reward=1.0, **fields)], **REPLAY)
+
+
+def test_own_batches_with_wrong_experts_raise():
+    dtype = np.dtype((np.uint8, (2, 2)))
+    dtypes = array_dtypes(load(defaults())) | dict(experts=dtype)
+    batch = dict(tokens=np.ones((1, 3), int), experts=np.zeros((1, 3, 2, 2), np.uint8))
+    for experts, message in (
+        (batch["experts"] + np.uint8(8), "expert 8, expected 0 to 7"),
+        (batch["experts"].astype(int), r"experts is int64\[1, 3, 2, 2\], expected uint8"),
+        (
+            batch["experts"][..., :1],
+            r"experts is uint8\[1, 3, 2, 1\], expected uint8\[1, 3, 2, 2\]",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            complete_batch(
+                batch | dict(experts=experts), (1, 3), 20, "batch 3", dtypes, num_experts=8
+            )
+    with pytest.raises(UserError, match=r"no experts, .*pass uint8\[B, S, 2, 2\]"):
+        complete_batch(dict(tokens=batch["tokens"]), (1, 3), 20, "batch 3", dtypes, num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (dict(posttrain=dict(loss="grpo", replay_routing=True)), "needs a model with experts"),
+        (REPLAY | dict(posttrain=dict(loss="dpo", replay_routing=True)), "has no effect"),
+        (
+            REPLAY | dict(posttrain=dict(replay_routing=True)),
+            "has no effect without config.posttrain",
+        ),
+    ],
+)
+def test_replay_without_effect_raises(tmp_path, sections, message):
+    with pytest.raises(UserError, match=f"replay_routing=True {message}"):
+        opened(tmp_path, [answer([6, 7], reward=1.0)], **sections)

@@ -262,11 +262,14 @@ def _batches(path: Path, needed: Callable[[list[str]], list[str]]) -> Iterator[A
         # A text that is stored once and repeated in many rows is not copied: a small file could
         # need much memory.
         texts = [name for name in columns if pyarrow.types.is_string(schema.field(name).type)]
-        is_nested = any(pyarrow.types.is_nested(schema.field(name).type) for name in columns)
+        types = [schema.field(name).type for name in columns]
+        at_once = _RECORDS_AT_ONCE
+        if any(map(pyarrow.types.is_nested, types)):
+            at_once = _NESTED_RECORDS_AT_ONCE
+        if any(map(pyarrow.types.is_binary, types)):  # such as recorded experts, of 10s of MiB
+            at_once = 1
         with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as table:
-            yield from table.iter_batches(
-                _NESTED_RECORDS_AT_ONCE if is_nested else _RECORDS_AT_ONCE, columns=columns
-            )
+            yield from table.iter_batches(at_once, columns=columns)
         return
     with pyarrow.memory_map(str(path)) as mapped:
         schema, batches = _arrow_batches(mapped)
