@@ -246,11 +246,11 @@ class NoTileMixer:
 
 class TileRecurrence(Protocol):
     """What a `RecurrentTiles` computes between its projections, implemented in `jaxlc.attention`.
-    JAX differentiates all of these functions. `ranges` are those of a tile."""
+    JAX differentiates all of these functions. `ranges` are those of a tile, but in `before`."""
 
-    def before(self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array) -> Any:
+    def before(self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array, ranges: Any) -> Any:
         """What each tile reads of the tokens before it, a tree of arrays [n, ...], from
-        `Mixer.operands` of tokens.
+        `Mixer.operands` of tokens and the ranges of all tiles.
         """
 
     def maps(self, operands: tuple, before: Any, ranges: Any) -> Any:
@@ -282,7 +282,7 @@ class RecurrentTiles(NamedTuple):
 
         def tokens_before(trainable, x_nBtD):
             return recurrence.before(
-                lambda x_BtD: mixer.call(operands, trainable, x_BtD)[0], x_nBtD
+                lambda x_BtD: mixer.call(operands, trainable, x_BtD)[0], x_nBtD, ranges
             )
 
         def maps_of(x_BtD, before, ranges):

@@ -167,10 +167,10 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         tiled = TiledRecurrence(on.mesh, cls.rule(on.model), on.num_tiles, num_taps)
 
         def prepare(tokens: BatchTokens):
-            is_one_segment = tokens.segments_BT is None
-            return tiled.prepare(
-                jnp.ones_like(tokens.positions_BT) if is_one_segment else tokens.segments_BT
-            )
+            segments_BT = tokens.segments_BT
+            if segments_BT is None:
+                segments_BT = jnp.ones_like(tokens.positions_BT)
+            return tiled.prepare(segments_BT, tokens.prefixes_BT)
 
         return Tiles(prepare, RecurrentTiles(tiled))
 
@@ -276,9 +276,10 @@ class CachedRecurrence:
         def of_new_tokens(x):
             return jnp.where(is_new_bt.reshape(*is_new_bt.shape, *[1] * (x.ndim - 2)), x, 0)
 
-        how = dict(ranks=self._ranks, num_fragments=1)
         inputs = (
-            filtered(x, taps, None, past_bPW=before.reshape(*before.shape[:2], -1), **how)
+            filtered(
+                x, taps, None, past_bPW=before.reshape(*before.shape[:2], -1), ranks=self._ranks
+            )
             for x, taps, before in zip(arrays, operands.filters, past)
         )
         # padding does not change the state
@@ -301,10 +302,7 @@ class CachedRecurrence:
             jnp.concatenate([before.astype(x.dtype), x], axis=1)
             for before, x in zip(past, operands[:3])
         ]
-        alone = dict(ranks=Ranks(CONTEXT, 1), num_fragments=1)
-        last = (
-            filtered(x, taps, None, **alone)[:, -1:] for x, taps in zip(inputs, operands.filters)
-        )
+        last = (filtered(x, taps, None)[:, -1:] for x, taps in zip(inputs, operands.filters))
         tokens = operands.tokens(*unit_lengths(self.rule, *last), None, None)
         out, new_state = one_output(tokens, state, self.rule)
         values = [new_state, *(x[:, 1:] for x in inputs)]

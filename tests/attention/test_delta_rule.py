@@ -163,38 +163,16 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
     monkeypatch.setattr(tiled_recurrence, "_TOKENS_AT_ONCE", 64)
     with jax.enable_x64(dtype == "float64"):
         mesh = mesh_of(**mesh)
-        context = mesh.shape["context"]
-        segments = jnp.asarray(SEGMENTS[:, zigzag_order(512, context)])
+        segments = jnp.asarray(SEGMENTS[:, zigzag_order(512, mesh.shape["context"])])
+        documents = Documents(segments, None)
         arrays = (*operands(dtype), *filters(dtype))
 
         def whole(*arrays):
-            return ShardedRecurrence(mesh, RULE)(
-                *operands_of(*arrays), ranges=Documents(segments, None)
-            )
+            return ShardedRecurrence(mesh, RULE)(*operands_of(*arrays), ranges=documents)
 
         def in_tiles(*arrays):
-            *tokens, skip, filters = operands_of(*arrays)
             net = TiledRecurrence(mesh, RULE, tiles, num_taps=4)
-            by_tile = [tiles_of(x, context, tiles) for x in tokens]
-            before = []
-            for x in by_tile[:3]:
-                x = x.reshape(*x.shape[:3], -1)
-                before.append(net.tokens_before(x))
-            before = tuple(
-                net.before_tiles(b.reshape(*b.shape[:2], *x.shape[3:]))
-                for b, x in zip(before, by_tile[:3])
-            )
-            ranges = net.prepare(segments)
-            maps = jax.lax.map(
-                lambda tile: net.maps((*tile[0], skip, filters), *tile[1:]),
-                (by_tile, before, ranges),
-            )
-            states = net.states(maps)
-            out = jax.lax.map(
-                lambda tile: net.outputs((*tile[0], skip, filters), *tile[1:]),
-                (by_tile, before, states, ranges),
-            )
-            return layout_of(out, context)
+            return mixed_in_tiles(net, operands_of(*arrays), documents)
 
         actual, exact = (values_and_gradients(function, arrays) for function in (in_tiles, whole))
         for name, a, b in zip(
@@ -202,6 +180,26 @@ def test_tiles_equal_whole_sequences(monkeypatch, mesh, tiles, dtype):
         ):
             bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY
             assert max_relative_error(a, b) < bound, name
+
+
+def mixed_in_tiles(net: TiledRecurrence, operands: Operands, documents: Documents):
+    """As `ShardedRecurrence`; tokens are in zigzag order."""
+    context, filters = net.mesh.shape["context"], operands.filters
+    tokens = jax.tree.map(lambda x: tiles_of(x, context, net.tiles), operands[:6])
+    ranges = net.prepare(*documents)
+
+    def before_tiles(x):
+        before = net.tokens_before(x.reshape(*x.shape[:3], -1), ranges.prefixes_Bt)
+        return net.before_tiles(before.reshape(*before.shape[:2], *x.shape[3:]))
+
+    tiles = tokens, tuple(map(before_tiles, tokens[:3])), ranges
+    maps = jax.lax.map(lambda tile: net.maps((*tile[0], filters), *tile[1:]), tiles)
+
+    def outputs(tile):
+        (tokens, before, ranges), states = tile
+        return net.outputs((*tokens, filters), before, states, ranges)
+
+    return layout_of(jax.lax.map(outputs, (tiles, net.states(maps))), context)
 
 
 def orders_of(context):
@@ -263,66 +261,94 @@ def test_order_of_documents_equals_natural_order_on_one_device(monkeypatch, mesh
             assert max_relative_error(a, b) < bound, name
 
 
+# tokens of prefixes and of their branches, which start in one chunk and on other ranks
+TREES = [(150, (70, 1, 2, 60)), (2, (9, 3)), (1, (3,)), (90, ())]
+
+
+def packed_trees():
+    """segments and prefixes [512] of TREES. With each document as a row of its own, after its prefix: the places of the
+    tokens of a row, padded with -1, and for each token a row that has it and the place there."""
+    segments, prefixes, rows, at = [], [], [], 0
+    for length, branches in TREES:
+        prefix, first = len(segments) + 1, np.arange(at, at + length)
+        at += length
+        segments.append(first)
+        prefixes.append(0)
+        for branch in branches or (0,):
+            own = np.arange(at, at + branch)
+            at += branch
+            rows.append(np.concatenate([first, own]))
+            if branch:
+                segments.append(own)
+                prefixes.append(prefix)
+    of_token = np.zeros((2, 512), np.int32)
+    for number, places in enumerate(segments, 1):
+        of_token[0, places], of_token[1, places] = number, prefixes[number - 1]
+    index_RL = np.full((len(rows), max(map(len, rows))), -1)
+    row_of_token = np.zeros((2, at), int)
+    for row, places in enumerate(rows):
+        index_RL[row, : len(places)] = places
+        row_of_token[:, places] = np.full(len(places), row), np.arange(len(places))
+    return *of_token[:, None], index_RL, row_of_token
+
+
+def of_kind(kind: str, operands: Operands) -> tuple[chunks.Rule, Operands]:
+    if kind == "mamba2":
+        rule = chunks.Rule(scale=1.0, corrects=False, unit_length=False)
+        filters = tuple(x._replace(bias_hW=x.taps_PhW[0]) for x in operands.filters)
+        return rule, operands._replace(skip_BTH=1 + operands.beta_BTH, filters=filters)
+    if kind == "kimi_delta":
+        by_channel = operands.g_BTH[..., None] * jnp.linspace(0, 3, 8)
+        return RULE, operands._replace(g_BTH=by_channel)
+    return RULE, operands
+
+
 @pytest.mark.parametrize(
-    "context, dtype",
+    "kind, context, tiles, dtype",
     [
-        (4, "float64"),
-        pytest.param(1, "float64", marks=pytest.mark.full),
-        pytest.param(4, "float32", marks=pytest.mark.full),
+        ("gated_delta_net", 4, 0, "float64"),
+        ("mamba2", 4, 2, "float64"),
+        ("kimi_delta", 1, 4, "float64"),
+        *(
+            pytest.param(kind, context, tiles, dtype, marks=pytest.mark.full)
+            for kind, context, tiles, dtype in [
+                ("gated_delta_net", 1, 0, "float64"),
+                ("gated_delta_net", 4, 0, "float32"),
+                ("gated_delta_net", 4, 8, "float64"),
+                ("mamba2", 4, 0, "float64"),
+                ("mamba2", 1, 0, "float64"),
+                ("kimi_delta", 4, 0, "float64"),
+                ("kimi_delta", 1, 0, "float64"),
+                ("kimi_delta", 4, 8, "float32"),
+            ]
+        ),
     ],
 )
-def test_branches_equal_separate_rows(context, dtype):
-    """Two trees, prefixes shorter and longer than a chunk, branches that start in one chunk and on
-    other ranks.
-    """
-    # tokens of the prefix and of its branches
-    trees = [(150, (70, 1, 2, 60)), (2, (9, 3)), (1, (3,)), (90, ())]
-    segments, prefixes, rows, at, number = [], [], [], 0, 0
-    for length, branches in trees:
-        number += 1
-        prefix, first = number, np.arange(at, at + length)
-        segments += [prefix] * length
-        prefixes += [0] * length
-        at += length
-        rows += [] if branches else [(first, 0)]
-        for branch in branches:
-            number += 1
-            segments += [number] * branch
-            prefixes += [prefix] * branch
-            rows.append((np.concatenate([first, np.arange(at, at + branch)]), length))
-            at += branch
-    num_tokens = 512
-    segments, prefixes = (
-        np.pad(x, (0, num_tokens - at))[None].astype(np.int32) for x in (segments, prefixes)
-    )
+def test_branches_equal_separate_rows(kind, context, tiles, dtype):
+    """Prefixes shorter and longer than a chunk and a piece of a tile."""
+    segments, prefixes, index_RL, row_of_token = packed_trees()
     with jax.enable_x64(dtype == "float64"):
-        order = zigzag_order(num_tokens, context)
-        arrays = (*operands(dtype), *filters(dtype))
-        mesh = mesh_of(context=context)
+        order = zigzag_order(512, context)
+        arrays, mesh = (*operands(dtype), *filters(dtype)), mesh_of(context=context)
 
         def tree(*arrays):
             *tokens, filter_q, filter_k, filter_v = arrays
             documents = Documents(jnp.asarray(segments[:, order]), jnp.asarray(prefixes[:, order]))
-            tokens = [x[:, order] for x in tokens]
-            operands = operands_of(*tokens, filter_q, filter_k, filter_v)
-            out = ShardedRecurrence(mesh, RULE)(*operands, ranges=documents)
+            tokens = (x[:, order] for x in tokens)
+            rule, operands = of_kind(kind, operands_of(*tokens, filter_q, filter_k, filter_v))
+            if tiles:
+                net = TiledRecurrence(mesh, rule, tiles, num_taps=4)
+                return mixed_in_tiles(net, operands, documents)[:, natural_order(order)]
+            out = ShardedRecurrence(mesh, rule)(*operands, ranges=documents)
             return out[:, natural_order(order)]
 
         def separate(*arrays):
             *tokens, filter_q, filter_k, filter_v = arrays
-            out = jnp.zeros_like(arrays[2])
-            for row, num_prefix in rows:
-                tokens_of_row = (x[:, row] for x in tokens)
-                part = ShardedRecurrence(mesh_of(), RULE)(
-                    *operands_of(*tokens_of_row, filter_q, filter_k, filter_v)
-                )
-                start = (
-                    0
-                    if num_prefix and segments[0, row[num_prefix]] == segments[0, row[0]] + 1
-                    else num_prefix
-                )
-                out = out.at[:, row[start:]].set(part[:, start:])
-            return out
+            tokens = (x[0, index_RL] for x in tokens)
+            rule, operands = of_kind(kind, operands_of(*tokens, filter_q, filter_k, filter_v))
+            documents = Documents(jnp.asarray(index_RL >= 0, jnp.int32), None)
+            out = ShardedRecurrence(mesh_of(), rule)(*operands, ranges=documents)
+            return jnp.zeros_like(arrays[2]).at[0, : row_of_token.shape[1]].set(out[*row_of_token])
 
         actual, exact = (values_and_gradients(function, arrays) for function in (tree, separate))
         bound = FLOAT64_PARITY if dtype == "float64" else FLOAT32_PARITY

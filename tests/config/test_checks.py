@@ -292,10 +292,6 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
             "memory.parameters='host' with gated_delta_net",
         ),
         (
-            dict(model=DELTA_NET, attention=dict(shared_prefixes=True), memory=TILES),
-            "shared_prefixes=True with gated_delta_net layers and config.memory.tile_tokens=512",
-        ),
-        (
             dict(posttrain=dict(loss="grpo", kl=0.1, reference="model")),
             "set config.posttrain.reference_model or",
         ),

@@ -24,10 +24,11 @@ from tests.step.synthetic import without_padding  # noqa: E402
 from tests.tolerances import max_relative_error  # noqa: E402
 
 CASES = [
-    ("grpo", "recurrent", dict(context=4, tensor=2), {}),
+    ("grpo", "recurrent tiles", dict(context=4, tensor=2), {}),
     ("", "sliding tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
 ]
 MORE = [  # with --all
+    ("grpo", "recurrent", dict(context=4, tensor=2), {}),
     ("grpo", "latent tiles", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
     ("dapo", "sliding", dict(context=2), {}),
     ("dpo", "lora", dict(context=2), dict(strategy="all_gather")),

@@ -86,8 +86,8 @@ KINDS = {
         memory=dict(tile_tokens=12),
     ),
 }
-KINDS["sliding tiles"] = KINDS["tiles"] | KINDS["sliding"]
-WITHOUT_TILES = {"tiles": "", "sliding tiles": "sliding", "latent tiles": "latent"}
+KINDS |= {f"{kind} tiles": KINDS["tiles"] | KINDS[kind] for kind in ("sliding", "recurrent")}
+WITHOUT_TILES = {kind: kind.removesuffix("tiles").strip() for kind in KINDS if "tiles" in kind}
 
 
 def config_with(loss: str, *, shares=True, **sections):
@@ -209,7 +209,7 @@ def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "flags, num_cases", [([], 2), pytest.param(["--all"], 5, marks=pytest.mark.full)]
+    "flags, num_cases", [([], 2), pytest.param(["--all"], 6, marks=pytest.mark.full)]
 )
 def test_shared_prefixes_in_float64_equal_separate_rows(flags, num_cases):
     """To 1e-13, so the differences of float32 are those of sums in another order."""

@@ -85,7 +85,7 @@ class TiledMean(NamedTuple):
 
     mesh: Mesh
 
-    def before(self, operands, x_nBtD):
+    def before(self, operands, x_nBtD, ranges):
         return ()
 
     def maps(self, operands, before, ranges):

@@ -19,19 +19,21 @@ from jax import lax
 
 from jaxlc.attention.state_passing import is_first, predecessors
 from jaxlc.core import scopes
+from jaxlc.core.axes import CONTEXT
 from jaxlc.sharding.mesh import Ranks
 
 _CHUNK_TOKENS = 64
+_ONE_RANK = Ranks(CONTEXT, 1)
 
 
-class _Tail(NamedTuple):
+class Tail(NamedTuple):
     """The last P - 1 tokens before a place in the sequence, of which the last is in no branch."""
 
     x: jax.Array  # [..., P - 1, W]
-    segments: jax.Array  # int32 [..., P - 1]
+    segments: jax.Array | None  # int32 [..., P - 1]; None: not asked for
     exists: jax.Array  # bool [...]
 
-    def or_else(self, earlier: "_Tail") -> "_Tail":
+    def or_else(self, earlier: "Tail") -> "Tail":
         return jax.tree.map(lambda a, b: jnp.where(_like(self.exists, a), a, b), self, earlier)
 
 
@@ -59,24 +61,30 @@ def taps_of_prefixes(
       x, segments: of the fragments, with the P - 1 tokens before each, [B, P - 1 + L, W] and [B, P - 1 + L].
       prefixes: [B, L], of the fragments.
     """
-    num_before = len(weights_PW) - 1
+    num_before, sums = len(weights_PW) - 1, []
     chunks = [_chunks(*parts, num_before) for parts in zip(x, segments, prefixes)]
-    # After the scan: the last tail up to the end of each chunk, which a later chunk may not have.
-    tails = [
-        lax.associative_scan(lambda a, b: b.or_else(a), _last_tails(part, num_before), axis=1)
-        for part in chunks
-    ]
-    before = _tails_before([jax.tree.map(lambda t: t[:, -1], part) for part in tails], ranks)
-    sums = []
-    for part, chunk_tails, fragment_tail, own in zip(chunks, tails, before, prefixes):
-        fragment_tail = jax.tree.map(lambda t: t[:, None], fragment_tail)
-        in_fragment = jax.tree.map(lambda t: t[:, :-1], chunk_tails).or_else(fragment_tail)
-        tail = jax.tree.map(
-            lambda a, b: jnp.concatenate([a, b], axis=1), fragment_tail, in_fragment
-        )
+    tails = tails_before([_last_tails(part, num_before) for part in chunks], ranks)
+    for part, tail, own in zip(chunks, tails, prefixes):
         out_BNCW = _sums(part, tail, weights_PW)
         sums.append(out_BNCW.reshape(len(own), -1, out_BNCW.shape[-1])[:, : own.shape[1]])
     return sums
+
+
+def tails_before(last: list[Tail], ranks: Ranks) -> list[Tail]:
+    """The tail before each of N consecutive parts of each fragment, arrays [B, N, ...].
+
+    Args:
+      last: the tail that ends in each part, if there is one.
+    """
+    # After the scan: the last tail up to the end of each part, which a later part may not have.
+    until = [lax.associative_scan(lambda a, b: b.or_else(a), parts, axis=1) for parts in last]
+    before = _fragment_tails([jax.tree.map(lambda t: t[:, -1], x) for x in until], ranks)
+    tails = []
+    for parts, first in zip(until, before):
+        first = jax.tree.map(lambda t: t[:, None], first)
+        rest = jax.tree.map(lambda t: t[:, :-1], parts).or_else(first)
+        tails.append(jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=1), first, rest))
+    return tails
 
 
 def _chunks(
@@ -99,16 +107,16 @@ def _chunks(
     return _Chunks(cut(x_BLW), cut(segments_BL), prefixes, ends)
 
 
-def _last_tails(chunks: _Chunks, num_before: int) -> _Tail:
+def _last_tails(chunks: _Chunks, num_before: int) -> Tail:
     """The tail that ends in each chunk, [B, chunks, ...]."""
     end_BN = chunks.ends[..., -1]
     columns = end_BN[..., None] + 1 + jnp.arange(num_before)
     selected = columns[..., None] == jnp.arange(chunks.x.shape[2])
     x = _selected(selected, chunks.x)
-    return _Tail(x, jnp.where(selected, chunks.segments[:, :, None], 0).sum(-1), end_BN >= 0)
+    return Tail(x, jnp.where(selected, chunks.segments[:, :, None], 0).sum(-1), end_BN >= 0)
 
 
-def _tails_before(own: list[_Tail], ranks: Ranks) -> list[_Tail]:
+def _fragment_tails(own: list[Tail], ranks: Ranks) -> list[Tail]:
     """The tail before each fragment, from the last tail in each fragment. Its size does not depend
     on the length.
     """
@@ -125,7 +133,7 @@ def _tails_before(own: list[_Tail], ranks: Ranks) -> list[_Tail]:
     # in the order of the sequence
     all_tails = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
 
-    def before(place) -> _Tail:
+    def before(place) -> Tail:
         order = jnp.arange(num_fragments)[:, None]
         last_B = jnp.where(all_tails.exists & (order < place), order, -1).max(0)
         is_last_FB = order == last_B
@@ -137,7 +145,7 @@ def _tails_before(own: list[_Tail], ranks: Ranks) -> list[_Tail]:
     return list(map(before, places))
 
 
-def _sums(chunks: _Chunks, tail: _Tail, weights_PW: jax.Array) -> jax.Array:
+def _sums(chunks: _Chunks, tail: Tail, weights_PW: jax.Array) -> jax.Array:
     num_before, size = len(weights_PW) - 1, chunks.prefixes.shape[2]
     wide = jnp.promote_types(jnp.float32, chunks.x.dtype)
     rows = jnp.concatenate([tail.x, chunks.x], axis=2)
@@ -185,8 +193,8 @@ def convolution(
     segments_bt: jax.Array | None,
     prefixes_bt: jax.Array | None = None,
     *,
-    ranks: Ranks,
-    num_fragments: int,
+    ranks: Ranks = _ONE_RANK,
+    num_fragments: int = 1,
     past_bPW: jax.Array | None = None,
 ) -> jax.Array:
     """The convolution of each channel, [b, t, W] in the dtype of x. See `jaxlc.attention.short_convolution`.
@@ -219,11 +227,11 @@ def convolution(
             x, segments, jnp.split(prefixes_bt, num_fragments, axis=1), weights_PW, ranks
         )
     return jnp.concatenate(
-        [convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, prefix_sums)], 1
+        [_convolved(*parts[:2], weights_PW, parts[2]) for parts in zip(x, segments, prefix_sums)], 1
     )
 
 
-def convolved(
+def _convolved(
     x_BLW: jax.Array,
     segments_BL: jax.Array,
     weights_PW: jax.Array,

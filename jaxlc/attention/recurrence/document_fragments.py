@@ -133,12 +133,12 @@ def halos(arrays_btW: list[jax.Array], table: GroupTable, ranks: Ranks) -> jax.A
 
 def with_halos(x_bGg: jax.Array, halos_bFP: jax.Array, table: GroupTable) -> jax.Array:
     """The groups with the P tokens before each, [b, G, P + g, ...]."""
-    batch, num_fragments, num_before = halos_bFP.shape[:3]
+    num_fragments, num_before = halos_bFP.shape[1:3]
     fragment_bG = table.fragment_bG
     previous_bG = jnp.pad(fragment_bG[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
     is_first_bG = (fragment_bG != previous_bG) & (fragment_bG < num_fragments)
     index_bG = jnp.where(is_first_bG, fragment_bG, -1)
-    before_bGP = picked(halos_bFP, index_bG, _inverse(index_bG, num_fragments))
+    before_bGP = rows_at(halos_bFP, index_bG)
     is_first = is_first_bG.reshape(*is_first_bG.shape, *[1] * (x_bGg.ndim - 2))
     before_bGP = jnp.where(is_first, before_bGP, _ends_of_previous(x_bGg, num_before))
     return jnp.concatenate([before_bGP, x_bGg], axis=2)
@@ -148,6 +148,11 @@ def before_fragments(ends_bF: jax.Array, ranks: Ranks) -> jax.Array:
     """What the fragment before each has in its place, [b, F, ...]; zeros before a chain."""
     before = predecessors([ends_bF[:, 0::2], ends_bF[:, 1::2]], ranks)
     return jnp.stack(before, axis=2).reshape(ends_bF.shape)
+
+
+def rows_at(x_bm: jax.Array, index_bn: jax.Array) -> jax.Array:
+    """As `picked`, of few rows."""
+    return picked(x_bm, index_bn, _inverse(index_bn, x_bm.shape[1]))
 
 
 @jax.custom_vjp

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxlc.attention.recurrence import sharded_rule
 from jaxlc.attention.recurrence.chunks import Rule, Tokens
-from jaxlc.attention.recurrence.convolution import convolution, convolved
+from jaxlc.attention.recurrence.convolution import convolution
 from jaxlc.attention.recurrence.document_fragments import (
     GroupTable,
     group_table,
@@ -199,21 +199,16 @@ def _mixed_by_document(
     return checkpoint_name(out, "attention_out")
 
 
-@jax.named_scope(scopes.CONVOLUTION)
 def _filtered_groups(
     x_bthW: jax.Array, before_bFPw: jax.Array, conv: Filter, table: GroupTable
 ) -> jax.Array:
     """As `filtered`, [b, G, g, h, W]."""
-    num_taps, heads = len(conv.taps_PhW), x_bthW.shape[2:]
-    x_bGgw = in_groups(x_bthW.reshape(*x_bthW.shape[:2], -1), table)
-    x_bGLw = with_halos(x_bGgw, before_bFPw, table)
-    unused = before_bFPw.shape[2] - (num_taps - 1)
-
-    def flat(x):  # [b, G, L, ...] -> [b x G, L, ...]
-        return x.reshape(-1, *x.shape[2:])[:, unused:]
-
-    out = convolved(flat(x_bGLw), flat(table.segments_bGL), conv.taps_PhW.reshape(num_taps, -1))
-    return activated(out, conv).reshape(*x_bGgw.shape[:3], *heads)
+    flat_btw, heads = x_bthW.reshape(*x_bthW.shape[:2], -1), x_bthW.shape[2:]
+    with jax.named_scope(scopes.CONVOLUTION):
+        x_bGLw = with_halos(in_groups(flat_btw, table), before_bFPw, table)
+    segments_BL = table.segments_bGL.reshape(-1, x_bGLw.shape[2])  # of b x G sequences
+    out_BLhW = filtered(x_bGLw.reshape(*segments_BL.shape, *heads), conv, segments_BL)
+    return out_BLhW.reshape(*x_bGLw.shape[:3], *heads)[:, :, before_bFPw.shape[2] :]
 
 
 def filtered(
@@ -223,22 +218,15 @@ def filtered(
     prefixes_bt: jax.Array | None = None,
     **how,
 ) -> jax.Array:
-    """silu of the convolution of each channel of each head; `how`: further arguments of
-    `convolution`.
+    """silu of the convolution and its bias of each channel of each head, computed in float32 or wider,
+    in the dtype of x; `how`: further arguments of `convolution`.
     """
     flat, taps_PhW = x_bthW.reshape(*x_bthW.shape[:2], -1), conv.taps_PhW
     out = convolution(flat, taps_PhW.reshape(len(taps_PhW), -1), segments_bt, prefixes_bt, **how)
-    return activated(out, conv).reshape(x_bthW.shape)
-
-
-def activated(x_BLW: jax.Array, conv: Filter) -> jax.Array:
-    """silu of the sum of a convolution and its bias, computed in float32 or wider, in the dtype of
-    x.
-    """
-    wide_BLW = _wide(x_BLW)
+    wide = _wide(out).reshape(x_bthW.shape)
     if conv.bias_hW is not None:
-        wide_BLW += conv.bias_hW.reshape(-1)
-    return jax.nn.silu(wide_BLW).astype(x_BLW.dtype)
+        wide += conv.bias_hW
+    return jax.nn.silu(wide).astype(x_bthW.dtype)
 
 
 def unit_lengths(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:

@@ -2,8 +2,8 @@
 outputs by tile.
 
     tiled = TiledRecurrence(mesh, rule, tiles=n, num_taps=P)
-    segments = tiled.prepare(segments_BT)                       once per training step, of all tiles
-    before = tiled.before(project, x_nBtD)                      what the convolutions of all tiles read of other tiles
+    segments = tiled.prepare(segments_BT, prefixes_BT)          once per training step, of all tiles
+    before = tiled.before(project, x_nBtD, segments)            what the convolutions of all tiles read of other tiles
     maps = tiled.maps(operands, before, segments)               for each tile
     states = tiled.states(maps)                                 of all tiles: the exchange between ranks
     out_BtHV = tiled.outputs(operands, before, states, segments)   for each tile
@@ -12,7 +12,8 @@ Arrays are global, for use under `jit`, and JAX differentiates all of these func
 has two pieces, one of each of its fragments (`attention/query_tiles.py`). The pieces of the second
 fragment are in reverse order, so the states of all pieces follow from stored maps, [tiles, 2 x
 ranks, B, H, K, K + V]: of a tile with 32 heads of dimension 128, a rank stores 8 MiB of float32
-maps.
+maps. With prefixes, it counts the rows of both states, and convolutions also read the last tokens
+of the last prefix before a piece.
 """
 
 import functools
@@ -28,11 +29,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxlc.attention.query_tiles import tiles_of
 from jaxlc.attention.recurrence import chunks
 from jaxlc.attention.recurrence.chunks import Rule, Tokens, affine_map, outputs
-from jaxlc.attention.recurrence.convolution import convolved
+from jaxlc.attention.recurrence.convolution import Tail, tails_before
+from jaxlc.attention.recurrence.document_fragments import rows_at
 from jaxlc.attention.recurrence.sharded_recurrence import (
     HEADS,
     Operands,
-    activated,
+    filtered,
     unit_lengths,
 )
 from jaxlc.attention.recurrence.sharded_rule import groups_of
@@ -43,6 +45,7 @@ from jaxlc.sharding.mesh import Ranks
 
 _TOKENS = PartitionSpec(BATCH_AXES, CONTEXT)
 _TILES = PartitionSpec(None, BATCH_AXES, CONTEXT)
+_SPLIT_TILES = PartitionSpec(None, BATCH_AXES, (CONTEXT, TENSOR))
 # [2 x ranks, B, H, ...]: of both pieces of each rank
 _PIECES = PartitionSpec(CONTEXT, BATCH_AXES, TENSOR)
 _TOKENS_AT_ONCE = 8192  # as many as `sharded_rule` computes at once
@@ -52,7 +55,9 @@ class TileSegments(NamedTuple):
     """int32 segments of a tile, or of all tiles with a leading dimension."""
 
     own_Bt: jax.Array
-    before_Bt: jax.Array  # [B, ranks x 2 x tokens before a piece]; 0: no token
+    # [B, ranks x 2 x tokens of `TiledRecurrence.tokens_before`]; 0: no token
+    before_Bt: jax.Array
+    prefixes_Bt: jax.Array | None  # see `sharded_recurrence.Documents`
 
 
 class TiledRecurrence(NamedTuple):
@@ -63,31 +68,27 @@ class TiledRecurrence(NamedTuple):
     tiles: int
     num_taps: int  # of the convolutions
 
-    def prepare(self, segments_BT: jax.Array) -> TileSegments:
+    def prepare(self, segments_BT: jax.Array, prefixes_BT: jax.Array | None = None) -> TileSegments:
         """The segments of all tiles."""
-        segments_nBt = tiles_of(segments_BT, self.mesh.shape[CONTEXT], self.tiles)
-        before = functools.partial(_before_pieces, ranks=self._ranks, num_tokens=self._num_before)
-        return TileSegments(segments_nBt, self._split(before, (_TILES,), _TILES)(segments_nBt))
+        own = jax.tree.map(
+            lambda x: tiles_of(x, self.mesh.shape[CONTEXT], self.tiles), (segments_BT, prefixes_BT)
+        )
+        before = self._split(self._before_pieces, (_SPLIT_TILES, _TILES), _TILES)(*own)
+        return TileSegments(own[0], before, own[1])
 
-    def tokens_before(self, x_nBtD: jax.Array) -> jax.Array:
+    def tokens_before(self, x_nBtD: jax.Array, prefixes_nBt: jax.Array | None) -> jax.Array:
         """The tokens before the two pieces of each rank's tile, [B, ranks x n x 2 x tokens, D];
-        zeros before the sequence.
+        zeros before the sequence. With prefixes, first the last tokens of the last prefix before each piece.
 
         Args:
           x_nBtD: the residual stream, whose tokens are split over context and tensor.
         """
-        num_tokens, num_tensor_ranks = self._num_before, self.mesh.shape[TENSOR]
 
-        def local(x_nbtD):
-            ends = _ends_of_pieces(x_nbtD, num_tokens, num_tensor_ranks)
-            before_bntD = _before_pieces(ends, ranks=self._ranks, num_tokens=num_tokens).swapaxes(
-                0, 1
-            )
+        def local(*tiles):
+            before_bntD = self._before_pieces(*tiles).swapaxes(0, 1)
             return before_bntD.reshape(len(before_bntD), -1, before_bntD.shape[-1])
 
-        return self._split(local, (PartitionSpec(None, BATCH_AXES, (CONTEXT, TENSOR)),), _TOKENS)(
-            x_nBtD
-        )
+        return self._split(local, (_SPLIT_TILES, _TILES), _TOKENS)(x_nBtD, prefixes_nBt)
 
     def before_tiles(self, x_BtHV: jax.Array) -> jax.Array:
         """Projections of `tokens_before`, [n, B, ranks x 2 x tokens, H, V]."""
@@ -97,13 +98,16 @@ class TiledRecurrence(NamedTuple):
 
         return self._split(local, (HEADS,), PartitionSpec(None, *HEADS))(x_BtHV)
 
-    def before(self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array) -> tuple:
+    def before(
+        self, operands: Callable[[jax.Array], tuple], x_nBtD: jax.Array, segments: TileSegments
+    ) -> tuple:
         """q, k and v of the tokens that the convolutions read before each tile, [n, B, ...].
 
         Args:
           operands: from tokens of the residual stream to the operands of `ShardedRecurrence.__call__`.
+          segments: of all tiles.
         """
-        tokens = self._split_over(operands(self.tokens_before(x_nBtD)))
+        tokens = self._split_over(operands(self.tokens_before(x_nBtD, segments.prefixes_Bt)))
         return tuple(map(self.before_tiles, tokens[:3]))
 
     def maps(self, operands: tuple, before: tuple, segments: TileSegments) -> Affine:
@@ -141,15 +145,19 @@ class TiledRecurrence(NamedTuple):
         local = functools.partial(local, rule=self.rule)
 
         def call(operands: Operands, before, segments, *states):
-            segment_specs = TileSegments(_TOKENS, _TOKENS)
-            in_specs = (operands.specs, (HEADS,) * 3, segment_specs, *(_PIECES for _ in states))
+            in_specs = (operands.specs, (HEADS,) * 3, _TOKENS, *(_PIECES for _ in states))
             return self._split(local, in_specs, out_specs)(operands, before, segments, *states)
 
         return call
 
     @property
-    def _num_before(self) -> int:
-        return max(1, self.num_taps - 1)
+    def _before_pieces(self) -> Callable:
+        return functools.partial(
+            _before_pieces,
+            ranks=self._ranks,
+            num_tokens=max(1, self.num_taps - 1),
+            num_tensor_ranks=self.mesh.shape[TENSOR],
+        )
 
     @property
     def _ranks(self) -> Ranks:
@@ -192,7 +200,8 @@ def _groups(operands: Operands, q_k_v: tuple, segments: TileSegments) -> Tokens:
       q_k_v: after their convolutions, [2 x b, tokens, ...].
     """
     gates = jax.tree.map(_pieces, operands[3:6])
-    tokens = Tokens(*q_k_v, *gates, _pieces(segments.own_Bt), None)
+    own, prefixes = jax.tree.map(_pieces, (segments.own_Bt, segments.prefixes_Bt))
+    tokens = Tokens(*q_k_v, *gates, own, None, prefixes)
     num_sequences, num_tokens = tokens.segments_BL.shape
     num_groups = math.ceil(num_sequences * num_tokens / _TOKENS_AT_ONCE)
     group_tokens = math.ceil(num_tokens / (num_groups * chunks.CHUNK_TOKENS)) * chunks.CHUNK_TOKENS
@@ -207,45 +216,83 @@ def _pieces(x_bt: jax.Array) -> jax.Array:
 @jax.checkpoint  # see `sharded_recurrence`
 def _filtered(arrays: tuple, before: tuple, filters: tuple, segments: TileSegments) -> list:
     """silu of the convolution of each channel, arrays [2 x b, tokens, h, W]."""
-    segments_BL = jnp.concatenate([_pieces(segments.before_Bt), _pieces(segments.own_Bt)], axis=1)
 
-    def filtered(x_bthW, before_bthW, conv):
-        num_taps = len(conv.taps_PhW)
-        unused = segments.before_Bt.shape[1] // 2 - (num_taps - 1)
-        x_BLhW = jnp.concatenate([_pieces(before_bthW), _pieces(x_bthW)], axis=1)[:, unused:]
-        flat_BLW = x_BLhW.reshape(*x_BLhW.shape[:2], -1)
-        with jax.named_scope(scopes.CONVOLUTION):
-            out_BLW = convolved(
-                flat_BLW, segments_BL[:, unused:], conv.taps_PhW.reshape(num_taps, -1)
-            )
-        return activated(out_BLW, conv).reshape(*out_BLW.shape[:2], *x_bthW.shape[2:])
+    def with_before(x_bt, before_bt):
+        return jnp.concatenate([_pieces(before_bt), _pieces(x_bt)], axis=1)
 
-    return list(map(filtered, arrays, before, filters))
+    segments_BL, prefixes_BL = with_before(segments.own_Bt, segments.before_Bt), None
+    num_before = segments.before_Bt.shape[1] // 2
+    if segments.prefixes_Bt is not None:
+        # first the end of a prefix, then tokens before the piece, which are not its end
+        missing = [(0, 0), (num_before // 2, 0)]
+        prefixes_BL = jnp.pad(_pieces(segments.prefixes_Bt), missing, constant_values=-1)
+        prefixes_BL = jnp.pad(prefixes_BL, missing)
+    return [
+        filtered(with_before(x, x_before), conv, segments_BL, prefixes_BL)[:, num_before:]
+        for x, x_before, conv in zip(arrays, before, filters)
+    ]
 
 
-def _ends_of_pieces(x_nbtD: jax.Array, num_tokens: int, num_tensor_ranks: int) -> jax.Array:
-    """The last tokens of both pieces of a rank's tiles, [n, b, 2 x tokens, D], of tokens that are
-    split over tensor.
+def _before_pieces(
+    x_nbt: jax.Array,
+    prefixes_nbt: jax.Array | None,
+    *,
+    ranks: Ranks,
+    num_tokens: int,
+    num_tensor_ranks: int,
+) -> jax.Array:
+    """See `TiledRecurrence.tokens_before`, [n, b, 2 x tokens, ...].
+
+    Args:
+      x_nbt: tokens that are split over tensor, as those of `prefixes_nbt` are not.
     """
-    rank_tokens = x_nbtD.shape[2]
+    num_tiles, batch, rank_tokens = x_nbt.shape[:3]
     piece_tokens = rank_tokens * num_tensor_ranks // 2
-    ends = [piece * piece_tokens - num_tokens + i for piece in (1, 2) for i in range(num_tokens)]
-    parts = [x_nbtD[:, :, end % rank_tokens] for end in ends]
-    if num_tensor_ranks == 1:
-        return jnp.stack(parts, axis=2)
-    rank = lax.axis_index(TENSOR)
-    owned = [jnp.where(rank == end // rank_tokens, part, 0) for end, part in zip(ends, parts)]
-    return lax.psum(jnp.stack(owned, axis=2), TENSOR)
+
+    def until(end_nb2):
+        """The P places up to one of each piece, negative before it, and the tokens of x."""
+        place = end_nb2[..., None] + jnp.arange(1 - num_tokens, 1)
+        index = jnp.where(place < 0, -1, place + piece_tokens * jnp.arange(2)[:, None])
+        return place, _tokens_at(x_nbt, index, num_tensor_ranks)
+
+    _, ends = until(jnp.full((num_tiles, batch, 2), piece_tokens - 1))
+    fragments = _fragments(ends)
+    before = predecessors([fragment[-1] for fragment in fragments], ranks)
+    before = [jnp.concatenate([x[None], pieces[:-1]]) for x, pieces in zip(before, fragments)]
+    if prefixes_nbt is not None:
+        in_no_branch = prefixes_nbt.reshape(num_tiles, batch, 2, -1) == 0
+        end_nb2 = jnp.where(in_no_branch, jnp.arange(piece_tokens), -1).max(-1)
+        place, x = until(end_nb2)
+        index = jnp.where(place < 0, place + num_tokens * jnp.arange(1, 3)[:, None], -1)
+        x += _tokens_at(_tiles(before), index, 1)
+        last = [
+            Tail(x.swapaxes(0, 1), None, end[..., 0].T >= 0)
+            for x, end in zip(_fragments(x), _fragments(end_nb2))
+        ]
+        tails = (tail.x.swapaxes(0, 1) for tail in tails_before(last, ranks))
+        before = [jnp.concatenate(pair, axis=2) for pair in zip(tails, before)]
+    return _tiles(before)
 
 
-def _before_pieces(x_nbt: jax.Array, *, ranks: Ranks, num_tokens: int) -> jax.Array:
-    """The tokens before both pieces of a rank's tiles, [n, b, 2 x num_tokens, ...], from arrays
-    with their ends.
-    """
-    first, second = (piece[:, :, -num_tokens:] for piece in jnp.split(x_nbt, 2, axis=2))
-    fragments = first, second[::-1]
-    before_fragments = predecessors([fragment[-1] for fragment in fragments], ranks)
-    first, second = (
-        jnp.concatenate([x[None], pieces[:-1]]) for x, pieces in zip(before_fragments, fragments)
-    )
+def _fragments(x_nbt: jax.Array) -> list[jax.Array]:
+    """[n, b, tokens of a piece, ...] of both fragments, in the order of the sequence."""
+    first, second = jnp.split(x_nbt, 2, axis=2)
+    return [first, second[::-1]]
+
+
+def _tiles(fragments: list[jax.Array]) -> jax.Array:
+    """The inverse of `_fragments`."""
+    first, second = fragments
     return jnp.concatenate([first, second[::-1]], axis=2)
+
+
+def _tokens_at(x_nbt: jax.Array, index_nb2P: jax.Array, num_tensor_ranks: int) -> jax.Array:
+    """The tokens at places of tiles, zeros where they are negative, [n, b, 2 x P, ...]; of tokens
+    that are split over tensor.
+    """
+    index_nbi = index_nb2P.reshape(*x_nbt.shape[:2], -1)
+    if num_tensor_ranks == 1:
+        return jax.vmap(rows_at)(x_nbt, index_nbi)
+    index_nbi -= lax.axis_index(TENSOR) * x_nbt.shape[2]
+    is_here = index_nbi < x_nbt.shape[2]
+    return lax.psum(jax.vmap(rows_at)(x_nbt, jnp.where(is_here, index_nbi, -1)), TENSOR)

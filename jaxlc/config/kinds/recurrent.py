@@ -85,12 +85,6 @@ class RecurrentKind(Mixer, HasLimits):
 
     def unsupported(self, layer: Layer, config: RunConfig) -> Iterator[str]:
         mesh, taps = config.mesh, self.recurrence(layer).conv_taps
-        if config.attention.shared_prefixes and config.memory.tile_tokens:
-            yield (
-                f"unsupported: config.attention.shared_prefixes=True with {self.layers} and"
-                f" config.memory.tile_tokens={config.memory.tile_tokens}; use --config.memory.tile_tokens=0, or"
-                " --config.attention.shared_prefixes=False, which repeats the prefixes"
-            )
         if config.memory.parameters == "host":
             yield (
                 f"unsupported: config.memory.parameters='host' with {self.layers}, since kernels would read"
