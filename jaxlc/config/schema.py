@@ -519,11 +519,15 @@ class PosttrainConfig:
 
     # Empty: cross entropy of the answers. dpo: direct preference optimization, on pairs of answers. grpo: the clipped
     # policy gradient; the mean over answers of the mean over their tokens. dapo: the mean over all tokens of the step.
-    # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers.
-    loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo"] = ""
-    # policy losses: ratios of probabilities are clipped at 1 - clip_low
+    # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers. cispo: as dapo, but the
+    # ratio is limited at 1 + clip_high and has no gradient; it weighs the gradient of the log-probability.
+    loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo", "cispo"] = ""
+    # policy losses: ratios of new to old probabilities are clipped at 1 - clip_low
     clip_low: From0Below1[float] = 0.2
     clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
+    # grpo, dapo, dr_grpo: ratios are at most this also where the advantage is negative (two-sided clipping); above
+    # 1 + clip_high. 0: no limit
+    delta: ZeroOrAbove1[float] = 0.0
     # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
     ratio: Literal["token", "sequence"] = "token"
     # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
@@ -535,9 +539,23 @@ class PosttrainConfig:
     # reference=model: workdir of a run, Hugging Face directory or hub id ORGANIZATION/NAME, of a model with the same
     # settings. Empty: model.init_from.
     reference_model: str = ""
-    # policy losses: the old log-probabilities. policy: from the training forward, so that all ratios are 1. record:
-    # from the field old_log_probs of the records.
-    old_log_probs: Literal["policy", "record"] = "policy"
+    # policy losses: the old log-probabilities, to which ratios compare the new ones: of the trainer, before the first
+    # update on the answers. policy: from the training forward, so that all ratios are 1. record: from the field
+    # old_log_probs of the records, such as of `jaxlc logprobs`. sampled: the sampler's, from sampled_log_probs.
+    old_log_probs: Literal["policy", "record", "sampled"] = "policy"
+    # policy losses: the loss of each token is multiplied by exp(old - sampled log-probability), within limits and
+    # without a gradient; the field sampled_log_probs of the records has the sampler's values.
+    importance_weights: bool = False
+    # importance_weights: of each token, of an answer (from the sum of its differences), or their geometric mean over
+    # the answer. truncate: weights outside of the limits become the limit; mask: they become 0.
+    weight_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    ] = "token_truncate"
+    weight_min: float = 0.0  # importance_weights: lower limit
+    weight_max: float = 3.0  # importance_weights: upper limit; 0: none
+    # policy losses: answers with a negative advantage have no loss if their mean of sampled - new log-probabilities is
+    # above this (DeepSeek-V3.2); 0: no limit
+    off_policy_mask_threshold: float = 0.0
     # policy losses: advantages of rewards are divided by their standard deviation in the group;
     # False: only centered.
     scale_advantages: bool = True
@@ -556,6 +574,15 @@ class PosttrainConfig:
     def uses_reference(self) -> bool:
         """Whether the loss needs the log-probabilities of a reference model."""
         return self.loss == "dpo" or bool(self.loss and self.kl)
+
+    @property
+    def uses_sampled(self) -> bool:
+        """Whether the loss needs the log-probabilities of the sampler."""
+        return (
+            self.importance_weights
+            or self.off_policy_mask_threshold > 0
+            or self.old_log_probs == "sampled"
+        )
 
     @property
     def uses_reference_model(self) -> bool:

@@ -139,6 +139,6 @@ def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int)
         group=group,
         policy_step=policy_step,
         truncated=generation.finish_reason == "length",
-        old_log_probs=generation.log_probs.tolist(),
+        sampled_log_probs=generation.log_probs.tolist(),
         text=dict(prompt=prompt.text, answer=generation.text),  # for people
     )

@@ -10,7 +10,17 @@ over the head that returns the log-probabilities.
     grpo     Shao et al. 2024, arXiv:2402.03300, equation 3; the KL divergence is its equation 4 (k3)
     dapo     Yu et al. 2025, arXiv:2503.14476, equation 8: clip-higher, mean over tokens
     dr_grpo  Liu et al. 2025, arXiv:2503.20783: sums over tokens, divided by a constant
+    cispo    MiniMax 2025, arXiv:2506.13585, equations 4 and 5, without a lower limit
     ratio    of sequences: Zheng et al. 2025 (GSPO), arXiv:2507.18071, equation 7
+    delta    Team Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291, section 3.4
+    off-policy mask       DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, equation 9
+    importance weights    of token_truncate: Yao et al. 2025, "Your efficient RL framework secretly brings you
+                          off-policy RL training"
+
+Three log-probabilities of a token are never mixed: `sampled`, which the sampler recorded; `old`, which the trainer
+computes before its first update on the answer; and `new`, of the parameters that are trained. The ratio is new / old.
+The importance weight is old / sampled, limited and without a gradient: it corrects the difference between sampler and
+trainer, and the age of the sampler's parameters.
 """
 
 from collections.abc import Callable
@@ -37,23 +47,45 @@ class PolicySums(NamedTuple):
     ratio: jax.Array | None = None  # of new to old probabilities
     clipped: jax.Array | None = None  # tokens whose gradient is clipped
     kl: jax.Array | None = None  # k3 estimate of the divergence from the reference
-    # Log-probability of the sampler, as recorded, minus that of the trainer; NaN if a token of the
-    # step has no record.
+    # Sampled minus old log-probability; NaN if a token of the step has no record.
     sampler_minus_trainer: jax.Array | None = None
     sampler_difference: jax.Array | None = None  # its magnitude
+    sampler_difference_max: jax.Array | None = None  # not a sum: see `over_microbatches`
+    weight: jax.Array | None = None  # importance weights
+    weight_cut: jax.Array | None = None  # tokens whose weight is outside of its limits
+    weight_cut_answers: jax.Array | None = None  # the sum over answers of the share of these tokens
+    off_policy: jax.Array | None = (
+        None  # tokens of answers without a loss: off_policy_mask_threshold
+    )
+    off_policy_answers: jax.Array | None = None
     margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers
     accuracy: jax.Array | None = None  # dpo: pairs whose margin is positive
 
 
 def means(sums: PolicySums, batch: Batch, settings: PosttrainConfig) -> PolicySums:
     """The means over a step of the sums over all its microbatches."""
-    total = denominator(batch, settings)
-    others = total if settings.loss == "dpo" else batch.loss_weights.sum()
+    tokens = total = denominator(batch, settings)
+    if settings.loss != "dpo":
+        tokens = batch.loss_weights.sum()
 
-    def mean(x, total):
-        return jnp.where(total > 0, x / total, 0)
+    def mean(name, x):
+        if name.endswith("_max"):
+            return x
+        answers = batch.answer_weights.sum() if name.endswith("_answers") else tokens
+        divisor = total if name == "loss" else answers
+        return jnp.where(divisor > 0, x / divisor, 0)
 
-    return jax.tree.map(lambda x: mean(x, others), sums)._replace(loss=mean(sums.loss, total))
+    columns = sums._asdict().items()
+    return PolicySums(**{name: None if x is None else mean(name, x) for name, x in columns})
+
+
+def over_microbatches(parts):
+    """The sums, or maxima of fields that end in "_max", over the first dimension of a tree."""
+
+    def total(path, x):
+        return x.max(0) if jax.tree_util.keystr(path).endswith("_max") else x.sum(0)
+
+    return jax.tree.map_with_path(total, parts)
 
 
 def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
@@ -64,7 +96,7 @@ def denominator(batch: Batch, settings: PosttrainConfig) -> jax.Array:
     """
     if settings.loss == "dpo":
         return batch.answer_weights.sum() / 2
-    if settings.loss == "dapo":
+    if settings.loss in ("dapo", "cispo"):
         return batch.loss_weights.sum()
     answers = batch.answer_weights.sum()
     return answers * settings.max_answer_tokens if settings.loss == "dr_grpo" else answers
@@ -118,32 +150,85 @@ def _preference_sums(
 
 
 def _clipped_sums(log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig) -> PolicySums:
-    has_loss_BT = batch.loss_weights > 0
-    uses_records = settings.old_log_probs == "record"
-    old_BT = batch.old_log_probs if uses_records else jax.lax.stop_gradient(log_probs_BT)
-    log_ratios_BT = jnp.where(has_loss_BT, log_probs_BT - old_BT, 0)
+    has_loss_BT, sampled_BT = batch.loss_weights > 0, batch.sampled_log_probs
+
+    def difference(a_BT, b_BT):
+        return jnp.where(has_loss_BT, a_BT - b_BT, 0)
+
+    new_BT = jax.lax.stop_gradient(log_probs_BT)
+    olds = dict(policy=new_BT, record=batch.old_log_probs, sampled=sampled_BT)
+    old_BT = olds[settings.old_log_probs]
+    log_ratios_BT = difference(log_probs_BT, old_BT)
     if settings.ratio == "sequence":
-        means_BP = _sums_by(batch.segment_ids, batch.answer_weights * log_ratios_BT)
-        log_ratios_BT = jnp.take_along_axis(means_BP, batch.segment_ids, axis=1)
+        log_ratios_BT = _over_answers(batch, batch.answer_weights * log_ratios_BT)
     ratios_BT = jnp.exp(log_ratios_BT)
-    clipped_BT = jnp.clip(ratios_BT, 1 - settings.clip_low, 1 + settings.clip_high)
-    gains_BT = jnp.minimum(ratios_BT * batch.advantages, clipped_BT * batch.advantages)
-    losses_BT, kl_BT = -gains_BT, None
+    gains_BT, is_clipped_BT = _gains(ratios_BT, log_probs_BT, batch, settings)
+    losses_BT = -gains_BT
+    columns, sums = dict(ratio=ratios_BT, clipped=is_clipped_BT), {}
+    if sampled_BT is not None:
+        gap_BT = difference(sampled_BT, old_BT)
+        columns |= dict(sampler_minus_trainer=gap_BT, sampler_difference=jnp.abs(gap_BT))
+        sums = dict(sampler_difference_max=columns["sampler_difference"].max())
+    if settings.off_policy_mask_threshold:
+        drift_BT = batch.answer_weights * difference(sampled_BT, new_BT)
+        is_high_BT = _over_answers(batch, drift_BT) > settings.off_policy_mask_threshold
+        columns |= dict(off_policy=is_high_BT & (batch.advantages < 0))
+        losses_BT = jnp.where(columns["off_policy"], 0, losses_BT)
+    if settings.importance_weights:
+        weights_BT, is_cut_BT = _importance_weights(difference(old_BT, sampled_BT), batch, settings)
+        losses_BT *= weights_BT
+        columns |= dict(weight=weights_BT, weight_cut=is_cut_BT)
     if settings.kl:
-        difference_BT = jnp.where(has_loss_BT, batch.reference_log_probs - log_probs_BT, 0)
-        kl_BT = jnp.exp(difference_BT) - difference_BT - 1
-        losses_BT += settings.kl * kl_BT
+        gap_BT = difference(batch.reference_log_probs, log_probs_BT)
+        columns |= dict(kl=jnp.exp(gap_BT) - gap_BT - 1)
+        losses_BT += settings.kl * columns["kl"]
+    for name, x_BT in columns.items():
+        sums[name] = (batch.loss_weights * x_BT).sum()
+        if f"{name}_answers" in PolicySums._fields:
+            sums[f"{name}_answers"] = (batch.loss_weights * batch.answer_weights * x_BT).sum()
     weights_BT = batch.loss_weights * (batch.answer_weights if settings.loss == "grpo" else 1)
-    is_clipped_BT = gains_BT < ratios_BT * batch.advantages
-    sampler_columns = (None, None)
-    if batch.old_log_probs is not None:
-        difference_BT = jnp.where(
-            has_loss_BT, batch.old_log_probs - jax.lax.stop_gradient(log_probs_BT), 0
+    return PolicySums((weights_BT * losses_BT).sum(), **sums)
+
+
+def _gains(
+    ratios_BT: jax.Array, log_probs_BT: jax.Array, batch: Batch, settings: PosttrainConfig
+) -> tuple[jax.Array, jax.Array]:
+    """What the policy gains with each token, and whether the ratio is limited."""
+    highest = 1 + settings.clip_high
+    if settings.loss == "cispo":
+        limited_BT = jax.lax.stop_gradient(jnp.minimum(ratios_BT, highest))
+        return limited_BT * batch.advantages * log_probs_BT, ratios_BT > highest
+    clipped_BT = jnp.clip(ratios_BT, 1 - settings.clip_low, highest)
+    limited_BT = jnp.minimum(ratios_BT, settings.delta) if settings.delta else ratios_BT
+    gains_BT = jnp.minimum(limited_BT * batch.advantages, clipped_BT * batch.advantages)
+    return gains_BT, gains_BT != ratios_BT * batch.advantages
+
+
+def _importance_weights(
+    log_ratios_BT: jax.Array, batch: Batch, settings: PosttrainConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The weights of old to sampled probabilities, within their limits, and which were outside.
+
+    Args:
+      log_ratios_BT: old minus sampled log-probability, 0 where there is no loss; no gradient.
+    """
+    level, limit = settings.weight_mode.split("_")
+    if level != "token":
+        is_mean = level == "geometric"
+        log_ratios_BT = _over_answers(
+            batch, log_ratios_BT * (batch.answer_weights if is_mean else 1)
         )
-        sampler_columns = difference_BT, jnp.abs(difference_BT)
-    columns = (ratios_BT, is_clipped_BT, kl_BT, *sampler_columns)
-    sums = (None if x is None else (batch.loss_weights * x).sum() for x in columns)
-    return PolicySums((weights_BT * losses_BT).sum(), *sums)
+    lowest, highest = settings.weight_min, settings.weight_max or jnp.inf
+    weights_BT = jnp.exp(log_ratios_BT)
+    is_cut_BT = (weights_BT < lowest) | (weights_BT > highest)
+    cut_BT = jnp.clip(weights_BT, lowest, highest) if limit == "truncate" else 0
+    return jnp.where(is_cut_BT, cut_BT, weights_BT), is_cut_BT
+
+
+def _over_answers(batch: Batch, x_BT: jax.Array) -> jax.Array:
+    """The sum of x over the tokens of the answer, or document, of each token."""
+    sums_BP = _sums_by(batch.segment_ids, x_BT)
+    return jnp.take_along_axis(sums_BP, batch.segment_ids, axis=1)
 
 
 def _sums_by(ids_BT: jax.Array, x_BT: jax.Array) -> jax.Array:

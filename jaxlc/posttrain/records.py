@@ -17,8 +17,9 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
 
     group                 a string or number: traces of one prompt. Without it, neighbors of a file with equal prompts.
     reward, advantage     a number; advantages are computed from the rewards of a group
-    old_log_probs         a number for each token in the loss, in order
-    reference_log_probs   as old_log_probs
+    sampled_log_probs     a number for each token in the loss, in order: of the sampler
+    old_log_probs         the same, of the trainer before its first update on the trace
+    reference_log_probs   the same, of the reference model
     truncated             true: the answer was cut off at its maximum length
     policy_step           of rollouts: the training step after which the weights that made the answer were exported
 
@@ -64,11 +65,11 @@ from jaxlc.data.tokens.tokenizers import with_start
 
 FIELDS = (  # all that a record of traces may have
     "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "reward", "advantage",
-    "old_log_probs", "reference_log_probs", "truncated", "policy_step",
+    "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
 EXPERTS_FIELDS = ("routed_experts", "routed_experts_dtype", "routed_experts_start_len")
-LOG_PROBS = ("old_log_probs", "reference_log_probs")
+LOG_PROBS = ("sampled_log_probs", "old_log_probs", "reference_log_probs")
 CHOSEN, REJECTED = 1.0, -1.0  # advantages of the answers of a pair
 
 
@@ -85,8 +86,7 @@ class Trace:
     advantage: float | None = None
     is_truncated: bool = False
     policy_step: int | None = None
-    # float32 [n] by name, "old_log_probs" and "reference_log_probs"; 0 for tokens that are not in
-    # the loss.
+    # float32 [n] by name, of LOG_PROBS; 0 for tokens that are not in the loss.
     log_probs: dict[str, np.ndarray] = field(default_factory=dict)
     # recorded experts, of `loader.experts_dtype` [n]; empty: they are not read
     experts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))

@@ -312,14 +312,27 @@ def _check_log_probs(
         reference_log_probs="set --config.posttrain.reference=model, or base with LoRA, or add them with `jaxlc"
         " logprobs`",
         old_log_probs="set --config.posttrain.old_log_probs=policy, or add them with `jaxlc logprobs`",
+        sampled_log_probs="record the values of the sampler, or set --config.posttrain.importance_weights=False,"
+        " off_policy_mask_threshold=0 and old_log_probs=policy",
     )
-    if posttrain.old_log_probs != "record":
-        del advice["old_log_probs"]  # a metric uses them where they exist
+    if not posttrain.uses_sampled:
+        del advice["sampled_log_probs"]  # metrics use them where they exist
     for name in set(dtypes) & set(advice):
         for trace in traces:
             if name not in trace.log_probs:
                 needs = f"config.posttrain.loss={posttrain.loss!r} needs"
                 raise UserError(f"{trace.where}: no {name}, which {needs}; {advice[name]}")
+    if posttrain.importance_weights and posttrain.old_log_probs == "record":
+        old, sampled = (
+            np.concatenate([trace.log_probs[name] for trace in traces])
+            for name in ("old_log_probs", "sampled_log_probs")
+        )
+        if np.array_equal(old, sampled):
+            raise UserError(
+                f"{traces[0].where}: old_log_probs are the sampler's, since they equal sampled_log_probs of all traces,"
+                " and config.posttrain.importance_weights=True compares both; compute old_log_probs with `jaxlc"
+                " logprobs`, or set --config.posttrain.old_log_probs=policy"
+            )
 
 
 def _pairs(

@@ -162,7 +162,7 @@ class PackedTraces:
             answer_weights=in_loss / in_loss.sum(),
             advantages=trace.advantage or 0.0,
             experts=trace.experts[inputs],
-            **dict(old_log_probs=np.nan)
+            **dict(sampled_log_probs=np.nan)
             | {name: x[targets] for name, x in trace.log_probs.items()},
         )
 

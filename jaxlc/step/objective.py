@@ -36,7 +36,7 @@ from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixer_of, tables_of_ki
 from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
-from jaxlc.posttrain.losses import PolicyLoss, PolicySums, policy_sums
+from jaxlc.posttrain.losses import PolicyLoss, PolicySums, over_microbatches, policy_sums
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import precision, update
@@ -73,7 +73,7 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
         # float32 also of the copies of nodes, which may have the compute dtype.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (params, histories))
         totals, cross_entropy = lax.scan(add_microbatch, zeros, batch)
-        return jax.tree.map(lambda x: x.sum(0), cross_entropy), *totals
+        return over_microbatches(cross_entropy), *totals
     # No zeros, which would be allocated on the device: the sum starts with the gradients of the
     # first microbatch.
     first, others = jax.tree.map(lambda x: x[0], batch), jax.tree.map(lambda x: x[1:], batch)
@@ -81,9 +81,12 @@ def accumulate(objective: Callable, params, batch: Batch, dims, histories: dict 
     if len(batch.tokens) == 1:
         return first_cross_entropy, *totals
     totals, cross_entropy = lax.scan(add_microbatch, totals, others)
-    return jax.tree.map(
-        lambda first, others: first + others.sum(0), first_cross_entropy, cross_entropy
-    ), *totals
+    parts = jax.tree.map(
+        lambda first, others: jnp.concatenate([first[None], others]),
+        first_cross_entropy,
+        cross_entropy,
+    )
+    return over_microbatches(parts), *totals
 
 
 @dataclass(frozen=True)

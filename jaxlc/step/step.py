@@ -220,7 +220,7 @@ def build_step(
     )
     if policy_loss is not None and not config.posttrain.loss:
         raise UserError(
-            "policy_loss has no effect without config.posttrain.loss; set it to grpo, dapo, dr_grpo or dpo"
+            "policy_loss has no effect without config.posttrain.loss; set it to grpo, dapo, dr_grpo, cispo or dpo"
         )
     return TrainStep(
         config=config,

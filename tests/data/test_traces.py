@@ -136,6 +136,15 @@ def test_first_token_has_no_log_prob(tmp_path):
     assert traces.train[0]["old_log_probs"][:3].tolist() == [-1, -2, 0]
 
 
+def test_three_log_probs_are_separate_arrays(tmp_path):
+    values = dict(sampled_log_probs=[-1.0, -2.0], old_log_probs=[-1.5, -2.5])
+    settings = dict(loss="grpo", old_log_probs="record", importance_weights=True)
+    traces, _ = opened(tmp_path, [answer([6, 7], reward=1.0, **values)], posttrain=settings)
+    for name, numbers in values.items():
+        row = traces.train[0]
+        assert row[name][row["loss_weights"] > 0].tolist() == numbers
+
+
 def test_pairs_that_do_not_fit_are_dropped(tmp_path):
     """Together, or one of its answers."""
     lengths = [(9, 9), (3, 60), (20, 20)]
@@ -244,6 +253,16 @@ def test_groups_are_held_out_whole(tmp_path):
             "jaxlc logprobs",
         ),
         (
+            [answer([6], reward=1.0, old_log_probs=[-1])],
+            dict(posttrain=dict(loss="grpo", importance_weights=True)),
+            "no sampled_log_probs",
+        ),
+        (
+            [answer([6], reward=1.0, old_log_probs=[-1], sampled_log_probs=[-1])] * 2,
+            dict(posttrain=dict(loss="grpo", importance_weights=True, old_log_probs="record")),
+            "old_log_probs are the sampler's",
+        ),
+        (
             [dict(prompt="a", chosen="b", rejected="c")],
             dict(posttrain=dict(loss="dpo")),
             "no reference_log_probs",
@@ -276,6 +295,25 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
             dict(ROLLOUTS, rollouts=dict(source="model", answers_per_prompt=1)),
             "use --config.rollouts.answers_per_prompt=2 or more",
         ),
+        (
+            dict(
+                ROLLOUTS,
+                posttrain=dict(loss="grpo", old_log_probs="record"),
+                rollouts=dict(source="model"),
+            ),
+            "has no old_log_probs, only those of the sampler",
+        ),
+        (
+            dict(posttrain=dict(loss="grpo", importance_weights=True, old_log_probs="sampled")),
+            "old_log_probs='sampled' makes them equal",
+        ),
+        (dict(posttrain=dict(loss="grpo", weight_max=2.0)), "weight_max=2.0 has no effect without"),
+        (
+            dict(posttrain=dict(loss="grpo", importance_weights=True, weight_min=4.0)),
+            "weight_min=4 is not less than weight_max=3",
+        ),
+        (dict(posttrain=dict(loss="grpo", delta=1.1)), "delta=1.1 is not above 1 .*1.28"),
+        (dict(posttrain=dict(loss="cispo", delta=4.0)), "delta=4.0 has no effect with"),
         (dict(posttrain=dict(loss="dr_grpo")), "set config.posttrain.max_answer_tokens"),
         (
             dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)),

@@ -257,7 +257,7 @@ _SCORE = dict(
     seconds=1.0,
 )
 _ROLLOUT = dict(
-    prompt="ab", completion="c", reward=1.0, group="g", old_log_probs=[-0.5], policy_step=0
+    prompt="ab", completion="c", reward=1.0, group="g", sampled_log_probs=[-0.5], policy_step=0
 )
 
 

@@ -3,6 +3,7 @@
 Needs JAXLC_TRANSFORMERS_PYTHON, as tests/hf/test_transformers.py.
 """
 
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -29,20 +30,48 @@ CASES = [
     POLICY | dict(loss="grpo", ratio="sequence", kl=0.05),
     POLICY | dict(loss="dapo", kl=0.1),
     POLICY | dict(loss="dr_grpo", max_answer_tokens=20),
+    POLICY | dict(loss="cispo", clip_high=0.1),
+    POLICY | dict(loss="cispo", ratio="sequence", kl=0.1),
     dict(loss="dpo", beta=0.1),
     dict(loss="dpo", beta=0.7),
 ]
+# Each mode with each loss, and each other setting with several of them. Limits cut some tokens and
+# some answers.
+LIMITS = dict(token=(0.7, 1.3), sequence=(0.4, 2.5))
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+VARIANTS = (
+    dict(),
+    dict(delta=1.5),
+    dict(off_policy_mask_threshold=0.05),
+    dict(old_log_probs="policy"),
+    dict(ratio="sequence", kl=0.1),
+    dict(old_log_probs="policy", off_policy_mask_threshold=0.05, weight_min=0.0),
+    dict(weight_max=0.0, kl=0.1),
+)
+for number, (loss, mode) in enumerate(
+    itertools.product(("grpo", "dapo", "dr_grpo", "cispo"), ("", *MODES))
+):
+    for variant in (VARIANTS[number % len(VARIANTS)], VARIANTS[(number + 3) % len(VARIANTS)]):
+        case = POLICY | dict(loss=loss, max_answer_tokens=20 * (loss == "dr_grpo"))
+        if mode:
+            low, high = LIMITS[mode.split("_")[0]]
+            case |= dict(importance_weights=True, weight_mode=mode, weight_min=low, weight_max=high)
+        case |= {name: x for name, x in variant.items() if mode or not name.startswith("weight")}
+        if loss == "cispo":
+            case.pop("delta", None)
+        CASES.append(case)
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """[answers, tokens]"""
+    """[answers, tokens], float64, in which terms that cancel leave no difference."""
     rng = np.random.default_rng(0)
     mask = (np.arange(WIDTH) < np.array(LENGTHS)[:, None]).astype(np.int64)
-    log_probs, old, reference = (
-        rng.normal(-2, 0.4, mask.shape).astype(np.float32) for _ in range(3)
-    )
-    advantages = rng.normal(size=len(LENGTHS)).astype(np.float32)
-    return dict(log_probs=log_probs, old=old, reference=reference, mask=mask, advantages=advantages)
+    log_probs, old, reference, noise = (rng.normal(-2, 0.4, mask.shape) for _ in range(4))
+    # answers of both signs are above the threshold of the off-policy mask
+    signs = np.resize([1, -1, -1, 1], len(LENGTHS))
+    advantages = np.abs(rng.normal(size=len(LENGTHS))) * signs
+    log_probs = dict(log_probs=log_probs, old=old, sampled=old + noise + 2, reference=reference)
+    return log_probs | dict(mask=mask, advantages=advantages)
 
 
 def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
@@ -58,7 +87,7 @@ def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
             else x
         )
 
-    mask = x["mask"].astype(np.float32)
+    mask = x["mask"].astype(np.float64)
     sides = np.repeat([1.0, -1.0], num_rows) if settings.loss == "dpo" else x["advantages"]
     segments = (
         np.repeat(np.arange(1, len(LENGTHS) + 1), WIDTH).reshape(-1, WIDTH)
@@ -71,6 +100,7 @@ def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
         advantages=rows(sides[:, None] * mask),
         answer_weights=rows(mask / mask.sum(1, keepdims=True)),
         old_log_probs=rows(x["old"]),
+        sampled_log_probs=rows(x["sampled"]),
         reference_log_probs=rows(x["reference"]),
     )  # fmt: skip
     batch = jax.tree.map(jnp.asarray, batch)
@@ -78,7 +108,7 @@ def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
     def loss(log_probs):
         return policy_sums(rows(log_probs), batch, settings).loss / denominator(batch, settings)
 
-    return jax.value_and_grad(loss)(jnp.asarray(x["log_probs"]))
+    return jax.tree.map(np.asarray, jax.value_and_grad(loss)(jnp.asarray(x["log_probs"])))
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +116,22 @@ def trl_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     inputs, out = (tmp_path_factory.mktemp("trl") / name for name in ("inputs.npz", "out.npz"))
     np.savez(inputs, **arrays())
     script = Path(__file__).with_name("trl_losses.py")
-    subprocess.run([PYTHON, script, inputs, out, json.dumps(CASES)], check=True)
+    command = [PYTHON, script, inputs, out, json.dumps(CASES)]
+    assert subprocess.run(command).returncode == 0
     return dict(np.load(out))
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def name_of(number: int) -> str:
+    """The settings that differ from POLICY."""
+    case = CASES[number]
+    return ",".join(f"{name}={x}" for name, x in case.items() if POLICY.get(name) != x)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=name_of)
 def test_loss_and_gradient_equal_trl(trl_results, number):
-    loss, gradient = loss_and_gradient(PosttrainConfig(**CASES[number]), arrays())
-    np.testing.assert_allclose(loss, trl_results[f"loss{number}"], rtol=1e-6)
-    np.testing.assert_allclose(gradient, trl_results[f"gradient{number}"], rtol=1e-5, atol=1e-7)
+    with jax.enable_x64(True):
+        loss, gradient = loss_and_gradient(PosttrainConfig(**CASES[number]), arrays())
+    expected, expected_gradient = (trl_results[f"{x}{number}"] for x in ("loss", "gradient"))
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    largest = np.abs(expected_gradient).max()
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=0, atol=1e-12 * largest)

@@ -10,14 +10,17 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
+from jaxlc.posttrain.losses import PolicySums, means, over_microbatches, policy_sums
 from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
 from jaxlc.posttrain.trees import PackedTraces, trees_of
+from jaxlc.step.batch import Batch
 from tests.step.synthetic import (
     HYBRID,
     LATENT,
@@ -45,14 +48,14 @@ GROUPS = {  # number of prompt tokens -> numbers of answer tokens
 
 def traces(loss: str) -> list[list[Trace]]:
     """Groups of traces with random tokens, advantages and log-probabilities."""
-    rng, groups = np.random.default_rng(0), []
+    rng, sampler, groups = np.random.default_rng(0), np.random.default_rng(1), []
     for num_prompt, answers in GROUPS["dpo" if loss == "dpo" else "policy"].items():
         prompt = rng.integers(1, 61, num_prompt)
         group = []
         for number, num_answer in enumerate(answers):
             tokens = np.concatenate([prompt, rng.integers(1, 61, num_answer)]).astype(np.int32)
             in_loss = np.arange(len(tokens)) >= num_prompt
-            names = ("old_log_probs", "reference_log_probs")
+            names = dict(old_log_probs=rng, reference_log_probs=rng, sampled_log_probs=sampler)
             group.append(
                 Trace(
                     where="test",
@@ -61,8 +64,8 @@ def traces(loss: str) -> list[list[Trace]]:
                     prompt=prompt.tobytes(),
                     advantage=(CHOSEN, REJECTED)[number] if loss == "dpo" else float(rng.normal()),
                     log_probs={
-                        name: (in_loss * -rng.uniform(3, 5, len(tokens))).astype(np.float32)
-                        for name in names
+                        name: (in_loss * -source.uniform(3, 5, len(tokens))).astype(np.float32)
+                        for name, source in names.items()
                     },
                 )
             )
@@ -88,6 +91,13 @@ KINDS = {
 }
 KINDS |= {f"{kind} tiles": KINDS["tiles"] | KINDS[kind] for kind in ("sliding", "recurrent")}
 WITHOUT_TILES = {kind: kind.removesuffix("tiles").strip() for kind in KINDS if "tiles" in kind}
+LIMITS = dict(token=(0.5, 1.5), sequence=(0.1, 10.0), geometric=(0.8, 1.2))
+for mode in (
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask",
+):  # fmt: skip
+    low, high = LIMITS[mode.split("_")[0]]
+    KINDS[mode] = dict(posttrain=dict(importance_weights=True, weight_mode=mode))
+    KINDS[mode]["posttrain"] |= dict(weight_min=low, weight_max=high, off_policy_mask_threshold=0.1)
 
 
 def config_with(loss: str, *, shares=True, **sections):
@@ -99,6 +109,7 @@ def config_with(loss: str, *, shares=True, **sections):
     )
     sections["attention"] = sections.get("attention", {}) | dict(shared_prefixes=shares)
     sizes = dict(data=dict(seq_len=192), train=dict(global_batch_size=1, eval_sequences=1))
+    policy |= sections.pop("posttrain", {})
     return small_config(posttrain=dict(loss=loss) | policy, **sizes, **sections)
 
 
@@ -140,7 +151,9 @@ def magnitude(config, loss):
     """The sum of the magnitudes of the terms of a loss, for ratios of 1: advantages of both signs
     cancel.
     """
-    weights = dict(grpo="answer_weights", dapo="loss_weights").get(config.posttrain.loss)
+    weights = dict(grpo="answer_weights", dapo="loss_weights", cispo="loss_weights").get(
+        config.posttrain.loss
+    )
     if weights is None:
         return float(loss)
     row = sequence(config, traces(config.posttrain.loss))
@@ -152,6 +165,7 @@ def magnitude(config, loss):
     [
         ("grpo", "", dict(context=8), {}),
         ("dapo", "sliding", dict(context=4), dict(strategy="ring")),
+        ("grpo", "sequence_mask", dict(context=4), {}),
         # The heavy float64_parity.py has recurrent layers, tensor ranks and sliding tiles, and
         # another test here tiles.
         *(
@@ -170,6 +184,9 @@ def magnitude(config, loss):
                 ("dapo", "sliding", dict(context=2, tensor=2), dict(strategy="ulysses")),
                 ("grpo", "", dict(context=4), dict(document_sharding=False)),
                 ("dpo", "", dict(context=4), dict(strategy="hybrid", ulysses_degree=2)),
+                ("dapo", "geometric_mask", dict(context=4), {}),
+                ("cispo", "sequence_truncate", dict(context=2), {}),
+                ("dapo", "token_mask", dict(context=2), {}),
             )
         ),
     ],
@@ -234,6 +251,58 @@ def test_base_as_reference_equals_recorded_log_probs():
     _, gradients, loss = results(config, "dpo")
     np.testing.assert_allclose(loss, len(GROUPS["dpo"]) * np.log(2), rtol=1e-6)
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
+
+
+MASK = dict(loss="dapo", old_log_probs="record", importance_weights=True)
+MASK |= dict(weight_mode="geometric_mask", weight_min=0.9, weight_max=1.1)
+
+
+def test_geometric_mask_equals_its_formula():
+    """In float64. Two answers in one sequence, and padding; the mean over the tokens of an answer
+    in the loss is the logarithm of its weight, which is 0 outside of the limits.
+    """
+    rng, segments = np.random.default_rng(0), np.repeat([1, 2, 1, 2, 0], [3, 4, 2, 5, 2])[None]
+    has_loss = (segments > 0) & (np.arange(16) % 4 > 0)
+    counts = np.array([(has_loss & (segments == number)).sum() for number in range(3)])
+    new, old, sampled = (rng.normal(-2, 0.3, segments.shape) for _ in range(3))
+    first = has_loss & (segments == 1)
+    sampled += np.where(first, (old - sampled).mean(where=first) - 0.05, 0)
+    advantages = np.array([0.0, -0.7, 1.3])[segments]
+    arrays = dict(
+        advantages=advantages, answer_weights=has_loss / np.maximum(counts[segments], 1), old_log_probs=old,
+        sampled_log_probs=sampled,
+    )  # fmt: skip
+    with jax.enable_x64(True):
+        batch = Batch(None, None, has_loss * 1.0, None, segments, **arrays)
+        sums = policy_sums(
+            jnp.asarray(new), jax.tree.map(jnp.asarray, batch), PosttrainConfig(**MASK)
+        )
+        sums = jax.tree.map(np.asarray, means(sums, batch, PosttrainConfig(**MASK)))
+    weights = np.zeros(segments.shape)
+    for number in (1, 2):
+        tokens = has_loss & (segments == number)
+        weight = np.exp((old - sampled).mean(where=tokens))
+        weights[tokens] = weight if 0.9 <= weight <= 1.1 else 0
+    assert (weights[segments == 1] > 0).any() and not weights[segments == 2].any()
+    ratios = np.exp(new - old)
+    gains = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    difference = np.abs(sampled - old)
+    expected = dict(
+        loss=-(weights * gains).mean(where=has_loss), weight=weights.mean(where=has_loss),
+        weight_cut=counts[2] / counts.sum(), weight_cut_answers=0.5,
+        sampler_difference=difference.mean(where=has_loss), sampler_difference_max=difference[has_loss].max(),
+    )  # fmt: skip
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(sums, name), value, rtol=1e-12, err_msg=name)
+
+
+def test_microbatches_have_the_metrics_of_one_batch():
+    """Sums are added, and the largest difference is a maximum."""
+    parts = PolicySums(
+        *np.array([[3.0, 5.0], [1.0, 2.0]]), sampler_difference_max=np.array([2.0, 1])
+    )
+    total = over_microbatches(parts)
+    assert (total.loss, total.ratio, total.sampler_difference_max) == (8, 3, 2)
 
 
 @pytest.mark.parametrize(

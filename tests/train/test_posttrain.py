@@ -285,7 +285,7 @@ def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
     for name, text in files_of(rollouts["workdir"]).items():
         records = [json.loads(line) | dict(policy_step=0) for line in text.splitlines()]
         for record in records[:1]:
-            del record["old_log_probs"]  # then the difference is unknown
+            del record["sampled_log_probs"]  # then the difference is unknown
         (directory / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     train(rollouts["config"], tmp_path, **settings | dict(train__steps=3))
     third = rows(tmp_path)[-1]

@@ -114,8 +114,9 @@ def _source_problems(source: SourceConfig, seq_len: int, names: list[str]) -> It
 _OF_DPO = ("beta", "label_smoothing")
 _OF_POLICY_LOSSES = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
-    "replay_routing",
+    "delta", "importance_weights", "off_policy_mask_threshold", "replay_routing",
 )  # fmt: skip
+_OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
 _OF_MODEL = (
     "prompts",
     "prompts_per_step",
@@ -172,7 +173,7 @@ def _rollout_problems(config: Config) -> Iterator[str]:
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
     if posttrain.loss in ("", "dpo"):
-        yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo or dr_grpo"
+        yield f"{setting} needs a policy loss; use --config.posttrain.loss=grpo, dapo, dr_grpo or cispo"
     every, checkpoints = rollouts.export_every_steps, config.train.checkpoint_every_steps
     if every and (rollouts.source != "files" or not checkpoints or every % checkpoints):
         yield (
@@ -186,6 +187,11 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         return
     if rollouts.answers_per_prompt == 1:
         yield f"{setting} compares the answers of a prompt; use --config.rollouts.answers_per_prompt=2 or more"
+    if posttrain.old_log_probs == "record":
+        yield (
+            f"{setting} has no old_log_probs, only those of the sampler; use --config.posttrain.old_log_probs=policy,"
+            " or sampled"
+        )
     for name in ("prompts", "reward"):
         if not getattr(rollouts, name):
             yield f"{setting} needs config.rollouts.{name}; set it"
@@ -199,16 +205,17 @@ def _rollout_problems(config: Config) -> Iterator[str]:
 def _loss_problems(config: Config) -> Iterator[str]:
     posttrain = config.posttrain
     if not posttrain.loss:
-        reason = (
-            "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo or dpo"
-        )
+        reason = "without config.posttrain.loss; set --config.posttrain.loss=grpo, dapo, dr_grpo, cispo or dpo"
         yield from _without_effect("posttrain", posttrain, vars(posttrain), reason)
         return
     setting = f"config.posttrain.loss={posttrain.loss!r}"
     unused = _OF_POLICY_LOSSES if posttrain.loss == "dpo" else _OF_DPO
     if posttrain.loss in ("grpo", "dapo"):
         unused = (*unused, "max_answer_tokens")
+    if posttrain.loss == "cispo":
+        unused = (*unused, "max_answer_tokens", "clip_low", "delta")
     yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
+    yield from _weight_problems(posttrain)
     if posttrain.loss == "dpo" and not config.attention.shared_prefixes:
         yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=True"
         if posttrain.reference == "record":
@@ -227,6 +234,26 @@ def _loss_problems(config: Config) -> Iterator[str]:
         yield f"unsupported: {setting} with config.precision.compute='fp16'; use --config.precision.compute=bf16"
     if config.train.z_loss:
         yield f"unsupported: {setting} with config.train.z_loss={config.train.z_loss:g}; use --config.train.z_loss=0"
+
+
+def _weight_problems(posttrain: PosttrainConfig) -> Iterator[str]:
+    low, high, limit = posttrain.weight_min, posttrain.weight_max, 1 + posttrain.clip_high
+    if not posttrain.importance_weights:
+        reason = "without config.posttrain.importance_weights; set it to True"
+        yield from _without_effect("posttrain", posttrain, _OF_WEIGHTS, reason)
+    elif posttrain.old_log_probs == "sampled":
+        yield (
+            "config.posttrain.importance_weights=True compares old with sampled log-probabilities, and"
+            " config.posttrain.old_log_probs='sampled' makes them equal; use --config.posttrain.old_log_probs=policy,"
+            " or record with the values of `jaxlc logprobs --field=old_log_probs`"
+        )
+    if 0 < high <= low:
+        yield f"config.posttrain.weight_min={low:g} is not less than weight_max={high:g}; use a lower one"
+    if 0 < posttrain.delta <= limit:
+        yield (
+            f"config.posttrain.delta={posttrain.delta:g} is not above 1 + config.posttrain.clip_high={limit:g};"
+            " increase it"
+        )
 
 
 def _reference_problems(config: Config) -> Iterator[str]:

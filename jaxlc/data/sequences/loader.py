@@ -31,8 +31,9 @@ class Batch(NamedTuple):
     advantages: jax.Array | None = None
     # float32: 1 / number of targets of the answer; 0 outside of answers
     answer_weights: jax.Array | None = None
-    # float32; NaN: unknown, if posttrain.old_log_probs is not record
-    old_log_probs: jax.Array | None = None
+    old_log_probs: jax.Array | None = None  # float32; of the trainer, before its first update
+    # float32; of the sampler. NaN: unknown, if the loss does not use them
+    sampled_log_probs: jax.Array | None = None
     reference_log_probs: jax.Array | None = None  # float32
     # [.., layers with experts, experts per token] of posttrain.replay_routing: the recorded experts
     # of each token, uint8, or uint16 from 256 experts on. The largest value: there is no record,
@@ -68,11 +69,11 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
         names.append("prefix_ids")
     if posttrain.loss:
         names += ["advantages", "answer_weights"]
-    if posttrain.loss not in ("", "dpo") and (
-        posttrain.old_log_probs == "record" or config.rollouts.source
-    ):
-        # with old_log_probs=policy for a metric only; NaN where a record has none
+    if posttrain.old_log_probs == "record":
         names.append("old_log_probs")
+    if posttrain.uses_sampled or config.rollouts.source:
+        # otherwise for metrics only; NaN where a record has none
+        names.append("sampled_log_probs")
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
     dtypes = {name: np.dtype("i4" if name == "prefix_ids" else "f4") for name in names}

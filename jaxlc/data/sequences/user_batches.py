@@ -16,7 +16,13 @@ from jaxlc.data.sequences.source import DataSource, Inputs
 
 # in the meta of a checkpoint instead of the fingerprint of a corpus
 CALLER_BATCHES = "batches of the caller"
-_TRACE_BATCHES_REQUIRED = ("advantages", "old_log_probs", "reference_log_probs", "experts")
+_TRACE_BATCHES_REQUIRED = (
+    "advantages",
+    "old_log_probs",
+    "sampled_log_probs",
+    "reference_log_probs",
+    "experts",
+)
 
 
 def complete_traces(
@@ -25,9 +31,9 @@ def complete_traces(
     """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in natural order.
 
     "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none). "answer_weights"
-    is 1 / number of weighted targets of the document (default: from the loss weights). "advantages", "old_log_probs"
-    and "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
-    each layer with experts; see `Batch`.
+    is 1 / number of weighted targets of the document (default: from the loss weights). "advantages", "old_log_probs",
+    "sampled_log_probs" and "reference_log_probs" are values of the token's target; there is no default. "experts" are
+    those of the token in each layer with experts; see `Batch`.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
