@@ -11,6 +11,8 @@ FLOAT32_LOSS = 1e-6
 # relative_norm_error of all gradients of a step, of sums in a different order: 6e-7 to 1.3e-6,
 # depending on the CPU.
 FLOAT32_GRADIENTS = 2e-6
+# Updates of Muon, whose five iterations amplify the rounding errors of small singular values.
+MUON_PARITY = 1e-4
 # Gradients of the decay of gated_delta_net, sums over all tokens that cancel: 1.1e-5 between shared prefixes and
 # separate rows. Of kimi_delta, 1.03e-5 in a convolution between one device and context=4.
 FLOAT32_DECAY_GRADIENT = 2e-5

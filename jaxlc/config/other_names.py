@@ -181,8 +181,8 @@ always on with config.attention.document_mask <- reset_position_ids pad_sequence
 use --workdir, which has checkpoints, metrics and plots <- output_dir base_output_directory run_name save save_dir
     checkpoint_dir dump_folder out_dir checkpoint.folder ckpt_dir experiment_name logging_dir model_tag wandb_name
     wandb_run_name wandb_run_id exp_name work_dir logdir tensorboard_dir output_path save_path
-unsupported: the optimizer is always AdamW; jaxlc.train.run takes another one as its argument optimizer <- optimizer
-    optim optimizer_type optimizer.name optimizer.type opt opt_type muon use_muon momentum optim_args
+use config.optimizer.name, adamw or muon; jaxlc.train.run takes another one as its argument optimizer <- optimizer
+    optim optimizer_type optimizer.type opt opt_type muon use_muon optim_args
 unsupported: there is no dropout <- dropout lora_dropout hidden_dropout attention_dropout attn_dropout resid_pdrop
     embd_pdrop attn_pdrop hidden_dropout_prob dropout_rate embedding_dropout disable_dropout
 unsupported: there is no pipeline parallelism <- pp pp_size pipeline_parallel pipeline_model_parallel_size

@@ -64,16 +64,15 @@ class AttentionConfig:
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
     # support the case is an error. mosaic needs the extra `mosaic`, and auto never selects it.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"
-    # query block size of the pallas and blockwise kernels, in tokens
-    query_block_tokens: From1[int] = 512
-    # KV block size of the pallas and blockwise kernels, in tokens
-    key_block_tokens: From1[int] = 512
+    query_block_tokens: From1[int] = 512  # query block size of the kernels pallas and blockwise
+    key_block_tokens: From1[int] = 512  # KV block size of the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay, after clipping of the global gradient norm."""
+    """AdamW or Muon with decoupled weight decay, after clipping of the global gradient norm."""
 
+    name: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of layers; others have AdamW
     learning_rate: float = 3e-4  # peak learning rate
     # learning rate after the linear warm-up. cosine: cosine decay. wsd: constant, then linear decay in the last
     # decay_steps. constant: no decay. linear: linear decay.
@@ -86,16 +85,18 @@ class OptimizerConfig:
     # cosine, linear and wsd: final learning rate as a fraction of the peak. The schedule reaches it one step after the
     # last step, as in transformers.
     final_learning_rate_ratio: From0UpTo1[float] = 0.1
-    # steps of the schedule, warm-up included; 0: train.steps. Stages set it.
-    schedule_steps: int = 0
-    # number of updates of the optimizer before the schedule starts. Stages set it.
-    schedule_start: int = 0
+    schedule_steps: int = 0  # of the schedule, warm-up included; 0: train.steps. Stages set it.
+    schedule_start: int = 0  # updates of the optimizer before the schedule starts. Stages set it.
     beta1: From0Below1[float] = 0.9  # decay rate of the first moment
     beta2: From0Below1[float] = 0.95  # decay rate of the second moment
     epsilon: Above0[float] = 1e-8  # added to the denominator of Adam
+    momentum: From0Below1[float] = 0.95  # muon: decay rate of the mean of the gradients
+    # muon: scale of updates. match_rms_adamw: 0.2 sqrt(max(outputs, inputs)), for learning rates of AdamW. original:
+    # sqrt(max(1, outputs / inputs)).
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    muon_heads: bool = False  # muon: each head of a projection is a matrix of its own
     weight_decay: float = 0.1  # decoupled weight decay, multiplied by the learning rate; 0: none
-    # weight decay of the token embedding; the output head is a matrix like others
-    decay_embeddings: bool = True
+    decay_embeddings: bool = True  # weight decay of the token embedding, not of the output head
     decay_norms: bool = False  # weight decay of norm scales and biases
     max_grad_norm: float = 1.0  # gradients are scaled down to this global L2 norm; 0: no clipping
 

@@ -204,6 +204,11 @@ def check_supported(
             "config.precision.compute='fp8' is unsupported with a custom model: it selects matrix products of the"
             " decoder of config.model; use 'bf16' or 'fp32'"
         )
+    if has_model and not has_optimizer and config.optimizer.name == "muon":
+        raise Unsupported(
+            "config.optimizer.name='muon' is unsupported with a custom model: it selects matrices of the decoder of"
+            " config.model; use 'adamw', or pass an optax optimizer"
+        )
     if has_model and memory.node_copy_devices:
         raise Unsupported(
             f"config.memory.node_copy_devices={memory.node_copy_devices} is unsupported with a custom model, which"

@@ -542,7 +542,10 @@ class TrainStep:
     def _step_optimizer(self) -> StepOptimizer:
         schedule = learning_rate_schedule(self.config.optimizer, self.config.train.steps)
         return StepOptimizer(
-            config=self.config.optimizer, schedule=schedule, custom=self.custom_optimizer
+            config=self.config.optimizer,
+            schedule=schedule,
+            mesh=self.storage_mesh,
+            custom=self.custom_optimizer,
         )
 
     @cached_property

@@ -1,5 +1,5 @@
-"""The optimizer update with AdamW and its learning-rate schedules: of the whole state at once, or
-streamed if part of the state is in host memory.
+"""The optimizer update with AdamW or Muon and their learning-rate schedules: of the whole state at
+once, or streamed if part of the state is in host memory.
 
 A streamed update is a scan over layers: it copies the weights, gradients and moments of one layer
 to the device, updates them, and writes them back, so that at most one layer of the host state is on
@@ -9,6 +9,7 @@ memory of an array is part of its type, `jax.typeof(x).memory_space`.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +17,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import optax.contrib
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxlc.config import OptimizerConfig
 from jaxlc.core import scopes
 from jaxlc.models.lora import insert
 from jaxlc.models.offloaded_layers import layer_of
-from jaxlc.sharding.rules import is_vector
-from jaxlc.step.state import DEVICE, is_on_host, memory_kind_of, to_memory_kind
+from jaxlc.sharding.rules import axes_of, is_vector, storage_spec
+from jaxlc.step.state import DEVICE, is_masked, is_on_host, memory_kind_of, to_memory_kind
+
+_TINY = 1e-30  # added to the norm of a matrix
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -72,9 +78,10 @@ def updates_made(opt_state: optax.OptState) -> jax.Array:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, dims
+    config: OptimizerConfig, schedule: optax.Schedule, dims, mesh: Mesh | AbstractMesh
 ) -> optax.GradientTransformationExtraArgs:
-    """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019).
+    """Clipping by the global norm, then AdamW (Loshchilov and Hutter 2019), or for the matrices of
+    layers Muon (`scale_by_muon`).
 
     `update` takes the global norm as `grad_norm`, so that it can be called on a part of the parameters, with the
     gradients and moments of that part.
@@ -82,6 +89,7 @@ def make_optimizer(
     Args:
       dims: dimension names of the parameters, or of a part of them. They select the parameters with weight decay:
         matrices, and by setting embeddings, norm scales and biases.
+      mesh: of the stored parameters.
     """
 
     def decays(names: tuple[str, ...]) -> bool:
@@ -91,18 +99,139 @@ def make_optimizer(
             else config.decay_embeddings or names[0] != "vocab"
         )
 
-    has_decay = jax.tree.map(decays, dims, is_leaf=lambda x: isinstance(x, tuple))
-    adamw = optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        mask=has_decay,
-    )
+    def where(condition: Callable[[tuple[str, ...]], bool]) -> Any:
+        return jax.tree.map(condition, dims, is_leaf=lambda x: isinstance(x, tuple))
+
+    moments = dict(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    if config.name == "muon":
+        optimizer = optax.chain(
+            optax.masked(scale_by_muon(config, dims, mesh), where(is_layer_matrix)),
+            optax.masked(
+                optax.scale_by_adam(**moments), where(lambda names: not is_layer_matrix(names))
+            ),
+            optax.add_decayed_weights(config.weight_decay, where(decays)),
+            optax.scale_by_learning_rate(schedule),
+        )
+    else:
+        optimizer = optax.adamw(
+            schedule, **moments, weight_decay=config.weight_decay, mask=where(decays)
+        )
     if not config.max_grad_norm:
-        return optax.with_extra_args_support(adamw)
-    return optax.chain(_clip_by_given_norm(config.max_grad_norm), adamw)
+        return optax.with_extra_args_support(optimizer)
+    return optax.chain(_clip_by_given_norm(config.max_grad_norm), optimizer)
+
+
+def is_layer_matrix(names: tuple[str, ...]) -> bool:
+    """Whether a parameter has the matrices of a projection, which Muon updates: not an embedding, an
+    output head, a router, a convolution, or a vector.
+    """
+    is_other = is_vector(names) or "taps" in names or names[-1] == "experts"
+    return names[0] == "layers" and not is_other
+
+
+class MuonState(NamedTuple):
+    momentum: Any  # the moving mean of the gradients
+
+
+def scale_by_muon(
+    config: OptimizerConfig, dims, mesh: Mesh | AbstractMesh
+) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): the orthogonalized
+    Nesterov momentum of each matrix.
+
+    The momentum and the scales are those of torch.optim.Muon: `original` is sqrt(max(1, outputs /
+    inputs)), `match_rms_adamw` is 0.2 sqrt(max(outputs, inputs)) (Liu et al. 2025,
+    arXiv:2502.16982, section 2.2).
+
+    Args:
+      dims: dimension names of the parameters; only those of `is_layer_matrix` are updated.
+      mesh: of the stored parameters.
+    """
+
+    def init(params) -> MuonState:
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(gradients, state: MuonState, params=None):
+        del params
+
+        def mean(old, new):
+            return jax.tree.map(lambda m, g: m + (1 - config.momentum) * (g - m), old, new)
+
+        momentum = mean(state.momentum, gradients)
+        directions = jax.tree.map(lambda g, m: g + config.momentum * (m - g), gradients, momentum)
+        updates = jax.tree.map(
+            lambda x, names: x if is_masked(x) else _orthogonalized(x, names, config, mesh),
+            directions,
+            dims,
+            is_leaf=is_masked,
+        )
+        return updates, MuonState(momentum)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _orthogonalized(
+    x: jax.Array, names: tuple[str, ...], config: OptimizerConfig, mesh: Mesh | AbstractMesh
+) -> jax.Array:
+    """The scaled orthogonalized matrices of a parameter, or of one of its layers.
+
+    Ranks exchange parts of matrices for whole ones, so that each matrix is orthogonalized once.
+    """
+    names = names[-x.ndim :]
+    num_batch_dims = sum(name in ("layers", "experts") for name in names)
+    spec = storage_spec(names, x.shape, mesh)
+    sharded = {dim: axes_of(entry) for dim, entry in enumerate(spec) if entry is not None}
+    # over ranks that store the same values
+    equal = tuple(a for a in mesh.axis_names if a not in sum(sharded.values(), ()))
+    num_equal = math.prod(mesh.shape[axis] for axis in equal)
+
+    def local(x):
+        local_shape, shape = x.shape, x.shape[num_batch_dims:]
+        x = x.reshape(-1, *shape)
+        num_matrices = len(x)
+        x = jnp.pad(x, ((0, -num_matrices % mesh.size), *[(0, 0)] * len(shape)))
+        for dim, axes in sharded.items():
+            x = lax.all_to_all(x, axes, 0, 1 + dim - num_batch_dims, tiled=True)
+        if num_equal > 1:
+            x = x.reshape(num_equal, -1, *x.shape[1:])[lax.axis_index(equal)]
+        x = _orthogonalized_matrices(x, names[num_batch_dims:], config)
+        if num_equal > 1:
+            x = lax.all_gather(x, equal, tiled=True)
+        for dim, axes in reversed(sharded.items()):
+            x = lax.all_to_all(x, axes, 1 + dim - num_batch_dims, 0, tiled=True)
+        return x[:num_matrices].reshape(local_shape)
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return split(x)
+
+
+def _orthogonalized_matrices(
+    x: jax.Array, names: tuple[str, ...], config: OptimizerConfig
+) -> jax.Array:
+    """Whole matrices [matrices, ...]; `names`: the other dimensions, those of the inputs first."""
+    heads = names.index("head_dim") if "head_dim" in names else 0
+    whole = x
+    if heads and config.muon_heads:
+        whole = jnp.moveaxis(x, heads, 1).reshape(-1, *np.delete(x.shape[1:], heads - 1))
+    num_input_dims = whole.ndim - 2 if names[1:2] == ("head_dim",) else 1
+    num_inputs = math.prod(whole.shape[1 : 1 + num_input_dims])
+    matrices = whole.reshape(len(whole), num_inputs, -1)
+    inputs, outputs = matrices.shape[1:]
+    scale = max(1, outputs / inputs) ** 0.5
+    if config.muon_scale == "match_rms_adamw":
+        scale = 0.2 * max(outputs, inputs) ** 0.5
+    # Without a momentum, the transformation has no state.
+    newton_schulz = optax.contrib.scale_by_muon(
+        beta=0.0,
+        nesterov=False,
+        eps=_TINY,
+        weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2),
+    )
+    matrices, _ = newton_schulz.update(matrices, newton_schulz.init(matrices))
+    whole = (scale * matrices).reshape(whole.shape)
+    if heads and config.muon_heads:
+        whole = jnp.moveaxis(whole.reshape(len(x), x.shape[heads], *whole.shape[1:]), 1, heads)
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +240,7 @@ class StepOptimizer:
 
     config: OptimizerConfig
     schedule: optax.Schedule
+    mesh: Mesh | AbstractMesh  # of the stored parameters
     custom: optax.GradientTransformation | None = None
 
     def of(self, dims) -> optax.GradientTransformationExtraArgs:
@@ -119,7 +249,7 @@ class StepOptimizer:
         """
         if self.custom is not None:
             return optax.with_extra_args_support(self.custom)
-        return make_optimizer(self.config, self.schedule, dims)
+        return make_optimizer(self.config, self.schedule, dims, self.mesh)
 
     def learning_rate(self, opt_state: optax.OptState) -> jax.Array:
         """The learning rate of the next update, float32; NaN if a custom optimizer does not store

@@ -19,6 +19,8 @@ lr_decay_iters optimizer.schedule_steps
 optimizer.min_lr optimizer.final_learning_rate_ratio
 train.adam_beta2 optimizer.beta2
 optimizer.eps optimizer.epsilon
+optim optimizer.name
+train.use_muon optimizer.name
 clip-grad optimizer.max_grad_norm
 train.max_steps train.steps
 train_iters train.steps
@@ -90,8 +92,6 @@ optimzer.learning_rte optimizer.learning_rate
 REASONS = """
 lora.dropout unsupported
 model.attention_dropout unsupported
-optim AdamW
-optimizer.name AdamW
 pipeline_model_parallel_size pipeline
 expert_parallel_degree experts
 load_in_4bit quantized
@@ -201,7 +201,7 @@ def test_lora_projection_of_transformers_leads_to_its_name():
         ),
         (
             ["--config=quickstart", "--config.optimizer=adamw"],
-            "config.optimizer is a section: unsupported: ",
+            "config.optimizer is a section: use config.optimizer.name",
         ),
         (
             ["--config=quickstart", "--config.attention=flash"],

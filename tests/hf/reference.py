@@ -272,27 +272,51 @@ def in_float64(model):
         torch.set_default_dtype(torch.float32)
 
 
+@contextlib.contextmanager
+def without_bfloat16():
+    """torch.optim.Muon iterates in the dtype of the gradients."""
+    original = torch.Tensor.bfloat16
+    torch.Tensor.bfloat16 = lambda self: self
+    try:
+        yield
+    finally:
+        torch.Tensor.bfloat16 = original
+
+
 def train(
-    directory: str, batches: list, learning_rate: float, weight_decay: float, float64: bool = False
+    directory: str,
+    batches: list,
+    learning_rate: float,
+    weight_decay: float,
+    float64: bool = False,
+    muon: bool = False,
 ) -> dict[str, np.ndarray]:
     """The loss of each step of AdamW, and the parameters after the first; biases and norms have no
-    weight decay.
+    weight decay. With `muon`, Muon updates the matrices of layers.
     """
     model, losses, updated = open_model(directory), [], {}
     with in_float64(model) if float64 else contextlib.nullcontext():
         named = dict(model.named_parameters())
         # A_log of kimi_linear has four dimensions, of which one is not 1
         vectors = [name for name, x in named.items() if x.ndim < 2 or name.endswith("A_log")]
+        matrices = [x for x in named.keys() - {*vectors} if muon and ".layers." in x]
+        others = [named[x] for x in named.keys() - {*vectors, *matrices}]
         groups = [
-            dict(params=[named[x] for x in named.keys() - {*vectors}], weight_decay=weight_decay),
+            dict(params=others, weight_decay=weight_decay),
             dict(params=[named[x] for x in vectors], weight_decay=0.0),
         ]
-        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)
+        optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8)]
+        if muon:
+            settings = dict(lr=learning_rate, weight_decay=weight_decay)
+            params = [named[x] for x in matrices]
+            optimizers.append(torch.optim.Muon(params, **settings, adjust_lr_fn="match_rms_adamw"))
         for tokens in batches:
-            optimizer.zero_grad()
+            model.zero_grad()
             _, loss = logits_and_loss(model, np.array(tokens))
             loss.backward()
-            optimizer.step()
+            with without_bfloat16():
+                for optimizer in optimizers:
+                    optimizer.step()
             losses.append(loss.item())
             updated = updated or {
                 f"updated/{name}": x.detach().numpy().copy() for name, x in named.items()

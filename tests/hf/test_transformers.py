@@ -80,16 +80,19 @@ FLOAT64_MODELS = {
     "deepseek_v2": ("deepseek_v2", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),
     "olmo_hybrid, sharp": ("olmo_hybrid", 4.0),
+    "qwen2, muon": ("qwen2", 1.0),
 }
+MUON = "qwen2, muon"  # trained with it
 # Their layers are those of other families: in float64, they are compared on a mesh only.
 ONLY_NAMES = {"mistral3", "seed_oss", "exaone4", "olmo2", "qwen3_vl", "qwen3_vl_moe"}
 RELEASED_EPSILON, FLOAT64_STEPS = 1e-6, 2
 # of logits and of gradients, by scale: sharp models amplify rounding errors in float64, too
 FLOAT64_PARITY = {1.0: (1e-12, 1e-11), 4.0: (1e-9, 1e-9)}
 FLOAT64_UPDATE = 1e-6  # of the learning rate, which is float32
+MUON_UPDATE = 1e-8  # the same; of biases, which AdamW updates
 FLOAT64_LOSS = 1e-6  # relative; the mean over tokens divides by a float32
 FLOAT64_OPTIMIZER = dict(
-    schedule="constant", warmup_steps=0, max_grad_norm=0.0, learning_rate=1e-2, weight_decay=0.1
+    schedule="constant", warmup_steps=0, max_grad_norm=0.0, learning_rate=2**-7, weight_decay=0.125
 )
 # Hybrids are compared in float64: AdamW amplifies the rounding errors of the delta rule within a
 # few steps.
@@ -140,7 +143,12 @@ def references(models, float64_models, tmp_path_factory):
         batches = [tokens.tolist() for tokens in training_tokens()[:FLOAT64_STEPS]]
         arguments = {name: FLOAT64_OPTIMIZER[name] for name in ("learning_rate", "weight_decay")}
         jobs[case, "float64 train"] = dict(
-            job="train", directory=str(directory), batches=batches, float64=True, **arguments
+            job="train",
+            directory=str(directory),
+            batches=batches,
+            float64=True,
+            muon=case == MUON,
+            **arguments,
         )
     for case in TRAINED_CASES:
         arguments = dict(learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -173,9 +181,8 @@ def test_gradients_and_adamw_equal_torch_in_float64(float64_models, references, 
     """So their differences in float32 are rounding errors."""
     cases = []
     for case, directory in float64_models.items():
-        described = dict(
-            directory=str(directory), num_tokens=SPANS["long"][0], optimizer=FLOAT64_OPTIMIZER
-        )
+        optimizer = FLOAT64_OPTIMIZER | (dict(name="muon") if case == MUON else {})
+        described = dict(directory=str(directory), num_tokens=SPANS["long"][0], optimizer=optimizer)
         described["batches"] = [tokens.tolist() for tokens in training_tokens()[:FLOAT64_STEPS]]
         for name, job in (("gradients", "float64"), ("trained", "float64 train")):
             described[name] = str(tmp_path / f"{case}, {name}.npz")
@@ -195,7 +202,8 @@ def test_gradients_and_adamw_equal_torch_in_float64(float64_models, references, 
         logits, gradients = FLOAT64_PARITY[scale]
         assert result["logits"] <= logits, (name, case["mesh"], line)
         assert result["gradients"][0] <= gradients, (name, case["mesh"], line)
-        assert result["updated"][0] <= FLOAT64_UPDATE, (name, case["mesh"], line)
+        update_limit = MUON_UPDATE if name == MUON else FLOAT64_UPDATE
+        assert result["updated"][0] <= update_limit, (name, case["mesh"], line)
         assert result["losses"] <= FLOAT64_LOSS, (name, case["mesh"], line)
 
 

@@ -131,11 +131,12 @@ def test_streamed_gradient_sum_equals_plain_sum(both_ways):
     _close(*both_ways(lambda a, b: update.add(a, b, DIMS), _tree(0), _tree(1)))
 
 
-def _three_steps(model=(), lora=(), **memory):
-    """(step, state, losses and norms) after three steps of two microbatches; `model`, `lora`:
-    settings.
+def _three_steps(model=(), lora=(), settings=(), **memory):
+    """(step, state, losses and norms) after three steps of two microbatches; `model`, `lora` and
+    `settings` of the optimizer: settings.
     """
-    sections = dict(model=dict(model), lora=dict(lora), train=dict(gradient_accumulation_steps=2))
+    sections = dict(model=dict(model), lora=dict(lora), optimizer=dict(settings))
+    sections |= dict(train=dict(gradient_accumulation_steps=2))
     step = small_step(small_config(mesh=dict(context=2, tensor=2), memory=memory, **sections))
     state, batch, run = step.init(), make_batch(step, natural_rows()), step.compile()
     seen = []
@@ -187,6 +188,17 @@ def test_steps_of_layer_kinds_in_host_memory_equal_device(model, num_at_once: in
     )
     np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
     _close(state.params, expected.params, FLOAT32_PARITY)
+    _close(state.opt_state, expected.opt_state, FLOAT32_PARITY)
+
+
+@pytest.mark.full
+@needs_host_memory
+def test_steps_of_muon_in_host_memory_equal_device():
+    """The update is made layer by layer, each with its own matrices."""
+    (_, state, seen), (_, expected, expected_seen) = (
+        _three_steps(settings=dict(name="muon"), **memory) for memory in (ON_HOST, {})
+    )
+    np.testing.assert_allclose(seen, expected_seen, rtol=FLOAT32_PARITY)
     _close(state.opt_state, expected.opt_state, FLOAT32_PARITY)
 
 

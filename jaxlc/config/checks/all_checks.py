@@ -35,7 +35,13 @@ from jaxlc.config.frozen import SECTIONS, Config
 from jaxlc.config.kinds import tensor_names
 from jaxlc.config.models.model_schema import rope_problems
 from jaxlc.config.ranges import range_problems
-from jaxlc.config.schema import DataConfig, PosttrainConfig, RolloutsConfig, SourceConfig
+from jaxlc.config.schema import (
+    DataConfig,
+    OptimizerConfig,
+    PosttrainConfig,
+    RolloutsConfig,
+    SourceConfig,
+)
 from jaxlc.core.errors import UserError, raise_all, raise_first
 from jaxlc.core.text import nearest_name
 
@@ -146,7 +152,10 @@ def posttrain_problems(config: Config) -> Iterator[str]:
 
 
 def _without_effect(
-    section: str, values: PosttrainConfig | RolloutsConfig, names: Iterable[str], reason: str
+    section: str,
+    values: PosttrainConfig | RolloutsConfig | OptimizerConfig,
+    names: Iterable[str],
+    reason: str,
 ) -> Iterator[str]:
     """The settings among `names` that are not the default."""
     for name in names:
@@ -367,6 +376,10 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
             f"{optimizer.schedule!r}, which has no separate decay; use --config.optimizer.schedule=wsd with it, or set"
             " it to 0"
         )
+    if optimizer.name != "muon":
+        muon_settings = ("momentum", "muon_scale", "muon_heads")
+        reason = "without --config.optimizer.name=muon; set it, or remove this"
+        yield from _without_effect("optimizer", optimizer, muon_settings, reason)
     if optimizer.initial_learning_rate_ratio and not optimizer.warmup_steps:
         yield (
             f"config.optimizer.initial_learning_rate_ratio={optimizer.initial_learning_rate_ratio} has no effect"

@@ -186,6 +186,11 @@ def run_problems(stages: Sequence[Stage]) -> Iterator[str]:
                 f"unsupported: optimizer.max_grad_norm is 0 in one of the stages {stages[0].name} and {stage.name}"
                 " only, which changes the state of the optimizer; use a large value instead of 0"
             )
+        if stage.config.optimizer.name != first.optimizer.name:
+            yield (
+                f"unsupported: the stages {stages[0].name} and {stage.name} have another optimizer.name, which changes"
+                " the state of the optimizer; use one in all stages"
+            )
         names = gate_names(stage.config)
         for name in parse_min_scores(stage.min_scores, "min_scores"):
             if name not in names:

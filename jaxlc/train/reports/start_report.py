@@ -24,6 +24,7 @@ from jaxlc.step.step import TrainStep
 from jaxlc.step.update import learning_rate_schedule
 
 _MANY_LAYERS = 24  # in the compiled program
+_OPTIMIZERS = dict(adamw="AdamW", muon="Muon and AdamW")
 
 
 def step_lines(step: TrainStep) -> list[str]:
@@ -120,8 +121,8 @@ def _optimizer_line(step: TrainStep) -> str:
         f", gradient norm at most {optimizer.max_grad_norm:g}" if optimizer.max_grad_norm else ""
     )
     return (
-        f"optimizer  AdamW, learning rate {optimizer.learning_rate:g}, {schedule}{warmup}; weight"
-        f" decay {optimizer.weight_decay:g}{clipping}"
+        f"optimizer  {_OPTIMIZERS[optimizer.name]}, learning rate {optimizer.learning_rate:g}, {schedule}{warmup};"
+        f" weight decay {optimizer.weight_decay:g}{clipping}"
     )
 
 
