@@ -1,5 +1,5 @@
 """usage: jaxlc logprobs SOURCE TRACES OUT [--field=reference_log_probs] [--temperature=1]
-[--entropy]
+[--entropy] [--experts]
 
 Adds the log-probabilities of the tokens in the loss to traces: under the model of a run or of a
 Hugging Face directory. The output has one JSON line per record, in order, and a run that is
@@ -49,6 +49,8 @@ class Flags(VerbFlags):
     field: Literal["old_log_probs", "reference_log_probs"] = "reference_log_probs"
     temperature: Above0[float] = 1.0  # logits are divided by it, as in sampling
     entropy: bool = False  # also write the entropies of the next token, in the field entropies
+    # also write the experts of each token, in the field routed_experts for posttrain.replay_routing
+    experts: bool = False
     step: int | None = None  # checkpoint to use; default: the latest
     # chatml, llama3 or a Jinja file; default: that of the run, or of the tokenizer
     chat_template: str = ""
@@ -75,8 +77,9 @@ def _score(command: ParsedCommand[Flags]) -> int:
     from jax.experimental.multihost_utils import broadcast_one_to_all
 
     from jaxlc.checkpoints.files import model_fingerprint
+    from jaxlc.data.sequences.loader import experts_dtype
     from jaxlc.data.tokens.encoder import Encoder, template_if_any
-    from jaxlc.posttrain.records import TraceReader
+    from jaxlc.posttrain.records import TraceReader, encoded_experts
     from jaxlc.posttrain.traces import records_of
 
     out, source = local_path(flags.out), local_path(flags.traces)
@@ -93,8 +96,12 @@ def _score(command: ParsedCommand[Flags]) -> int:
     header = dict(
         model=model_fingerprint(run.config, run.params), tokenizer=run.tokenizer.fingerprint,
         chat_template=template and fingerprint_of(template.source), traces=file_fingerprint(source), field=flags.field,
-        temperature=flags.temperature, entropy=flags.entropy,
+        temperature=flags.temperature, entropy=flags.entropy, **(dict(experts=True) if flags.experts else {}),
     )  # fmt: skip
+    if flags.experts and not run.config.model.layers_with_experts:
+        raise UserError(
+            f"--experts needs a model with experts, and {flags.source} has none; remove it"
+        )
     # Processes must agree, also on file systems that show them different states of the file.
     num_stored = 0 if jax.process_index() else _num_records(out, header)
     num_done = int(broadcast_one_to_all(np.int32(num_stored)))
@@ -108,11 +115,16 @@ def _score(command: ParsedCommand[Flags]) -> int:
             if num_records <= num_done:
                 continue
             traces = reader.read(record, is_sampled=True)
-            scores = [_scores_of(run.model, trace, flags.temperature) for trace in traces]
+            scores = [_scores_of(run.model, trace, flags) for trace in traces]
             values = dict(record.values)
-            values[flags.field] = _by_answer([log_probs for log_probs, _ in scores])
+            values[flags.field] = _by_answer([x.log_probs[0].tolist() for x in scores])
             if flags.entropy:
-                values["entropies"] = _by_answer([entropies for _, entropies in scores])
+                values["entropies"] = _by_answer([x.entropies[0].tolist() for x in scores])
+            if flags.experts:
+                dtype = experts_dtype(run.config.model).base
+                values["routed_experts"] = _by_answer(
+                    [encoded_experts(x.experts[0, :-1].astype(dtype)) for x in scores]
+                )
             file.write(json.dumps(values, ensure_ascii=False, default=_json_value) + "\n")
             file.flush()
             if num_records % 100 == 0:
@@ -125,11 +137,11 @@ def _score(command: ParsedCommand[Flags]) -> int:
     return 0
 
 
-def _scores_of(model: Any, trace: Any, temperature: float) -> tuple[list[float], list[float]]:
-    """The log-probabilities and entropies of the tokens in the loss."""
+def _scores_of(model: Any, trace: Any, flags: Flags) -> Any:
+    """The `TokenScores` of the tokens in the loss."""
     targets = np.flatnonzero(trace.in_loss)[None]
-    scores = model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], temperature)
-    return scores.log_probs[0].tolist(), scores.entropies[0].tolist()
+    settings = flags.temperature, flags.experts
+    return model.scores(trace.tokens[None], targets - 1, trace.tokens[targets], *settings)
 
 
 def _json_value(value: Any) -> Any:
@@ -141,7 +153,7 @@ def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
-def _by_answer(values: Sequence[list[float]]) -> Any:
+def _by_answer(values: Sequence[Any]) -> Any:
     """The values of a trace, or of a pair by their names."""
     return values[0] if len(values) == 1 else dict(zip(("chosen", "rejected"), values))
 

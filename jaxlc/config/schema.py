@@ -598,7 +598,8 @@ class RolloutsConfig:
     # model: the policy answers prompts before each step, on the mesh of the run. files: another program writes files in
     # the format of data.traces, for which training waits. Empty: no rollouts.
     source: Literal["", "model", "files"] = ""
-    # of the files STEP.jsonl, the first of which is 1.jsonl. Empty: WORKDIR/rollouts
+    # of the files STEP.jsonl, the first of which is 1.jsonl; with posttrain.replay_routing, STEP.parquet. Empty:
+    # WORKDIR/rollouts
     directory: str = ""
     # files: the run ends if a file does not appear in this time; 0: no limit
     wait_seconds: float = 0.0

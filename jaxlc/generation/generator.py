@@ -25,6 +25,7 @@ from jaxlc.config.models.model_schema import Segment
 from jaxlc.core.axes import BATCH_AXES, CONTEXT, TENSOR
 from jaxlc.core.errors import UserError
 from jaxlc.core.text import Update, no_progress, progress_lines
+from jaxlc.data.sequences.loader import experts_dtype
 from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.sampling import Sampling, TextStream, choose_tokens
 from jaxlc.models import decoder
@@ -50,7 +51,9 @@ from jaxlc.step.step import TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDecoder:
-    """The function `(params, cache, tokens, new) -> (logits, cache)`, to be called under `jit`."""
+    """The function `(params, cache, tokens, new) -> (logits, cache, experts)`, to be called under
+    `jit`.
+    """
 
     config: Config
     mesh: Mesh
@@ -64,7 +67,7 @@ class CachedDecoder:
         tokens_BC: jax.Array,
         new: NewTokens,
         tables: TablesOfKinds | None = None,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Cache, jax.Array | None]:
         """Appends the new tokens to the cache.
 
         Args:
@@ -74,7 +77,8 @@ class CachedDecoder:
           tables: RoPE tables of each sequence, of `kinds.stacked_tables`; None: all are for config.data.seq_len.
         Returns:
           Logits of the token after the last new one, float32 [B, V], of any value for a sequence without new tokens;
-          the cache with the new tokens.
+          the cache with the new tokens; with posttrain.replay_routing, the experts of the tokens, of
+          `loader.experts_dtype` [B, C], and otherwise None.
         """
         shard, model = Sharder(self.mesh), self.config.model
         module = decoder.bind(params, model, self.config.lora)
@@ -86,10 +90,13 @@ class CachedDecoder:
             kind: functools.partial(run_layer, attend=cached.bind(new), tables=tables.get(kind))
             for kind, cached in self.cached_kinds(*tokens_BC.shape).items()
         }
-        updated = {}
+        updated, chosen = {}, []
         for segment in model.segments:
             layers, name = getattr(module, segment.name), segment.name
-            x_BCD, updated[name] = self._run_stack(layers, segment, x_BCD, cache[name], run_kind)
+            x_BCD, updated[name], chosen_of_layers = self._run_stack(
+                layers, segment, x_BCD, cache[name], run_kind
+            )
+            chosen += chosen_of_layers
         is_last_BC1 = (jnp.arange(tokens_BC.shape[1]) == new.num_new_B[:, None] - 1)[..., None]
         last_BD = (
             jnp.where(is_last_BC1, x_BCD.astype(jnp.float32), 0.0)
@@ -99,7 +106,11 @@ class CachedDecoder:
         normed_BD = rms_norm(last_BD, module.final_factor.astype(jnp.float32), model.norm_epsilon)
         head_DV = module.head_DV(shard, self.compute_dtype)
         logits_BV = jnp.einsum("BD,DV->BV", normed_BD, head_DV, preferred_element_type=jnp.float32)
-        return logits_BV[:, : model.vocab_size], updated
+        experts_BCLk = None
+        if self.config.posttrain.replay_routing:
+            dtype = experts_dtype(model).base
+            experts_BCLk = jnp.moveaxis(jnp.concatenate(chosen), 0, 2).astype(dtype)
+        return logits_BV[:, : model.vocab_size], updated, experts_BCLk
 
     def cached_kinds(self, batch_size: int, chunk_tokens: int) -> dict[str, Cached]:
         """What the layers of each kind compute between their projections, for chunks of
@@ -118,24 +129,26 @@ class CachedDecoder:
         x_BCD: jax.Array,
         caches: tuple[Any, ...],
         run_kind: dict[str, Callable],
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, tuple[Any, ...], list[jax.Array]]:
         """Runs the layers of a segment. The caches are in the carry of the loop, where XLA updates
-        them in place."""
+        them in place. Also returns the experts that its layers choose, int32 [layers, B, C, k]."""
         stacks = Stacks.split(layers)
         places = stacks.places(segment.kinds)
 
         def run_period(carry, inputs):
             (x_BCD, caches), (params, index) = carry, inputs
-            updated = []
+            updated, chosen = [], []
             for place, cache in zip(places, caches, strict=True):
                 own = jax.tree.map(operator.itemgetter(place.index), params.of(place.stack))
                 layer = nnx.merge(stacks.defs[place.stack], *own)
-                x_BCD, cache = run_kind[place.kind](layer, x_BCD, cache, index)
+                x_BCD, cache, chosen_BCk = run_kind[place.kind](layer, x_BCD, cache, index)
                 updated.append(cache)
-            return (x_BCD, tuple(updated)), None
+                chosen += [] if chosen_BCk is None else [chosen_BCk]
+            return (x_BCD, tuple(updated)), jnp.stack(chosen) if chosen else None
 
         inputs = stacks.grouped(places), jnp.arange(segment.num_iterations, dtype=jnp.int32)
-        return lax.scan(run_period, (x_BCD, caches), inputs)[0]
+        (x_BCD, updated), chosen = lax.scan(run_period, (x_BCD, caches), inputs)
+        return x_BCD, updated, [] if chosen is None else [chosen.reshape(-1, *chosen.shape[2:])]
 
 
 def _run_layer(
@@ -148,7 +161,7 @@ def _run_layer(
     attend: Callable,
     tables: RopeTables | None,
     shard: Sharder,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, jax.Array | None]:
     tokens, out, kept = LayerTokens(new.positions_BC(x_BCD.shape[1])), None, None
     if layer.attention is not None:
         input_BCD = layer.attention_input(x_BCD, shard=shard)
@@ -156,8 +169,8 @@ def _run_layer(
             layer.attention, input_BCD, tokens.positions_BT, tables=tables, shard=shard
         )
         out, cache = attend(*mixed, cache=cache, layer=index)
-    output, _ = layer.after_attention(x_BCD, out, kept, tokens, shard=shard)
-    return output.x_BTD, cache
+    output, chosen_BCk = layer.after_attention(x_BCD, out, kept, tokens, shard=shard)
+    return output.x_BTD, cache, chosen_BCk
 
 
 CHUNK_TOKENS = 2048  # tokens per prefill chunk and context rank
@@ -175,13 +188,15 @@ class CachedStep:
     cache_dtype: jnp.dtype
 
     def jitted(self, layout: CacheLayout) -> jax.stages.Wrapped:
-        """The function `(params, cache, tokens, new, tables) -> (logits, cache)`; the cache is
-        updated in place.
+        """The function `(params, cache, tokens, new, tables) -> (logits, cache, experts)`; the cache
+        is updated in place.
         """
         replicated = NamedSharding(self.mesh, PartitionSpec())
         cache = jax.tree.map(lambda x: x.sharding, self.abstract_cache(layout, 1))
         return jax.jit(
-            self._decoder(layout).__call__, donate_argnums=1, out_shardings=(replicated, cache)
+            self._decoder(layout).__call__,
+            donate_argnums=1,
+            out_shardings=(replicated, cache, replicated),
         )
 
     def _decoder(self, layout: CacheLayout) -> CachedDecoder:
@@ -286,6 +301,8 @@ class Generation:
     log_probs: np.ndarray = field(repr=False)
     num_prompt_tokens: int
     finish_reason: str  # "stop": an end-of-document token or a stop string; "length": max_tokens
+    # with posttrain.replay_routing: of all tokens but the last, of `loader.experts_dtype`
+    experts: np.ndarray | None = field(default=None, repr=False)
 
 
 class Generator:
@@ -377,7 +394,7 @@ class Generator:
                 if stream and (text := output.take()):
                     stream(index, text)
             if all(output.finish_reason for output in outputs):
-                return [output.result() for output in outputs]
+                return [output.result(batch.experts(i)) for i, output in enumerate(outputs)]
             logits_BV = batch.decode(tokens_B)
 
     def _checked(self, prompt: np.ndarray) -> np.ndarray:
@@ -426,6 +443,7 @@ class _Batch:
         self._step, self._tables = generator.step(layout), generator.tables(layout, self._prompts)
         self._cache = empty_cache(cached_step.abstract_cache(layout, len(self._prompts)))
         self._num_tokens_B = np.zeros(len(self._prompts), np.int32)  # in the cache
+        self._recorded: list[tuple[Any, np.ndarray]] = []  # experts, and new tokens, of each call
 
     def prefill(self, progress: Update = no_progress) -> jax.Array:
         """Runs all prompts; returns the logits of the first new token, float32 [B, V]."""
@@ -481,11 +499,20 @@ class _Batch:
         ).astype(np.int32)
         counts = (self._global(x.astype(np.int32), BATCH_SPEC) for x in (self._num_tokens_B, new_B))
         arguments = self._global(tokens_BC, TOKENS_SPEC), NewTokens(*counts)
-        logits_BV, self._cache = self._step(
+        logits_BV, self._cache, experts_BCLk = self._step(
             self._generator.params, self._cache, *arguments, self._tables
         )
+        # the devices compute this call while the result of the one before is copied
+        self._recorded[-1:] = jax.device_get(self._recorded[-1:])
+        self._recorded.append((experts_BCLk, new_B))
         self._num_tokens_B = self._num_tokens_B + new_B.astype(np.int32)
         return logits_BV
+
+    def experts(self, index: int) -> np.ndarray | None:
+        """The experts of the tokens in the cache of a sequence; None: they are not recorded."""
+        if self._recorded[0][0] is None:
+            return None
+        return np.concatenate([np.asarray(x[index])[: n[index]] for x, n in self._recorded])
 
     def _global(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
         return jax.make_array_from_callback(
@@ -533,8 +560,10 @@ class _Output:
     def take(self) -> str:
         return self._stream.take(is_last=bool(self.finish_reason))
 
-    def result(self) -> Generation:
+    def result(self, experts: np.ndarray | None = None) -> Generation:
+        end = self._num_prompt_tokens + len(self._tokens) - 1
         return Generation(
+            experts=None if experts is None else experts[:end],
             text=self._stream.text,
             tokens=np.array(self._tokens, np.int32),
             log_probs=np.array(self._log_probs, np.float32),

@@ -19,6 +19,7 @@ from jaxlc.data.tokens.tokenizers import Tokenizer
 from jaxlc.generation.generate_text import rollout_memory
 from jaxlc.generation.generator import Generation, Generator
 from jaxlc.generation.sampling import Sampling
+from jaxlc.posttrain.records import encoded_experts
 from jaxlc.posttrain.rewards import load_reward, rewarded
 from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
 from jaxlc.posttrain.traces import Prompt
@@ -74,7 +75,7 @@ class PolicyRollouts:
                 )
         except UserError as error:
             # a name that is not read as the file of a step
-            kept = path.with_name(f"{step}.unrewarded.jsonl")
+            kept = path.with_name(f"{step}.unrewarded{path.suffix}")
             write_rollouts(traces, kept)
             raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
         write_rollouts(traces, path)
@@ -132,8 +133,10 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
 
 def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:
     """The record of an answer, without its reward."""
-    ids = prompt.ids
+    ids, experts = prompt.ids, generation.experts
+    recorded = {} if experts is None else dict(routed_experts=encoded_experts(experts))
     return dict(
+        **recorded,
         tokens=[*ids.tolist(), *generation.tokens.tolist()],
         loss_mask=[0] * len(ids) + [1] * len(generation.tokens),
         group=group,

@@ -37,7 +37,8 @@ from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_
 from jaxlc.models.rope import RopeTables
 from jaxlc.sharding.rules import Sharder
 
-# replay: layers take the recorded experts; record: `LayerOutput.sums` has the chosen ones, of layers on whole sequences
+# replay: layers take the recorded experts; record: `LayerOutput.sums` has the chosen ones, int32
+# [B, T, k], or in tiles [n, B, t, k]
 Routing = Literal["", "replay", "record"]
 
 

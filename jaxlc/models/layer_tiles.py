@@ -184,7 +184,8 @@ class TiledLayer:
             saved = tuple(map(checkpoint_name, saved, ("attention_out", "attention_lse")))
         if chosen_nBtk is not None:
             chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
-        output = LayerOutput(y_nBtD, jax.tree.map(lambda sums_n: sums_n.sum(0), sums))
+        sums = {name: x if name == CHOICE else x.sum(0) for name, x in sums.items()}
+        output = LayerOutput(y_nBtD, sums)
         residuals = weights, x_nBtD, tokens_n, ranges, saved, chosen_nBtk, prefetch
         return (output, next_weights), residuals
 

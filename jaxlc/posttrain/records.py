@@ -433,5 +433,5 @@ def _expert_rows(
 def encoded_experts(experts: np.ndarray) -> bytes:
     """The value of the field routed_experts, with the experts of all tokens but the last."""
     file = io.BytesIO()
-    np.save(file, experts[:-1])
+    np.save(file, experts)
     return file.getvalue()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxlc.config import Config
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import UserError, require
 from jaxlc.core.files import displayed, local_path, replacing, write_errors_explained
 from jaxlc.data.sequences.loader import array_dtypes, padding
 from jaxlc.data.sequences.source import DataSource, Inputs, ShownTokens, SourceView
@@ -81,9 +81,9 @@ class Rollouts(DataSource):
 class RolloutSequences:
     """The sequences of a run on rollouts, as `loader.Sequences`; it is thread-safe.
 
-    Step s, from 1, has the sequences of the file s.jsonl, and is filled up with sequences of
-    padding. So a sequence is a pure function of the files, and a run that resumes reads the same
-    ones.
+    Step s, from 1, has the sequences of the file s.jsonl, or s.parquet with posttrain.replay_routing,
+    and is filled up with sequences of padding. So a sequence is a pure function of the files, and a
+    run that resumes reads the same ones.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class RolloutSequences:
             return traces
 
     def path(self, step: int) -> Path:
-        return self.directory / f"{step}.jsonl"
+        suffix = "parquet" if self._config.posttrain.replay_routing else "jsonl"
+        return self.directory / f"{step}.{suffix}"
 
     def decoded(self, step: int) -> list[dict[str, Any]]:
         """Records of some traces of a step, from the first one to the last, with their reward and
@@ -222,7 +223,8 @@ class RolloutSequences:
 
 
 def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Writes JSON lines, in a directory that may not exist; readers see a whole file or none.
+    """Writes JSON lines, or Parquet with a row group for each record, in a directory that may not
+    exist; readers see a whole file or none.
 
     Raises:
       UserError: the file cannot be written.
@@ -230,7 +232,15 @@ def write_rollouts(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     with write_errors_explained(path.parent, "free space, or use a different directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as out:
-            out.writelines(json.dumps(record).encode() + b"\n" for record in records)
+            if path.suffix == ".jsonl":
+                out.writelines(json.dumps(record).encode() + b"\n" for record in records)
+                return
+            require("pyarrow", f"the Parquet file {str(path)!r}")
+            import pyarrow
+            import pyarrow.parquet
+
+            table = pyarrow.Table.from_pylist(list(records))
+            pyarrow.parquet.write_table(table, out, row_group_size=1)
 
 
 def _digest(path: Path) -> str:

@@ -248,7 +248,7 @@ def num_invalid_indices(batch: Batch, model: ModelConfig) -> jax.Array:
     if (experts := batch.experts) is not None:
         is_missing = experts == jnp.iinfo(experts.dtype).max
         ends.append((jnp.where(is_missing, 0, experts), model.experts.num_experts))
-    return sum(((x < 0) | (x >= end)).astype(jnp.float32) for x, end in ends).sum()
+    return sum(((x < 0) | (x >= end)).astype(jnp.float32).sum() for x, end in ends)
 
 
 def abstract_batch(config: Config, mesh: Mesh, has_fragments: bool = False) -> Batch:

@@ -54,6 +54,8 @@ class TokenScores(NamedTuple):
     log_probs: np.ndarray  # float32, in nats
     is_best: np.ndarray  # bool: whether the candidate is the most probable token
     entropies: np.ndarray  # float32, in nats: of the distribution of the next token
+    # int32 [B, T, layers with experts, experts per token]: what routers chose; None: not asked for
+    experts: np.ndarray | None = None
 
 
 class LanguageModel:
@@ -171,15 +173,17 @@ class LanguageModel:
         positions: np.ndarray,
         candidates: np.ndarray,
         temperature: float = 1.0,
+        records_experts: bool = False,
     ) -> "TokenScores":
         """As `log_probs`, of logits divided by `temperature`, with the entropy of each
-        distribution.
+        distribution, and with `records_experts` the experts of all tokens.
         """
         padded = self._padded(tokens)
         check_range("position", np.asarray(positions), padded.shape[1], "positions")
         check_range("token", np.asarray(candidates), self.config.model.vocab_size, "candidates")
         functions = self._functions(padded.batch.tokens.shape[1])
-        features_BTX, head_DV = functions.features(self.params, padded.batch, *padded.tables)
+        run = functions.recording if records_experts else functions.features
+        features_BTX, head_DV, *experts = run(self.params, padded.batch, *padded.tables)
         num_sequences, num_scored = np.shape(positions)
         chunk = max(
             1,
@@ -201,9 +205,9 @@ class LanguageModel:
             )
             for i in range(0, positions_Bn.shape[1], chunk)
         ]
-        return TokenScores(
-            *(np.concatenate(parts, axis=1)[:num_sequences, :num_scored] for parts in zip(*chunks))
-        )
+        arrays = (np.concatenate(x, 1)[:num_sequences, :num_scored] for x in zip(*chunks))
+        order = padded.natural_order[: padded.shape[1]]
+        return TokenScores(*arrays, *(np.asarray(x)[:num_sequences, order] for x in experts))
 
     def loss(self, tokens: Tokens) -> float:
         """The mean of `token_losses`, in nats per token."""
@@ -239,7 +243,7 @@ class LanguageModel:
                 ..., 0
             ]
             entropy_Bn = -(jnp.exp(log_probs_BnV) * log_probs_BnV).sum(-1)
-            return TokenScores(chosen_Bn, logits_BnV.argmax(-1) == candidates_Bn, entropy_Bn)
+            return chosen_Bn, logits_BnV.argmax(-1) == candidates_Bn, entropy_Bn
 
         return Program(
             "scores", jax.jit(scores, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
@@ -263,6 +267,14 @@ class LanguageModel:
         objective = step.objective
         return _Functions(
             features=Program("features", jax.jit(objective.features, compiler_options=options)),
+            recording=Program(
+                "features and experts",
+                jax.jit(
+                    functools.partial(objective.features, records=True),
+                    out_shardings=(None, None, everywhere),
+                    compiler_options=options,
+                ),
+            ),
             token_losses=Program(
                 "token losses",
                 jax.jit(objective.token_losses, out_shardings=everywhere, compiler_options=options),
@@ -328,6 +340,7 @@ class _Functions(NamedTuple):
     """The compiled functions of one padded length."""
 
     features: Program
+    recording: Program  # also returns the experts of all tokens
     token_losses: Program
 
 

@@ -31,7 +31,15 @@ from jaxlc.core import scopes
 from jaxlc.core.axes import CONTEXT, TENSOR, is_layers
 from jaxlc.models import decoder, layer_stack, layer_tiles, lora
 from jaxlc.models.block import rms_norm
-from jaxlc.models.contract import BatchTokens, KindOnMesh, OnTiles, Routed, Sequences, Tiles
+from jaxlc.models.contract import (
+    CHOICE,
+    BatchTokens,
+    KindOnMesh,
+    OnTiles,
+    Routed,
+    Sequences,
+    Tiles,
+)
 from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixer_of, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter
@@ -321,18 +329,24 @@ class Objective:
         return -self.token_losses(params, batch, spec=self._training_loss_spec)
 
     def features(
-        self, params, batch: Batch, tables: TablesOfKinds | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, params, batch: Batch, tables: TablesOfKinds | None = None, *, records: bool = False
+    ) -> tuple[jax.Array, ...]:
         """Hidden states after the final norm, divided by model.logits_scaling, [sequences, tokens,
-        D], and the output head [D, V padded].
+        D], and the output head [D, V padded]; with `records`, also the chosen experts, int32
+        [sequences, tokens, layers with experts, experts per token].
 
-        Both are in the compute dtype. The product of the two, without the padding, gives the
+        The first two are in the compute dtype. The product of the two, without the padding, gives the
         logits. `tables` as in `token_losses`.
         """
-        x_BTD, scale_D, head_DV, _ = self._hidden_and_head(decoder.Params(params), batch, tables)
-        return rms_norm(
+        x_BTD, scale_D, head_DV, sums = self._hidden_and_head(
+            decoder.Params(params), batch, tables, "record" if records else ""
+        )
+        hidden_BTD = rms_norm(
             self._in_sequences(x_BTD), scale_D, epsilon=self.config.model.norm_epsilon
-        ), head_DV
+        )
+        if not records:
+            return hidden_BTD, head_DV
+        return hidden_BTD, head_DV, self._in_sequences(jnp.moveaxis(sums[CHOICE], 0, -2))
 
     @cached_property
     def _loss_spec(self) -> LossSpec:

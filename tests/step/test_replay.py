@@ -1,12 +1,17 @@
 """Replay of recorded experts in the training step."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlc.data.tokens.tokenizers import ByteTokenizer
+from jaxlc.generation.generator import Generator
+from jaxlc.generation.sampling import Sampling
 from jaxlc.models import decoder
 from jaxlc.models.contract import CHOICE
 from jaxlc.sharding.document_layout import natural_order
+from jaxlc.step.language_model import LanguageModel
 from tests.step.synthetic import make_batch, natural_rows, small_config, small_step
 
 EXPERTS = dict(experts=dict(num_experts=8, experts_per_token=2, ffn_dim=24, renormalize=True))
@@ -137,3 +142,74 @@ def test_replay_of_the_own_choice_equals_none_bitwise(axes, memory, model, atten
     assert differing(results(run, step, params, rows, partial), without) == []
     for wrong in ([np.roll(x, 1, axis=0) for x in experts], [x[:, ::-1] for x in experts]):
         assert len(differing(results(run, step, params, rows, wrong), without)) > 10
+
+
+MANY = dict(
+    experts=dict(
+        num_experts=64, experts_per_token=4, ffn_dim=16, router="sigmoid", renormalize=True
+    ),
+    layer_kinds=("full", "dense"),
+    kinds=dict(dense=dict(feed_forward="dense")),
+    num_layers=4,
+)
+
+
+def rows_of(prompts, answers) -> list[dict[str, np.ndarray]]:
+    """A row for each answer, with the recorded log-probabilities and experts."""
+    rows = []
+    for prompt, answer in zip(prompts, answers):
+        tokens = np.append(prompt, answer.tokens)
+        end, in_loss = len(tokens) - 1, slice(len(prompt) - 1, len(tokens) - 1)
+        row = {name: np.zeros(96, x.dtype) for name, x in policy_rows()[0].items()}
+        row["tokens"][:end], row["targets"][:end] = tokens[:-1], tokens[1:]
+        row["positions"][:end], row["segment_ids"][:end] = np.arange(end), 1
+        row["experts"] = np.full((96, *answer.experts.shape[1:]), 255, np.uint8)
+        row["experts"][:end] = answer.experts
+        row["sampled"] = np.zeros(96, np.float32)
+        row["sampled"][in_loss], row["loss_weights"][in_loss] = answer.log_probs, 1
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("axes", "memory"),
+    [
+        ({}, {}),
+        pytest.param(dict(context=2, tensor=2), dict(tile_tokens=24), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_replay_removes_the_effect_of_noise_in_the_router_of_the_sampler(axes, memory):
+    """The sampler records the choices of a forward pass with its weights. With them, the
+    log-probabilities of the trainer are at least 10 times closer to those of the sampler.
+    """
+    step, rng = step_of(axes, memory, MANY), np.random.default_rng(0)
+    params = params_of(step)
+
+    def with_noise(path, x):
+        noise = 0.01 * jnp.std(x) * rng.standard_normal(x.shape, np.float32)
+        return jax.device_put(x + noise, x.sharding) if path[-1].key == "router" else x
+
+    noisy = jax.tree.map_with_path(with_noise, params)
+    prompts = [rng.integers(0, 61, n, dtype=np.int32) for n in (30, 7, 25, 12)]
+    sampler = Generator(step, noisy, ByteTokenizer())
+    answers = sampler(prompts, max_tokens=64, sampling=Sampling(seed=1), chunk_tokens=16)
+    rows, model = rows_of(prompts, answers), LanguageModel(step, noisy, ByteTokenizer())
+    for prompt, answer in zip(prompts, answers):
+        tokens = np.append(prompt, answer.tokens)[None, :-1]
+        positions = np.zeros((1, 1), int)
+        scores = model.scores(tokens, positions, positions, records_experts=True)
+        assert answer.experts.dtype == np.uint8
+        np.testing.assert_array_equal(scores.experts[0], answer.experts)
+    run = jax.jit(step.objective.log_probs)
+
+    def gap(rows):
+        log_probs = run(params, jax.tree.map(lambda x: x[0], make_batch(step, rows)))
+        differences = []
+        for row, values in zip(rows, np.asarray(log_probs)):
+            in_order = values[natural_order(step.sequence_order.of(row))]
+            differences.append((in_order - row["sampled"])[row["loss_weights"] > 0])
+        return np.abs(np.concatenate(differences)).mean()
+
+    without = [{**row, "experts": np.full_like(row["experts"], 255)} for row in rows]
+    assert gap(without) >= 10 * gap(rows) > 0

@@ -1,5 +1,6 @@
 """Post-training by command: log-probabilities of traces, a run on them, and its resume."""
 
+import base64
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 import jaxlc
@@ -311,6 +313,33 @@ def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path):
     assert "config.rollouts.reward failed" in message and "the answers are in" in message
     lines = (tmp_path / "run/rollouts/1.unrewarded.jsonl").read_text().splitlines()
     assert len(lines) == 6 and all(json.loads(line)["text"]["answer"] is not None for line in lines)
+
+
+@pytest.mark.full
+def test_rollouts_of_experts_are_replayed_and_scored(rollouts, tmp_path):
+    """From the files of the policy, from those of another program, and from `jaxlc logprobs`, whose
+    router chooses the same experts as the sampler's.
+    """
+    experts = dict(num_experts=8, experts_per_token=2, ffn_dim=8)
+    experts = {f"model__experts__{name}": size for name, size in experts.items()}
+    settings = rollouts["settings"] | experts | dict(posttrain__replay_routing=True)
+    workdir, config = tmp_path / "run", rollouts["config"]
+    train(config, workdir, **settings | dict(train__steps=2))
+    assert sorted(x.name for x in (workdir / "rollouts").iterdir()) == ["1.parquet", "2.parquet"]
+    losses = [row for row in rows(workdir) if "loss" in row]
+    assert len(losses) == 2 and all(row["sampler_difference"] < 1e-4 for row in losses)
+    assert rows(workdir)[-1]["rollouts/experts_differ"] == 0
+    settings = {name: x for name, x in settings.items() if not name.startswith("rollouts__")}
+    files = dict(rollouts__source="files", rollouts__directory=workdir / "rollouts")
+    train(config, tmp_path / "files", **settings | files | dict(train__steps=2))
+    assert [row for row in rows(tmp_path / "files") if "loss" in row] == losses
+    source, scored = workdir / "rollouts/2.parquet", tmp_path / "scored.jsonl"
+    command = ["jaxlc logprobs", str(workdir), str(source), str(scored), "--step=1", "--experts"]
+    assert logprobs.main(command) == 0
+    records = [json.loads(line) for line in scored.read_text().splitlines()]
+    sampled = pyarrow.parquet.read_table(source)["routed_experts"].to_pylist()
+    assert [base64.b64decode(record["routed_experts"]) for record in records] == sampled
+    train(config, tmp_path / "traces", data__traces=scored, **settings | dict(train__steps=1))
 
 
 @pytest.mark.parametrize(
