@@ -188,6 +188,7 @@ def test_adapters_of_experts_open_in_peft_with_equal_logits(tmp_path):
         ("qwen3_next", (*ALL, *MLP)),
         ("minimax_m2", ALL),
         ("qwen3_moe", ("mlp_up", "expert_down")),
+        ("kimi_linear", (*ALL, *MLP)),
     ]
     runs, jobs = [], {}
     for number, (case, projections) in enumerate(cases):

@@ -36,6 +36,7 @@ MODULES = {
 
 DENSE_CASES = ("exaone4_hybrid", "granite", "llama_tied", "olmo2", "seed_oss")
 _LATENT_NAMES = ("query_down", "query_up", "latent", "key_value", "attention_projected")
+_KIMI_NAMES = "delta_step", "decay_down", "decay_up", "gate_down", "gate_up", "latent", "key_value"
 _DELTA_NAMES = (*MATMUL_NAMES, "delta_gate", "delta_step", "delta_decay")
 
 
@@ -246,8 +247,13 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
         ("qwen3_next", _DELTA_NAMES, "in_proj_ba"),  # of groups of rows
         ("qwen3_next", ("value", "delta_decay"), "in_proj_qkvz"),
         ("granite_hybrid", (*MATMUL_NAMES, "delta_gate", "delta_step"), "in_proj"),
-        ("nemotron_h", ("query", "value", "delta_step", "mlp_up", "mlp_down"), "in_proj"),
-        ("kimi_linear", ("query", "gate_up", "decay_down", "decay_up", "latent"), "f_b_proj"),
+        # peft refuses adapters of its out_proj
+        (
+            "nemotron_h",
+            (*MATMUL_NAMES[:3], "mlp_up", "mlp_down", "delta_gate", "delta_step"),
+            "in_proj",
+        ),
+        ("kimi_linear", (*MATMUL_NAMES, *_KIMI_NAMES), "f_b_proj"),
         ("phi3_window", MATMUL_NAMES, "qkv_proj"),
         ("phi3_window", ("key", "mlp_up"), "gate_up_proj"),
         ("deepseek_v3", _LATENT_NAMES, "kv_a_proj_with_mqa"),
