@@ -251,8 +251,18 @@ class CachedRecurrence:
         operands = Operands(*operands).split_over(self.mesh.shape[TENSOR])
         in_specs = (operands.specs, states, PartitionSpec(), NewTokens(_BATCH, _BATCH))
         is_decoding = self.chunk_tokens == decode_tokens(self.mesh)
+        mixed = self._decode if is_decoding else self._prefill
+
+        def local(operands, cache, layer, new):
+            state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
+            out, *values = mixed(operands, state, past, new)
+            return out, RecurrentCache(*(
+                lax.dynamic_update_index_in_dim(stored, x.astype(stored.dtype), layer, 1)
+                for stored, x in zip(cache, values, strict=True)
+            ))  # fmt: skip
+
         split = jax.shard_map(
-            self._decode if is_decoding else self._prefill,
+            local,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=(HEADS, states),
@@ -266,8 +276,7 @@ class CachedRecurrence:
 
     # The methods below run inside `shard_map`.
 
-    def _prefill(self, operands: Operands, cache: RecurrentCache, layer, new: NewTokens):
-        state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
+    def _prefill(self, operands: Operands, state: jax.Array, past: list, new: NewTokens):
         arrays = operands[:3]
         num_tokens = arrays[0].shape[1]
         first = lax.axis_index(CONTEXT) * num_tokens
@@ -289,10 +298,9 @@ class CachedRecurrence:
         tokens = operands.tokens(*unit_lengths(self.rule, *inputs), None, None)
         out, state = continued_recurrence(tokens, self.rule, state, ranks=self._ranks)
         past = [_last_inputs(before, x, first, new) for before, x in zip(past, arrays)]
-        return out, _updated(cache, layer, [state, *past])
+        return out, state, *past
 
-    def _decode(self, operands: Operands, cache: RecurrentCache, layer, new: NewTokens):
-        state, *past = (lax.dynamic_index_in_dim(x, layer, 1, keepdims=False) for x in cache)
+    def _decode(self, operands: Operands, state: jax.Array, past: list, new: NewTokens):
         num_local = operands.q_BTGK.shape[1]
         arrays = jax.tree.map(
             lambda x: lax.all_gather(x, CONTEXT, axis=1, tiled=True)[:, :1], operands[:6]
@@ -311,9 +319,7 @@ class CachedRecurrence:
             jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, old.astype(x.dtype))
             for x, old in zip(values, (state, *past))
         ]
-        return jnp.broadcast_to(out, (len(out), num_local, *out.shape[2:])), _updated(
-            cache, layer, values
-        )
+        return jnp.broadcast_to(out, (len(out), num_local, *out.shape[2:])), *values
 
 
 def _last_inputs(
@@ -334,10 +340,3 @@ def _last_inputs(
 
     here = lax.psum(taken(x_bthW, local_bP, is_here), CONTEXT)
     return taken(past_bPhW, num_past + index_bP, index_bP < 0) + here.astype(past_bPhW.dtype)
-
-
-def _updated(cache: RecurrentCache, layer: jax.Array, values: list[jax.Array]) -> RecurrentCache:
-    return RecurrentCache(*(
-        lax.dynamic_update_index_in_dim(stored, x.astype(stored.dtype), layer, 1)
-        for stored, x in zip(cache, values, strict=True)
-    ))  # fmt: skip
