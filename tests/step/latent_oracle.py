@@ -113,12 +113,26 @@ def attention(h_TD, w):
     return jax.lax.scan(token, none, jnp.arange(num_tokens))[1]
 
 
+MIXERS = {"latent": attention}  # of kinds of layers
+
+
+def layers_of(params):
+    """(the mixer, the parameters) of each layer."""
+    kinds = MODEL["layer_kinds"]
+    stacks = params["layers"] if len(kinds) > 1 else {kinds[0]: params["layers"]}
+    for layer in range(MODEL.get("num_layers", 2)):
+        index, kind = divmod(layer, len(kinds))
+        yield (
+            MIXERS[kinds[kind]],
+            jax.tree.map(lambda x, index=index: x[index], stacks[kinds[kind]]),
+        )
+
+
 def logits_of(params, tokens_T):
     """Of a sequence, [T, V]."""
     x_TD = params["embedding"][tokens_T]
-    for layer in range(2):
-        w = jax.tree.map(lambda x, layer=layer: x[layer], params["layers"])
-        x_TD += attention(norm(x_TD, w["attention_norm"]["scale"], 1e-5), w["attention"])
+    for mixer, w in layers_of(params):
+        x_TD += mixer(norm(x_TD, w["attention_norm"]["scale"], 1e-5), w["attention"])
         h_TD, mlp = norm(x_TD, w["mlp_norm"]["scale"], 1e-5), w["mlp"]
         x_TD += (jax.nn.silu(h_TD @ mlp["w_gate"]) * (h_TD @ mlp["w_up"])) @ mlp["w_down"]
     return norm(x_TD, params["final_norm"]["scale"], 1e-5) @ params["head"]
@@ -136,11 +150,24 @@ def documents_of(row) -> list[tuple[np.ndarray, np.ndarray]]:
     return documents
 
 
+def random_vectors(params):
+    """Norms and skips that are not 1, and random biases."""
+    rng = np.random.default_rng(0)
+
+    def drawn(path, x):
+        name = path[-1].key
+        if name in ("scale", "skip"):
+            return jnp.asarray(rng.uniform(0.5, 1.5, x.shape))
+        return x + rng.standard_normal(x.shape) if "bias" in name else x
+
+    return jax.tree.map_with_path(drawn, params)
+
+
 @functools.cache
 def oracle(name: str):
     """(parameters, rows, losses of all tokens [rows, T], gradients of their weighted sum)."""
     config, rows = config_and_rows(name)
-    params = small_step(config).init().params
+    params = random_vectors(small_step(config).init().params)
     documents = [(number, *x) for number, row in enumerate(rows) for x in documents_of(row)]
     places_DT = np.zeros((len(documents), max(len(places) for _, places, _ in documents)), int)
     for document, (_, places, _) in enumerate(documents):

@@ -296,14 +296,8 @@ MAMBAS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "axes", "memory", "norm"),
-    [
-        pytest.param(*case, marks=[] if index < 1 else pytest.mark.full)
-        for index, case in enumerate(MAMBAS)
-    ],
-    ids=str,
-)
+@pytest.mark.full  # .ci/run compares with an oracle, below
+@pytest.mark.parametrize(("strategy", "axes", "memory", "norm"), MAMBAS, ids=str)
 def test_mamba2_layers_equal_one_device(strategy, axes, memory, norm):
     """With fewer groups than tensor ranks, or as many."""
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
@@ -321,14 +315,8 @@ KIMI_DELTAS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "axes", "memory"),
-    [
-        pytest.param(*case, marks=[] if index == 0 else pytest.mark.full)
-        for index, case in enumerate(KIMI_DELTAS)
-    ],
-    ids=str,
-)
+@pytest.mark.full  # as Mamba-2
+@pytest.mark.parametrize(("strategy", "axes", "memory"), KIMI_DELTAS, ids=str)
 def test_kimi_delta_layers_equal_one_device(strategy, axes, memory):
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
     _assert_same(axes, FLOAT32_DECAY_GRADIENT, split=split, memory=memory, model=KIMI_DELTA)
@@ -371,10 +359,11 @@ def test_ring_of_latents_with_adapters_equals_one_device(payload):
 @pytest.mark.parametrize(
     "flags, num_cases", [([], 1), pytest.param(["--all"], 14, marks=pytest.mark.full)]
 )
-def test_latent_attention_equals_an_oracle_in_float64(flags, num_cases):
+@pytest.mark.parametrize("mixers", ["latent", "recurrent"])
+def test_mixers_equal_oracles_in_float64(mixers, flags, num_cases):
     """Losses and gradients of packed documents and prefixes, and cached generation."""
     output = subprocess.run(
-        [sys.executable, "-m", "tests.step.latent_oracle", *flags],
+        [sys.executable, "-m", f"tests.step.{mixers}_oracle", *flags],
         capture_output=True,
         text=True,
         check=True,
