@@ -155,6 +155,14 @@ use config.posttrain.reference <- ref_model_type reference_free use_ref_model pr
 use config.posttrain.reference_model <- ref_model ref_model_path ref_model_name reward_ref_model
 use config.posttrain.ratio <- importance_sampling_level
 use config.posttrain.scale_advantages <- scale_rewards norm_adv_by_std_in_grpo whiten_advantages
+use config.posttrain.importance_weights <- vllm_importance_sampling_correction use_tis rollout_is
+use config.posttrain.weight_mode <- vllm_importance_sampling_mode
+use config.posttrain.weight_max <- vllm_importance_sampling_cap vllm_importance_sampling_clip_max tis_imp_ratio_cap
+    truncated_importance_sampling_ratio rollout_is_threshold
+use config.posttrain.weight_min <- vllm_importance_sampling_clip_min
+use config.posttrain.no_advantage <- filter_groups
+use config.rollouts.max_replacements <- dynamic_sampling use_dynamic_sampling max_num_gen_batches
+use config.rollouts.max_policy_age <- max_staleness max_off_policy_steps max_trajectory_age_steps
 use config.posttrain.mask_truncated <- mask_truncated_completions overlong_filtering
 use config.rollouts.answers_per_prompt <- num_generations num_samples_per_prompt n_samples_per_prompt group_size
     num_generations_per_prompt rollout.n

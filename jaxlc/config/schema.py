@@ -523,16 +523,13 @@ class PosttrainConfig:
     # dr_grpo: the sum over tokens, divided by max_answer_tokens and the number of answers. cispo: as dapo, but the
     # ratio is limited at 1 + clip_high and has no gradient; it weighs the gradient of the log-probability.
     loss: Literal["", "dpo", "grpo", "dapo", "dr_grpo", "cispo"] = ""
-    # policy losses: ratios of new to old probabilities are clipped at 1 - clip_low
-    clip_low: From0Below1[float] = 0.2
+    clip_low: From0Below1[float] = 0.2  # policy losses: ratios are clipped at 1 - clip_low
     clip_high: float = 0.28  # policy losses: and at 1 + clip_high (clip-higher, DAPO)
-    # grpo, dapo, dr_grpo: ratios are at most this also where the advantage is negative (two-sided clipping); above
-    # 1 + clip_high. 0: no limit
+    # grpo, dapo, dr_grpo: the largest ratio also where the advantage is negative (two-sided clipping); 0: no limit
     delta: ZeroOrAbove1[float] = 0.0
     # policy losses: the ratio of each token, or the geometric mean over the answer (GSPO).
     ratio: Literal["token", "sequence"] = "token"
-    # policy losses: weight of the KL divergence to the reference (k3 estimator); 0: none
-    kl: float = 0.0
+    kl: float = 0.0  # policy losses: weight of the KL divergence from the reference (k3)
     # the reference model of dpo and kl. record: its log-probabilities are in the field reference_log_probs of the
     # records. base: the model without the adapters of LoRA, which takes one more forward pass, but no other weights.
     # model: that of reference_model, whose weights are in pinned host memory; one more forward pass.
@@ -554,13 +551,14 @@ class PosttrainConfig:
     ] = "token_truncate"
     weight_min: float = 0.0  # importance_weights: lower limit
     weight_max: float = 3.0  # importance_weights: upper limit; 0: none
-    # policy losses: answers with a negative advantage have no loss if their mean of sampled - new log-probabilities is
-    # above this (DeepSeek-V3.2); 0: no limit
+    # policy losses: negative answers whose mean of sampled - new is above this have no loss (DeepSeek-V3.2). 0: none
     off_policy_mask_threshold: float = 0.0
     # policy losses: advantages of rewards are divided by their standard deviation in the group;
     # False: only centered.
     scale_advantages: bool = True
     mask_truncated: bool = False  # policy losses: answers with truncated=true have no loss
+    # policy losses: groups whose advantages are all 0, such as of equal rewards, are packed (keep) or not (drop)
+    no_advantage: Literal["drop", "keep"] = "drop"
     max_answer_tokens: int = 0  # dr_grpo: the constant length
     beta: Above0[float] = 0.1  # dpo: inverse temperature of the implicit reward
     # dpo: probability that a pair is labeled the wrong way round
@@ -579,11 +577,8 @@ class PosttrainConfig:
     @property
     def uses_sampled(self) -> bool:
         """Whether the loss needs the log-probabilities of the sampler."""
-        return (
-            self.importance_weights
-            or self.off_policy_mask_threshold > 0
-            or self.old_log_probs == "sampled"
-        )
+        are_old = self.old_log_probs == "sampled"
+        return are_old or self.importance_weights or self.off_policy_mask_threshold > 0
 
     @property
     def uses_reference_model(self) -> bool:
@@ -610,6 +605,8 @@ class RolloutsConfig:
     prompts_per_step: From1[int] = 8
     answers_per_prompt: From1[int] = 8  # model: sampled at posttrain.temperature
     max_tokens: From1[int] = 256  # model: longer answers are truncated
+    # model: most groups without an advantage that other prompts replace in each step (dynamic sampling, DAPO)
+    max_replacements: int = 0
     # model: sample from the smallest set of tokens with at least this probability
     top_p: Above0UpTo1[float] = 1.0
     # model: FILE.py:FUNCTION or MODULE:FUNCTION, called as FUNCTION(prompt, answer, record) with two texts and the
@@ -617,6 +614,8 @@ class RolloutsConfig:
     reward: str = ""
     # model: the run ends if a call of the reward takes longer; 0: no limit
     reward_seconds: float = 60.0
+    # files: traces with more training steps than this between policy_step and their use are left out. -1: no limit
+    max_policy_age: FromMinus1[int] = -1
     # files: steps between exports of the weights, or of the adapters with LoRA, to WORKDIR/exported/STEP, for the
     # program that makes the rollouts; a multiple of train.checkpoint_every_steps. 0: none.
     export_every_steps: int = 0

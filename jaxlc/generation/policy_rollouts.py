@@ -1,6 +1,7 @@
 """Rollouts by the policy itself, on the mesh of the run: answers to prompts, with their rewards."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,35 @@ class PolicyRollouts:
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
-        answers = self._step.config.rollouts.answers_per_prompt
-        numbers = np.repeat(self._prompts_of_step(step), answers).tolist()
-        generations = self._generate(params, numbers, step, workdir)
+        config, num_prompts = self._step.config, len(self._prompts)
+        prompts, traces = self._prompts_of_step(step), []
+        asked, most = list(prompts), len(prompts) + config.rollouts.max_replacements
+        for attempt in itertools.count():
+            traces += self._answers(params, prompts, step, attempt, path, workdir)
+            if len(asked) == most:
+                break
+            num_lacking = int(broadcast_one_to_all(np.int32(_num_without_advantage(traces))))
+            # an order of their own: the steps that follow use other prompts
+            order = epoch_order(num_prompts, config.data.seed + 1, step).tolist()
+            others = [number for number in order if number not in asked]
+            prompts = others[
+                : min(num_lacking + config.rollouts.prompts_per_step, most) - len(asked)
+            ]
+            if not prompts:
+                break
+            asked += prompts
+        if jax.process_index() == 0:
+            write_rollouts(traces, path)
+
+    def _answers(
+        self, params: dict, prompts: list[int], step: int, attempt: int, path: Path, workdir: Path
+    ) -> list[dict[str, Any]]:
+        """The answers to prompts with their rewards, in process 0; in others none."""
+        settings = self._step.config.rollouts
+        numbers = np.repeat(prompts, settings.answers_per_prompt).tolist()
+        generations = self._generate(params, numbers, step, attempt, workdir)
         if jax.process_index() != 0:
-            return
+            return []
         traces = [
             _trace(self._prompts[number], generation, f"{step}-{number}", step - 1)
             for number, generation in zip(numbers, generations, strict=True)
@@ -71,14 +96,14 @@ class PolicyRollouts:
                     self._reward,
                     **trace["text"],
                     record=self._prompts[number].record,
-                    limit_seconds=self._step.config.rollouts.reward_seconds,
+                    limit_seconds=settings.reward_seconds,
                 )
         except UserError as error:
             # a name that is not read as the file of a step
             kept = path.with_name(f"{step}.unrewarded{path.suffix}")
             write_rollouts(traces, kept)
             raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
-        write_rollouts(traces, path)
+        return traces
 
     def _prompts_of_step(self, step: int) -> list[int]:
         num_prompts, per_step = len(self._prompts), self._step.config.rollouts.prompts_per_step
@@ -87,7 +112,7 @@ class PolicyRollouts:
         return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
 
     def _generate(
-        self, params: dict, numbers: list[int], step: int, workdir: Path
+        self, params: dict, numbers: list[int], step: int, attempt: int, workdir: Path
     ) -> list[Generation]:
         settings, config = self._step.config.rollouts, self._step.config
         original = original_of(config.model.init_from, workdir)
@@ -96,11 +121,11 @@ class PolicyRollouts:
             self._generator = Generator(self._step, params, self._tokenizer)
         else:
             self._generator.set_params(params)
-        seed = np.random.SeedSequence([config.data.seed % 2**32, step]).generate_state(1)[0]
+        seed = np.random.SeedSequence([config.data.seed % 2**32, step, attempt])
         sampling = Sampling(
             temperature=config.posttrain.temperature,
             top_p=settings.top_p,
-            seed=int(seed),
+            seed=int(seed.generate_state(1)[0]),
             scales_log_probs=True,
         )
         try:
@@ -129,6 +154,13 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
             "config.rollouts.source='model' is unsupported with a custom model: it has no KV cache"
         )
     return PolicyRollouts(step, source.tokenizer, source.prompts)
+
+
+def _num_without_advantage(traces: Sequence[Mapping[str, Any]]) -> int:
+    rewards: dict[str, set[float]] = {}
+    for trace in traces:
+        rewards.setdefault(trace["group"], set()).add(trace["reward"])
+    return sum(len(values) == 1 for values in rewards.values())
 
 
 def _trace(prompt: Prompt, generation: Generation, group: str, policy_step: int) -> dict[str, Any]:

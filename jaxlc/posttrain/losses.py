@@ -58,6 +58,7 @@ class PolicySums(NamedTuple):
         None  # tokens of answers without a loss: off_policy_mask_threshold
     )
     off_policy_answers: jax.Array | None = None
+    entropy: jax.Array | None = None  # of the next token, in nats, at posttrain.temperature
     margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers
     accuracy: jax.Array | None = None  # dpo: pairs whose margin is positive
 

@@ -131,7 +131,7 @@ class RolloutSequences:
         the texts of prompt and answer. Rollouts of the policy have both.
         """
         traces = self.at_step(step).train.traces
-        every = -(-len(traces) // _MAX_DECODED)
+        every = -(-len(traces) // _MAX_DECODED) or 1
         return [self._decoded(trace) for trace in traces[::every]]
 
     def digests(self, steps: Iterable[int]) -> dict[str, str]:
@@ -175,7 +175,7 @@ class RolloutSequences:
     def _opened(self, step: int) -> Traces:
         path, batch_size = self.path(step), self._config.train.global_batch_size
         self._digests[step] = _digest(path)
-        traces = open_traces(self._config, self._tokenizer, (str(path),), holds_out=False)
+        traces = open_traces(self._config, self._tokenizer, (str(path),), step=step)
         if traces.train.num_sequences > batch_size:
             raise UserError(
                 f"the rollouts in {displayed(path)} fill {traces.train.num_sequences} sequences, more than"

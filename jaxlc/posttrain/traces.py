@@ -141,13 +141,13 @@ def _title(tree: Tree, number: int) -> str:
 
 
 def open_traces(
-    config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, holds_out: bool = True
+    config: Config, tokenizer: Tokenizer, sources: Sequence[str] = (), *, step: int | None = None
 ) -> Traces:
     """The traces of config.data.traces.
 
     Args:
       sources: instead of these.
-      holds_out: hold out data.eval_fraction of the groups.
+      step: of rollouts: the training step that uses them. No group is held out, and those that are packed may be none.
     Raises:
       UserError: a file or record cannot be read, lacks what posttrain.loss needs, or is longer than a sequence.
     """
@@ -157,6 +157,9 @@ def open_traces(
         config, tokenizer, sources or data.traces, _SETTING, TraceReader.read, fields
     )
     traces = list(_fitting(read, data, warnings))
+    num_read = len(traces)
+    if step is not None and config.rollouts.max_policy_age >= 0:
+        traces = _recent(traces, step, config.rollouts.max_policy_age)
     _check_log_probs(traces, dtypes, posttrain)
 
     def trees(group: Group) -> list[Tree]:
@@ -169,8 +172,12 @@ def open_traces(
         raise UserError("config.data.traces has no trace that can be used")
     if posttrain.loss:
         groups = [with_advantages(group, posttrain) for group in groups]
-        warnings += _without_gradient(groups, posttrain.mask_truncated) if holds_out else []
-    train_groups, heldout_groups = _split(groups, data.eval_fraction if holds_out else 0.0)
+        warnings += _without_gradient(groups, posttrain.mask_truncated) if step is None else []
+    train_groups, heldout_groups = _split(groups, data.eval_fraction if step is None else 0.0)
+    num_groups = len(train_groups)
+    if posttrain.loss and posttrain.no_advantage == "drop":
+        train_groups = [group for group in train_groups if _has_advantage(group)]
+        _check_advantages(train_groups, step)
     train_trees, heldout_trees = (
         [trees(group) for group in part] for part in (train_groups, heldout_groups)
     )
@@ -179,7 +186,7 @@ def open_traces(
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
-    rewards = _rewards(groups)
+    rewards = _rewards(groups, step) | dict(too_old=num_read - len(traces))
     if posttrain.replay_routing:
         parts = [x for part in all_trees for tree in part for x in tree.experts_differ]
         differ = np.concatenate([np.zeros(0, bool), *parts])
@@ -198,6 +205,8 @@ def open_traces(
         posttrain.scale_advantages,
         posttrain.mask_truncated,
     )
+    if num_dropped := num_groups - len(train_groups):
+        settings += (num_dropped,)
     return Traces(
         tokenizer=tokenizer,
         train=train,
@@ -378,13 +387,46 @@ def _split(groups: Sequence[Group], eval_fraction: float) -> tuple[list[Group], 
     return (train, heldout) if train else (heldout, [])
 
 
-def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+def _recent(traces: Sequence[Trace], step: int, limit: int) -> list[Trace]:
+    """The traces of at most the age `limit`.
+
+    Raises:
+      UserError: there are none.
+    """
+    recent = [trace for trace in traces if _age(trace, step) <= limit]
+    if not recent and traces:
+        raise UserError(
+            f"{traces[0].where}: all rollouts of step {step} are older than config.rollouts.max_policy_age={limit};"
+            " increase it, or make rollouts with newer weights"
+        )
+    return recent
+
+
+def _check_advantages(groups: Sequence[Group], step: int | None) -> None:
+    if not groups and step is None:
+        raise UserError(
+            "no group of config.data.traces has an advantage, so no token has a gradient: give the answers of a"
+            " prompt different rewards, or set config.posttrain.no_advantage to keep"
+        )
+
+
+def _age(trace: Trace, step: int) -> int:
+    """Training steps between the weights that made a trace and those that `step` updates."""
+    if trace.policy_step is None:
+        raise UserError(
+            f"{trace.where}: no policy_step, which config.rollouts.max_policy_age needs; record it, or set that to -1"
+        )
+    return step - 1 - trace.policy_step
+
+
+def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     means = dict(
         answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
         truncated=np.mean([trace.is_truncated for trace in traces]),
         no_advantage=_share_without_advantage(groups),
+        no_advantage_groups=sum(not _has_advantage(group) for group in groups),
     )
     if rewards:
         means |= dict(
@@ -393,9 +435,9 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
             reward_min=min(rewards),
             reward_max=max(rewards),
         )
-    policy_steps = [trace.policy_step for trace in traces]
-    if None not in policy_steps:
-        means |= dict(policy_step=np.mean(policy_steps))
+    if step is not None and all(trace.policy_step is not None for trace in traces):
+        ages = [_age(trace, step) for trace in traces]
+        means |= dict(policy_age=np.mean(ages), policy_age_max=max(ages))
     return {name: float(x) for name, x in means.items()}
 
 
@@ -424,11 +466,15 @@ def _without_gradient(groups: Sequence[Group], masks_truncated: bool) -> Iterato
 
 def _share_without_advantage(groups: Sequence[Group]) -> float:
     """The share of the groups without a gradient: of one trace, or of equal rewards."""
-    return float(np.mean([not any(trace.advantage for trace in group) for group in groups]))
+    return float(np.mean([not _has_advantage(group) for group in groups]))
+
+
+def _has_advantage(group: Group) -> bool:
+    return any(trace.advantage for trace in group)
 
 
 def _description(train: PackedTraces, num_groups: int, num_heldout: int) -> str:
-    ratio = sum(len(trace.tokens) - 1 for trace in train.traces) / train.num_tokens
+    ratio = sum(len(trace.tokens) - 1 for trace in train.traces) / max(1, train.num_tokens)
     shared = f", {ratio:.1f} times fewer than in separate rows" if ratio > 1 else ""
     return (
         f"{train.num_traces:,} traces of {num_groups:,} groups in {train.num_sequences:,} sequences;"

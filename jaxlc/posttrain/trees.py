@@ -112,7 +112,7 @@ class PackedTraces:
     ):
         """
         Args:
-          trees: at least one; none is longer than a sequence. With posttrain.loss, all traces have an advantage.
+          trees: none is longer than a sequence. With posttrain.loss, all traces have an advantage.
           dtypes: of the arrays of a sequence, see `array_dtypes`.
           masks_truncated: truncated traces have no loss.
           seed: of the order; None: the same order in every epoch.
@@ -124,7 +124,7 @@ class PackedTraces:
         self.num_traces = len(self.traces)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
         bins = best_fit(np.array([tree.num_tokens for tree in trees], np.int64), seq_len)
-        self.num_sequences = int(bins.max()) + 1
+        self.num_sequences = int(bins.max(initial=-1)) + 1
         self._trees: list[list[Tree]] = [[] for _ in range(self.num_sequences)]
         for tree, number in zip(trees, bins.tolist()):
             self._trees[number].append(tree)

@@ -97,6 +97,7 @@ class LossSpec:
     norm_epsilon: float
     token_loss: TokenLoss | None = None  # None: cross entropy
     temperature: float = 1.0  # logits are divided by it
+    with_entropy: bool = False  # of forward passes: `LossSums.entropy`
     nodes: Nodes | None = None  # whose copy the head is of, if it has a first dimension of nodes
 
     @classmethod
@@ -140,6 +141,7 @@ class LossSums(NamedTuple):
     objective: jax.Array  # float32: sum of weight x (loss + z_loss log(Z)^2); it is differentiated
     # float32: sum of weight x loss, in nats for cross entropy; the loss that is reported
     cross_entropy: jax.Array
+    entropy: jax.Array | None = None  # float32: sum of weight x entropy of the next token, in nats
 
 
 class _ChunkCarry(NamedTuple):
@@ -160,7 +162,14 @@ def token_losses(
 ) -> jax.Array:
     """Loss of each token, float32 of the targets' shape; not differentiable."""
     weights_BT = jnp.ones(targets_BT.shape, jnp.float32)
-    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)[1]
+    return sums_and_losses(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec)[1]
+
+
+def sums_and_losses(
+    x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec: LossSpec
+) -> tuple[LossSums, jax.Array]:
+    """The results of `loss_sums` and `token_losses`; not differentiable."""
+    return _over_ranks(x_BTD, scale_D, head_DV, targets_BT, weights_BT, spec, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -238,7 +247,8 @@ def _over_ranks(
         PartitionSpec(*tokens, None),
         PartitionSpec(),
     )
-    out_specs = (LossSums(everywhere, everywhere), tokens)
+    entropy = everywhere if spec.with_entropy else None
+    out_specs = (LossSums(everywhere, everywhere, entropy), tokens)
     if differentiated is not None:
         out_specs = (*out_specs, hidden, everywhere)
     head, head_gradient = _HEAD, PartitionSpec(*_gradient_spec(head_DV.shape[-2:], spec))
@@ -378,11 +388,12 @@ def _norm(x_cD: jax.Array, scale_D: jax.Array | None, spec: LossSpec) -> jax.Arr
 
 def _cross_entropy(logits_cv, targets_c, weights_c, spec: LossSpec):
     """(sums, losses_c, a function that returns dlogits_cv), of cross entropy with z-loss."""
-    log_z_c, target_logit_c = _reduce_vocabulary(logits_cv, targets_c)
+    log_z_c, target_logit_c, entropy_c = _reduce_vocabulary(logits_cv, targets_c, spec)
     losses_c = log_z_c - target_logit_c
     sums = LossSums(
         objective=(weights_c * (losses_c + spec.z_loss * log_z_c**2)).sum(),
         cross_entropy=(weights_c * losses_c).sum(),
+        entropy=None if entropy_c is None else (weights_c * entropy_c).sum(),
     )
     return sums, losses_c, lambda: _dlogits(logits_cv, log_z_c, targets_c, weights_c, spec.z_loss)
 
@@ -428,18 +439,22 @@ def _columns(width: int) -> jax.Array:
     return lax.axis_index(TENSOR) * width + jnp.arange(width)
 
 
-def _reduce_vocabulary(logits_cv: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """log(Z) and the target logit over the whole vocabulary, from the columns of each rank."""
+def _reduce_vocabulary(
+    logits_cv: jax.Array, targets_c: jax.Array, spec: LossSpec
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """log(Z), the target logit and, if spec.with_entropy, the entropy over the whole vocabulary,
+    from the columns of each rank.
+    """
     max_c = lax.pmax(logits_cv.max(axis=1), TENSOR)
     is_target_cv = _columns(logits_cv.shape[1]) == targets_c[:, None]
-    sums_2c = jnp.stack(
-        [
-            jnp.exp(logits_cv - max_c[:, None]).sum(axis=1),
-            jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1),
-        ]
-    )
-    sum_exp_c, target_logit_c = lax.psum(sums_2c, TENSOR)  # one collective for both
-    return max_c + jnp.log(sum_exp_c), target_logit_c
+    shifted_cv = logits_cv - max_c[:, None]
+    exp_cv = jnp.exp(shifted_cv)
+    parts = [exp_cv.sum(axis=1), jnp.where(is_target_cv, logits_cv, 0.0).sum(axis=1)]
+    if spec.with_entropy:  # columns of padding are -inf
+        parts.append(jnp.where(exp_cv > 0, exp_cv * shifted_cv, 0.0).sum(axis=1))
+    sum_exp_c, target_logit_c, *mean = lax.psum(jnp.stack(parts), TENSOR)  # one collective for all
+    log_sum_c = jnp.log(sum_exp_c)
+    return max_c + log_sum_c, target_logit_c, log_sum_c - mean[0] / sum_exp_c if mean else None
 
 
 @jax.named_scope(scopes.LOGITS)

@@ -49,7 +49,15 @@ from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import precision, update
 from jaxlc.step.batch import Batch, SequenceOrder, choose_order, sequence_positions
-from jaxlc.step.loss import LossSpec, TokenLoss, expert_sums, loss_sums, token_losses, weighted_loss
+from jaxlc.step.loss import (
+    LossSpec,
+    TokenLoss,
+    expert_sums,
+    loss_sums,
+    sums_and_losses,
+    token_losses,
+    weighted_loss,
+)
 from jaxlc.step.remat import make_remat, saves_attention
 from jaxlc.step.state import is_on_host, lacks_host_memory, padded_vocab_size
 
@@ -291,16 +299,18 @@ class Objective:
         """The weights of cross entropy whose gradient is the gradient of posttrain.loss, and the
         sums of the loss.
         """
-        losses = token_losses(
-            *map(lax.stop_gradient, hidden_and_head), targets, self._training_loss_spec
+        posttrain, weights = self.config.posttrain, self._in_tiles(part.loss_weights)
+        spec = dataclasses.replace(self._training_loss_spec, with_entropy=posttrain.loss != "dpo")
+        forward, losses = sums_and_losses(
+            *map(lax.stop_gradient, hidden_and_head), targets, weights, spec
         )
 
         def loss(log_probs_BT):
-            sums = policy_sums(log_probs_BT, part, self.config.posttrain, self.policy_loss)
+            sums = policy_sums(log_probs_BT, part, posttrain, self.policy_loss)
             return sums.loss, sums
 
         gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))
-        return -gradient_BT, sums
+        return -gradient_BT, sums._replace(entropy=forward.entropy)
 
     def token_losses(
         self,

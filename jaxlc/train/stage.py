@@ -78,10 +78,7 @@ class StageRun(Outputs):
         """Writes means over the rollouts of the last step to metrics.jsonl, and some of another
         program as texts.
         """
-        means = dict(self.stage.data.source.train.at_step(position.step).rewards)
-        if (policy_step := means.pop("policy_step", None)) is not None:
-            # training steps between the answers and their use
-            means["policy_age"] = position.step - 1 - policy_step
+        means = self.stage.data.source.train.at_step(position.step).rewards
         self.metrics.write(
             step=position.step, **{f"rollouts/{name}": value for name, value in means.items()}
         )

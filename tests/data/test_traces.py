@@ -32,7 +32,7 @@ def answer(tokens: list[int], prompt: list[int] = PROMPT, **fields) -> dict:
 
 
 def opened(
-    directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, **sections
+    directory: Path, records: list[dict], suffix=".jsonl", seq_len=32, step=None, **sections
 ) -> tuple[Traces, Config]:
     path = directory / f"traces{suffix}"
     if suffix == ".jsonl":
@@ -45,7 +45,7 @@ def opened(
     for section, values in sections.items():
         config[section].update(values)
     config = load(config)
-    return open_traces(config, ByteTokenizer()), config
+    return open_traces(config, ByteTokenizer(), (str(path),), step=step), config
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -123,15 +123,61 @@ def test_truncated_answers_are_masked_and_counted(tmp_path):
 def test_equal_rewards_have_no_advantage(tmp_path):
     """Also if the mean of equal numbers is rounded."""
     traces, _ = opened(
-        tmp_path, [answer([i], reward=0.1) for i in range(3)], posttrain=dict(loss="grpo")
+        tmp_path,
+        [answer([i], reward=0.1) for i in range(3)],
+        posttrain=dict(loss="grpo", no_advantage="keep"),
     )
     assert (traces.train[0]["advantages"] == 0).all() and traces.rewards["no_advantage"] == 1
+
+
+def test_groups_without_advantage_are_counted_and_not_packed(tmp_path):
+    """Data without such groups has the fingerprint of data that keeps them."""
+    settings, keep = dict(loss="grpo"), dict(loss="grpo", no_advantage="keep")
+    groups = {"a": (0.0, 1.0), "b": (0.5, 0.5), "c": (1.0, 2.0)}
+    records = [
+        answer([number], reward=reward, group=group)
+        for group, rewards in groups.items()
+        for number, reward in enumerate(rewards, 60)
+    ]
+    dropped, kept = (
+        opened(tmp_path, records, posttrain=posttrain)[0] for posttrain in (settings, keep)
+    )
+    assert [trace.group for trace in dropped.train.traces] == ["a", "a", "c", "c"]
+    assert kept.train.num_traces == 6 and dropped.fingerprint != kept.fingerprint
+    counts = {name: dropped.rewards[name] for name in ("no_advantage_groups", "too_old", "reward")}
+    assert counts == dict(no_advantage_groups=1, too_old=0, reward=kept.rewards["reward"])
+    both = (opened(tmp_path, records[:2], posttrain=x)[0] for x in (settings, keep))
+    assert len({traces.fingerprint for traces in both}) == 1
+
+
+def test_old_traces_of_rollouts_are_counted_and_left_out(tmp_path):
+    """Also before advantages are computed. A step without an advantage has sequences of padding."""
+    records = [
+        answer([60 + age], reward=float(age), policy_step=9 - age, group="a") for age in range(4)
+    ]
+    rollouts = dict(source="files", max_policy_age=2)
+    sections = dict(data=dict(traces=""), posttrain=dict(loss="grpo"), rollouts=rollouts)
+    traces = opened(tmp_path, records, step=10, **sections)[0]
+    assert [trace.policy_step for trace in traces.train.traces] == [9, 8, 7]
+    assert [trace.advantage for trace in traces.train.traces][1] == 0
+    names = dict(too_old=1, policy_age=1, policy_age_max=2)
+    assert {name: traces.rewards[name] for name in names} == names
+    empty = opened(tmp_path, records[:1], step=10, **sections)[0]
+    assert empty.train.num_sequences == 0 and empty.rewards["no_advantage_groups"] == 1
+    for rows, step, message in (
+        (records, 20, "max_policy_age=2"),
+        ([answer([6], reward=1.0)], 10, "no policy_step"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(tmp_path, rows, step=step, **sections)
 
 
 def test_first_token_has_no_log_prob(tmp_path):
     record = dict(tokens=[1, 2, 3], loss_mask=[1, 1, 1], old_log_probs=[-1.0, -2.0])
     traces, _ = opened(
-        tmp_path, [record | dict(reward=1.0)], posttrain=dict(loss="grpo", old_log_probs="record")
+        tmp_path,
+        [record | dict(advantage=1.0)],
+        posttrain=dict(loss="grpo", old_log_probs="record"),
     )
     assert traces.train[0]["old_log_probs"][:3].tolist() == [-1, -2, 0]
 
@@ -139,7 +185,7 @@ def test_first_token_has_no_log_prob(tmp_path):
 def test_three_log_probs_are_separate_arrays(tmp_path):
     values = dict(sampled_log_probs=[-1.0, -2.0], old_log_probs=[-1.5, -2.5])
     settings = dict(loss="grpo", old_log_probs="record", importance_weights=True)
-    traces, _ = opened(tmp_path, [answer([6, 7], reward=1.0, **values)], posttrain=settings)
+    traces, _ = opened(tmp_path, [answer([6, 7], advantage=1.0, **values)], posttrain=settings)
     for name, numbers in values.items():
         row = traces.train[0]
         assert row[name][row["loss_weights"] > 0].tolist() == numbers
@@ -252,6 +298,7 @@ def test_groups_are_held_out_whole(tmp_path):
             dict(posttrain=dict(loss="grpo", old_log_probs="record")),
             "jaxlc logprobs",
         ),
+        ([answer([6], reward=1.0)], dict(posttrain=dict(loss="grpo")), "no group .* has an adv"),
         (
             [answer([6], reward=1.0, old_log_probs=[-1])],
             dict(posttrain=dict(loss="grpo", importance_weights=True)),
@@ -400,7 +447,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_recorded_experts_of_samplers_have_one_form(tmp_path, form):
-    traces, config = opened(tmp_path, [answer([6, 7], reward=1.0, **FORMS[form])], **REPLAY)
+    traces, config = opened(tmp_path, [answer([6, 7], advantage=1.0, **FORMS[form])], **REPLAY)
     row = traces.train[0]
     assert row["experts"].dtype == np.uint8 and row["experts"].shape == (32, 2, 2)
     np.testing.assert_array_equal(row["experts"][:6], ROUTED)

@@ -376,6 +376,22 @@ def test_custom_loss_replaces_the_formula():
         jax.eval_shape(gradients_and_loss(step), params, batch)
 
 
+def test_entropy_equals_that_of_the_logits():
+    """On two tensor ranks, whose columns have padding, in tiles."""
+    posttrain, memory = dict(temperature=0.7), KINDS["tiles"]["memory"]
+    config = config_with("dapo", mesh=dict(context=2, tensor=2), posttrain=posttrain, memory=memory)
+    step = small_step(config)
+    params, batch = step.init().params, make_batch(step, [sequence(config, traces("dapo"))])
+    sums = jax.jit(gradients_and_loss(step))(params, batch)[1]
+    part = jax.tree.map(lambda x: x[0], batch)
+    hidden_BTD, head_DV = jax.jit(step.objective.features)(params, part)
+    logits = np.asarray(hidden_BTD @ head_DV, np.float64)[..., : config.model.vocab_size] / 0.7
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    entropies = -(probs * np.log(probs)).sum(-1)
+    np.testing.assert_allclose(sums.entropy, (entropies * part.loss_weights).sum(), rtol=1e-5)
+
+
 def test_zero_advantages_have_zero_gradients():
     _, params, batch, dapo = ratios_of_one()
     gradients, _ = dapo(params, batch._replace(advantages=0 * batch.advantages))

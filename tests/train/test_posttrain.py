@@ -21,6 +21,7 @@ from jaxlc.checkpoints.files import read_meta
 from jaxlc.cli import logprobs
 from jaxlc.config import defaults, with_settings
 from jaxlc.core.errors import UserError
+from jaxlc.generation.generator import Generation
 from jaxlc.generation.policy_rollouts import PolicyRollouts
 from jaxlc.posttrain.rewards import rewarded
 from jaxlc.posttrain.traces import open_prompts
@@ -253,6 +254,52 @@ def test_rollouts_stop_at_what_ends_answers_of_generate(rollouts, tmp_path, monk
     with pytest.raises(ValueError, match="zip"):
         maker(run.params, 1, tmp_path / "1.jsonl", run.workdir)
     assert (asked["stop"], asked["stop_ids"]) == (["<|im_end|>"], [256, 7, 9])
+
+
+def test_groups_without_advantage_are_replaced_up_to_the_limit(tmp_path, monkeypatch):
+    """By the answers to other prompts, which a run that resumes chooses again."""
+    run = jaxlc.load(write_untrained_run(tmp_path / "run"))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps(dict(prompt=prompt)) + "\n" for prompt in PROMPTS)
+    )
+    settings = {"posttrain.loss": "dapo", "data.sources": "", "rollouts.source": "model"}
+    settings |= {"rollouts.prompts": tmp_path / "prompts.jsonl", "rollouts.prompts_per_step": 3}
+    settings |= {"rollouts.max_replacements": 2, "rollouts.reward": f"{tmp_path}/reward.py:reward"}
+    settings |= {"rollouts.answers_per_prompt": 2, "rollouts.max_tokens": 4}
+    (tmp_path / "reward.py").write_text(
+        "def reward(prompt, answer, record):\n    return float(answer) * (prompt[0] in '0245')\n"
+    )
+    config = with_settings(run.config, {name: str(x) for name, x in settings.items()})
+    prompts, _ = open_prompts(config, run.tokenizer)
+    maker = PolicyRollouts(replace(run.train_step, config=config), run.tokenizer, prompts)
+    seeds = []
+
+    def generate(prompts, sampling, **_):
+        seeds.append(sampling.seed)
+        return [
+            Generation(
+                text=str(i % 2), tokens=np.array([65]), log_probs=np.zeros(1), num_prompt_tokens=1,
+                finish_reason="stop",
+            )
+            for i, _ in enumerate(prompts)
+        ]  # fmt: skip
+
+    monkeypatch.setattr(maker, "_generator", Mock(side_effect=generate))
+    asked = []
+    for step in (1, 2, 3, 4, 1):
+        seeds.clear()
+        path = tmp_path / f"{step}.jsonl"
+        path.unlink(missing_ok=True)
+        maker(run.params, step, path, run.workdir)
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        asked.append([record["text"]["prompt"][0] for record in records[::2]])
+        useful = [record for record in records if record["reward"] > 0]
+        assert len(asked[-1]) <= 5 and len(useful) == len({*asked[-1]} & {*"0245"}) <= 3
+        assert len(useful) == 3 or len(asked[-1]) == 5
+        assert len(set(seeds)) == len(seeds)  # of one attempt each
+    assert asked[0] == asked[-1]
+    assert all(len(set(prompts)) == len(prompts) for prompts in asked)
+    assert any(len(prompts) > 3 for prompts in asked)
 
 
 def test_start_report_has_the_memory_of_rollouts(rollouts):

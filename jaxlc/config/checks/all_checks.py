@@ -121,6 +121,7 @@ _OF_DPO = ("beta", "label_smoothing")
 _OF_POLICY_LOSSES = (
     "clip_low", "clip_high", "ratio", "kl", "old_log_probs", "scale_advantages", "mask_truncated", "max_answer_tokens",
     "delta", "importance_weights", "off_policy_mask_threshold", "replay_routing",
+    "no_advantage",
 )  # fmt: skip
 _OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
 _OF_MODEL = (
@@ -128,6 +129,7 @@ _OF_MODEL = (
     "prompts_per_step",
     "answers_per_prompt",
     "max_tokens",
+    "max_replacements",
     "top_p",
     "reward",
     "reward_seconds",
@@ -177,8 +179,11 @@ def _rollout_problems(config: Config) -> Iterator[str]:
         yield from _without_effect("rollouts", rollouts, vars(rollouts), reason)
         return
     setting = f"config.rollouts.source={rollouts.source!r}"
-    unused = _OF_MODEL if rollouts.source == "files" else ("wait_seconds",)
+    unused = _OF_MODEL if rollouts.source == "files" else ("wait_seconds", "max_policy_age")
     yield from _without_effect("rollouts", rollouts, unused, f"with {setting}; remove it")
+    if posttrain.no_advantage == "keep":
+        reason = "with config.posttrain.no_advantage='keep'; use drop"
+        yield from _without_effect("rollouts", rollouts, ("max_replacements",), reason)
     if config.data.traces:
         yield f"{setting} replaces config.data.traces; clear these with --config.data.traces="
     if posttrain.loss in ("", "dpo"):
