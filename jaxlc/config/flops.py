@@ -39,7 +39,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxlc.config.kinds import MIXERS, branches_of, layer_matrices, param_names, projection_paths
+from jaxlc.config.kinds import (
+    branches_of,
+    layer_matrices,
+    mixing_flops,
+    norms_of,
+    param_names,
+    projection_paths,
+)
 from jaxlc.config.models.model_schema import LayerConfig, ModelConfig
 from jaxlc.config.schema import LoraConfig, TrainConfig
 
@@ -190,7 +197,7 @@ def num_layers_by_kind(model: ModelConfig) -> dict[str, float]:
     weights: dict[str, float] = {}
     for kind in model.used_kinds:
         layer = model.of_kind(kind)
-        per_pair = MIXERS[layer.mixer].mixing_flops(layer).per_pair
+        per_pair = mixing_flops(layer).per_pair
         if per_pair:
             weights[kind] = model.num_layers_of(kind) * per_pair / _flops_per_pair(model)
     return weights
@@ -239,12 +246,13 @@ def sum_over_layers(model: ModelConfig, count: Callable[[LayerConfig], int]) -> 
 
 def _num_vector_entries(layer: LayerConfig) -> int:
     """Entries of all parameters of a layer that are not in `layer_matrices`."""
-    norm_entries = (1 + (layer.norm_placement == "pre_and_post")) * layer.model_dim
-    return sum(norm_entries + x.num_vector_entries(layer) for x in branches_of(layer).values())
+    num_norms = (1 + (layer.norm_placement == "pre_and_post")) * len(norms_of(layer))
+    own = sum(block.num_vector_entries(layer) for block in branches_of(layer).values())
+    return num_norms * layer.model_dim + own
 
 
 def _flops_per_token(layer: LayerConfig) -> int:
-    return MIXERS[layer.mixer].mixing_flops(layer).per_token
+    return mixing_flops(layer).per_token
 
 
 def _layer_matmul_params(layer: LayerConfig) -> int:

@@ -39,9 +39,8 @@ from jaxlc.models.contract import (
     decode_tokens,
     empty_cache,
     layout_for,
-    operands,
 )
-from jaxlc.models.kinds import kinds_on_mesh, mixer_of, reach, stacked_tables, tables_of_kinds
+from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh, reach, stacked_tables, tables_of_kinds
 from jaxlc.models.layer_stack import DecoderLayer, Stacks
 from jaxlc.models.rope import RopeTables, TablesOfKinds, depends_on_length
 from jaxlc.runtime.watchdog import Program
@@ -87,7 +86,9 @@ class CachedDecoder:
         tables = tables or tables_of_kinds(model, self.layout.max_tokens, self.config.data.seq_len)
         run_layer = functools.partial(_run_layer, new=new, shard=shard)
         run_kind = {
-            kind: functools.partial(run_layer, attend=cached.bind(new), tables=tables.get(kind))
+            kind: functools.partial(
+                run_layer, attends=[x.bind(new) for x in cached], tables=tables.get(kind)
+            )
             for kind, cached in self.cached_kinds(*tokens_BC.shape).items()
         }
         updated, chosen = {}, []
@@ -112,14 +113,15 @@ class CachedDecoder:
             experts_BCLk = jnp.moveaxis(jnp.concatenate(chosen), 0, 2).astype(dtype)
         return logits_BV[:, : model.vocab_size], updated, experts_BCLk
 
-    def cached_kinds(self, batch_size: int, chunk_tokens: int) -> dict[str, Cached]:
-        """What the layers of each kind compute between their projections, for chunks of
+    def cached_kinds(self, batch_size: int, chunk_tokens: int) -> dict[str, list[Cached]]:
+        """What the mixers of each kind of layers compute between their projections, for chunks of
         `chunk_tokens` tokens.
         """
         kinds = kinds_on_mesh(self.config, self.mesh, self.compute_dtype)
         sizes = dict(batch_size=batch_size, chunk_tokens=chunk_tokens)
         return {
-            kind: mixer_of(on.model).cached(on, self.layout, **sizes) for kind, on in kinds.items()
+            kind: [mixer.cached(own, self.layout, **sizes) for mixer, own in mixers_on_mesh(on)]
+            for kind, on in kinds.items()
         }
 
     def _run_stack(
@@ -154,23 +156,21 @@ class CachedDecoder:
 def _run_layer(
     layer: DecoderLayer,
     x_BCD: jax.Array,
-    cache: Any,
+    caches: tuple,
     index: jax.Array,
     *,
     new: NewTokens,
-    attend: Callable,
+    attends: Sequence[Callable],
     tables: RopeTables | None,
     shard: Sharder,
-) -> tuple[jax.Array, Any, jax.Array | None]:
-    tokens, out, kept = LayerTokens(new.positions_BC(x_BCD.shape[1])), None, None
-    if layer.attention is not None:
-        input_BCD = layer.attention_input(x_BCD, shard=shard)
-        mixed, kept = operands(
-            layer.attention, input_BCD, tokens.positions_BT, tables=tables, shard=shard
-        )
-        out, cache = attend(*mixed, cache=cache, layer=index)
-    output, chosen_BCk = layer.after_attention(x_BCD, out, kept, tokens, shard=shard)
-    return output.x_BTD, cache, chosen_BCk
+) -> tuple[jax.Array, tuple, jax.Array | None]:
+    tokens = LayerTokens(new.positions_BC(x_BCD.shape[1]))
+    mixed, kept = layer.operands(x_BCD, tokens.positions_BT, tables=tables, shard=shard)
+    calls = zip(attends, mixed, caches)
+    both = [attend(*operands, cache=own, layer=index) for attend, operands, own in calls]
+    outs, caches = [out for out, _ in both], tuple(cache for _, cache in both)
+    output, chosen_BCk = layer.after_attention(x_BCD, outs, kept, tokens, shard=shard)
+    return output.x_BTD, caches, chosen_BCk
 
 
 CHUNK_TOKENS = 2048  # tokens per prefill chunk and context rank
@@ -228,7 +228,10 @@ class CachedStep:
                 batch_size=batch_size, num_layers=segment.num_iterations, dtype=self.cache_dtype
             )
             cache[segment.name] = tuple(
-                mixer_of(on_mesh[kind].model).abstract_cache(on_mesh[kind], layout, **sizes)
+                tuple(
+                    mixer.abstract_cache(own, layout, **sizes)
+                    for mixer, own in mixers_on_mesh(on_mesh[kind])
+                )
                 for kind in segment.kinds
             )
         return cache

@@ -29,6 +29,7 @@ from jaxlc.models.lora import LORA, frozen_names
 # projections that are their columns.
 _EXPERTS = "mlp.experts"
 _EXPERT_PARAMS = {"gate_up_proj": ("expert_gate", "expert_up"), "down_proj": ("expert_down",)}
+_WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # kernels read the weights of the module
 _CONFIG_FILE, _WEIGHTS_FILE, _PREFIX = (
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -114,6 +115,12 @@ def write_adapters(
             " (model.tie_embeddings); export without --adapters"
         )
     modules, experts = _stored_modules(config, layouts), _stored_experts(config, layouts)
+    names = {_module(parts[0]) for parts in modules.values()}
+    if family.model_type in _WITHOUT_OUT_PROJ and "out_proj" in names:
+        raise Unsupported(
+            f"unsupported: adapters for peft of 'attention_projected' in models of type {family.model_type}, whose"
+            " modules out_proj peft 0.21 refuses; export without --adapters"
+        )
     # peft 0.21 replaces the target modules gate_proj, up_proj and down_proj by the parameters of
     # experts.
     dense = [paths for paths in modules if model.experts.num_experts and "/mlp/" in paths[0]]

@@ -274,7 +274,7 @@ def layouts_of(
     Args:
       stored: the tensors in the files by name, which may be aliases.
     """
-    layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of("attention")}
+    layouts, outside = {}, {tensor.param: tensor for tensor in family.tensors_of()}
     stacks = {"/".join(path) + "/": layers for path, layers in model.layer_stacks.items()}
     for path, param in abstract.items():
         sizes = tuple(
@@ -284,7 +284,7 @@ def layouts_of(
             layouts[path] = Layout(tensor=outside[path], shape=sizes)
     for stack, layers in stacks.items():
         layer = model.of_kind(model.kinds_of_layers[layers[0]])
-        tensors = family.tensors_of(layer.mixer, layer.feed_forward)
+        tensors = family.tensors_of(layer.mixers, layer.feed_forward)
         paths = {tensor: stack + tensor.param.removeprefix("layers/") for tensor in tensors}
         own, others = (
             {

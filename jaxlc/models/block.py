@@ -161,14 +161,18 @@ class Block(nnx.Module):
     ):
         self.matmul = Matmuls(fp8, *projections)
         self.lora = make_adapters(model, lora, projections, keys.lora)
+        # names of projections, and factors of their outputs; 1 for all others
+        self.multipliers: tuple[tuple[str, float], ...] = ()
 
     def project(
         self, name: str, subscripts: str, x: jax.Array, weight: nnx.Param, *, shard: Sharder
     ) -> jax.Array:
-        """einsum(subscripts, x, weight), plus the output of the adapter."""
+        """einsum(subscripts, x, weight), plus the output of the adapter, times its multiplier."""
         multiply = functools.partial(self.matmul, name, subscripts)
         out = shard.product(multiply, x, in_use(weight, shard, x.dtype), weight.dims)
-        return out if self.lora is None else self.lora.add(name, subscripts, out, x, shard=shard)
+        if self.lora is not None:
+            out = self.lora.add(name, subscripts, out, x, shard=shard)
+        return scaled(out, dict(self.multipliers).get(name, 1.0))
 
 
 def scaled(x: jax.Array, factor: float | jax.Array) -> jax.Array:

@@ -294,17 +294,3 @@ class RoutedOutput(NamedTuple):
     out_BTD: jax.Array
     sums: dict[str, jax.Array]  # see `LayerOutput`
     chosen_BTk: jax.Array  # int32: what each token chose
-
-
-def operands(
-    mixer: Mixer,
-    x_BTD: jax.Array,
-    positions_BT: jax.Array,
-    *,
-    tables: RopeTables | None,
-    shard: Sharder,
-) -> tuple[tuple, Any]:
-    """`mixer.operands`."""
-    if isinstance(mixer, Rotary):
-        return mixer.operands(x_BTD, Rotation(positions_BT, tables), shard=shard)
-    return mixer.operands(x_BTD, shard=shard)

@@ -24,14 +24,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config import LoraConfig
 from jaxlc.config.kinds.contract import Absent
-from jaxlc.config.models.model_schema import Segment
+from jaxlc.config.models.model_schema import LayerConfig, Segment
 from jaxlc.core import scopes
 from jaxlc.models import offloaded_layers
-from jaxlc.models.block import Block, InitKeys, RMSNorm, scaled
-from jaxlc.models.contract import CHOICE, LayerOutput, LayerTokens, Routed, operands
-from jaxlc.models.kinds import FEED_FORWARDS, MIXERS
+from jaxlc.models.block import InitKeys, RMSNorm, scaled
+from jaxlc.models.contract import (
+    CHOICE,
+    LayerOutput,
+    LayerTokens,
+    Mixer,
+    Rotary,
+    Rotation,
+    Routed,
+)
+from jaxlc.models.kinds import FEED_FORWARDS, mixers_alone
 from jaxlc.models.matmuls import Fp8
 from jaxlc.models.offloaded_layers import LayerParams, Place, Prefetch, overlap_with_prefetch
 from jaxlc.models.rope import RopeTables
@@ -50,21 +58,22 @@ class ExpertsIndex(nnx.Variable):
 
 class DecoderLayer(nnx.Module):
     """A block that mixes tokens, called attention, and a feed-forward block, called mlp, whose
-    outputs are added to the residual stream. One of them may be absent.
+    outputs are added to the residual stream. One of them may be absent. The first one may have
+    several mixers.
 
     Each has a norm of its input, of its output, or of both: `ModelConfig.norm_placement`.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: LayerConfig,
         keys: InitKeys,
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
         *,
         routing: Routing = "",
     ):
-        def norm(block: Block | None, *placements: str) -> RMSNorm | None:
+        def norm(block: nnx.Module | None, *placements: str) -> RMSNorm | None:
             if block is None or model.norm_placement not in placements:
                 return None
             return RMSNorm(
@@ -73,10 +82,13 @@ class DecoderLayer(nnx.Module):
                 norm=model.model_dim,
             )
 
-        self.attention, self.mlp = (
-            None if name == Absent.name else kinds[name](model, keys, fp8, lora)
-            for kinds, name in ((MIXERS, model.mixer), (FEED_FORWARDS, model.feed_forward))
-        )
+        mixers = {
+            layer.mixers[0]: mixer(layer, keys, fp8, lora) for mixer, layer in mixers_alone(model)
+        }
+        self.attention = nnx.Dict(mixers) if len(mixers) > 1 else next(iter(mixers.values()), None)
+        self.mixer_names = model.mixers
+        has_mlp = model.feed_forward != Absent.name
+        self.mlp = FEED_FORWARDS[model.feed_forward](model, keys, fp8, lora) if has_mlp else None
         self.attention_norm = norm(self.attention, "pre", "pre_and_post")
         self.attention_post_norm = norm(self.attention, "post", "pre_and_post")
         self.mlp_norm = norm(self.mlp, "pre", "pre_and_post")
@@ -102,7 +114,7 @@ class DecoderLayer(nnx.Module):
         T of x_BTD is sharded over context and tensor; each block gathers its input over tensor once.
 
         Args:
-          attend: from the first result of `Mixer.operands` to the first argument of `Mixer.projected`.
+          attend: from the first result of `operands` to the first arguments of `Mixer.projected`.
         """
         x_BTD = checkpoint_name(x_BTD, "residual")
 
@@ -110,12 +122,35 @@ class DecoderLayer(nnx.Module):
             return self.after_attention(*mixed, tokens, shard=shard)[0]
 
         if self.attention is None:
-            return overlap_with_prefetch(after, (x_BTD, None, None), prefetch)
-        input_BTD = self.attention_input(x_BTD, shard=shard)
+            return overlap_with_prefetch(after, (x_BTD, [], []), prefetch)
         positions_BT = tokens.positions_BT
-        mixed, kept = operands(self.attention, input_BTD, positions_BT, tables=tables, shard=shard)
-        out, next_weights = overlap_with_prefetch(attend, mixed, prefetch)
-        return after(x_BTD, out, kept), next_weights
+        mixed, kept = self.operands(x_BTD, positions_BT, tables=tables, shard=shard)
+        outs, next_weights = overlap_with_prefetch(attend, (mixed,), prefetch)
+        return after(x_BTD, outs, kept), next_weights
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """In their order."""
+        if isinstance(self.attention, Mixer):
+            return [self.attention]
+        return [self.attention[name] for name in self.mixer_names]
+
+    def operands(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        tables: RopeTables | None,
+        shard: Sharder,
+    ) -> tuple[list[tuple], list]:
+        """The two results of `Mixer.operands` of each mixer."""
+        input_BTD = self.attention_input(x_BTD, shard=shard)
+        alone, rotated = (input_BTD,), (input_BTD, Rotation(positions_BT, tables))
+        both = [
+            mixer.operands(*(rotated if isinstance(mixer, Rotary) else alone), shard=shard)
+            for mixer in self.mixers
+        ]
+        return [mixed for mixed, _ in both], [kept for _, kept in both]
 
     @jax.named_scope(scopes.ATTENTION)
     def attention_input(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
@@ -125,8 +160,8 @@ class DecoderLayer(nnx.Module):
     def after_attention(
         self,
         x_BTD: jax.Array,
-        out: jax.Array | None,
-        kept: Any,
+        outs: list[jax.Array],
+        kept: list,
         tokens: LayerTokens,
         chosen_BTk: jax.Array | None = None,
         *,
@@ -137,12 +172,14 @@ class DecoderLayer(nnx.Module):
         saves. None: the layer has none.
 
         Args:
-          out, kept: None if the layer has no attention.
+          outs, kept: the arguments of `Mixer.projected` of each mixer.
           chosen_BTk: the experts of each token, of an earlier call; None: those of `tokens`, or the router chooses.
         """
-        if self.attention is not None:
-            projected_BTD = self.attention.projected(out, kept, shard=shard)
+        mixers = zip(self.mixers, outs, kept)
+        projected = [mixer.projected(*own, shard=shard) for mixer, *own in mixers]
+        if projected:
             with jax.named_scope(scopes.ATTENTION):
+                projected_BTD = functools.reduce(operator.add, projected)
                 x_BTD = self._added(x_BTD, projected_BTD, self.attention_post_norm)
         if self.mlp is None:
             return LayerOutput(x_BTD, {}), None
@@ -180,19 +217,23 @@ def run_layer(
     ranges: Any,
     prefetch: Prefetch | None = None,
     *,
-    attend: Callable,
+    attends: Sequence[Callable],
     shard: Sharder,
     tables: RopeTables | None,
 ) -> tuple[LayerOutput, Any]:
-    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. With `attend` and `tables`
+    """Runs the layer `nnx.merge(layer_def, *params)` on whole sequences. With `attends` and `tables`
     bound, it is a `layer_stack.RunLayer`.
 
     Args:
-      attend: `(*operands, ranges=ranges) -> out_BTNH`, with the operands of the layer.
+      attends: of each mixer, `(*operands, ranges=ranges) -> out_BTNH`, with its operands.
     """
     layer: DecoderLayer = nnx.merge(layer_def, *params)
-    attend_masked = functools.partial(attend, ranges=ranges)
-    return layer(x_BTD, tokens, prefetch, attend=attend_masked, shard=shard, tables=tables)
+
+    def attend(mixed: list[tuple]) -> list[jax.Array]:
+        calls = zip(attends, mixed, ranges)
+        return [attend(*operands, ranges=own) for attend, operands, own in calls]
+
+    return layer(x_BTD, tokens, prefetch, attend=attend, shard=shard, tables=tables)
 
 
 IsFrozen = Callable[[tuple[str, ...], Any], bool]  # (path within a layer, parameter), an nnx filter

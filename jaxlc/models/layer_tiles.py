@@ -10,7 +10,7 @@ arXiv:2506.13996, section 3.1) to whole layers.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -39,7 +39,7 @@ def run_layer(
     ranges: Any,
     prefetch: Prefetch | None = None,
     *,
-    mixer: "TileMixer",
+    mixers: Sequence["TileMixer"],
     saves_attention: bool,
     shard: Sharder,
     tables: RopeTables | None,
@@ -50,8 +50,8 @@ def run_layer(
     attention_lse.
 
     Args:
-      ranges: what `contract.Tiles.prepare` of the kind returned.
-      mixer: what the layer computes between its projections; see `contract.Tiles`.
+      ranges: what `contract.Tiles.prepare` of each mixer returned.
+      mixers: what the mixers of the layer compute between their projections; see `contract.Tiles`.
       saves_attention: whether the remat policy saves attention_out and attention_lse; otherwise the backward pass
         recomputes attention.
     Returns:
@@ -71,7 +71,7 @@ def run_layer(
         layer_def=layer_def,
         shard=dataclasses.replace(shard, weights_are_gathered=True),
         tables=tables,
-        mixer=mixer,
+        mixers=mixers,
         saves_attention=saves_attention,
     )
 
@@ -91,8 +91,8 @@ class Mixing(NamedTuple):
     summed: Any
     # (x_BtD, positions_Bt, tile, of_tile, saved) -> ((out, lse), kept, gradients). out and kept: the arguments of
     # `Mixer.projected`. lse: what else the backward pass needs of attention, or None. saved: (out, lse) of an earlier
-    # call, or None. gradients: (dout, dkept, dsummed) -> (a list of gradients of the weights and of x_BtD, dsummed,
-    # dof_tile), in the backward pass only.
+    # call, or None. gradients: (dout, dkept, dsummed) -> (gradients of the weights and of x_BtD, dsummed, dof_tile), in
+    # the backward pass only.
     run: Callable
     # ((dx_nBtD, dweights), dsummed, dof_tiles) -> (dx_nBtD, dweights), after all tiles of the backward pass
     finish: Callable
@@ -105,18 +105,18 @@ def _value(function: Callable, *operands) -> tuple[Any, None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerOfLayer:
-    """The mixer of a layer with its weights."""
+    """A mixer of a layer with its weights."""
 
     layer: "TiledLayer"
+    index: int  # among the mixers of the layer
     weights: LayerParams
     vjp: Callable = _value  # `jax.vjp` in the backward pass
 
     def call(self, function: Callable, trainable: Any, x_BtD: jax.Array, *operands) -> Any:
         """`function(mixer, input of the mixer, *operands)`, with other trained weights."""
         layer = self.layer.layer(self.weights.with_trainable(trainable))
-        return function(
-            layer.attention, layer.attention_input(x_BtD, shard=self.layer.shard), *operands
-        )
+        input_BtD = layer.attention_input(x_BtD, shard=self.layer.shard)
+        return function(layer.mixers[self.index], input_BtD, *operands)
 
     def run(self, function: Callable, *operands) -> tuple[Any, Any]:
         """`function` of tokens x_BtD and further operands, as of `call`; in the backward pass also a
@@ -126,7 +126,7 @@ class MixerOfLayer:
 
 
 class TileMixer(Protocol):
-    """What a layer computes between its projections, in tiles."""
+    """What a mixer computes between its projections, in tiles."""
 
     def start(
         self, mixer: MixerOfLayer, x_nBtD: jax.Array, positions_nBt: jax.Array, ranges: Any
@@ -140,17 +140,17 @@ class TiledLayer:
     """A layer on tiles; see `run_layer` for the fields.
 
     forward    what tiles need of each other, and its exchange between ranks
-               for each tile: the output of the mixer, and the rest of the layer; y overwrites x
+               for each tile: the outputs of the mixers, and the rest of the layer; y overwrites x
     backward   recompute what tiles need of each other
-               for each tile: recompute the output of the mixer, unless it was saved; gradients of x, of the weights,
-                              and of what the tile needs of others; dx overwrites dy
+               for each tile: recompute the outputs of the mixers, unless they were saved; gradients of x, of the
+                              weights, and of what the tile needs of others; dx overwrites dy
                add the gradients that those of what tiles need of each other give to dx and to the weights
     """
 
     layer_def: nnx.GraphDef  # definition of a DecoderLayer
     shard: Sharder
     tables: RopeTables | None
-    mixer: TileMixer
+    mixers: Sequence[TileMixer]
     saves_attention: bool
 
     def layer(self, weights: LayerParams) -> Any:
@@ -160,28 +160,29 @@ class TiledLayer:
         """Returns (the output with y_nBtD, the prefetched weights), and the residuals of the
         backward pass.
         """
-        mixer = MixerOfLayer(layer=self, weights=weights)
-        mixing = self.mixer.start(mixer, x_nBtD, tokens_n.positions_BT, ranges)
+        mixings = self._start(weights, x_nBtD, tokens_n.positions_BT, ranges)
 
         def run_tile(x_nBtD, operands):
             tile, tokens, of_tile = operands
             x_BtD = at(x_nBtD, tile)
-            results, kept, _ = mixing.run(x_BtD, tokens.positions_BT, tile, of_tile, None)
-            (y_BtD, sums), chosen_Btk = self._after_attention(
-                weights, x_BtD, results[0], kept, tokens
-            )
+            each = zip(mixings, of_tile)
+            runs = [mixing.run(x_BtD, tokens.positions_BT, tile, own, None) for mixing, own in each]
+            results = [own for own, _, _ in runs]
+            outs, kept = [out for out, _ in results], [kept for _, kept, _ in runs]
+            (y_BtD, sums), chosen_Btk = self._after_attention(weights, x_BtD, outs, kept, tokens)
             saved = results if self.saves_attention else None
             return put_at(x_nBtD, y_BtD, tile), (saved, sums, chosen_Btk)
 
         def run_tiles(x_nBtD):
-            operands = tile_indices(x_nBtD), tokens_n, mixing.of_tiles
-            return lax.scan(run_tile, x_nBtD, operands)
+            of_tiles = [mixing.of_tiles for mixing in mixings]
+            return lax.scan(run_tile, x_nBtD, (tile_indices(x_nBtD), tokens_n, of_tiles))
 
         (y_nBtD, (saved, sums, chosen_nBtk)), next_weights = overlap_with_prefetch(
             run_tiles, (x_nBtD,), prefetch
         )
         if saved is not None:  # named inside the custom_vjp rule: see attention/strategies/ring.py
-            saved = tuple(map(checkpoint_name, saved, ("attention_out", "attention_lse")))
+            names = "attention_out", "attention_lse"
+            saved = [tuple(map(checkpoint_name, own, names)) for own in saved]
         if chosen_nBtk is not None:
             chosen_nBtk = checkpoint_name(chosen_nBtk, CHOICE)
         sums = {name: x if name == CHOICE else x.sum(0) for name, x in sums.items()}
@@ -197,52 +198,60 @@ class TiledLayer:
         # The barrier makes this layer wait for dy; otherwise its arrays and those of the next layer would be live at
         # the same time.
         x_nBtD, dy_nBtD, zero = lax.optimization_barrier((x_nBtD, dy_nBtD, jnp.float32(0)))
-        mixer = MixerOfLayer(layer=self, weights=weights, vjp=jax.vjp)
-        mixing = self.mixer.start(mixer, x_nBtD, tokens_n.positions_BT, ranges)
+        mixings = self._start(weights, x_nBtD, tokens_n.positions_BT, ranges, jax.vjp)
+        unsaved = [None] * len(mixings)
 
         def tile_backward(carry, operands):
             dx_nBtD, dsummed, dweights = carry
             tile, x_BtD, tokens, of_tile, saved, chosen_Btk = operands
-            results, kept, mixer_gradients = mixing.run(
-                x_BtD, tokens.positions_BT, tile, of_tile, saved
-            )
+            own_tokens = x_BtD, tokens.positions_BT, tile
+            each = zip(mixings, of_tile, saved or unsaved)
+            runs = [mixing.run(*own_tokens, *own) for mixing, *own in each]
+            outs, kept = [own[0] for own, _, _ in runs], [kept for _, kept, _ in runs]
             _, rest_vjp = jax.vjp(
                 lambda w, *x: self._after_attention(all_of(w), *x, tokens, chosen_Btk)[0],
-                *(trainable, x_BtD, results[0], kept),
+                *(trainable, x_BtD, outs, kept),
             )
-            dweights_rest, dx_BtD, dout, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
-            dmixers, dsummed, dof_tile = mixer_gradients(dout, dkept, dsummed)
-            dweights = add(dweights, dweights_rest)
-            for dweights_mixer, dx_mixer in dmixers:
+            dweights_rest, dx_BtD, douts, dkept = rest_vjp(LayerOutput(at(dx_nBtD, tile), dsums))
+            dweights, dof_tile = add(dweights, dweights_rest), []
+            for i, ((_, _, gradients), *own) in enumerate(zip(runs, douts, dkept, dsummed)):
+                (dweights_mixer, dx_mixer), dsummed[i], dof_mixer = gradients(*own)
                 dweights, dx_BtD = add(dweights, dweights_mixer), dx_BtD + dx_mixer
+                dof_tile.append(dof_mixer)
             return (put_at(dx_nBtD, dx_BtD, tile), dsummed, dweights), dof_tile
 
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trainable)
-        dsummed = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32) + zero, mixing.summed)
-        tiles = tile_indices(x_nBtD), x_nBtD, tokens_n, mixing.of_tiles, saved, chosen_nBtk
+        dsummed = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32) + zero, [mixing.summed for mixing in mixings]
+        )
+        of_tiles = [mixing.of_tiles for mixing in mixings]
+        tiles = tile_indices(x_nBtD), x_nBtD, tokens_n, of_tiles, saved, chosen_nBtk
         carry, dof_tiles = lax.scan(tile_backward, (dy_nBtD, dsummed, dweights), tiles)
         if prefetch is not None:
             carry, next_weights = schedule_after(carry, prefetch.in_backward)
             prefetch = Prefetch(None, next_weights)
         dx_nBtD, dsummed, dweights = carry
-        dx_nBtD, dweights = mixing.finish((dx_nBtD, dweights), dsummed, dof_tiles)
+        for mixing, *own in zip(mixings, dsummed, dof_tiles):
+            dx_nBtD, dweights = mixing.finish((dx_nBtD, dweights), *own)
         dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, trainable)
         return LayerParams(dweights, None), dx_nBtD, None, None, prefetch
 
-    def _after_attention(self, weights, x_BtD, out, kept, tokens, chosen_Btk=None):
+    def _start(
+        self, weights, x_nBtD, positions_nBt, ranges, vjp: Callable = _value
+    ) -> list[Mixing]:
+        """`TileMixer.start` of each mixer."""
+        return [
+            mixer.start(
+                MixerOfLayer(layer=self, index=index, weights=weights, vjp=vjp),
+                *(x_nBtD, positions_nBt, own),
+            )
+            for index, (mixer, own) in enumerate(zip(self.mixers, ranges))
+        ]
+
+    def _after_attention(self, weights, x_BtD, outs, kept, tokens, chosen_Btk=None):
         """(output, chosen_Btk or None)"""
-        operands = x_BtD, out, kept, tokens, chosen_Btk
+        operands = x_BtD, outs, kept, tokens, chosen_Btk
         return self.layer(weights).after_attention(*operands, shard=self.shard)
-
-
-class NoTileMixer:
-    """The `TileMixer` of layers without a mixer: each tile is computed by itself."""
-
-    def start(self, mixer, x_nBtD, positions_nBt, ranges) -> Mixing:
-        def run(*tile):
-            return (None, None), None, lambda *gradients: ((), None, None)
-
-        return Mixing(None, None, run, lambda gradients, *_: gradients)
 
 
 class TileRecurrence(Protocol):
@@ -307,7 +316,7 @@ class RecurrentTiles(NamedTuple):
 
             def gradients(dout, dkept, dsummed):
                 dmixed, *dof_tile = outputs_vjp(dout)
-                return (operands_vjp((dmixed, dkept)),), dsummed, dof_tile
+                return operands_vjp((dmixed, dkept)), dsummed, dof_tile
 
             return saved or (out, None), kept, gradients
 

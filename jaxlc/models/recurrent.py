@@ -73,7 +73,7 @@ def initial_decays(
 
 
 def _widths(model: ModelConfig) -> RecurrentWidths:
-    return MIXERS[model.mixer].recurrence(model)
+    return MIXERS[model.mixers[0]].recurrence(model)
 
 
 class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
@@ -93,10 +93,10 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
         keys: InitKeys,
         fp8: Fp8 | None = None,
         lora: LoraConfig | None = None,
-        has_conv_bias: bool = False,
     ):
-        weights, taps = mixer_matrices(model), _widths(model).conv_taps
-        super().__init__(model, keys, fp8, lora, tuple(MIXERS[model.mixer].projections))
+        weights, widths = mixer_matrices(model), _widths(model)
+        taps = widths.conv_taps
+        super().__init__(model, keys, fp8, lora, tuple(MIXERS[model.mixers[0]].projections))
         for name, shape in weights.items():
             depth_scale = residual_depth_scale(model) if name == "wo" else 1.0
             setattr(self, name, weight(keys, shape, depth_scale))
@@ -105,9 +105,14 @@ class RecurrentMixer(Mixer, OnTiles, OnTrees, PerDocumentOrder, ReadsBefore):
             matrix(keys, fan_in=taps, taps=taps, **dims) for dims in channels
         )
         self.bias_q, self.bias_k, self.bias_v = (
-            bias_vector(heads=dims["heads"], bias=dims["head_dim"]) if has_conv_bias else None
+            bias_vector(heads=dims["heads"], bias=dims["head_dim"]) if widths.conv_bias else None
             for dims in channels
         )
+        self.add_own(model, keys)
+
+    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
+        """Declares what a kind has besides its matrices and convolutions."""
+        raise NotImplementedError
 
     @classmethod
     def rule(cls, model: ModelConfig) -> Rule:

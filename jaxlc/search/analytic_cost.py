@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.flops import FROZEN_BYTES, causal_pairs, product_entries
-from jaxlc.config.kinds import MIXERS, active_ffn_dim, mixer_matrices, tensor_names
+from jaxlc.config.kinds import active_ffn_dim, mixer_matrices, mixers_of, tensor_names
 from jaxlc.config.kinds.attention import num_head_ranks
 from jaxlc.config.schema import MemoryConfig
 from jaxlc.core.errors import UserError
@@ -389,9 +389,11 @@ def _projection_dims(shape: ModelConfig, config: Config) -> dict[str, float]:
     layer: queries; keys_values; expanded, the latter with all expansions of latents in a ring.
     sent: entries that a ring or an all-gather sends for a token.
     """
-    tensor, mixer, matrices = config.mesh.tensor, MIXERS[shape.mixer], mixer_matrices(shape)
+    tensor, matrices = config.mesh.tensor, mixer_matrices(shape)
+    latent = (mixer for mixer in mixers_of(shape).values() if "key_value" in mixer.projections)
     kv_dim = 2 * max(shape.num_kv_heads / tensor, 1) * shape.head_dim
-    if "key_value" not in mixer.projections:
+    mixer = next(latent, None)
+    if mixer is None:
         queries = shape.num_heads * shape.query_dim / tensor
         return dict(queries=queries, keys_values=kv_dim, expanded=kv_dim, sent=kv_dim)
     dims = {

@@ -15,7 +15,7 @@ from jaxlc.config.flops import num_layers_by_kind
 from jaxlc.config.kinds.contract import NUM_CHAINS
 from jaxlc.core.axes import BATCH_AXES, CONTEXT
 from jaxlc.data.sequences.loader import Batch, OrderOf, array_dtypes
-from jaxlc.models.contract import PassesStates, PerDocumentOrder
+from jaxlc.models.contract import ChoosesKernel, PassesStates, PerDocumentOrder
 from jaxlc.models.kinds import kinds_with, reach
 from jaxlc.sharding.document_layout import (
     NUM_FIRST_RING_STEPS,
@@ -175,7 +175,7 @@ def _states_reason(config: Config) -> str | None:
     kinds = kinds_with(PassesStates, model)
     if not kinds:
         return None
-    if all(kind in kinds or model.window_of(kind) for kind in model.used_kinds):
+    if all(map(model.window_of, kinds_with(ChoosesKernel, model))):
         return "no layer has more work on one rank than on another"
     layers = f"{model.attention_of(kinds[0])} layers"
     if len(kinds_with(PerDocumentOrder, model)) < len(kinds):

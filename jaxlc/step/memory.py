@@ -8,6 +8,7 @@ candidates.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
@@ -122,8 +123,8 @@ def activation_bytes(config: Config, names: Iterable[str], num_layers: int) -> f
     bytes_per_token = 0.0
     for kind in model.used_kinds:
         layer = model.of_kind(kind)
-        named = {"residual": float(itemsize * model.model_dim)}
+        named = Counter(residual=itemsize * model.model_dim)
         for block in blocks_of(layer):
-            named |= block.saved_bytes(layer, config, itemsize)
+            named.update(block.saved_bytes(layer, config, itemsize))
         bytes_per_token += model.num_layers_of(kind) * sum(named.get(name, 0.0) for name in names)
     return num_tokens * bytes_per_token * num_layers / model.num_layers / config.mesh.num_devices

@@ -40,7 +40,7 @@ from jaxlc.models.contract import (
     Sequences,
     Tiles,
 )
-from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixer_of, tables_of_kinds
+from jaxlc.models.kinds import kinds_on_mesh, kinds_with, mixers_on_mesh, tables_of_kinds
 from jaxlc.models.layer_stack import LayerContext, Routing, RunLayer
 from jaxlc.models.lora import frozen_names, is_adapter
 from jaxlc.models.rope import RopeTables, TablesOfKinds
@@ -400,7 +400,7 @@ class Objective:
         tables = tables or tables_of_kinds(self.config.model, seq_len, seq_len)
         context = LayerContext(
             run_layer={kind: self._run_layer(bound[kind], tables.get(kind)) for kind in bound},
-            ranges={kind: layers.prepare(tokens) for kind, layers in bound.items()},
+            ranges={kind: [x.prepare(tokens) for x in mixers] for kind, mixers in bound.items()},
             shard=self._sharder(params.trainable),
             remat=make_remat(self._memory, self.config.model.num_compiled_layers),
             compute_dtype=self._compute_dtype,
@@ -467,22 +467,25 @@ class Objective:
         """The inverse of `_in_tiles`."""
         return layout_of(x, self.mesh.shape[CONTEXT]) if self._num_tiles else x
 
-    def _run_layer(self, bound: Sequences | Tiles, tables: RopeTables | None) -> RunLayer:
-        """A decoder layer with its mixer and RoPE bound."""
-        if isinstance(bound, Sequences):
-            return functools.partial(layer_stack.run_layer, attend=bound.attend, tables=tables)
+    def _run_layer(
+        self, bound: list[Sequences] | list[Tiles], tables: RopeTables | None
+    ) -> RunLayer:
+        """A decoder layer with its mixers and RoPE bound."""
+        if not self._num_tiles:
+            attends = [mixer.attend for mixer in bound]
+            return functools.partial(layer_stack.run_layer, attends=attends, tables=tables)
         return functools.partial(
             layer_tiles.run_layer,
-            mixer=bound.mixer,
+            mixers=[mixer.mixer for mixer in bound],
             saves_attention=saves_attention(self._memory),
             tables=tables,
         )
 
 
-def _bound(on: KindOnMesh) -> Sequences | Tiles:
-    """The layers of a kind, by tiles if memory.tile_tokens is set."""
-    mixer = mixer_of(on.model)
+def _bound(on: KindOnMesh) -> list[Sequences] | list[Tiles]:
+    """The mixers of the layers of a kind, by tiles if memory.tile_tokens is set."""
+    mixers = mixers_on_mesh(on)
     if not on.num_tiles:
-        return mixer.on_sequences(on)
-    assert issubclass(mixer, OnTiles), mixer  # see `kinds_on_mesh`
-    return mixer.on_tiles(on)
+        return [mixer.on_sequences(own) for mixer, own in mixers]
+    # all are: see `kinds_on_mesh`
+    return [mixer.on_tiles(own) for mixer, own in mixers if issubclass(mixer, OnTiles)]

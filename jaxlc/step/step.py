@@ -29,7 +29,7 @@ from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.models import expert_products, lora
 from jaxlc.models.contract import ChoosesKernel
 from jaxlc.models.expert_products import check_mosaic_product
-from jaxlc.models.kinds import kinds_on_mesh, mixer_of
+from jaxlc.models.kinds import kinds_on_mesh, mixers_on_mesh
 from jaxlc.posttrain.losses import PolicyLoss, PolicySums, denominator, means
 from jaxlc.runtime import compilation_cache, xla_flags
 from jaxlc.runtime.xla_flags import compile_options, slop_percent
@@ -165,9 +165,9 @@ def layer_kernels(config: Config, mesh: Mesh) -> dict[str, attention.KernelSelec
     dtype = precision.compute_dtype(config.precision.compute, mesh.devices.flat[0].platform)
     kernels = {}
     for kind, on in kinds_on_mesh(config, mesh, dtype).items():
-        mixer = mixer_of(on.model)
-        if issubclass(mixer, ChoosesKernel):
-            kernels[kind] = mixer.kernel(on)
+        for mixer, own in mixers_on_mesh(on):
+            if issubclass(mixer, ChoosesKernel):
+                kernels[kind] = mixer.kernel(own)
     return kernels
 
 

@@ -171,7 +171,7 @@ def test_load_accepts_integral_float_and_string_of_plain_config():
         (
             dict(layer_kinds="full,wid", kinds=dict(wide={})),
             "expected one or more of full, sliding, nope, latent, latent_nope, gated_delta_net, mamba2, kimi_delta,"
-            " none, wide",
+            " full_mamba2, none, wide",
         ),
         (
             dict(layer_kinds="full,wide"),

@@ -176,6 +176,48 @@ def _granite_hybrid(**fields) -> Case:
     )
 
 
+# names in most families -> in Falcon-H1
+FALCON_NAMES = {
+    "model.norm.": "model.final_layernorm.",
+    ".mlp.": ".feed_forward.",
+    ".post_attention_layernorm.": ".pre_ff_layernorm.",
+}
+
+
+def _falcon_h1(**fields) -> Case:
+    """Layers with attention and Mamba-2 side by side; all multipliers differ."""
+    config = dict(
+        tie_word_embeddings=False,
+        rope_theta=30000.0,
+        attention_bias=False,
+        mlp_bias=False,
+        projectors_bias=False,
+        embedding_multiplier=0.7,
+        lm_head_multiplier=1.3,
+        key_multiplier=0.5,
+        attention_in_multiplier=1.1,
+        attention_out_multiplier=0.6,
+        ssm_in_multiplier=1.2,
+        ssm_out_multiplier=0.75,
+        # exact in float32, to which transformers rounds them
+        ssm_multipliers=[1.4375, 1.15625, 0.5625, 1.25, 0.65625],
+        mlp_multipliers=[1.4, 0.6],
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=12,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_conv_bias=True,
+        mamba_proj_bias=False,
+        mamba_chunk_size=16,
+        rms_norm_eps=HYBRID_NORM_EPSILON,
+        **fields,
+    )
+    config = _config("falcon_h1", "FalconH1ForCausalLM", **config)
+    return Case(config=config, mixers={FULL: "full_mamba2"})
+
+
 def _kimi_linear() -> Case:
     """Kimi Delta Attention in the first and the third layer; the first one is dense."""
     config = dict(
@@ -790,6 +832,12 @@ CASES: dict[str, Case] = {
         intermediate_size=24,
         time_step_limit=[0.0, math.inf],
     ),
+    "falcon_h1": _falcon_h1(
+        mamba_n_groups=2, mamba_rms_norm=False, time_step_limit=[0.1, 2.0], num_hidden_layers=3
+    ),
+    "falcon_h1_norm": _falcon_h1(
+        mamba_n_groups=1, mamba_rms_norm=True, mamba_norm_before_gate=False, head_dim=12
+    ),
     "kimi_linear": _kimi_linear(),
     "nemotron_h": _nemotron("M-*-M", n_groups=2),
     "nemotron_h_moe": _nemotron(
@@ -892,11 +940,16 @@ def tensors_of(case: str, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
             own_shapes = _of_kimi_linear(layer_shapes, config, mixer, layer)
         elif config["model_type"] == "granitemoehybrid":
             own_shapes = _of_granite_hybrid(layer_shapes, config, mixer)
+        elif config["model_type"] == "falcon_h1":
+            own_shapes = layer_shapes | _mamba_shapes(config)
         elif config["model_type"] == "gpt_oss":
             own_shapes = _with_stacked_experts(own_shapes, config)
         elif number_of_experts(config) and layer not in CASES[case].dense_layers:
             own_shapes = _with_experts(own_shapes, config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own_shapes.items()}
+    if config["model_type"] == "falcon_h1":
+        for name, own in FALCON_NAMES.items():
+            shapes = {x.replace(name, own): shape for x, shape in shapes.items()}
     router = ("block_sparse_moe.gate.weight",) if config["model_type"] == "minimax_m2" else ()
     float32_names = (*FLOAT32_NAMES, *router)
     # the factor of a norm is 1 + its weight
@@ -1076,26 +1129,32 @@ def _of_nemotron(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _mamba_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """The tensors of Mamba-2 of Granite 4 and Falcon-H1."""
+    D, heads, N = (config[x] for x in ("hidden_size", "mamba_n_heads", "mamba_d_state"))
+    values = heads * config["mamba_d_head"]
+    channels = values + 2 * config["mamba_n_groups"] * N
+    shapes = {
+        "in_proj.weight": (values + channels + heads, D),
+        "conv1d.weight": (channels, 1, config["mamba_d_conv"]),
+        "conv1d.bias": (channels,),
+        **dict.fromkeys(("A_log", "dt_bias", "D"), (heads,)),
+        "out_proj.weight": (D, values),
+    }
+    if config.get("mamba_rms_norm", True):
+        shapes["norm.weight"] = (values,)
+    return {f"mamba.{name}": shape for name, shape in shapes.items()}
+
+
 def _of_granite_hybrid(
     layer_shapes: dict[str, tuple[int, ...]], config: dict, mixer: str
 ) -> dict[str, tuple[int, ...]]:
     """The tensors of a layer of Granite 4, as released."""
     D, S = config["hidden_size"], config["shared_intermediate_size"]
-    heads, N = config["mamba_n_heads"], config["mamba_d_state"]
-    values = heads * config["mamba_d_head"]
-    channels = values + 2 * config["mamba_n_groups"] * N
-    mamba = {
-        "in_proj.weight": (values + channels + heads, D),
-        "conv1d.weight": (channels, 1, config["mamba_d_conv"]),
-        "conv1d.bias": (channels,),
-        **dict.fromkeys(("A_log", "dt_bias", "D"), (heads,)),
-        "norm.weight": (values,),
-        "out_proj.weight": (D, values),
-    }
     shapes = {name: x for name, x in layer_shapes.items() if not name.startswith("mlp.")}
     if mixer == LINEAR:
         shapes = {name: x for name, x in shapes.items() if not name.startswith("self_attn.")}
-        shapes |= {f"mamba.{name}": x for name, x in mamba.items()}
+        shapes |= _mamba_shapes(config)
     if E := config["num_local_experts"]:
         F = config["intermediate_size"]
         shapes |= {

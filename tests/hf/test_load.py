@@ -39,6 +39,7 @@ from jaxlc.step.state import lacks_host_memory
 from jaxlc.step.step import build_step
 from tests.hf.models import (
     CASES,
+    FALCON_NAMES,
     FULL,
     LINEAR,
     LLAMA3_ROPE,
@@ -74,6 +75,9 @@ def expected_params(name, tensors=None):
     config = case.config
     if case.blocks:
         return nemotron_params(config, tensors)
+    if config["model_type"] == "falcon_h1":
+        for name, own in FALCON_NAMES.items():
+            tensors = {x.replace(own, name): value for x, value in tensors.items()}
     L, D, N = (config[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     K, H = config["num_key_value_heads"], config.get("head_dim") or D // N
     conversions = {
@@ -121,6 +125,12 @@ def expected_params(name, tensors=None):
             f"attention/{x}_norm/scale": (f"self_attn.{x}_norm.weight", lambda x: x.reshape(shape))
             for x in "qk"
         }
+    if config["model_type"] == "falcon_h1":
+        conversions = {
+            x.replace("attention/", "attention/attention/"): y for x, y in conversions.items()
+        }
+        for path, (name, convert) in _mamba(config).items():
+            conversions[path.replace("attention/", "attention/mamba2/")] = name, convert
     mlp = {path: value for path, value in conversions.items() if path.startswith("mlp/")}
     blocks = {False: mlp, True: mlp}  # by whether the layer is dense, in a model with experts
     if config["model_type"] == "kimi_linear":
@@ -141,9 +151,7 @@ def expected_params(name, tensors=None):
         if config["model_type"] == "kimi_linear":
             mixers[LINEAR] = norms | kimi_conversions(config)
         elif case.mixers:
-            sizes = (config[f"mamba_{x}"] for x in ("n_groups", "d_state", "n_heads", "d_head"))
-            mamba = mamba_conversions(*sizes)
-            mixers[LINEAR] = norms | {path: (f"mamba.{x}", y) for path, (x, y) in mamba.items()}
+            mixers[LINEAR] = norms | _mamba(config)
         else:
             mixers[LINEAR] = norms | delta_net_conversions(case)
     names = {FULL: "nope" if config["model_type"] == "olmo_hybrid" else "full"}
@@ -188,6 +196,15 @@ def expected_params(name, tensors=None):
                 if own := [x for i, x in converted.items() if start <= i < stop]:
                     params[f"{name}/{stack}{path}"] = np.stack(own)
     return {path: value.astype(np.float32) for path, value in params.items()}
+
+
+def _mamba(config):
+    """As `conversions` in `expected_params`, of Mamba-2 in Granite 4 and Falcon-H1."""
+    sizes = (config[f"mamba_{x}"] for x in ("n_groups", "d_state", "n_heads", "d_head"))
+    mamba = mamba_conversions(*sizes)
+    if not config.get("mamba_rms_norm", True):
+        del mamba["attention/out_norm/scale"]
+    return {path: (f"mamba.{x}", y) for path, (x, y) in mamba.items()}
 
 
 def latent_conversions(config):

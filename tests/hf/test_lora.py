@@ -16,7 +16,7 @@ from jaxlc.checkpoints.pretrained import load_pretrained
 from jaxlc.config import load
 from jaxlc.config.kinds import projection_paths
 from jaxlc.config.schema import MATMUL_NAMES
-from jaxlc.core.errors import UserError
+from jaxlc.core.errors import Unsupported, UserError
 from jaxlc.sharding.mesh import make_mesh
 from jaxlc.step.step import build_step
 from tests.hf.comparison import evaluate, needs_transformers, relative_error, run_jobs, tokens_of
@@ -253,6 +253,11 @@ def test_adapters_open_in_peft_with_equal_gradients(run, model, tmp_path):
             (*MATMUL_NAMES[:3], "mlp_up", "mlp_down", "delta_gate", "delta_step"),
             "in_proj",
         ),
+        (
+            "falcon_h1",
+            ("query", "key", "value", "mlp_gate", "mlp_up", "mlp_down", "delta_gate", "delta_step"),
+            "in_proj",
+        ),
         ("kimi_linear", (*MATMUL_NAMES, *_KIMI_NAMES), "f_b_proj"),
         ("phi3_window", MATMUL_NAMES, "qkv_proj"),
         ("phi3_window", ("key", "mlp_up"), "gate_up_proj"),
@@ -289,6 +294,16 @@ def test_adapters_of_other_modules_open_in_peft_with_equal_logits(
     assert relative_error(logits, expected["peft"]["logits"]) <= 1e-4
     assert relative_error(logits, expected["merged"]["logits"]) <= 1e-4
     assert relative_error(logits, expected["base"]["logits"]) >= 1e-2
+
+
+@pytest.mark.full
+def test_adapters_that_peft_refuses_are_not_exported(tmp_path):
+    base = write_model(tmp_path / "base", "falcon_h1", dtype=np.float32)
+    config = lora_config(base, train__steps=1)
+    config.lora.projections = ("attention_projected",)
+    jaxlc.train.run(config, tmp_path / "run", batches=batches(1))
+    with pytest.raises(Unsupported, match="modules out_proj peft 0.21 refuses"):
+        jaxlc.export(tmp_path / "run", tmp_path / "adapters", adapters=True)
 
 
 _EXPERTS = ("expert_gate", "expert_up", "expert_down")

@@ -46,6 +46,8 @@ MODELS = {
     "mamba2_experts": dict(case="granite_hybrid_moe"),
     "nemotron_h": dict(case="nemotron_h_moe"),
     "kimi_linear": dict(case="kimi_linear"),
+    "falcon_h1": dict(case="falcon_h1"),
+    "falcon_h1_norm": dict(case="falcon_h1_norm"),
     **{case: dict(case=case) for case in DENSE},
 }
 
@@ -137,6 +139,9 @@ def references(directories, tmp_path_factory):
         ("mamba2_experts", dict(context=4, tensor=2), dict(strategy="all_gather"), dict()),
         ("nemotron_h", dict(context=2, tensor=4), dict(), dict(tile_tokens=24)),
         ("kimi_linear", dict(context=4, tensor=2), dict(), dict(tile_tokens=12)),
+        ("falcon_h1", dict(context=4, tensor=2), dict(), dict()),
+        ("falcon_h1", dict(context=4), dict(), dict(tile_tokens=12)),
+        ("falcon_h1_norm", dict(context=2, tensor=4), dict(), dict(tile_tokens=24, remat="full")),
         *((case, dict(context=2, tensor=2), dict(), dict()) for case in DENSE),
         *((case, dict(context=4), dict(), dict(tile_tokens=12)) for case in DENSE),
         ("minimax_m2", dict(context=8), dict(strategy="all_gather"), dict()),

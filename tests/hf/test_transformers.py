@@ -74,6 +74,8 @@ FLOAT64_MODELS = {
     "deepseek_v3": ("deepseek_v3", 1.0),
     "granite_hybrid": ("granite_hybrid", 1.0),
     "granite_hybrid_moe": ("granite_hybrid_moe", 1.0),
+    "falcon_h1": ("falcon_h1", 1.0),
+    "falcon_h1_norm": ("falcon_h1_norm", 1.0),
     "nemotron_h": ("nemotron_h", 1.0),
     "nemotron_h_moe": ("nemotron_h_moe", 1.0),
     "kimi_linear": ("kimi_linear", 1.0),
@@ -449,6 +451,24 @@ PARTS = {
         "granite_hybrid",
         {"mamba2.conv_bias": False},
         lambda params: _without(("bias_q", "bias_k", "bias_v"), params),
+    ),
+    **{
+        f"falcon_h1 {setting}": ("falcon_h1", {setting: value}, lambda params: params)
+        for setting, value in {
+            **dict.fromkeys(("embedding_multiplier", "logits_scaling"), 1.0),
+            "query_scale_dim": 0.0,
+            "attention_output_multiplier": 1.0,
+            **dict.fromkeys(("mlp_gate_multiplier", "mlp_output_multiplier"), 1.0),
+            **{
+                f"mamba2.{x}_multiplier": 1.0
+                for x in ("gate", "value", "key", "query", "step", "output")
+            },
+        }.items()
+    },
+    "order of norm and gate": (
+        "falcon_h1_norm",
+        {"mamba2.norm": "before_gate"},
+        lambda params: params,
     ),
     "skips of states": ("granite_hybrid", dict(), _without_skips),
     "sinks": ("gpt_oss", dict(attention_sinks=False), lambda params: _without(("sinks",), params)),

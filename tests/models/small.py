@@ -85,7 +85,7 @@ def run_layer_of(model):
     return {
         kind: functools.partial(
             run_layer,
-            attend=functools.partial(dense_attend, window=model.window_of(kind)),
+            attends=[functools.partial(dense_attend, window=model.window_of(kind))],
             tables=rope_tables(model, kind, T),
         )
         for kind in model.used_kinds
@@ -101,7 +101,7 @@ def context_of(model, mesh=None, compute_dtype=jnp.float32, remat=lambda layer: 
     """Layers with dense attention."""
     return LayerContext(
         run_layer=run_layer_of(model),
-        ranges=dict.fromkeys(model.used_kinds),
+        ranges=dict.fromkeys(model.used_kinds, [None]),
         shard=Sharder(small_mesh() if mesh is None else mesh),
         remat=Remat(wrap_layer=remat, wrap_group=lambda group: group, layers_per_group=1),
         compute_dtype=compute_dtype,

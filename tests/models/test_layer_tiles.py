@@ -71,10 +71,10 @@ class _TileAttention:
         return dq_BtNH, dkv + jnp.stack([dk_BSKH, dv_BSKH]) / 2, dsinks_N
 
 
-def _attend(q_BTNH, k_BTKH, v_BTKH, sinks_N):
-    return contract.join(
-        *reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec()), sinks_N
-    )[0]
+def _attend(operands):
+    ((q_BTNH, k_BTKH, v_BTKH, sinks_N),) = operands
+    results = reference.forward(q_BTNH, k_BTKH, v_BTKH, None, AttentionSpec())
+    return [contract.join(*results, sinks_N)[0]]
 
 
 ATTENTION = dict(attention_sinks=True, attention_gate=True, attention_out_bias=True)
@@ -130,8 +130,8 @@ def test_run_layer_on_tiles_equals_whole_layer(
             LayerParams(params, nnx.State({})),
             to_tiles(x_BTD),
             LayerTokens(to_tiles(positions_BT)),
-            None,
-            mixer=AttentionTiles(_TileAttention(T // num_tiles, model.num_kv_heads)),
+            [None],
+            mixers=[AttentionTiles(_TileAttention(T // num_tiles, model.num_kv_heads))],
             saves_attention=saves_attention,
             shard=shard,
             tables=tables,

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxlc.config.models.model_schema import KindConfig
 from jaxlc.models import decoder
 from jaxlc.models.block import InitKeys
+from jaxlc.models.contract import LayerTokens
 from jaxlc.models.layer_stack import DecoderLayer
 from jaxlc.models.matmuls import Fp8, Matmuls, fp8_product
 from jaxlc.models.rope import rope_tables
@@ -143,7 +144,8 @@ def hidden_layer_by_layer(params, recipes):
         )
         layer = nnx.merge(layer_def, jax.tree.map(operator.itemgetter(place), stacked))
         how = dict(shard=Sharder(small.small_mesh()), tables=rope_tables(MODEL, "full", small.T))
-        (x_BTD, _), _ = layer(x_BTD, positions_BT, attend=small.dense_attend, **how)
+        how["attend"] = lambda mixed: [small.dense_attend(*mixed[0])]
+        (x_BTD, _), _ = layer(x_BTD, LayerTokens(positions_BT), **how)
     return x_BTD
 
 

@@ -21,7 +21,7 @@ from jaxlc.core.errors import UserError
 from jaxlc.data.tokens.tokenizers import ByteTokenizer
 from jaxlc.generation.generator import Generator
 from jaxlc.models import decoder
-from jaxlc.models.contract import LayerOutput
+from jaxlc.models.contract import LayerOutput, LayerTokens
 from jaxlc.models.offloaded_layers import LayerParams
 from jaxlc.step.language_model import LanguageModel
 from jaxlc.step.remat import make_remat
@@ -171,7 +171,7 @@ def one_by_one(self, tokens_BT, positions_BT, model, context, is_frozen):
         stack = functools.reduce(operator.getitem, path[1:], getattr(self, path[0]))
         layer_def, params = nnx.split(stack)
         own = jax.tree.map(operator.itemgetter(layers.index(layer)), params)
-        operands = LayerParams(own, {}), x_BTD, positions_BT, context.ranges[kind]
+        operands = LayerParams(own, {}), x_BTD, LayerTokens(positions_BT), context.ranges[kind]
         (x_BTD, own_sums), _ = context.run_layer[kind](layer_def, *operands, shard=context.shard)
         for name, x in own_sums.items():
             sums.setdefault(name, []).append(x)

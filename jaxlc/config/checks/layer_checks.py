@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from jaxlc.config.frozen import SECTIONS, Config, to_dict
 from jaxlc.config.kinds import (
     FEED_FORWARDS,
-    MIXERS,
     blocks,
     blocks_of,
-    mixer_by_layer_kind,
+    mixers_by_layer_kind,
     projection_paths,
 )
 from jaxlc.config.kinds.contract import HasLimits, HasOwnSettings
@@ -29,7 +28,7 @@ def layer_problems(config: Config) -> Iterator[str]:
     depend on it.
     """
     model = config.model
-    names = list(dict.fromkeys((*mixer_by_layer_kind(), *(kind.name for kind in model.kinds))))
+    names = list(dict.fromkeys((*mixers_by_layer_kind(), *(kind.name for kind in model.kinds))))
     unknown = [kind for kind in model.used_kinds if kind not in names]
     if unknown or not model.layer_kinds:
         name = unknown[0] if unknown else ""
@@ -163,18 +162,18 @@ def _kind_problems(model: ModelConfig, kind: KindConfig) -> Iterator[str]:
             f" --config.model.layer_kinds={','.join((*model.layer_kinds, kind.name))}, or remove it"
         )
     yield from range_problems(path, kind)
-    names = mixer_by_layer_kind()
+    names = mixers_by_layer_kind()
     for setting, known in (("attention", names), ("feed_forward", FEED_FORWARDS)):
         value = getattr(kind, setting)
         if value and value not in known:
             yield invalid_value(f"{path}.{setting}", value, f"one of {', '.join(known)}", known)
             return
-    layer = model.of_kind(kind.name)
-    mixer, feed_forward = MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]
+    own = blocks_of(model.of_kind(kind.name))
+    sizes = {name for block in own for name in block.sizes}
     for name in ("num_heads", "num_kv_heads", "head_dim", "ffn_dim"):
-        if getattr(kind, name) and name not in (*mixer.sizes, *feed_forward.sizes):
-            block = feed_forward if name == "ffn_dim" else mixer
-            yield f"config.{path}.{name}={getattr(kind, name)} has no effect in {block.layers}; remove it"
+        if getattr(kind, name) and name not in sizes:
+            layers = own[-1 if name == "ffn_dim" else 0].layers
+            yield f"config.{path}.{name}={getattr(kind, name)} has no effect in {layers}; remove it"
     if kind.attention and kind.name in names and kind.attention != kind.name:
         yield f"config.{path}.attention={kind.attention!r} contradicts the name {kind.name!r}; use a different name"
 

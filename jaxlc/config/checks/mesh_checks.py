@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jaxlc.config.checks.layer_checks import layers_by_path
 from jaxlc.config.files import read_config
 from jaxlc.config.frozen import Config
-from jaxlc.config.kinds import MIXERS, blocks_of
+from jaxlc.config.kinds import blocks_of, mixers_of
 from jaxlc.config.schema import MeshConfig
 from jaxlc.core.axes import mesh_text
 from jaxlc.core.errors import UserError, raise_first
@@ -58,7 +58,8 @@ def tile_problems(config: Config) -> Iterator[str]:
         )
     for path, layers in layers_by_path(config.model).items():
         for layer in layers:
-            yield from MIXERS[layer.mixer].tile_problems(layer, config, path)
+            for mixer in mixers_of(layer).values():
+                yield from mixer.tile_problems(layer, config, path)
 
 
 def _nearest_divisor(tokens: int, target: int, pieces: int) -> int:

@@ -5,7 +5,7 @@ checks, weights with their Hugging Face names, FLOPs, and bytes of what can be s
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from jaxlc.config.kinds.attention import AttentionKind
 from jaxlc.config.kinds.contract import (
@@ -16,6 +16,7 @@ from jaxlc.config.kinds.contract import (
     Layer,
     Matrix,
     Mixer,
+    MixingFlops,
 )
 from jaxlc.config.kinds.delta_net import DeltaNetKind
 from jaxlc.config.kinds.dense import DenseKind
@@ -26,8 +27,10 @@ from jaxlc.config.kinds.mamba2 import Mamba2Kind
 
 MIXERS: dict[str, Mixer] = {}
 FEED_FORWARDS: dict[str, FeedForward] = {}
-# names of the mixer and of the feed-forward block in the parameter tree
-_PARTS = ("attention", "mlp")
+# names of the mixers and of the feed-forward block in the parameter tree
+_MIXER, _FEED_FORWARD = "attention", "mlp"
+# Kinds of layers without one mixer: with none, or with several of the same input, whose outputs are added.
+_MIXERS_OF_KINDS: dict[str, tuple[str, ...]] = dict(full_mamba2=("attention", "mamba2"), none=())
 
 
 def register(kind: Block) -> None:
@@ -50,8 +53,7 @@ for _kind in (
     ExpertsKind(),
 ):
     register(_kind)
-MIXERS[Absent.name] = Absent("layers without a mixer")
-FEED_FORWARDS[Absent.name] = Absent("layers without a feed-forward block")
+FEED_FORWARDS[Absent.name] = Absent()
 
 
 def blocks() -> tuple[Block, ...]:
@@ -59,9 +61,10 @@ def blocks() -> tuple[Block, ...]:
     return (*MIXERS.values(), *FEED_FORWARDS.values())
 
 
-def mixer_by_layer_kind() -> dict[str, Mixer]:
-    """The mixer of each name that model.layer_kinds may have without an entry in model.kinds."""
-    return {name: mixer for mixer in MIXERS.values() for name in mixer.layer_kinds}
+def mixers_by_layer_kind() -> dict[str, tuple[str, ...]]:
+    """The mixers of each name that model.layer_kinds may have without an entry in model.kinds."""
+    alone = {name: (mixer.name,) for mixer in MIXERS.values() for name in mixer.layer_kinds}
+    return alone | _MIXERS_OF_KINDS
 
 
 def scaled_kinds() -> frozenset[str]:
@@ -85,20 +88,45 @@ def tensor_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(("residual", *(name for block in blocks() for name in block.saved))))
 
 
-def blocks_of(layer: Layer) -> tuple[Block, Block]:
-    """The mixer and the feed-forward block of a layer."""
-    return MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward]
+def mixer_path(name: str, mixers: Collection[str]) -> str:
+    """The path of a mixer in the parameter tree of a layer with these mixers."""
+    return _MIXER if len(mixers) == 1 else f"{_MIXER}/{name}"
+
+
+def mixers_of(layer: Layer) -> dict[str, Mixer]:
+    """The mixers of a layer, by their paths in the parameter tree."""
+    return {mixer_path(name, layer.mixers): MIXERS[name] for name in layer.mixers}
+
+
+def blocks_of(layer: Layer) -> tuple[Block, ...]:
+    """The mixers and the feed-forward block of a layer, which may be `Absent`."""
+    return *mixers_of(layer).values(), FEED_FORWARDS[layer.feed_forward]
 
 
 def mixer_matrices(layer: Layer) -> dict[str, Matrix]:
-    """The weight matrices of the mixer of a layer, by name."""
-    return MIXERS[layer.mixer].matrices(layer)
+    """The weight matrices of the mixer of a layer, by name; none without a mixer."""
+    return {
+        name: matrix
+        for x in mixers_of(layer).values()
+        for name, matrix in x.matrices(layer).items()
+    }
+
+
+def mixing_flops(layer: Layer) -> MixingFlops:
+    """Those of all mixers of a layer."""
+    each = [mixer.mixing_flops(layer) for mixer in mixers_of(layer).values()]
+    return MixingFlops(sum(x.per_pair for x in each), sum(x.per_token for x in each))
 
 
 def branches_of(layer: Layer) -> dict[str, Block]:
-    """The blocks that a layer has, by their names in the parameter tree."""
-    parts = zip(_PARTS, blocks_of(layer))
-    return {part: block for part, block in parts if not isinstance(block, Absent)}
+    """The blocks that a layer has, by their paths in the parameter tree."""
+    blocks = {**mixers_of(layer), _FEED_FORWARD: FEED_FORWARDS[layer.feed_forward]}
+    return {path: block for path, block in blocks.items() if not isinstance(block, Absent)}
+
+
+def norms_of(layer: Layer) -> set[str]:
+    """The beginnings of the names of the norms of a layer."""
+    return {path.partition("/")[0] for path in branches_of(layer)}
 
 
 def layer_matrices(layer: Layer) -> dict[str, Matrix]:
@@ -112,20 +140,25 @@ def layer_matrices(layer: Layer) -> dict[str, Matrix]:
 
 def param_names(layer: Layer) -> set[str]:
     """The names of all parameters that a layer may have, without adapters."""
-    norms = {f"{part}{place}_norm/scale" for part in branches_of(layer) for place in ("", "_post")}
-    tensors = (tensor for block in blocks_of(layer) for tensor in block.tensors)
-    return (
-        norms | {f"attention/{tensor.param}" for tensor in tensors} | layer_matrices(layer).keys()
-    )
+    norms = {f"{part}{place}_norm/scale" for part in norms_of(layer) for place in ("", "_post")}
+    own = {
+        f"{part}/{tensor.param}"
+        for part, block in branches_of(layer).items()
+        for tensor in block.tensors
+    }
+    return norms | own | layer_matrices(layer).keys()
 
 
 def projection_paths() -> dict[str, tuple[str, ...]]:
-    """Names in lora.projections -> the paths within a layer of the matrices that they stand for."""
+    """Names in lora.projections -> the paths that the matrices that they stand for may have within a
+    layer, where a mixer is alone or one of several.
+    """
     paths: dict[str, tuple[str, ...]] = {}
-    for part, kinds in zip(_PARTS, (MIXERS.values(), FEED_FORWARDS.values())):
+    for part, kinds in ((_MIXER, MIXERS.values()), (_FEED_FORWARD, FEED_FORWARDS.values())):
         for kind in kinds:
             for name, matrix in kind.projections.items():
-                paths[name] = tuple(dict.fromkeys((*paths.get(name, ()), f"{part}/{matrix}")))
+                own = f"{part}/{matrix}", f"{part}/{kind.name}/{matrix}"
+                paths[name] = tuple(dict.fromkeys((*paths.get(name, ()), *own)))
     return paths
 
 

@@ -6,8 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import HasRope, Layer, LayerTensor, Matrix, Mixer, MixingFlops
-from jaxlc.config.ranges import From1
+from jaxlc.config.kinds.contract import (
+    PROJECTIONS,
+    HasRope,
+    Layer,
+    LayerTensor,
+    Matrix,
+    Mixer,
+    MixingFlops,
+)
+from jaxlc.config.ranges import Above0, From1
 from jaxlc.config.schema import RunConfig
 
 
@@ -35,6 +43,8 @@ class AttentionSettings:
     # attention logits are divided by the square root of this number; "query_pre_attn_scalar" in Hugging Face configs,
     # or "attention_multiplier" to the power -2. 0: head_dim.
     query_scale_dim: float = 0.0
+    # the projected output of attention is multiplied by it, as in Falcon-H1
+    attention_output_multiplier: Above0[float] = 1.0
     # sliding layers: window in tokens; a query attends to its own token and the window - 1 tokens before it. 0: the
     # model has no sliding layers.
     window: int = 0
@@ -51,8 +61,7 @@ class AttentionKind(Mixer, HasRope):
     layer_types = {"full": "full_attention", "sliding": "sliding_attention"}
     layer_kinds = ("full", "sliding", "nope")
     unrotated_kinds = ("nope",)
-    scaled_kinds = ("full",)
-    norm_setting = "norm_placement"
+    scaled_kinds = ("full", "full_mamba2")
     sizes = ("num_heads", "num_kv_heads", "head_dim")
     tensors = (
         *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkv"),
@@ -61,7 +70,7 @@ class AttentionKind(Mixer, HasRope):
         LayerTensor("sinks", "self_attn.sinks"),
         LayerTensor("wo", "self_attn.o_proj.weight", 2),
     )
-    projections = dict(query="wq", key="wk", value="wv", attention_projected="wo")
+    projections = PROJECTIONS
     saved = ("query", "key", "value", "attention_out", "attention_lse", "attention_projected")
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:

@@ -21,12 +21,15 @@ NUM_CHAINS = 6
 
 SectionT = TypeVar("SectionT")
 
+# `Block.projections` that most mixers have
+PROJECTIONS = dict(query="wq", key="wk", value="wv", attention_projected="wo")
+
 
 class Layer(Protocol):
     """The settings of one layer; `ModelConfig.layer_of` returns them."""
 
     @property
-    def mixer(self) -> str: ...
+    def mixers(self) -> tuple[str, ...]: ...
     @property
     def feed_forward(self) -> str: ...
     @property
@@ -173,7 +176,7 @@ class Mixer(Block):
     layer_kinds: tuple[str, ...]  # names that model.layer_kinds may have for layers with this mixer
     # The setting of the model with the norm_placement of these layers; if it is empty,
     # model.norm_placement.
-    norm_setting: str
+    norm_setting = "norm_placement"
 
     @abstractmethod
     def mixing_flops(self, layer: Layer) -> MixingFlops:
@@ -204,18 +207,12 @@ class FeedForward(Block):
         """The width of the block of a token."""
 
 
-class Absent(Mixer, FeedForward):
+class Absent(FeedForward):
     """The description of a block that layers do not have: they have no norms of it either."""
 
-    name = "none"
-    layer_types: Mapping[str, str] = {}
-    layer_kinds = ("none",)
-    norm_setting = "norm_placement"
+    name, layers = "none", "layers without a feed-forward block"
     tensors = saved = sizes = ()
     projections: Mapping[str, str] = {}
-
-    def __init__(self, layers: str):
-        self.layers = layers
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:
         return {}
@@ -227,18 +224,12 @@ class Absent(Mixer, FeedForward):
         return {}
 
     def size_problems(self, layer: Layer, path: str) -> Iterator[str]:
-        if layer.mixer == layer.feed_forward:
+        if not layer.mixers:
             yield (
                 f"config.{path} has attention='none' and feed_forward='none', so its layers compute nothing; set one"
             )
 
     def mesh_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
-        yield from ()
-
-    def mixing_flops(self, layer: Layer) -> MixingFlops:
-        return MixingFlops()
-
-    def tile_problems(self, layer: Layer, config: RunConfig, path: str) -> Iterator[str]:
         yield from ()
 
     def is_chosen(self, layer: Layer) -> bool:

@@ -7,7 +7,7 @@ Tensors: transformers, models/qwen3_5.
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, Matrix
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 
 
@@ -39,11 +39,8 @@ class DeltaNetKind(RecurrentKind):
     head_sizes = ("key_heads", "value_heads")
     published, published_model = _QWEN3_5_9B, "Qwen 3.5"
     products_per_token = 3  # the delta rule reads and corrects the state, and the query reads it
-    layers = "gated_delta_net layers"
     layer_types = {"gated_delta_net": "linear_attention"}
-    layer_kinds = ("gated_delta_net",)
     norm_setting = "delta_net.norm_placement"
-    sizes = tuple(f"delta_net.{name}" for name in _QWEN3_5_9B)
     tensors = (
         *(LayerTensor(f"w{x}", "linear_attn.in_proj_qkv.weight", 1) for x in "qkv"),
         *(LayerTensor(f"w{x}", f"linear_attn.in_proj_{x}.weight", 1) for x in "zba"),
@@ -58,11 +55,7 @@ class DeltaNetKind(RecurrentKind):
     )
     # delta_gate, delta_step and delta_decay compute the gate of the output, the step size and the
     # decay.
-    projections = dict(
-        query="wq",
-        key="wk",
-        value="wv",
-        attention_projected="wo",
+    projections = PROJECTIONS | dict(
         delta_gate="wz",
         delta_step="wb",
         delta_decay="wa",

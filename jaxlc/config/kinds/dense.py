@@ -12,7 +12,7 @@ class DenseKind(FeedForward, HasOwnSettings):
     name = "dense"
     layers = "dense layers"
     sizes = ("ffn_dim",)
-    only_with = ("model.mlp_bias",)
+    only_with = ("model.mlp_bias", "model.mlp_gate_multiplier", "model.mlp_output_multiplier")
     tensors = (
         *(LayerTensor(f"w_{x}", f"mlp.{x}_proj.weight", 1) for x in _PROJECTIONS),
         *(LayerTensor(f"b_{x}", f"mlp.{x}_proj.bias") for x in _PROJECTIONS),

@@ -6,7 +6,7 @@ Tensors: transformers, models/kimi_linear.
 
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, Matrix
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
 from jaxlc.config.ranges import UpTo0
 
@@ -32,11 +32,7 @@ class KdaKind(RecurrentKind):
     head_sizes = ("key_heads", "key_heads")
     published, published_model = _KIMI_LINEAR, "Kimi Linear"
     products_per_token = 3  # as of Gated DeltaNet
-    layers = "kimi_delta layers"
     layer_types = {"kimi_delta": "kimi_delta_attention"}
-    layer_kinds = ("kimi_delta",)
-    norm_setting = "norm_placement"
-    sizes = tuple(f"kda.{name}" for name in _KIMI_LINEAR)
     tensors = (
         *(LayerTensor(f"w{x}", f"self_attn.{x}_proj.weight", 1) for x in "qkvb"),
         *(
@@ -52,11 +48,7 @@ class KdaKind(RecurrentKind):
         LayerTensor("out_norm/scale", "self_attn.o_norm.weight"),
         LayerTensor("wo", "self_attn.o_proj.weight", 2),
     )
-    projections = dict(
-        query="wq",
-        key="wk",
-        value="wv",
-        attention_projected="wo",
+    projections = PROJECTIONS | dict(
         delta_step="wb",
         decay_down="wf_down",
         decay_up="wf_up",

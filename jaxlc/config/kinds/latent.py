@@ -61,7 +61,6 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
     layer_kinds = ("latent", "latent_nope")
     unrotated_kinds = ("latent_nope",)
     scaled_kinds = ("latent",)
-    norm_setting = "norm_placement"
     sizes = ("num_heads", "head_dim")
     only_with = (
         *(f"model.latent.{name}" for name in vars(LatentConfig())),
@@ -162,9 +161,10 @@ class LatentKind(Mixer, HasRope, HasLimits, HasOwnSettings):
             "attention_out_bias",
             "attention_sinks",
             "attention_gate",
+            "attention_output_multiplier",
         ):
             value = vars(sizes)[name]
-            if value not in (False, "none"):
+            if str(value) not in ("False", "none", "1.0"):
                 yield f"unsupported: config.model.{name}={value!r} with latent layers; remove it"
         missing = [
             x for x in (*config.memory.save, *config.memory.offload) if x in ("key", "value")

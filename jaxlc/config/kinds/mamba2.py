@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxlc.config.kinds.contract import Layer, LayerTensor, Matrix
+from jaxlc.config.kinds.contract import PROJECTIONS, Layer, LayerTensor, Matrix
 from jaxlc.config.kinds.recurrent import RecurrentKind, RecurrentWidths
-from jaxlc.config.ranges import From1
+from jaxlc.config.ranges import Above0, From1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,16 @@ class Mamba2Config:
     # the smallest step size of the state; "time_step_limit" of Hugging Face configs has this and the next one
     smallest_step: float = 0.0
     largest_step: float = 0.0  # the largest step size. 0: no bound.
+    # factor of the projection of the gate, as in Falcon-H1; "ssm_multipliers" of Hugging Face configs has this one and
+    # the next four
+    gate_multiplier: Above0[float] = 1.0
+    value_multiplier: Above0[float] = (
+        1.0  # factor of the projection of what is written to the states
+    )
+    key_multiplier: Above0[float] = 1.0  # factor of the vectors that it is written to
+    query_multiplier: Above0[float] = 1.0  # factor of the vectors that are read
+    step_multiplier: Above0[float] = 1.0  # factor of the projection of the step sizes
+    output_multiplier: Above0[float] = 1.0  # factor of the projected output; "ssm_out_multiplier"
 
 
 _NEMOTRON_3_NANO = dict(heads=64, head_dim=64, state_dim=128, conv_taps=4)
@@ -42,11 +52,7 @@ class Mamba2Kind(RecurrentKind):
     head_sizes = ("groups", "heads")
     published, published_model = _NEMOTRON_3_NANO, "Nemotron 3 Nano"
     products_per_token = 2  # the state is written and read
-    layers = "mamba2 layers"
     layer_types: Mapping[str, str] = {}  # of each family
-    layer_kinds = ("mamba2",)
-    norm_setting = "norm_placement"
-    sizes = tuple(f"mamba2.{name}" for name in _NEMOTRON_3_NANO)
     tensors = (
         *(LayerTensor(f"w{x}", "mamba.in_proj.weight", 1) for x in "zvkqb"),
         *(LayerTensor(f"conv_{x}", "mamba.conv1d.weight", 1, is_convolution=True) for x in "vkq"),
@@ -58,11 +64,7 @@ class Mamba2Kind(RecurrentKind):
         LayerTensor("wo", "mamba.out_proj.weight", 2),
     )
     # the value is x, which is written to the state at the key B, and which the query C reads
-    projections = dict(
-        query="wq",
-        key="wk",
-        value="wv",
-        attention_projected="wo",
+    projections = PROJECTIONS | dict(
         delta_gate="wz",
         delta_step="wb",
     )
@@ -75,6 +77,7 @@ class Mamba2Kind(RecurrentKind):
             value_heads=sizes.heads,
             value_dim=sizes.head_dim,
             conv_taps=sizes.conv_taps,
+            conv_bias=sizes.conv_bias,
         )
 
     def matrices(self, layer: Layer) -> dict[str, Matrix]:

@@ -17,6 +17,7 @@ class RecurrentWidths:
     value_heads: int
     value_dim: int
     conv_taps: int
+    conv_bias: bool = False  # the convolutions have biases
 
     @property
     def keys(self) -> int:
@@ -40,6 +41,10 @@ class RecurrentKind(Mixer, HasLimits):
     products_per_token: int  # of a head with its state [K, V]
     # delta_states: the state that enters each part of a sequence.
     saved = ("query", "key", "value", "delta_states", "attention_out", "attention_projected")
+
+    def __init__(self):
+        self.layers, self.layer_kinds = f"{self.name} layers", (self.name,)
+        self.sizes = tuple(f"{self.section}.{name}" for name in self.published)
 
     @abstractmethod
     def recurrence(self, layer: Layer) -> RecurrentWidths:

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxlc.config.kinds import MIXERS, experts
+from jaxlc.config.kinds import MIXERS, experts, mixers_by_layer_kind
 from jaxlc.config.models.families import COMMON_SETTINGS, FAMILIES, LAYER_TYPES, Family
 from jaxlc.config.models.model_schema import (
     SECTIONS_OF_MODEL,
@@ -61,13 +61,15 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
         *("shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim"),
-        "n_groups",
+        *("n_groups", "mamba_d_ssm"),
         *("ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"),
         *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     ),
     Positive: (
         *("rope_theta", "rope_local_base_freq", "attention_multiplier"),
-        *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        *("embedding_multiplier", "residual_multiplier", "logits_scaling", "key_multiplier"),
+        *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier"),
+        *("ssm_in_multiplier", "ssm_out_multiplier"),
     ),
     int: (
         *("sliding_window", "no_rope_layer_interval", "max_window_layers"),
@@ -83,7 +85,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("tie_word_embeddings", "truncate", "attention_bias", "attn_output_gate", "use_qk_norm"),
         *("norm_topk_prob", "output_router_logits", "attention_out_bias", "mlp_bias"),
         *("use_sliding_window", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias"),
-        *("moe_renormalize", "mla_use_nope"),
+        *("moe_renormalize", "mla_use_nope", "mamba_rms_norm", "mamba_norm_before_gate"),
     ),
     str: ("model_type", "rope_type", "type", "position_embedding_type", "hybrid_override_pattern"),
     int | str: ("sliding_window_pattern", "_sliding_window_pattern", "mamba_d_head"),
@@ -96,7 +98,9 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("mlp_only_layers", "no_rope_layers", "weight_block_size", "attn_type_list"),
         *("kda_layers", "full_attn_layers"),
     ),
-    list[float]: ("short_factor", "long_factor", "time_step_limit"),
+    list[float]: (
+        *("short_factor", "long_factor", "time_step_limit", "ssm_multipliers", "mlp_multipliers"),
+    ),
 }
 _TYPES = {name: hint for hint, names in _JSON_TYPES_FIELDS.items() for name in names}
 
@@ -621,7 +625,8 @@ def _fields_of(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _unused_sizes(family: Family, kinds: Collection[str]) -> list[str]:
     """Sizes in the fields of a family of mixers that no layer has."""
-    unused = (mixer for mixer in MIXERS.values() if not {*mixer.layer_kinds} & {*kinds})
+    used = {name for kind in kinds for name in mixers_by_layer_kind().get(kind, ())}
+    unused = (mixer for name, mixer in MIXERS.items() if name not in used)
     return [name for mixer in unused for name in mixer.sizes if name in family.fields.values()]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from jaxlc.config.kinds import FEED_FORWARDS, mixer_by_layer_kind, scaled_kinds
+from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixers_by_layer_kind, scaled_kinds
 from jaxlc.config.kinds.attention import AttentionSettings
 from jaxlc.config.kinds.delta_net import DeltaNetConfig
 from jaxlc.config.kinds.experts import ExpertsConfig
@@ -162,6 +162,8 @@ class ModelConfig(AttentionSettings):
     # bounds gate and up projection. relu2: the square of ReLU, without a gate, as in Nemotron-H.
     activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     mlp_bias: bool = False  # biases of the three projections of dense layers
+    mlp_gate_multiplier: Above0[float] = 1.0  # dense layers: factor of the gate before its function
+    mlp_output_multiplier: Above0[float] = 1.0  # dense layers: factor of the projected output
     scale_embeddings: bool = False  # multiply token embeddings by sqrt(model_dim), as in Gemma
     # token embeddings are multiplied by it, as in Granite
     embedding_multiplier: Above0[float] = 1.0
@@ -174,8 +176,8 @@ class ModelConfig(AttentionSettings):
     # attention to the last `window` tokens. nope: as full, without position embedding. gated_delta_net: linear
     # attention with a state, as in Qwen 3.5. kimi_delta: the same with a decay of each channel, as in Kimi Linear.
     # latent: attention to all earlier tokens, whose keys and values come from a latent, as in DeepSeek V3; latent_nope:
-    # without position embedding, as in Kimi Linear. mamba2: a state without attention, as in Granite 4. none: a
-    # feed-forward block only.
+    # without position embedding, as in Kimi Linear. mamba2: a state without attention, as in Granite 4. full_mamba2:
+    # full and mamba2 of the same input, whose outputs are added, as in Falcon-H1. none: a feed-forward block only.
     layer_kinds: tuple[str, ...] = ("full",)
     # kinds of the first layers, before the groups of layer_kinds; such as the dense layers of GLM 4.5. They are part of
     # num_layers.
@@ -294,9 +296,9 @@ class ModelConfig(AttentionSettings):
         return self.kinds_of_layers.count(kind)
 
     def attention_of(self, kind: str) -> str:
-        """The attention of layers of this kind: a name of `kinds.mixer_by_layer_kind`."""
+        """The attention of layers of this kind: a name of `kinds.mixers_by_layer_kind`."""
         own = next((settings.attention for settings in self.kinds if settings.name == kind), "")
-        return own or (kind if kind in mixer_by_layer_kind() else "full")
+        return own or (kind if kind in mixers_by_layer_kind() else "full")
 
     @property
     def attentions(self) -> frozenset[str]:
@@ -318,16 +320,16 @@ class ModelConfig(AttentionSettings):
             if name not in ("name", "attention", "feed_forward") and size
         }
         settings: dict[str, Any] = {**vars(self), **sizes, "feed_forward": ""}
-        mixer = mixer_by_layer_kind()[self.attention_of(kind)]
-        settings["norm_placement"] = self.by_path[mixer.norm_setting] or self.norm_placement
-        settings["mixer"] = mixer.name
+        settings["mixers"] = mixers = mixers_by_layer_kind()[self.attention_of(kind)]
+        norms = (self.by_path[MIXERS[name].norm_setting] for name in mixers)
+        settings["norm_placement"] = next(norms, "") or self.norm_placement
         settings["feed_forward"] = own.get("feed_forward") or self.default_feed_forward
         return LayerConfig(**settings)
 
     @property
     def default_feed_forward(self) -> str:
         """The feed-forward block of layers whose kind names none: a key of `kinds.FEED_FORWARDS`."""
-        settings: dict[str, Any] = {**vars(self), "mixer": "", "feed_forward": ""}
+        settings: dict[str, Any] = {**vars(self), "mixers": (), "feed_forward": ""}
         layer = LayerConfig(**settings)
         return next(kind.name for kind in reversed(FEED_FORWARDS.values()) if kind.is_chosen(layer))
 
@@ -354,7 +356,7 @@ class ModelConfig(AttentionSettings):
 class LayerConfig(ModelConfig):
     """The settings of the layers of one kind; `ModelConfig.of_kind` returns them."""
 
-    mixer: str  # a key of `kinds.MIXERS`
+    mixers: tuple[str, ...]  # keys of `kinds.MIXERS`
     feed_forward: str  # a key of `kinds.FEED_FORWARDS`
 
 

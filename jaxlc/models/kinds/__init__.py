@@ -3,11 +3,9 @@
 `jaxlc.models.contract` has the interfaces that a kind implements, `jaxlc.attention` what crosses ranks. A kind outside
 this package is registered with `register`.
 
-Today a layer has a residual branch with a mixer, one with a feed-forward block, or both. The interfaces admit, with
-these signatures:
+A layer has a residual branch with a mixer or several, whose outputs are added, one with a feed-forward block, or both.
+The interfaces admit, with these signatures:
 
-    Branch(mixers: tuple[Mixer, ...], input_norm, output_norm, multiplier)    branches(model) -> tuple[Branch, ...]
-        one or more mixers in parallel, whose outputs `projected` are summed, as in Falcon-H1.
     operands(x_BTD, *, shard, earlier=None) -> (operands, kept)    an interface `SharesOperands`, beside `Rotary`
         `operands` is opaque to a layer: those of an earlier layer, its keys or its state, can be handed to a later one.
     attend(*operands, ranges) -> out    projected(out, kept) -> out_BTD    abstract_cache(on, layout, ..) -> tree
@@ -15,6 +13,7 @@ these signatures:
         different dims, states. `out` has any shape, and the cache is any tree of arrays [B, layers, ...].
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxlc.config import Config, ModelConfig
 from jaxlc.config.kinds.contract import Absent
+from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core.errors import Unsupported
 from jaxlc.models.block import Block
 from jaxlc.models.contract import (
@@ -32,8 +32,6 @@ from jaxlc.models.contract import (
     OnTrees,
     ReadsBefore,
     Rotary,
-    Sequences,
-    Tiles,
 )
 from jaxlc.models.kinds.attention import Attention
 from jaxlc.models.kinds.delta_net import GatedDeltaNet
@@ -42,33 +40,7 @@ from jaxlc.models.kinds.experts import Experts
 from jaxlc.models.kinds.kda import KimiDeltaAttention
 from jaxlc.models.kinds.latent import LatentAttention
 from jaxlc.models.kinds.mamba2 import Mamba2
-from jaxlc.models.layer_tiles import NoTileMixer
 from jaxlc.models.rope import TablesOfKinds, rope_tables
-
-
-class NoMixer(Mixer, OnTiles, OnTrees):
-    """What layers without a mixer compute: nothing. `DecoderLayer` has None in its place."""
-
-    @classmethod
-    def on_sequences(cls, on: KindOnMesh) -> Sequences:
-        return Sequences(lambda tokens: None, lambda ranges: None)
-
-    @classmethod
-    def on_tiles(cls, on: KindOnMesh) -> Tiles:
-        return Tiles(lambda tokens: None, NoTileMixer())
-
-    @classmethod
-    def abstract_cache(cls, on, layout, *, batch_size, num_layers, dtype) -> tuple:
-        return ()
-
-    @classmethod
-    def cached(cls, on, layout, *, batch_size, chunk_tokens) -> type["NoMixer"]:
-        return cls
-
-    @classmethod
-    def bind(cls, new) -> None:
-        """As in `Cached`: there is nothing to call."""
-
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
@@ -76,7 +48,6 @@ MIXERS: dict[str, type[Mixer]] = {
     "gated_delta_net": GatedDeltaNet,
     "mamba2": Mamba2,
     "kimi_delta": KimiDeltaAttention,
-    Absent.name: NoMixer,
 }
 FEED_FORWARDS: dict[str, type[Block]] = {"dense": MLP, "experts": Experts, Absent.name: Block}
 
@@ -86,9 +57,15 @@ def register(name: str, mixer: type[Mixer]) -> None:
     MIXERS[name] = mixer
 
 
-def mixer_of(model: ModelConfig) -> type[Mixer]:
-    """The mixer of layers with the sizes of `model`, the result of `ModelConfig.of_kind`."""
-    return MIXERS[model.mixer]
+def mixers_alone(model: LayerConfig) -> list[tuple[type[Mixer], LayerConfig]]:
+    """The mixers of layers, each with the settings of layers with this mixer alone."""
+    return [(MIXERS[name], dataclasses.replace(model, mixers=(name,))) for name in model.mixers]
+
+
+def mixers_on_mesh(on: KindOnMesh) -> list[tuple[type[Mixer], KindOnMesh]]:
+    """The same of the layers of a kind on a mesh."""
+    alone = mixers_alone(on.model)
+    return [(mixer, dataclasses.replace(on, model=layer)) for mixer, layer in alone]
 
 
 def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict[str, KindOnMesh]:
@@ -107,7 +84,11 @@ def kinds_on_mesh(config: Config, mesh: Mesh, compute_dtype, **settings) -> dict
         OnTrees: ("attention.shared_prefixes", config.attention.shared_prefixes),
     }
     for interface, (setting, value) in needs.items():
-        lacking = {*model.used_kinds} - {*kinds_with(interface, model)}
+        lacking = [
+            kind
+            for kind in model.used_kinds
+            if not all(issubclass(MIXERS[x], interface) for x in model.of_kind(kind).mixers)
+        ]
         if value and lacking:
             off = type(value)(0)
             raise Unsupported(
@@ -123,7 +104,7 @@ def kinds_with(interface: type, model: ModelConfig) -> list[str]:
     """The kinds of layers whose mixer or feed-forward block has an interface of `contract`."""
     layers = {kind: model.of_kind(kind) for kind in model.used_kinds}
     parts = {
-        kind: (MIXERS[layer.mixer], FEED_FORWARDS[layer.feed_forward])
+        kind: (*(MIXERS[name] for name in layer.mixers), FEED_FORWARDS[layer.feed_forward])
         for kind, layer in layers.items()
     }
     return [
@@ -137,8 +118,9 @@ def reach(model: ModelConfig) -> int:
     """The largest `ReadsBefore.reach` of all layers; 0: no layer reads the tokens directly before a
     token.
     """
-    layers = [model.of_kind(kind) for kind in kinds_with(ReadsBefore, model)]
-    return max((mixer_of(layer).reach(layer) for layer in layers), default=0)
+    alone = (x for kind in model.used_kinds for x in mixers_alone(model.of_kind(kind)))
+    reaches = (mixer.reach(layer) for mixer, layer in alone if issubclass(mixer, ReadsBefore))
+    return max(reaches, default=0)
 
 
 def tables_of_kinds(model: ModelConfig, max_tokens: int, rope_tokens: int) -> TablesOfKinds:

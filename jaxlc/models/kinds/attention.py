@@ -189,6 +189,7 @@ class Attention(SoftmaxAttention):
     ):
         super().__init__(model, keys, fp8, lora, ("query", "key", "value", "attention_projected"))
         D, N, K, H = model.model_dim, model.num_heads, model.num_kv_heads, model.head_dim
+        self.multipliers = (("attention_projected", model.attention_output_multiplier),)
         weights = mixer_matrices(model)
         self.wq = weight(keys, weights["wq"])  # with a gate: first q, then the gate
         self.wk = weight(keys, weights["wk"])
@@ -332,7 +333,7 @@ class AttentionTiles(NamedTuple):
                     q_BtNH, kv, dkv, tile, *results, dout_BtNH, ranges, sinks_N
                 )
                 dqueries = dq_BtNH.astype(q_BtNH.dtype), dgate_BtNH, dsinks_N
-                return (queries_vjp(dqueries),), dkv, of_tile
+                return queries_vjp(dqueries), dkv, of_tile
 
             return results, gate_BtNH, gradients
 

@@ -16,10 +16,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.recurrence.sharded_recurrence import Operands
-from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config import ModelConfig
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm, rms_norm
-from jaxlc.models.matmuls import Fp8
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -30,14 +29,7 @@ class GatedDeltaNet(RecurrentMixer):
     wz: nnx.Param
     wa: nnx.Param
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
-        super().__init__(model, keys, fp8, lora)
+    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
         sizes = model.delta_net
         self.log_decay, self.decay_bias = initial_decays(keys, sizes.value_heads)
         epsilon = sizes.norm_epsilon or model.norm_epsilon

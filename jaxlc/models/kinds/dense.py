@@ -54,6 +54,8 @@ class MLP(Block):
         has_gate = is_gated(model)
         projections = (*(["mlp_gate"] if has_gate else []), "mlp_up", "mlp_down")
         super().__init__(model, keys, fp8, lora, projections)
+        factors = model.mlp_gate_multiplier, model.mlp_output_multiplier
+        self.multipliers = tuple(zip(("mlp_gate", "mlp_down"), factors))
         D, F = model.model_dim, model.ffn_dim
         self.w_gate = matrix(keys, fan_in=D, model=D, ffn=F) if has_gate else None
         self.w_up = matrix(keys, fan_in=D, model=D, ffn=F)

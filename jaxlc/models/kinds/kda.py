@@ -15,10 +15,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxlc.attention.recurrence.sharded_recurrence import Operands
-from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config import ModelConfig
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm, rms_norm
-from jaxlc.models.matmuls import Fp8
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -31,14 +30,7 @@ class KimiDeltaAttention(RecurrentMixer):
     wz_down: nnx.Param
     wz_up: nnx.Param
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
-        super().__init__(model, keys, fp8, lora)
+    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
         sizes = model.kda
         log_decay, self.decay_bias = initial_decays(keys, sizes.key_heads, sizes.head_dim)
         # [1, 1, H, 1], as in files

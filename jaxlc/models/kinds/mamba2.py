@@ -1,5 +1,5 @@
-"""Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060), as in Granite 4 and
-Nemotron-H.
+"""Mamba-2 (Dao and Gu 2024, "Transformers are SSMs", arXiv:2405.21060), as in Granite 4, Nemotron-H
+and Falcon-H1.
 
 H heads of P channels x write to states [N, P], and G groups of heads share the vectors B and C:
 
@@ -22,10 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxlc.attention.recurrence.chunks import Rule
 from jaxlc.attention.recurrence.sharded_recurrence import Operands
 from jaxlc.attention.state_passing import product
-from jaxlc.config import LoraConfig, ModelConfig
+from jaxlc.config import ModelConfig
 from jaxlc.core import scopes
 from jaxlc.models.block import InitKeys, RMSNorm
-from jaxlc.models.matmuls import Fp8
 from jaxlc.models.recurrent import RecurrentMixer, initial_decays
 from jaxlc.sharding.rules import Sharder
 
@@ -35,15 +34,16 @@ class Mamba2(RecurrentMixer):
 
     wz: nnx.Param
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        keys: InitKeys,
-        fp8: Fp8 | None = None,
-        lora: LoraConfig | None = None,
-    ):
+    def add_own(self, model: ModelConfig, keys: InitKeys) -> None:
         sizes = model.mamba2
-        super().__init__(model, keys, fp8, lora, has_conv_bias=sizes.conv_bias)
+        self.multipliers = (
+            ("delta_gate", sizes.gate_multiplier),
+            ("value", sizes.value_multiplier),
+            ("key", sizes.key_multiplier),
+            ("query", sizes.query_multiplier),
+            ("delta_step", sizes.step_multiplier),
+            ("attention_projected", sizes.output_multiplier),
+        )
         self.log_decay, self.decay_bias = initial_decays(keys, sizes.heads)
         self.skip = nnx.Param(jnp.ones(sizes.heads), dims=("decay",))
         norm = functools.partial(RMSNorm, heads=sizes.heads, norm=sizes.head_dim)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxlc.config.kinds import FEED_FORWARDS, MIXERS
+from jaxlc.config.kinds import FEED_FORWARDS, MIXERS, mixer_path
 from jaxlc.config.kinds.contract import LayerTensor
 from jaxlc.config.models.model_schema import KindConfig, ModelConfig
 from jaxlc.config.values import defaults_of, flattened
@@ -19,7 +19,8 @@ COMMON_SETTINGS: dict[str, Any] = {
     path: value
     for path, value in flattened(defaults_of(ModelConfig)).items()
     if path in ("qk_norm", "norm_placement", "zero_centered_norm", "activation", "scale_embeddings")
-    or path in ("mlp_bias", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    or path in ("mlp_bias", "logits_scaling", "mamba2.norm")
+    or path.endswith("_multiplier")
     or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
     or path in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
     or path
@@ -161,20 +162,26 @@ class Family:
     # More kinds of layers that models may have, and their settings: entries of model.kinds.
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def tensors_of(self, mixer: str, feed_forward: str = "dense") -> tuple[Tensor, ...]:
-        """The tensors that checkpoints may have, with the layers of an entry of
-        `config.kinds.MIXERS` and one of FEED_FORWARDS, in the order of the computation of a layer.
+    def tensors_of(
+        self, mixers: tuple[str, ...] = (), feed_forward: str = "none"
+    ) -> tuple[Tensor, ...]:
+        """The tensors that checkpoints may have, with layers of entries of `config.kinds.MIXERS`
+        and one of FEED_FORWARDS, in the order of the computation of a layer.
         """
-        settings, kind = {**COMMON_SETTINGS, **self.settings}, MIXERS[mixer]
+        settings = {**COMMON_SETTINGS, **self.settings}
         is_own = feed_forward in self.feed_forward_tensors
         mlp = (
             self.feed_forward_tensors[feed_forward]
             if is_own
             else FEED_FORWARDS[feed_forward].tensors
         )
-        norm_placement = settings[kind.norm_setting] or settings["norm_placement"]
-        blocks = self._named(mixer, kind.tensors), self._named(feed_forward, mlp)
-        tensors = _tensors(norm_placement, *blocks, self.tensor_aliases)
+        norms = (settings[MIXERS[name].norm_setting] for name in mixers)
+        norm_placement = next(norms, "") or settings["norm_placement"]
+        own = tuple(
+            (mixer_path(name, mixers), self._named(name, MIXERS[name].tensors)) for name in mixers
+        )
+        mlp = self._named(feed_forward, mlp)
+        tensors = _tensors(norm_placement, own, mlp, self.tensor_aliases)
         return tuple(map(self._with_own_parts, tensors)) if self.name_parts else tensors
 
     def _with_own_parts(self, tensor: Tensor) -> Tensor:
@@ -272,7 +279,7 @@ class Family:
 @functools.cache
 def _tensors(
     norm_placement: str,
-    mixer: tuple[LayerTensor, ...],
+    mixers: tuple[tuple[str, tuple[LayerTensor, ...]], ...],
     feed_forward: tuple[LayerTensor, ...],
     aliases: tuple[LayerTensor, ...],
 ) -> tuple[Tensor, ...]:
@@ -303,7 +310,7 @@ def _tensors(
     return (
         Tensor(name="model.embed_tokens.weight", param="embedding"),
         *layer("", before_attention),
-        *layer("attention/", mixer),
+        *(tensor for path, tensors in mixers for tensor in layer(f"{path}/", tensors)),
         *layer("", [*after_attention, *before_mlp]),
         *layer("mlp/", feed_forward),
         *layer("", after_mlp),

@@ -1,4 +1,7 @@
-"""Granite 4: mamba2 layers and layers with attention, dense or with experts; with the multipliers of
+"""Falcon-H1: layers with attention and Mamba-2 side by side, and a multiplier of almost every
+projection (transformers: models/falcon_h1).
+
+Granite 4: mamba2 layers and layers with attention, dense or with experts; with the multipliers of
 Granite 3 (transformers: models/granitemoehybrid). Models without mamba2 layers are described so as
 well.
 
@@ -41,13 +44,9 @@ def _granite_write_kinds(model: ModelConfig) -> dict[str, Any]:
 def _granite_read_settings(config: Fields) -> dict[str, Any]:
     """Without experts, the layers have the shared block alone."""
     num_experts, shared = config["num_local_experts"] or 0, config["shared_intermediate_size"]
-    head_dim = config["mamba_d_head"]
-    if not isinstance(head_dim, int):  # "auto"
-        head_dim = config["mamba_expand"] * config["hidden_size"] // config["mamba_n_heads"]
     return {
         **GRANITE.read_settings(config),
-        **_read_step_limit(config),
-        "mamba2.head_dim": head_dim,
+        **_read_mamba(config),
         "ffn_dim": config["intermediate_size"] if num_experts else shared,
         "experts.router": "topk_softmax" if num_experts else "softmax",
         "experts.num_experts": num_experts,
@@ -70,6 +69,15 @@ def _granite_write_settings(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+def _read_mamba(config: Fields, width: int | None = None) -> dict[str, Any]:
+    """The bounds of the step size, and the width of heads, which all have this width together."""
+    head_dim = config["mamba_d_head"]
+    if not isinstance(head_dim, int):  # "auto"
+        width = width or config["mamba_expand"] * config["hidden_size"]
+        head_dim = width // config["mamba_n_heads"]
+    return {**_read_step_limit(config), "mamba2.head_dim": head_dim}
+
+
 def _read_step_limit(config: Fields) -> dict[str, Any]:
     limits = config["time_step_limit"] or (0.0, math.inf)
     if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
@@ -86,6 +94,24 @@ def _write_step_limit(model: ModelConfig) -> dict[str, Any]:
     return dict(time_step_limit=[sizes.smallest_step, sizes.largest_step or math.inf])
 
 
+_MAMBA_FIELDS = {
+    "mamba_n_heads": "mamba2.heads",
+    "mamba_d_head": "mamba2.head_dim",
+    "mamba_n_groups": "mamba2.groups",
+    "mamba_d_state": "mamba2.state_dim",
+    "mamba_d_conv": "mamba2.conv_taps",
+    "mamba_conv_bias": "mamba2.conv_bias",
+}
+_MAMBA_DEFAULTS = dict(
+    mamba_n_heads=128,
+    mamba_d_head="auto",
+    mamba_n_groups=1,
+    mamba_d_state=256,
+    mamba_d_conv=4,
+    mamba_expand=2,
+    mamba_conv_bias=True,
+    time_step_limit=None,
+)
 _STEP_LIMIT = ("mamba2.smallest_step", "mamba2.largest_step")
 _SHARED = {
     "w_gate": "shared_mlp.input_linear.weight",
@@ -122,12 +148,7 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
     settings={},
     fields={
         **{name: x for name, x in GRANITE.fields.items() if name != "mlp_bias"},
-        "mamba_n_heads": "mamba2.heads",
-        "mamba_d_head": "mamba2.head_dim",
-        "mamba_n_groups": "mamba2.groups",
-        "mamba_d_state": "mamba2.state_dim",
-        "mamba_d_conv": "mamba2.conv_taps",
-        "mamba_conv_bias": "mamba2.conv_bias",
+        **_MAMBA_FIELDS,
     },
     read_settings=_granite_read_settings,
     write_settings=_granite_write_settings,
@@ -142,14 +163,7 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_d_head": "auto",
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-        "time_step_limit": None,
+        **_MAMBA_DEFAULTS,
     },
     field_aliases={"layers_block_type": "layer_types"},
     required_values=dict(
@@ -171,6 +185,108 @@ GRANITE_MOE_HYBRID: Family = dataclasses.replace(
         dense=tuple(LayerTensor(param, name, 1) for param, name in _SHARED.items()),
     ),
     tensor_aliases=_granite_experts("router.weight", "experts.gate_up_proj", "experts.down_proj"),
+)
+
+
+def _falcon_read_kinds(config: Fields) -> list[str]:
+    return ["full_mamba2"] * config["num_hidden_layers"]
+
+
+# fields with several numbers -> their settings
+_FALCON_LISTS = {
+    "mlp_multipliers": ("mlp_gate_multiplier", "mlp_output_multiplier"),
+    "ssm_multipliers": tuple(
+        f"mamba2.{part}_multiplier" for part in ("gate", "value", "key", "query", "step")
+    ),
+}
+
+
+def _falcon_read_settings(config: Fields) -> dict[str, Any]:
+    """Projections without biases commute with multipliers: the one of the input of attention is part
+    of those of its logits and of its output, the one of the input of Mamba-2 of its projections.
+    """
+    into, key, state = (config[f"{x}_multiplier"] or 1.0 for x in ("attention_in", "key", "ssm_in"))
+    head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
+    order = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
+    settings = {
+        **_read_mamba(config, config["mamba_d_ssm"]),
+        "logits_scaling": 1 / config["lm_head_multiplier"],
+        "query_scale_dim": head_dim * (into**2 * key) ** -2,
+        "attention_output_multiplier": into * config["attention_out_multiplier"],
+        "mamba2.norm": order if config["mamba_rms_norm"] else "none",
+    }
+    for name, factor in dict(mlp_multipliers=1.0, ssm_multipliers=state).items():
+        names = _FALCON_LISTS[name]
+        values = config[name] or [1.0] * len(names)
+        if len(values) != len(names):
+            raise UserError(f"config.json has {name}={values}: expected {len(names)} numbers")
+        settings |= {setting: factor * value for setting, value in zip(names, values)}
+    return settings
+
+
+def _falcon_write_settings(model: ModelConfig) -> dict[str, Any]:
+    mamba = model.mamba2
+    return dict(
+        **_write_step_limit(model),
+        lm_head_multiplier=1 / model.logits_scaling,
+        key_multiplier=(model.head_dim / (model.query_scale_dim or model.head_dim)) ** 0.5,
+        **{name: [model.by_path[x] for x in settings] for name, settings in _FALCON_LISTS.items()},
+        mamba_d_ssm=mamba.heads * mamba.head_dim,
+        mamba_rms_norm=mamba.norm != "none",
+        mamba_norm_before_gate=mamba.norm == "before_gate",
+    )
+
+
+_FALCON_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_multiplier",
+    # converted by `_falcon_read_settings`, as are the next two
+    "lm_head_multiplier": "logits_scaling",
+    "key_multiplier": "query_scale_dim",
+    "attention_out_multiplier": "attention_output_multiplier",
+    "ssm_out_multiplier": "mamba2.output_multiplier",
+}
+
+FALCON_H1 = Family(
+    model_type="falcon_h1",
+    architecture="FalconH1ForCausalLM",
+    layer_kinds=(frozenset({"full_mamba2"}),),
+    read_kinds=_falcon_read_kinds,
+    fields={**_MAMBA_FIELDS, **_FALCON_MULTIPLIERS},
+    read_settings=_falcon_read_settings,
+    write_settings=_falcon_write_settings,
+    varying=frozenset({"mamba2.norm", *_STEP_LIMIT, *itertools.chain(*_FALCON_LISTS.values())}),
+    defaults={
+        **_MAMBA_DEFAULTS,
+        **dict.fromkeys(_FALCON_MULTIPLIERS, 1.0),
+        **dict.fromkeys(("attention_in_multiplier", "ssm_in_multiplier"), 1.0),
+        **dict.fromkeys(_FALCON_LISTS),
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 1024,
+        "mamba_norm_before_gate": True,
+        "mamba_rms_norm": False,
+    },
+    required_values=dict(
+        attention_bias=(False,),
+        mlp_bias=(False,),
+        projectors_bias=(False,),
+        mamba_proj_bias=(False,),
+        mamba_use_mlp=(True,),
+    ),
+    irrelevant=frozenset(
+        {
+            # the functions above read them
+            *(*_FALCON_LISTS, "attention_in_multiplier", "ssm_in_multiplier", "mamba_d_ssm"),
+            *("mamba_expand", "time_step_limit", "mamba_rms_norm", "mamba_norm_before_gate"),
+            *("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"),
+        }
+    ),
+    name_parts={
+        "model.norm.": "model.final_layernorm.",
+        ".mlp.": ".feed_forward.",
+        ".post_attention_layernorm.": ".pre_ff_layernorm.",
+    },
 )
 
 
