@@ -359,7 +359,7 @@ def _values(model: ModelConfig, state, fp8: Fp8 | None) -> Iterator[dict]:
     layer_stacks, layers_L = model.layer_stacks, np.arange(model.num_layers)
     bf16_layers = () if fp8 is None else fp8.bf16_layers
     for variable, values_L in (
-        (IsBf16, np.isin(layers_L, bf16_layers)),
+        (IsBf16, np.isin(layers_L, layers_L[[*bf16_layers]])),  # negative ones count from the end
         (ExpertsIndex, np.searchsorted(model.layers_with_experts, layers_L)),
     ):
 
