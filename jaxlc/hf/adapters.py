@@ -214,12 +214,19 @@ def _stored_experts(
 
     Keys are the stack and the name of the parameter of transformers, which has the weights of all
     experts.
+
+    Raises:
+      Unsupported: the experts have another name, as in Granite 4 and Nemotron 3.
     """
     found: dict[tuple[str, str], dict[str, Layout]] = {}
     for param, projections in _EXPERT_PARAMS.items():
         names = _endings(projections)
         for path, layout in layouts.items():
             if path.endswith(names) and set(projections) & set(config.lora.projections):
+                if f"{_EXPERTS}." not in layout.tensor.name:
+                    raise Unsupported(
+                        f"unsupported: adapters for peft of {layout.tensor.name}; export without --adapters"
+                    )
                 found.setdefault((path.rpartition("/")[0], param), {})[path] = layout
     return found
 

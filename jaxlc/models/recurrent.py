@@ -302,8 +302,8 @@ class CachedRecurrence:
         )
         tokens = operands.tokens(*unit_lengths(self.rule, *inputs), None, None)
         out, state = continued_recurrence(tokens, self.rule, state, ranks=self._ranks)
-        past = [_last_inputs(before, x, first, new) for before, x in zip(past, arrays)]
-        return out, state, *past
+        last = (_last_inputs(*pair, first, new) for pair in zip(past, arrays))
+        return out, state, *last
 
     def _decode(self, operands: Operands, state: jax.Array, past: list, new: NewTokens):
         num_local = operands.q_BTGK.shape[1]

@@ -165,8 +165,8 @@ def _mixed(
             rule, *(filtered(*pair, *documents, **how) for pair in zip(arrays, filters))
         )
 
-    q, k, v = filtered_operands(operands[:3], operands.filters)
-    tokens = operands.tokens(q, k, v, documents.segments, None, documents.prefixes)
+    q_k_v = filtered_operands(operands[:3], operands.filters)
+    tokens = operands.tokens(*q_k_v, documents.segments, None, documents.prefixes)
     return checkpoint_name(recurrence(tokens, rule, **how), "attention_out")
 
 
@@ -183,7 +183,7 @@ def _mixed_by_document(
     def filtered_operands(*arrays):
         return unit_lengths(rule, *(_filtered_groups(*x, table) for x in zip(*arrays)))
 
-    q, k, v = filtered_operands(arrays, before, operands.filters)
+    q_k_v = filtered_operands(arrays, before, operands.filters)
     num_places, num_fragments = table.token_of_place_bGg.shape[-1], table.last_tokens_bFP.shape[1]
     segments_bGg, segment_before_bG = (
         table.segments_bGL[..., -num_places:],
@@ -191,7 +191,7 @@ def _mixed_by_document(
     )
     with jax.named_scope(scopes.LINEAR_ATTENTION):
         gates = jax.tree.map(lambda x: in_groups(x, table), operands[3:6])
-        tokens = Tokens(q, k, v, *gates, segments_bGg, segment_before_bG)
+        tokens = Tokens(*q_k_v, *gates, segments_bGg, segment_before_bG)
         groups, fragment_GB = jax.tree.map(lambda x: x.swapaxes(0, 1), (tokens, table.fragment_bG))
         how = dict(ranks=ranks, num_fragments=num_fragments)
         out = recurrence_in_groups(groups, rule, fragment_GB, **how)
