@@ -21,6 +21,7 @@ from jaxlc.posttrain.losses import PolicySums, means, over_microbatches, policy_
 from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
 from jaxlc.posttrain.trees import PackedTraces, trees_of
 from jaxlc.step.batch import Batch
+from jaxlc.step.loss import LossSpec, sums_and_losses
 from tests.step.synthetic import (
     HYBRID,
     LATENT,
@@ -109,6 +110,8 @@ def config_with(loss: str, *, shares=True, **sections):
     )
     sections["attention"] = sections.get("attention", {}) | dict(shared_prefixes=shares)
     sizes = dict(data=dict(seq_len=192), train=dict(global_batch_size=1, eval_sequences=1))
+    if loss == "cispo":
+        del policy["clip_low"]
     policy |= sections.pop("posttrain", {})
     return small_config(posttrain=dict(loss=loss) | policy, **sizes, **sections)
 
@@ -358,7 +361,7 @@ def ratios_of_one():
 def test_custom_loss_replaces_the_formula():
     """With ratios of 1, the gradient of dapo is that of the advantages times the log-probabilities."""
     config, params, batch, dapo = ratios_of_one()
-    expected, _ = dapo(params, batch)
+    expected, sums_of_dapo = dapo(params, batch)
 
     def policy_loss(log_probs_BT, batch):
         return -(batch.loss_weights * batch.advantages * log_probs_BT).sum()
@@ -367,6 +370,8 @@ def test_custom_loss_replaces_the_formula():
     gradients, sums = jax.jit(gradients_and_loss(step))(params, batch)
     errors = jax.tree.map(max_relative_error, gradients, expected)
     assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY and sums.ratio is None and sums.loss != 0
+    assert 0 < sums.entropy < np.log(61) * batch.loss_weights.sum()
+    np.testing.assert_allclose(sums.entropy, sums_of_dapo.entropy, rtol=1e-6)
     with pytest.raises(UserError, match="policy_loss has no effect without config.posttrain.loss"):
         small_step(
             dataclasses.replace(config, posttrain=PosttrainConfig()), policy_loss=policy_loss
@@ -377,19 +382,26 @@ def test_custom_loss_replaces_the_formula():
 
 
 def test_entropy_equals_that_of_the_logits():
-    """On two tensor ranks, whose columns have padding, in tiles."""
-    posttrain, memory = dict(temperature=0.7), KINDS["tiles"]["memory"]
-    config = config_with("dapo", mesh=dict(context=2, tensor=2), posttrain=posttrain, memory=memory)
-    step = small_step(config)
-    params, batch = step.init().params, make_batch(step, [sequence(config, traces("dapo"))])
-    sums = jax.jit(gradients_and_loss(step))(params, batch)[1]
-    part = jax.tree.map(lambda x: x[0], batch)
-    hidden_BTD, head_DV = jax.jit(step.objective.features)(params, part)
-    logits = np.asarray(hidden_BTD @ head_DV, np.float64)[..., : config.model.vocab_size] / 0.7
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
-    entropies = -(probs * np.log(probs)).sum(-1)
-    np.testing.assert_allclose(sums.entropy, (entropies * part.loss_weights).sum(), rtol=1e-5)
+    """On two tensor ranks, whose columns have padding, in several chunks."""
+    mesh, rng = (
+        small_step(small_config(mesh=dict(context=2, tensor=2))).mesh,
+        np.random.default_rng(0),
+    )
+    sizes = dict(vocab_size=61, chunk_tokens=8, z_loss=0.0, norm_epsilon=1e-5)
+    spec = LossSpec(mesh=mesh, **sizes, temperature=0.7, with_entropy=True)
+    x_BTD, head_DV = rng.normal(size=(2, 64, 16)), rng.normal(size=(16, 64))
+    weights_BT = rng.integers(0, 2, (2, 64))
+    targets_BT = np.zeros((2, 64), np.int32)
+    sums, _ = jax.jit(functools.partial(sums_and_losses, scale_D=None, spec=spec))(
+        x_BTD.astype(np.float32),
+        head_DV=head_DV.astype(np.float32),
+        targets_BT=targets_BT,
+        weights_BT=weights_BT.astype(np.float32),
+    )
+    logits = (x_BTD @ head_DV)[..., :61] / 0.7
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    entropies_BT = -(np.exp(log_probs) * log_probs).sum(-1)
+    np.testing.assert_allclose(sums.entropy, (weights_BT * entropies_BT).sum(), rtol=1e-5)
 
 
 def test_zero_advantages_have_zero_gradients():
