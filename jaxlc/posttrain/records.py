@@ -47,6 +47,7 @@ import numpy as np
 from jaxlc.config import ModelConfig
 from jaxlc.core.errors import reason_of
 from jaxlc.data.sequences.loader import experts_dtype
+from jaxlc.data.sequences.user_batches import check_range
 from jaxlc.data.texts.documents import (
     CHAT_FIELDS,
     OTHER_FIELDS,
@@ -371,11 +372,15 @@ def recorded_experts(
     """The experts that a record has, of `loader.experts_dtype` [num_tokens]; the largest value: none.
 
     Raises:
-      BadRecord: it has none, or those of another model or of other tokens.
+      UserError: it has none, or those of another model or of other tokens.
     """
     dtype, num_experts = experts_dtype(model), model.experts.num_experts
     num_layers, num_chosen = dtype.shape
     first = values.get("routed_experts_start_len", 0)
+    if not isinstance(first, int):
+        raise BadRecord(
+            f"{where}: routed_experts_start_len is {kind_of(first)}, expected an integer"
+        )
     rows = _expert_rows(values, num_tokens - 1 - first, num_chosen, where)
     expected = num_tokens - 1 - first, num_chosen
     if (
@@ -395,12 +400,10 @@ def recorded_experts(
     end = np.iinfo(rows.dtype).max
     is_missing = (rows == -1) | ((rows == end) & (end >= num_experts))
     experts = np.where(is_missing, 0, rows)
-    wrong = experts[(experts < 0) | (experts >= num_experts)]
-    if wrong.size:
-        raise BadRecord(
-            f"{where}: routed_experts has expert {wrong[0]}, expected 0 to {num_experts - 1}"
-            f" (config.model.experts.num_experts={num_experts}); record them with this model"
-        )
+    expected = (
+        f"0 to {num_experts - 1} (config.model.experts.num_experts); record it with this model"
+    )
+    check_range("expert", experts, num_experts, f"routed_experts of {where}", expected)
     result = np.full((num_tokens, *dtype.shape), np.iinfo(dtype.base).max, dtype.base)
     np.copyto(result[first:-1], experts, where=~is_missing, casting="unsafe")
     return result

@@ -62,17 +62,6 @@ def complete_traces(
         )
 
 
-def check_experts(experts: np.ndarray, num_experts: int, where: str) -> None:
-    """Raises UserError if a recorded expert does not exist; the largest value is no record."""
-    end = np.iinfo(experts.dtype).max
-    largest = np.where(experts == end, 0, experts).max(initial=0)
-    if largest >= num_experts:
-        raise UserError(
-            f"invalid {where}: expert {largest}, expected 0 to {num_experts - 1}"
-            f" (config.model.experts.num_experts={num_experts}), or {end} for no record"
-        )
-
-
 def _answer_weights(segments_S: np.ndarray, weights_S: np.ndarray) -> np.ndarray:
     has_loss = weights_S > 0
     counts = np.bincount(segments_S[has_loss], minlength=len(segments_S) + 1)
@@ -284,7 +273,9 @@ def complete_batch(
     check_range("target", arrays["targets"], vocab_size, where, in_vocabulary + advice)
     complete_traces(arrays, dtypes, where)
     if "experts" in arrays:
-        check_experts(arrays["experts"], num_experts, where)
+        experts = arrays["experts"]
+        is_missing = experts == np.iinfo(experts.dtype).max
+        check_range("expert", np.where(is_missing, 0, experts), num_experts, where)
     arrays["positions"] = _positions(arrays, is_first, where, absolute=absolute_positions)
     return {name: arrays[name].astype(dtype.base) for name, dtype in dtypes.items()}
 
