@@ -12,6 +12,8 @@ arXiv:2312.03732).
     delta_step, _decay    [D, R]              [R, H]
     decay_down, gate_down [D, R]              [R, K]      low-rank gates of recurrent layers
     decay_up, gate_up     [K, R]              [R, H, K]
+    latent_down           [D, R]              [R, L]      of the latent of experts
+    latent_up             [L, R]              [R, D]
     expert_gate, _up      [E, D, R]           [E, R, F]      one for each expert
     expert_down           [E, F, R]           [E, R, D]
 

@@ -840,6 +840,19 @@ CASES: dict[str, Case] = {
     ),
     "kimi_linear": _kimi_linear(),
     "nemotron_h": _nemotron("M-*-M", n_groups=2),
+    "nemotron_h_latent": _nemotron(
+        "ME*E",
+        n_groups=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        moe_latent_size=16,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        n_group=1,
+        topk_group=1,
+    ),
     "nemotron_h_moe": _nemotron(
         "ME*EM",
         n_groups=1,
@@ -1108,6 +1121,7 @@ def _of_nemotron(config: dict) -> dict[str, tuple[int, ...]]:
     }
     if E := config.get("n_routed_experts"):
         F, S = (config[x] for x in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"))
+        L = config.get("moe_latent_size") or D
         blocks["E"] = {
             "gate.weight": (E, D),
             "gate.e_score_correction_bias": (E,),
@@ -1115,8 +1129,11 @@ def _of_nemotron(config: dict) -> dict[str, tuple[int, ...]]:
             "shared_experts.down_proj.weight": (D, S),
         }
         for expert in range(E):
-            blocks["E"][f"experts.{expert}.up_proj.weight"] = F, D
-            blocks["E"][f"experts.{expert}.down_proj.weight"] = D, F
+            blocks["E"][f"experts.{expert}.up_proj.weight"] = F, L
+            blocks["E"][f"experts.{expert}.down_proj.weight"] = L, F
+        if L != D:
+            blocks["E"]["fc1_latent_proj.weight"] = L, D
+            blocks["E"]["fc2_latent_proj.weight"] = D, L
     shapes = {
         "backbone.embeddings.weight": (V, D),
         "backbone.norm_f.weight": (D,),

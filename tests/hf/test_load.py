@@ -371,6 +371,10 @@ def nemotron_params(config, tensors):
             )
         ),
     }
+    if config.get("moe_latent_size"):
+        for i, x in enumerate(("down", "up"), 1):
+            path = f"mlp/latent/w_{x}"
+            conversions["E"][path] = f"fc{i}_latent_proj.weight", np.transpose
     for x in ("up", "down"):
         names = [f"experts.{i}.{x}_proj.weight" for i in range(number_of_experts(config))]
         conversions["E"][f"mlp/expert_{x}"] = names, stacked

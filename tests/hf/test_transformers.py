@@ -78,6 +78,7 @@ FLOAT64_MODELS = {
     "falcon_h1_norm": ("falcon_h1_norm", 1.0),
     "nemotron_h": ("nemotron_h", 1.0),
     "nemotron_h_moe": ("nemotron_h_moe", 1.0),
+    "nemotron_h_latent": ("nemotron_h_latent", 1.0),
     "kimi_linear": ("kimi_linear", 1.0),
     "deepseek_v2": ("deepseek_v2", 1.0),
     "qwen3_5_hybrid, sharp": ("qwen3_5_hybrid", 4.0),

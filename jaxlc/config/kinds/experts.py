@@ -67,6 +67,11 @@ def shared_tensors(module: str) -> tuple[LayerTensor, ...]:
     return (*parts, LayerTensor("shared_gate", f"mlp.{module}_gate.weight", 1))
 
 
+# Projections to the latent of experts and back: transformers, models/nemotron_h.
+LATENT_TENSORS = (
+    LayerTensor("latent/w_down", "mlp.fc1_latent_proj.weight", 1),
+    LayerTensor("latent/w_up", "mlp.fc2_latent_proj.weight", 1),
+)
 # A tensor for all experts, whose columns are those of gate and up in turn: transformers,
 # models/gpt_oss.
 STACKED_TENSORS = (
@@ -131,6 +136,9 @@ class ExpertsConfig:
     # factor of the weights of the chosen experts; "routed_scaling_factor" in Hugging Face configs.
     scale: Above0[float] = 1.0
     bias: bool = False  # biases of the router and of all products of the experts, as in gpt-oss
+    # width of a latent of each token, in which the experts compute, between projections to it and back, as in Nemotron
+    # 3 Super; router and shared expert have the token itself. "moe_latent_size" in Hugging Face configs. 0: none.
+    latent_dim: int = 0
     # width of the shared expert, a feed-forward block of all tokens whose output is added to that of the experts;
     # "shared_expert_intermediate_size" in Hugging Face configs. 0: none.
     shared_ffn_dim: int = 0
@@ -159,6 +167,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         "mlp_gate": "shared/w_gate",
         "mlp_up": "shared/w_up",
         "mlp_down": "shared/w_down",
+        "latent_down": "latent/w_down",
+        "latent_up": "latent/w_up",
     }
     saved = ("mlp_gate", "mlp_up")
 
@@ -167,11 +177,18 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         shared expert, and its gate [D, 1]."""
         sizes = layer.section(ExpertsConfig)
         model, counts = dict(model=layer.model_dim), (sizes.num_experts, sizes.experts_per_token)
-        expert, shared = (ffn_matrices(layer, dim) for dim in (sizes.ffn_dim, sizes.shared_ffn_dim))
+        expert = ffn_matrices(layer, sizes.ffn_dim, sizes.latent_dim)
+        shared = ffn_matrices(layer, sizes.shared_ffn_dim)
         matrices = dict(router=Matrix(model, dict(experts=sizes.num_experts)))
         for name, matrix in expert.items():
             name = name.replace("w_", "expert_")
             matrices[name] = Matrix(matrix.inputs, matrix.outputs, *counts)
+        if sizes.latent_dim:
+            latent = dict(latent=sizes.latent_dim)
+            matrices |= {
+                "latent/w_down": Matrix(model, latent),
+                "latent/w_up": Matrix(latent, model),
+            }
         if sizes.shared_ffn_dim:
             matrices |= {f"shared/{name}": matrix for name, matrix in shared.items()}
         return matrices | (
@@ -181,7 +198,7 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
     def num_vector_entries(self, layer: Layer) -> int:
         """Biases of the router, of its choice and of the experts."""
         sizes = layer.section(ExpertsConfig)
-        expert = ffn_matrices(layer, sizes.ffn_dim).values()
+        expert = ffn_matrices(layer, sizes.ffn_dim, sizes.latent_dim).values()
         entries = 1 + sum(matrix.num_outputs for matrix in expert)
         return sizes.num_experts * (sizes.choice_bias + sizes.bias * entries)
 
@@ -242,9 +259,13 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         return layer.section(ExpertsConfig).num_experts > 0
 
     def active_ffn_dim(self, layer: Layer) -> int:
-        """That of the experts that a token is routed to, and of the shared one."""
+        """That of the experts that a token is routed to, and of the shared one; with a latent, the
+        width of experts without one that have as many entries.
+        """
         sizes = layer.section(ExpertsConfig)
-        return sizes.experts_per_token * sizes.ffn_dim + sizes.shared_ffn_dim
+        routed = sizes.experts_per_token * sizes.ffn_dim
+        share = sizes.latent_dim / layer.model_dim if sizes.latent_dim else 1.0
+        return round(routed * share) + sizes.shared_ffn_dim
 
 
 def _router_problems(sizes: ExpertsConfig) -> Iterator[str]:
@@ -294,7 +315,11 @@ def _mosaic_problems(layer: Layer, config: RunConfig) -> Iterator[str]:
         )
     tensor = config.mesh.tensor
     for name, dim, factor in (
-        ("model_dim", layer.model_dim, 1),
+        (
+            "experts.latent_dim" if sizes.latent_dim else "model_dim",
+            sizes.latent_dim or layer.model_dim,
+            1,
+        ),
         ("experts.ffn_dim", sizes.ffn_dim, tensor),
     ):
         if dim % (_MOSAIC_DIM_MULTIPLE * factor):

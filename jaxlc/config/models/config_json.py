@@ -61,7 +61,7 @@ _JSON_TYPES_FIELDS: dict[Any, tuple[str, ...]] = {
         *("shared_expert_intermediate_size", "n_routed_experts", "n_group", "topk_group"),
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
         *("shared_intermediate_size", "rotary_dim", "mamba_num_heads", "mamba_head_dim"),
-        *("n_groups", "mamba_d_ssm"),
+        *("n_groups", "mamba_d_ssm", "moe_latent_size"),
         *("ssm_state_size", "conv_kernel", "moe_shared_expert_intermediate_size"),
         *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     ),
@@ -155,6 +155,7 @@ def family_of_own_format(model: ModelConfig) -> Family:
     """The names of the tensors of `model` in this format."""
     tensors = experts.STACKED_TENSORS if model.experts.bias else experts.TENSORS
     tensors = (*tensors, *experts.shared_tensors("shared_expert"), experts.CHOICE_BIAS)
+    tensors += experts.LATENT_TENSORS
     return Family(
         model_type=MODEL_TYPE,
         architecture=_ARCHITECTURE,

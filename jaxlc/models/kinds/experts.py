@@ -23,7 +23,7 @@ from jaxlc.config.kinds.experts import EXPERT_PROJECTIONS
 from jaxlc.config.models.model_schema import LayerConfig
 from jaxlc.core import scopes
 from jaxlc.core.axes import TENSOR
-from jaxlc.models.block import InitKeys, bias_vector, matrix, residual_depth_scale
+from jaxlc.models.block import Block, InitKeys, bias_vector, matrix, residual_depth_scale
 from jaxlc.models.contract import CHOICE, Routed, RoutedOutput
 from jaxlc.models.expert_products import ExpertWeights, LowRank, expert_outputs
 from jaxlc.models.kinds.dense import MLP, gated
@@ -44,6 +44,30 @@ class Routing(NamedTuple):
     logits_BTE: jax.Array  # float32
 
 
+class ExpertsLatent(Block):
+    """The projections of tokens to the latent of experts, and back."""
+
+    def __init__(
+        self, model: LayerConfig, keys: InitKeys, fp8: Fp8 | None, lora: LoraConfig | None
+    ):
+        super().__init__(model, keys, fp8, lora, ("latent_down", "latent_up"))
+        D, L = model.model_dim, model.experts.latent_dim
+        self.w_down = matrix(keys, fan_in=D, model=D, latent=L)
+        self.w_up = matrix(
+            keys, fan_in=L, depth_scale=residual_depth_scale(model), latent=L, model=D
+        )
+
+    def down(self, x_BTD: jax.Array, *, shard: Sharder) -> jax.Array:
+        """The latents, gathered over tensor, of `x_BTD`, which is too."""
+        latent_BTL = self.project("latent_down", "BTD,DL->BTL", x_BTD, self.w_down, shard=shard)
+        return shard.gathered(latent_BTL)
+
+    def up(self, out_BTL: jax.Array, *, shard: Sharder) -> jax.Array:
+        """out_BTD of the outputs of experts."""
+        out_BTD = self.project("latent_up", "BTL,LD->BTD", out_BTL, self.w_up, shard=shard)
+        return shard.residual(out_BTD)
+
+
 class Experts(nnx.Module, Routed):
     """The router [D, E] and the weights of E experts; see `config/kinds/experts.py`."""
 
@@ -59,17 +83,19 @@ class Experts(nnx.Module, Routed):
         self.router = matrix(keys, fan_in=D, model=D, experts=E)
         has_gate = is_gated(model)
         projections = EXPERT_PROJECTIONS if has_gate else ("expert_up", "expert_down")
-        self.expert_gate = matrix(keys, fan_in=D, experts=E, model=D, ffn=F) if has_gate else None
-        self.expert_up = matrix(keys, fan_in=D, experts=E, model=D, ffn=F)
+        L = model.experts.latent_dim or D
+        self.expert_gate = matrix(keys, fan_in=L, experts=E, model=L, ffn=F) if has_gate else None
+        self.expert_up = matrix(keys, fan_in=L, experts=E, model=L, ffn=F)
         self.expert_down = matrix(
-            keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=D
+            keys, fan_in=F, depth_scale=depth_scale, experts=E, ffn=F, model=L
         )
         has_bias = model.experts.bias
         self.choice_bias = bias_vector(bias=E) if model.experts.choice_bias else None
         self.router_bias = bias_vector(bias=E) if has_bias else None
         self.gate_bias = bias_vector(experts=E, ffn_bias=F) if has_bias and has_gate else None
         self.up_bias = bias_vector(experts=E, ffn_bias=F) if has_bias else None
-        self.down_bias = bias_vector(experts=E, bias=D) if has_bias else None
+        self.down_bias = bias_vector(experts=E, bias=L) if has_bias else None
+        self.latent = ExpertsLatent(model, keys, fp8, lora) if model.experts.latent_dim else None
         self.lora = make_adapters(model, lora, projections, keys.lora)
         self.fp8_names = (
             () if fp8 is None else tuple(name for name in projections if name in fp8.matmuls)
@@ -107,7 +133,8 @@ class Experts(nnx.Module, Routed):
             unsigned, as recorded, where the router chooses for a token with the largest value.
         """
         routing = self.route(x_BTD, chosen_BTk, shard=shard)
-        tokens = x_BTD, routing.chosen_BTk, routing.weights_BTk
+        inputs = x_BTD if self.latent is None else self.latent.down(x_BTD, shard=shard)
+        tokens = inputs, routing.chosen_BTk, routing.weights_BTk
         params = self._params()
 
         def by_weight(function) -> ExpertWeights:
@@ -122,6 +149,8 @@ class Experts(nnx.Module, Routed):
         compute = functools.partial(_local_outputs, **settings, kernel=shard.expert_kernel)
         with jax.named_scope(scopes.EXPERTS):
             out_BTD = shard.residual(shard.by_rank(compute, tokens, weights, dims))
+            if self.latent is not None:
+                out_BTD = self.latent.up(out_BTD, shard=shard)
         if self.shared is not None:
             out_BTD += self.shared_output(x_BTD, shard=shard)
         return RoutedOutput(out_BTD, _sums(routing, positions_BT >= 0), routing.chosen_BTk)

@@ -22,6 +22,7 @@ COMMON_SETTINGS: dict[str, Any] = {
     or path in ("mlp_bias", "logits_scaling", "mamba2.norm")
     or path.endswith("_multiplier")
     or path in ("experts.router", "experts.bias", "experts.shared_gate", "experts.choice_bias")
+    or path == "experts.latent_dim"
     or path in ("qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate")
     or path
     in ("delta_net.norm_placement", "delta_net.norm_epsilon", "delta_net.negative_eigenvalues")

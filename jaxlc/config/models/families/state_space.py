@@ -330,6 +330,7 @@ def _nemotron_read_settings(config: Fields) -> dict[str, Any]:
     if "moe" not in _nemotron_read_kinds(config):
         return settings
     settings |= {setting: config[name] for name, setting in _NEMOTRON_EXPERTS.items()}
+    settings["experts.latent_dim"] = config["moe_latent_size"] or 0
     return settings | {"experts.router": "sigmoid", "experts.choice_bias": True}
 
 
@@ -337,6 +338,7 @@ def _nemotron_write_settings(model: ModelConfig) -> dict[str, Any]:
     fields = _write_step_limit(model)
     if model.experts.num_experts:
         fields |= {name: model.by_path[setting] for name, setting in _NEMOTRON_EXPERTS.items()}
+        fields["moe_latent_size"] = model.experts.latent_dim or None
     return fields
 
 
@@ -364,7 +366,8 @@ NEMOTRON_H = Family(
     write_settings=_nemotron_write_settings,
     varying=frozenset(
         {
-            *("norm_epsilon", "experts.router", "experts.choice_bias", *_STEP_LIMIT),
+            *("norm_epsilon", "experts.router", "experts.choice_bias", "experts.latent_dim"),
+            *_STEP_LIMIT,
             *_NEMOTRON_EXPERTS.values(),
         }
     ),
@@ -384,6 +387,7 @@ NEMOTRON_H = Family(
         n_routed_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=7688,
+        moe_latent_size=None,
         moe_shared_expert_intermediate_size=7688,
         norm_topk_prob=True,
         routed_scaling_factor=1.0,
@@ -396,7 +400,6 @@ NEMOTRON_H = Family(
         use_bias=(False,),
         mamba_proj_bias=(False,),
         mamba_hidden_act=("silu",),
-        moe_latent_size=(None,),
         hidden_dropout=(0,),
     ),
     field_aliases={
@@ -410,6 +413,7 @@ NEMOTRON_H = Family(
         {
             # the functions above read them
             *(*_NEMOTRON_EXPERTS, "time_step_limit", "hybrid_override_pattern", "n_shared_experts"),
+            "moe_latent_size",
             # of initial values
             *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
             *("expand", "chunk_size", "num_logits_to_keep", "residual_in_fp32", "auto_map"),
@@ -428,6 +432,7 @@ NEMOTRON_H = Family(
         experts=(
             *experts.TENSORS,
             experts.CHOICE_BIAS,
+            *experts.LATENT_TENSORS,
             *experts.shared_tensors("shared_experts"),
         ),
         dense=DenseKind.tensors,
