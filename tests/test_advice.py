@@ -152,7 +152,8 @@ def test_unknown_names_are_found(text):
 def test_pip_finds_the_packages_that_messages_advise():
     """Without their dependencies; pip downloads nothing but metadata where the index offers it."""
     sources = "".join(path.read_text() for path in (ROOT / "jaxlc").rglob("*.py"))
-    named = re.findall(r"pip install (?:--upgrade )?(nvidia-[\w-]+)", sources)
+    joined = re.sub(r'"\n +f?"', "", sources)  # texts over several lines
+    named = re.findall(r"pip install (?:--upgrade )?(nvidia-[\w-]+)", joined)
     extras = {*extras_in(sources)} | {*extras_of_packages.values()}
     requirements = {requirement for extra in extras for requirement in EXTRAS[extra]}
     requirements = {

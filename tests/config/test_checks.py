@@ -30,7 +30,8 @@ NUMBERS = [(section, name) for section, part in SECTIONS.items() for name in ran
 
 @pytest.mark.parametrize(("section", "name"), NUMBERS)
 def test_check_negative_number_names_its_range(section, name):
-    value = -2 if name == "process_id" else -1  # process_id=-1 is from the launcher
+    # -1 is from the launcher, or no limit
+    value = -2 if name in ("process_id", "max_policy_age") else -1
     message = rejected(changed(section, **{name: value}))
     assert message.startswith(f"invalid value {value}")
     assert f"for config.{section}.{name}: expected" in message
@@ -258,6 +259,7 @@ LATENT |= dict(latent=dict(rank=8, value_dim=8), rope_fraction=1 / 3)
             dict(attention=dict(ring_payload="keys_values")),
             "the model has no latent layers; remove",
         ),
+        (dict(model=dict(kda=dict(head_dim=128))), "the model has no kimi_delta layers; remove"),
         (dict(model=dict(rope_scaling_query_mscale=1.0)), "query_mscale=1.0 has no effect"),
         (dict(model=LATENT | dict(num_kv_heads=1)), "num_kv_heads=1 differs from num_heads=4"),
         (dict(model=LATENT | dict(qk_norm="head")), "qk_norm='head' with latent layers"),

@@ -4,7 +4,14 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxlc.config.kinds.contract import NUM_CHAINS, HasLimits, Layer, Mixer, MixingFlops
+from jaxlc.config.kinds.contract import (
+    NUM_CHAINS,
+    HasLimits,
+    HasOwnSettings,
+    Layer,
+    Mixer,
+    MixingFlops,
+)
 from jaxlc.config.schema import RunConfig
 
 
@@ -30,7 +37,7 @@ class RecurrentWidths:
         return self.value_heads * self.value_dim
 
 
-class RecurrentKind(Mixer, HasLimits):
+class RecurrentKind(Mixer, HasLimits, HasOwnSettings):
     """A mixer with a state of each head."""
 
     section: str  # of its settings in the model
@@ -45,6 +52,7 @@ class RecurrentKind(Mixer, HasLimits):
     def __init__(self):
         self.layers, self.layer_kinds = f"{self.name} layers", (self.name,)
         self.sizes = tuple(f"{self.section}.{name}" for name in self.published)
+        self.only_with = tuple(f"model.{self.section}.{name}" for name in vars(self.settings()))
 
     @abstractmethod
     def recurrence(self, layer: Layer) -> RecurrentWidths:
