@@ -94,12 +94,13 @@ def both_ways(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("names", [("embedding", "layers", "last_layers"), ("layers",)])
 @pytest.mark.parametrize("grad_norm", [0.5, 20.0])  # below and above the clipping norm
 def test_streamed_update_equals_plain_update(both_ways, grad_norm: float, names: tuple[str, ...]):
-    config = small_config().optimizer
+    step = small_step(small_config())
     dims, params, gradients = (
         {name: tree[name] for name in names} for tree in (DIMS, _tree(0), _tree(1))
     )
+    config = step.config.optimizer
     schedule = learning_rate_schedule(config, 20)
-    make = lambda dims: make_optimizer(config, schedule, dims)  # noqa: E731
+    make = lambda dims: make_optimizer(config, schedule, dims, step.mesh)  # noqa: E731
     start = update.ParamsAndOptState(params, make(dims).init(params))
 
     def two_steps(weights, gradients):
