@@ -54,9 +54,8 @@ class PolicySums(NamedTuple):
     weight: jax.Array | None = None  # importance weights
     weight_cut: jax.Array | None = None  # tokens whose weight is outside of its limits
     weight_cut_answers: jax.Array | None = None  # the sum over answers of the share of these tokens
-    off_policy: jax.Array | None = (
-        None  # tokens of answers without a loss: off_policy_mask_threshold
-    )
+    # tokens of answers that off_policy_mask_threshold leaves out
+    off_policy: jax.Array | None = None
     off_policy_answers: jax.Array | None = None
     entropy: jax.Array | None = None  # of the next token, in nats, at posttrain.temperature
     margin: jax.Array | None = None  # dpo: of the implicit rewards of the two answers

@@ -55,9 +55,8 @@ class Traces(DataSource):
 
     train: PackedTraces
     heldout: PackedTraces | None  # None: no group is held out
-    rewards: dict[
-        str, float
-    ]  # means over the traces, the groups, or tokens of prefixes, for metrics
+    # means over the traces, the groups, or the tokens of prefixes, for metrics
+    rewards: dict[str, float]
     masks_truncated: bool  # truncated traces have no loss
 
     @classmethod

@@ -244,7 +244,7 @@ def _before_pieces(
     """See `TiledRecurrence.tokens_before`, [n, b, 2 x tokens, ...].
 
     Args:
-      x_nbt: tokens that are split over tensor, as those of `prefixes_nbt` are not.
+      x_nbt: split over tensor, unlike `prefixes_nbt`.
     """
     num_tiles, batch, rank_tokens = x_nbt.shape[:3]
     piece_tokens = rank_tokens * num_tensor_ranks // 2

@@ -113,7 +113,7 @@ def mixer_matrices(layer: Layer) -> dict[str, Matrix]:
 
 
 def mixing_flops(layer: Layer) -> MixingFlops:
-    """Those of all mixers of a layer."""
+    """The FLOPs of all mixers of a layer."""
     each = [mixer.mixing_flops(layer) for mixer in mixers_of(layer).values()]
     return MixingFlops(sum(x.per_pair for x in each), sum(x.per_token for x in each))
 

@@ -259,8 +259,8 @@ class ExpertsKind(FeedForward, HasLimits, HasOwnSettings):
         return layer.section(ExpertsConfig).num_experts > 0
 
     def active_ffn_dim(self, layer: Layer) -> int:
-        """That of the experts that a token is routed to, and of the shared one; with a latent, the
-        width of experts without one that have as many entries.
+        """The width of the experts of a token, the shared one included. With a latent, it is the width
+        at which experts without a latent have as many entries.
         """
         sizes = layer.section(ExpertsConfig)
         routed = sizes.experts_per_token * sizes.ffn_dim
