@@ -24,7 +24,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config = defaults()
     config.model.preset = "llama3.1-8b"
     config.mesh.context = 8
-    config.attention.shared_prefixes = True
+    config.attention.shared_prefixes = 1
     config.runtime.topology = "h100:1x8"
     config.lora.rank = 32
     config.data.update(sources=(), seq_len=131_072 + 8 * 8192)

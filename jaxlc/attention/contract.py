@@ -104,14 +104,13 @@ class KeyRanges(NamedTuple):
 
 
 class TreeRanges(NamedTuple):
-    """The mask of documents that share a prefix: a query attends to the keys of two disjoint
-    ranges.
+    """The mask of documents that share prefixes: a query attends to the keys of disjoint ranges.
 
     Kernels take one range per query. `kernels.choose.SharedPrefixKernel` calls them once for each.
     """
 
     own: KeyRanges  # keys of the query's own document
-    prefix: KeyRanges  # keys of the prefix that its document continues
+    prefixes: tuple[KeyRanges, ...]  # keys of its document's prefix at each level, the root first
 
 
 class QueryResults(NamedTuple):

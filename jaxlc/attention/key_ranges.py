@@ -21,6 +21,10 @@ from jaxlc.sharding.mesh import Ranks
 class TokenInfo(NamedTuple):
     """Positions and segment ids of tokens, int32.
 
+    Documents may continue a prefix, which may continue another one: nodes of a tree. In natural order a node is
+    followed by its children, each with all that continues it. So the tokens that have a prefix at one level are
+    contiguous, among all tokens in ascending order as well.
+
     Only differences of positions within a segment matter, so positions may count from the start of
     the sequence or restart with each document. Segment id 0 is padding, which neither attends nor
     is attended to.
@@ -28,9 +32,10 @@ class TokenInfo(NamedTuple):
 
     positions_BT: jax.Array | None  # None: only if no mask is causal
     segments_BT: jax.Array | None  # None: one document, without padding
-    # The segment id of the prefix that a token's document continues, 0 if it continues none: its tokens attend to the
-    # whole prefix, too. Positions then count on from the prefix. None: no document continues another one.
-    prefixes_BT: jax.Array | None = None
+    # The segment ids of the D prefixes that a token's document continues, the root first; 0 from the level of its own
+    # document on. Its tokens attend to all of these, too. Positions count on from each prefix. None: no document
+    # continues another one.
+    prefixes_BTD: jax.Array | None = None
 
     def map(self, function) -> "TokenInfo":
         return TokenInfo(*(None if x is None else function(x) for x in self))
@@ -44,7 +49,7 @@ def key_ranges(
 
     A query attends to a key if their segment ids are equal and not 0 and, if the spec is causal, if
     0 <= query position - key position < window. It also attends to the keys of its document's
-    prefix, in the window.
+    prefixes, in the window.
 
     O((T + S) log S) time and O(T + S) memory. The caller ensures that documents are contiguous, see
     the docstring of the module; it is not checked.
@@ -60,9 +65,10 @@ def key_ranges(
     own = _ranges_in_documents(
         q_segments_BT, queries, keys._replace(segments_BT=k_segments_BS), spec
     )
-    if queries.prefixes_BT is None:
+    if queries.prefixes_BTD is None:
         return own
-    return TreeRanges(own, _ranges_in_documents(queries.prefixes_BT, queries, keys, spec))
+    levels = jnp.unstack(queries.prefixes_BTD, axis=2)
+    return TreeRanges(own, tuple(_ranges_in_documents(x, queries, keys, spec) for x in levels))
 
 
 def _ranges_in_documents(
@@ -95,8 +101,8 @@ def seen_by(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
 
 
 def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Array:
-    """bool, the shape of the keys: whether a query whose document continues the key's has it in its
-    window.
+    """bool, the shape of the keys: whether a query that has the key's document as a prefix has it in
+    its window.
     """
 
     def sequence_ranges(k_positions_S, k_segments_S, positions_T, prefixes_T):
@@ -107,9 +113,10 @@ def seen_by_branches(keys: TokenInfo, queries: TokenInfo, window: int) -> jax.Ar
         distance_S = positions_T[by_prefix_T][first_S] - k_positions_S
         return (k_segments_S != 0) & (sorted_T[first_S] == k_segments_S) & (distance_S < window)
 
-    return jax.vmap(sequence_ranges)(
-        keys.positions_BT, keys.segments_BT, queries.positions_BT, queries.prefixes_BT
+    by_level = jax.vmap(jax.vmap(sequence_ranges, (None, None, None, 1)))(
+        keys.positions_BT, keys.segments_BT, queries.positions_BT, queries.prefixes_BTD
     )
+    return by_level.any(1)
 
 
 def first_own_key(queries: TokenInfo, keys: TokenInfo) -> jax.Array:
@@ -142,7 +149,8 @@ def ring_key_ranges_of_halves(
     """
 
     def halves(x_nbt):
-        return jnp.moveaxis(x_nbt.reshape(*x_nbt.shape[:2], 2, -1), 2, 1)
+        steps, batch, num_tokens, *levels = x_nbt.shape
+        return jnp.moveaxis(x_nbt.reshape(steps, batch, 2, num_tokens // 2, *levels), 2, 1)
 
     def ranges_of(block):
         return key_ranges(tokens, block, spec)

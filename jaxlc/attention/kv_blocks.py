@@ -21,8 +21,9 @@ Sliding windows
 A tile's queries attend to the keys in their window; sequence by sequence, sub-chunk by sub-chunk, with one kernel call
 for each. A call has as many keys as a sub-chunk can need: its own tokens, the window - 1 before it, and the tokens that
 were received (strategies/window_exchange.py). They are one slice of the extended keys, or of the whole sequence on a
-single group. The prefix of the first branches of a sub-chunk may end before this slice, so the call has one more slice,
-of the last window - 1 tokens of that prefix. The prefixes of the other branches are in the sub-chunk.
+single group. The prefixes of the first branches of a sub-chunk may end before this slice, at most one at each level.
+So the call has one more slice for each level, of the last window - 1 tokens of that prefix. The prefixes of the other
+branches are in the sub-chunk.
 
     kv_ext, dkv_ext    [2, b, S, k, H]: K and V of the extended keys, or their gradients
 """
@@ -284,7 +285,9 @@ class GroupState(NamedTuple):
 
     def _ranges(self, step: KVBlockStep) -> KeyRanges | TreeRanges | None:
         if isinstance(self.ranges, TreeRanges):
-            return TreeRanges(*(self._ranges_of(part, step) for part in self.ranges))
+            own, prefixes = self.ranges
+            levels = tuple(self._ranges_of(level, step) for level in prefixes)
+            return TreeRanges(self._ranges_of(own, step), levels)
         return None if self.ranges is None else self._ranges_of(self.ranges, step)
 
     def _ranges_of(self, ranges: KeyRanges, step: KVBlockStep) -> KeyRanges:
@@ -417,18 +420,20 @@ class SlidingSteps(NamedTuple):
             first = _first_key(ranges_1t, num_keys, num_extended)
             return [_Slice(sequence, first, num_keys)], ranges_1t.within(first, num_keys)
         first = _first_key(ranges_1t.own, num_keys, num_extended)
-        own, near = (x.within(first, num_keys) for x in ranges_1t)
-        # No prefix is in part before the slice: it would end in the sub-chunk, with its window in
-        # the slice.
-        starts_1t, ends_1t = ranges_1t.prefix
-        is_far_1t = (starts_1t < ends_1t) & ((starts_1t < first) | (first + num_keys < ends_1t))
-        far = KeyRanges(*(jnp.where(is_far_1t, x, 0) for x in ranges_1t.prefix))
+        slices, prefixes = [_Slice(sequence, first, num_keys)], []
         num_prefix_keys = min(max(1, self.group.spec.window - 1), num_extended)
-        first_far = _first_key(far, num_prefix_keys, num_extended)
-        far = far.within(first_far, num_prefix_keys)
-        prefix = KeyRanges(*(jnp.where(is_far_1t, num_keys + x, y) for x, y in zip(far, near)))
-        slices = [_Slice(sequence, first, num_keys), _Slice(sequence, first_far, num_prefix_keys)]
-        return slices, TreeRanges(own, prefix)
+        for level in ranges_1t.prefixes:
+            # No prefix is in part before the slice: it would end in the sub-chunk, with its window
+            # in the slice.
+            starts_1t, ends_1t = level
+            is_far_1t = (starts_1t < ends_1t) & ((starts_1t < first) | (first + num_keys < ends_1t))
+            far = KeyRanges(*(jnp.where(is_far_1t, x, 0) for x in level))
+            first_far = _first_key(far, num_prefix_keys, num_extended)
+            begin = sum(part.num_keys for part in slices)
+            pairs = zip(far.within(first_far, num_prefix_keys), level.within(first, num_keys))
+            prefixes.append(KeyRanges(*(jnp.where(is_far_1t, begin + x, y) for x, y in pairs)))
+            slices.append(_Slice(sequence, first_far, num_prefix_keys))
+        return slices, TreeRanges(ranges_1t.own.within(first, num_keys), tuple(prefixes))
 
     def _num_keys(self, num_queries: int, num_extended: int) -> int:
         """Of the slice that has a call's own tokens."""

@@ -85,7 +85,7 @@ def make_tiled(
     window: int | None = None,
     scale: float | None = None,
     kv_tokens_per_step: int | None = None,
-    shared_prefixes: bool = False,
+    shared_prefixes: int = 0,
 ) -> "TiledAttention":
     """Causal attention by tiles, for a sequence split on the mesh in zigzag order, or per document with mirrored pieces
     (`document_order`).
@@ -99,7 +99,7 @@ def make_tiled(
       kv_tokens_per_step: limit of the keys of one kernel call, unless a sub-chunk is longer. Merging its result moves
         18 bytes per entry of out. On an H100 this takes 800 / kv_tokens_per_step of the call's time (estimated, at 600
         TFLOP/s and 3.35 TB/s; not yet timed on a GPU). None: from memory, see `_max_kv_tokens`.
-      shared_prefixes: documents may continue a prefix, which `prepare` gets. Only in zigzag order: with mirrored
+      shared_prefixes: as for `sharded_attention.make`. Only in zigzag order: with mirrored
         pieces, a query would not reach all blocks of its prefix.
     Raises:
       Unsupported: strategy all_gather, or key/value heads that do not split over the inner ranks.
@@ -154,7 +154,7 @@ class TiledAttention:
     window: int | None
     scale: float | None
     kv_tokens_per_step: int | None
-    shared_prefixes: bool = False
+    shared_prefixes: int = 0
 
     def empty(self, batch: int, num_tokens: int, head_dim: int, dtype) -> jax.Array:
         """kv filled with zeros.
@@ -176,14 +176,14 @@ class TiledAttention:
         positions_BT: jax.Array,
         segments_BT: jax.Array | None,
         q_like=None,
-        prefixes_BT: jax.Array | None = None,
+        prefixes_BTD: jax.Array | None = None,
     ):
         """The mask as key ranges, once per training step.
 
         Args:
           positions_BT, segments_BT: int32, of the whole sequence in layout order. No segments: one document.
           q_like: of `ShardedAttention.prepare`; not used, since each call has other slices of the ranges.
-          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`.
+          prefixes_BTD: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`.
         Returns:
           The ranges of each group's tokens over each half of the block of each ring step, [ring steps, halves, B, S],
           or None for one document. With a sliding window, the result of `window_exchange.prepare`.
@@ -197,7 +197,7 @@ class TiledAttention:
                 return window_exchange.prepare(tokens, self._spec, self.outer, CHUNKS)
             return ring_key_ranges_of_halves(tokens, self._spec, self.outer)
 
-        tokens = TokenInfo(positions_BT, segments_BT, prefixes_BT)
+        tokens = TokenInfo(positions_BT, segments_BT, prefixes_BTD)
         return self._split(local, (tokens.map(lambda _: self._specs.tokens),), self._ranges)(tokens)
 
     def put(self, kv: jax.Array, k_BtKH: jax.Array, v_BtKH: jax.Array, tile) -> jax.Array:

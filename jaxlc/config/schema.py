@@ -20,7 +20,7 @@ from jaxlc.config.ranges import (
     FromMinus1,
     ZeroOrAbove1,
 )
-from jaxlc.config.values import Tokens
+from jaxlc.config.values import Levels, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,10 @@ class AttentionConfig:
     # with document_mask. True: each long document is split over the context ranks by itself, and short documents are
     # assigned whole, so that all ranks have equal work. False: the packed sequence is split in zigzag order.
     document_sharding: bool = True
-    # documents may continue a prefix that they share: it is computed once, and its keys are sent once. For data.traces,
-    # and for batches of the caller with prefix_ids.
-    shared_prefixes: bool = False
+    # documents may continue a prefix that they share, which may continue another one, and so on, up to this number of
+    # levels; 0: none. True means 1. A prefix is computed once, and its keys are sent once. For data.traces, and for
+    # batches of the caller with prefix_ids.
+    shared_prefixes: Levels = Levels(0)
     # attention kernel. auto: the fastest one that supports the mask, head size and device. A named kernel that does not
     # support the case is an error. mosaic needs the extra `mosaic`, and auto never selects it.
     kernel: Literal["auto", "cudnn", "pallas", "blockwise", "reference", "mosaic"] = "auto"

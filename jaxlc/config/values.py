@@ -19,6 +19,8 @@ from jaxlc.core.text import suggestion
 
 Tokens = NewType("Tokens", int)  # "1M" or "32K", multiples of 2^20 and 2^10, or "131072"
 
+Levels = NewType("Levels", int)  # a number of levels; true is one level, and false none
+
 _LENGTH_UNITS = {"K": 2**10, "M": 2**20}
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
@@ -186,6 +188,11 @@ def _as_tokens(value: Any) -> int | None:
     return number if number is not None and number > 0 else None
 
 
+def _as_levels(value: Any) -> int | None:
+    is_on = _as_boolean(value)
+    return _as_integer(value) if is_on is None else int(is_on)
+
+
 def _as_sequence(value: Any) -> Sequence[Any]:
     """The items of a list, a tuple, one path, or a string such as "a,b", "(0, 2)" or ""; [None] for
     any other value.
@@ -216,6 +223,7 @@ _KINDS: dict[Any, _Kind] = {
     float: _Kind(_as_float, "a finite number", "numbers"),
     bool: _Kind(_as_boolean, "true or false"),
     str: _Kind(_as_string, "a string", "strings"),
+    Levels: _Kind(_as_levels, "a number of levels"),
     Tokens: _Kind(
         _as_tokens,
         "tokens, such as 131072, 32K or 1M (1M = 1,048,576)",

@@ -132,8 +132,9 @@ class BatchTokens(NamedTuple):
 
     positions_BT: jax.Array
     segments_BT: jax.Array | None  # 0: padding. None: each sequence is one document
-    # the segment that a token's segment continues, 0: none. None: none does
-    prefixes_BT: jax.Array | None = None
+    # [B, T, D]: the segments that a token's segment continues; see `key_ranges.TokenInfo`. None: no
+    # segment continues another one
+    prefixes_BTD: jax.Array | None = None
     # of per-document sharding with chains; see `document_fragments.group_table`
     fragments_BT: jax.Array | None = None
 
@@ -246,7 +247,7 @@ class OnTiles:
 
 
 class OnTrees:
-    """A mixer whose segments may continue another one: it reads `BatchTokens.prefixes_BT`."""
+    """A mixer whose segments may continue another one: it reads `BatchTokens.prefixes_BTD`."""
 
 
 class ChoosesKernel:

@@ -136,8 +136,8 @@ def _preference_sums(
     rejected one.
     """
     rewards_BT = settings.beta * batch.loss_weights * (log_probs_BT - batch.reference_log_probs)
-    margins_BP = _sums_by(batch.prefix_ids, batch.advantages * rewards_BT)
-    is_pair_BP = _sums_by(batch.prefix_ids, batch.answer_weights) > 0
+    margins_BP = _sums_by(batch.prefix_ids[..., 0], batch.advantages * rewards_BT)
+    is_pair_BP = _sums_by(batch.prefix_ids[..., 0], batch.answer_weights) > 0
     smoothing = settings.label_smoothing
     losses_BP = -(1 - smoothing) * jax.nn.log_sigmoid(margins_BP) - smoothing * jax.nn.log_sigmoid(
         -margins_BP

@@ -147,7 +147,9 @@ class PackedTraces:
             for trace in tree.traces:
                 segment += 1
                 values = self._branch(trace, tree.num_prefix_tokens)
-                at = _write(arrays, at, segment_ids=segment, prefix_ids=prefix_id, **values)
+                begin, at = at, _write(arrays, at, segment_ids=segment, **values)
+                if prefix_id:
+                    arrays["prefix_ids"][begin:at, 0] = prefix_id
         return arrays
 
     def _branch(self, trace: Trace, first: int) -> dict[str, np.ndarray | float]:

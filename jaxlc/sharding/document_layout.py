@@ -91,13 +91,13 @@ _WINDOWS_AT_DISTANCE = {1: 8, 2: 2}  # windows for which there is room, in each 
 
 
 def room_by_distance(
-    rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: bool = False
+    rank_tokens: int, num_ranks: int, window: int, *, shared_prefixes: int = 0
 ) -> dict[int, int]:
     """Tokens that a rank can send to the rank `distance` after it, modulo the ranks, for each distance that has any.
 
     Args:
-      shared_prefixes: documents in zigzag order continue prefixes. Only of the first document of a chunk and of those
-        that share its prefix, the prefix ends before the chunk, on any rank: a chunk needs one more window.
+      shared_prefixes: levels of prefixes that documents in zigzag order continue. Only prefixes of the first document
+        of a chunk end before the chunk, on any rank: a chunk needs one more window for each level.
     """
     chunk_tokens, chunks = rank_tokens // 2, np.arange(2 * num_ranks)
     sizes = np.full(len(chunks), chunk_tokens)
@@ -111,7 +111,7 @@ def room_by_distance(
                 for_documents[signed % num_ranks] += num_windows * (window - 1)
         room = np.minimum(np.maximum(room, for_documents), rank_tokens)
     if shared_prefixes:
-        room = np.minimum(room + 2 * (window - 1), rank_tokens)
+        room = np.minimum(room + 2 * shared_prefixes * (window - 1), rank_tokens)
     return {distance: int(room[distance]) for distance in range(1, num_ranks) if room[distance]}
 
 

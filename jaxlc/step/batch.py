@@ -91,7 +91,7 @@ def choose_order(config: Config, context: int) -> SequenceOrder:
     def order_of(sequence):
         order_T = document_order(
             sequence["segment_ids"], context // inner, inner, mirrored=is_tiled, window=window,
-            ascending=attention.shared_prefixes, skips_ring_steps=skips_ring_steps,
+            ascending=bool(attention.shared_prefixes), skips_ring_steps=skips_ring_steps,
         )  # fmt: skip
         return zigzag_order(config.data.seq_len, context) if order_T is None else order_T
 

@@ -368,7 +368,7 @@ def _for_sequences_of(config: Config, num_tokens: int, mesh: Mesh) -> Config:
     return dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, seq_len=num_tokens),
-        attention=dataclasses.replace(config.attention, document_mask=True, shared_prefixes=False),
+        attention=dataclasses.replace(config.attention, document_mask=True, shared_prefixes=0),
         posttrain=PosttrainConfig(),
         memory=dataclasses.replace(config.memory, tile_tokens=tile_tokens),
     )

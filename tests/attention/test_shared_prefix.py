@@ -38,9 +38,12 @@ def sequence() -> dict[str, np.ndarray]:
             [start + np.arange(length) for start, length in zip(starts, lengths)]
         ),
         segment_ids=np.repeat(np.arange(1, len(lengths) + 1), lengths),
-        prefix_ids=np.repeat(parents, lengths),
+        prefix_ids=np.repeat(parents, lengths)[:, None],
     )
-    return {name: np.pad(x, (0, padding)).astype(np.int32) for name, x in arrays.items()}
+    return {
+        name: np.pad(x, [(0, padding), (0, 0)][: x.ndim]).astype(np.int32)
+        for name, x in arrays.items()
+    }
 
 
 def inputs() -> list[np.ndarray]:
@@ -53,7 +56,8 @@ def inputs() -> list[np.ndarray]:
 def _expected(window: int | None, with_sinks: bool):
     """out and gradients with a dense mask."""
     *qkv, dout, sinks_N = inputs()
-    positions, segments, prefixes = sequence().values()
+    positions, segments, prefixes_T1 = sequence().values()
+    prefixes = prefixes_T1[:, 0]
     is_own = (segments[:, None] == segments) & (segments > 0)
     is_seen = is_own | ((prefixes[:, None] == segments) & (prefixes[:, None] > 0))
     distance = positions[:, None] - positions
@@ -82,7 +86,7 @@ def results(
     """(out, gradients) in natural order; the arrays of the sequence are in the order `order_T`."""
     *qkv, dout, sinks_N = inputs()
     config = AttentionConfig(kernel=kernel, query_block_tokens=16, key_block_tokens=8, **settings)
-    attend = make(config, split_mesh(context=context), window=window, shared_prefixes=True)
+    attend = make(config, split_mesh(context=context), window=window, shared_prefixes=1)
     tokens = [jnp.asarray(x[order_T])[None] for x in sequence().values()]
     q_like = jax.ShapeDtypeStruct(qkv[0].shape, jnp.float32)
 
@@ -188,9 +192,7 @@ def test_trees_in_sliding_windows_of_tiles_match_dense_mask(window, strategy, ou
         kernel="blockwise", key_block_tokens=8, strategy=strategy, ulysses_degree=inner
     )
     mesh = split_mesh(context=outer * inner)
-    tiled = make_tiled(
-        config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=True
-    )
+    tiled = make_tiled(config, mesh, tiles=tiles, num_kv_heads=2, window=window, shared_prefixes=1)
     positions, segments, prefixes = (jnp.asarray(x[order_T])[None] for x in sequence().values())
     ranges = jax.jit(tiled.prepare)(positions, segments, None, prefixes)
     *actual, dsinks_1N = tiled_results(tiled, order_T, ranges, inputs()[:4], sinks_N)
@@ -220,11 +222,11 @@ def test_table_of_interleaved_branches_has_overlapping_keys():
 
     def overlaps(prefixes) -> bool:
         queries = TokenInfo(
-            jnp.full((1, 8), 9), jnp.arange(1, 9)[None], jnp.asarray(prefixes)[None]
+            jnp.full((1, 8), 9), jnp.arange(1, 9)[None], jnp.asarray(prefixes)[None, :, None]
         )
         keys = TokenInfo(jnp.zeros((1, 8), int), jnp.repeat(jnp.array([11, 12]), 4)[None])
         spec = AttentionSpec(causal=False)
-        ranges = key_ranges(queries, keys, spec).prefix
+        ranges = key_ranges(queries, keys, spec).prefixes[0]
         table = document_table(
             *ranges, 8, calls_for(1, 8, 8, causal=False, few_documents=False), causal=False
         )

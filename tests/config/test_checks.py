@@ -417,7 +417,7 @@ def test_check_lists_all_problems_in_one_error():
     with pytest.raises(UserError) as caught:
         load(config)
     for name in (
-        "attention.shared_prefixes=True",
+        "attention.shared_prefixes=1",
         "lora.rank",
         "optimizer.decay_steps",
         "train.z_loss=0",

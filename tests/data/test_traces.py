@@ -48,6 +48,11 @@ def opened(
     return open_traces(config, ByteTokenizer(), (str(path),), step=step), config
 
 
+def as_batch(row) -> dict[str, np.ndarray]:
+    """A row as a batch of the caller, whose prefix_ids name the last prefix only; of one level."""
+    return {name: x[None] for name, x in row.items()} | dict(prefix_ids=row["prefix_ids"].T)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_group_is_one_tree(tmp_path, suffix):
     """A branch starts with a copy of the last prompt token, so an answer of n tokens is a branch of
@@ -60,16 +65,14 @@ def test_group_is_one_tree(tmp_path, suffix):
     np.testing.assert_array_equal(row["targets"][:11], [0, 0, 0, 0, 6, 7, 8, 9, 6, 7, 0])
     np.testing.assert_array_equal(row["loss_weights"][:11], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0])
     np.testing.assert_array_equal(row["segment_ids"][:11], [1, 1, 1, 1, 2, 2, 2, 3, 4, 4, 0])
-    np.testing.assert_array_equal(row["prefix_ids"][:11], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0])
+    np.testing.assert_array_equal(row["prefix_ids"][:11, 0], [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0])
     np.testing.assert_array_equal(row["positions"][:11], [0, 1, 2, 3, 4, 5, 6, 4, 4, 5, 0])
     np.testing.assert_allclose(row["answer_weights"][4:10], [1 / 3] * 3 + [1] + [1 / 2] * 2)
     deviation = np.std([1, 0, 0.5], ddof=1) + 1e-4
     np.testing.assert_allclose(
         row["advantages"][[4, 7, 8]], np.array([0.5, -0.5, 0]) / deviation, rtol=1e-6
     )
-    completed = complete_batch(
-        {name: x[None] for name, x in row.items()}, (1, 32), 257, "test", array_dtypes(config)
-    )
+    completed = complete_batch(as_batch(row), (1, 32), 257, "test", array_dtypes(config))
     for name, x in completed.items():
         np.testing.assert_array_equal(x[0], row[name])
 
@@ -364,7 +367,7 @@ def test_invalid_traces_raise(tmp_path, records, sections, message):
         (dict(posttrain=dict(loss="dr_grpo")), "set config.posttrain.max_answer_tokens"),
         (
             dict(posttrain=dict(loss="dpo"), attention=dict(shared_prefixes=False)),
-            "shared_prefixes=True",
+            "shared_prefixes=1",
         ),
         (dict(posttrain=dict(loss="dpo", reference="base")), "config.lora.rank is 0"),
     ],
@@ -379,7 +382,7 @@ def test_invalid_settings_raise(tmp_path, sections, message):
     "prefix_ids, message",
     [
         ([0, 0, 9, 9, 0, 0], "no document 9"),
-        ([0, 0, 1, 1, 2, 2], "nested prefixes"),
+        ([0, 0, 1, 1, 2, 2], "shared_prefixes=2"),
         ([0, 0, 1, 0, 0, 0], "several prefix_ids in one document"),
     ],
 )
@@ -391,7 +394,12 @@ def test_invalid_prefixes_raise(prefix_ids, message):
     )
     with pytest.raises(UserError, match=message):
         complete_batch(
-            batch, (1, 6), 20, "batch 3", dict.fromkeys([*batch, "targets"], np.dtype("i4"))
+            batch,
+            (1, 6),
+            20,
+            "batch 3",
+            dict.fromkeys([*batch, "targets"], np.dtype("i4"))
+            | dict(prefix_ids=np.dtype(("i4", (1,)))),
         )
 
 
@@ -453,7 +461,7 @@ def test_recorded_experts_of_samplers_have_one_form(tmp_path, form):
     np.testing.assert_array_equal(row["experts"][:6], ROUTED)
     assert (row["experts"][6:] == 255).all()
     completed = complete_batch(
-        {name: x[None] for name, x in row.items()},
+        as_batch(row),
         (1, 32),
         257,
         "test",

@@ -99,7 +99,7 @@ def test_positions_of_a_batch_count_from_the_first_of_each_document(shift):
 
 def test_positions_of_branches_continue_those_of_their_prefix():
     """Also by default: a branch from 0 would not attend to the whole prefix."""
-    dtypes = ALWAYS | dict(prefix_ids=np.dtype("i4"))
+    dtypes = ALWAYS | dict(prefix_ids=np.dtype(("i4", (1,))))
     batch = dict(
         tokens=np.ones((1, 7), int),
         segment_ids=[[1, 1, 2, 2, 3, 4, 0]],

@@ -96,7 +96,7 @@ def loss_and_gradient(settings: PosttrainConfig, x: dict[str, np.ndarray]):
     )
     batch = Batch(
         None, None, rows(mask), None, rows(segments * mask).astype(np.int32),
-        prefix_ids=rows(mask).astype(np.int32),
+        prefix_ids=rows(mask).astype(np.int32)[..., None],
         advantages=rows(sides[:, None] * mask),
         answer_weights=rows(mask / mask.sum(1, keepdims=True)),
         old_log_probs=rows(x["old"]),

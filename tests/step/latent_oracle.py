@@ -141,10 +141,10 @@ def logits_of(params, tokens_T):
 def documents_of(row) -> list[tuple[np.ndarray, np.ndarray]]:
     """Places of the tokens of each document, with the prefix that it continues, and its own ones."""
     segments, documents = row["segment_ids"], []
-    prefixes = row.get("prefix_ids", np.zeros_like(segments))
+    prefixes = row.get("prefix_ids", segments[:, None] * 0)
     for segment in range(1, segments.max() + 1):
         (own,) = np.nonzero(segments == segment)
-        prefix = prefixes[own[0]]
+        prefix = prefixes[own[0], 0]
         (before,) = np.nonzero((segments == prefix) & (prefix > 0))
         documents.append((np.concatenate([before, own]), own))
     return documents

@@ -57,7 +57,7 @@ def policy_rows():
         segments = row["segment_ids"]
         row["advantages"] = np.where(segments % 2, 1.0, -0.5).astype(np.float32)
         row["answer_weights"] = np.full(len(segments), 0.1, np.float32)
-        row["prefix_ids"] = np.zeros(len(segments), np.int32)
+        row["prefix_ids"] = np.zeros((len(segments), 1), np.int32)
     rows[1]["prefix_ids"][np.isin(rows[1]["segment_ids"], (2, 3))] = 1
     return rows
 

@@ -1,16 +1,16 @@
 """Kernel selection: by name, or the fastest kernel that supports the problem; and kernels for
 shared prefixes.
 
-`SharedPrefixKernel` computes attention of documents that share a prefix by two calls of another
-kernel, so that the prefix is computed and stored once. A tree is a prefix and the documents that
-continue it (branches): the first call computes prefix and branches as documents of a packed
-sequence. The second computes the product of the branches' queries and the prefix's keys, in which
-nothing is masked. The results merge exactly (merge.py). The backward of both calls takes out and
-lse over all keys.
+`SharedPrefixKernel` computes attention of documents that share prefixes by calls of another kernel,
+so that a prefix is computed and stored once. In a tree, documents (branches) continue a prefix,
+which may continue another one: the first call computes all of them as documents of a packed
+sequence. There is one more call for each level of prefixes: the product of the keys of the prefixes
+at this level and the queries of all branches under them, in which nothing is masked. The results
+merge exactly (merge.py). The backward of all calls takes out and lse over all keys.
 """
 
 import dataclasses
-import itertools
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,10 +43,11 @@ class SharedPrefixKernel:
         return self.kernel.unsupported(problem)
 
     def prepare(self, ranges: TreeRanges, num_keys: int, spec: AttentionSpec) -> TreeRanges:
-        """As `contract.prepared` of the kernel, for both calls."""
-        specs = spec, _of_prefix(spec)
+        """As `contract.prepared` of the kernel, for all calls."""
+        of_prefix = _of_prefix(spec)
         return TreeRanges(
-            *(prepared(self.kernel, part, num_keys, spec) for part, spec in zip(ranges, specs))
+            prepared(self.kernel, ranges.own, num_keys, spec),
+            tuple(prepared(self.kernel, x, num_keys, of_prefix) for x in ranges.prefixes),
         )
 
     def forward(self, *operands):
@@ -62,36 +63,42 @@ class SharedPrefixKernel:
     ) -> CallResults:
         calls = self._calls("forward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec)
         return calls._replace(
-            joined=lambda results: merge(*itertools.chain(*calls.joined(results)))
+            joined=lambda results: functools.reduce(
+                lambda a, b: merge(*a, *b), calls.joined(results)
+            )
         )
 
     def backward_calls(
         self, q_BTNH, k_BSKH, v_BSKH, ranges: TreeRanges, spec: AttentionSpec, results: QueryResults
     ) -> CallResults:
         calls = self._calls("backward", (q_BTNH, k_BSKH, v_BSKH), ranges, spec, results)
-        return calls._replace(joined=lambda results: tuple(map(jnp.add, *calls.joined(results))))
+        return calls._replace(
+            joined=lambda results: tuple(
+                functools.reduce(jnp.add, parts) for parts in zip(*calls.joined(results))
+            )
+        )
 
     def _calls(
         self, direction: str, qkv: tuple, ranges: TreeRanges, spec: AttentionSpec, *others
     ) -> CallResults:
-        """Both calls; joined, they are the results of each in float32."""
-        own = calls_of(self.kernel, direction, *qkv, ranges.own, spec, *others)
+        """All calls; joined, they are the results of each in float32."""
+        calls = [calls_of(self.kernel, direction, *qkv, ranges.own, spec, *others)]
         with jax.named_scope(scopes.SHARED_PREFIX):
-            prefix = calls_of(
-                self.kernel, direction, *qkv, ranges.prefix, _of_prefix(spec), *others
-            )
+            for prefixes in ranges.prefixes:
+                call = calls_of(self.kernel, direction, *qkv, prefixes, _of_prefix(spec), *others)
+                calls.append(call)
 
         def joined(results):
-            pairs = zip((own, prefix), results, strict=True)
+            pairs = zip(calls, results, strict=True)
             return tuple(
-                tuple(x.astype(jnp.float32) for x in calls.joined(part)) for calls, part in pairs
+                tuple(x.astype(jnp.float32) for x in call.joined(part)) for call, part in pairs
             )
 
-        return CallResults((own.results, prefix.results), joined)
+        return CallResults(tuple(call.results for call in calls), joined)
 
 
 def _of_prefix(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of the second call: all queries of a tree have the same keys, unless there is a
+    """The spec of the other calls: all queries under a prefix have the same keys, unless there is a
     window.
     """
     return dataclasses.replace(spec, causal=False, window=None, few_documents=False)

@@ -44,7 +44,7 @@ def prepare(
     keys = tokens.map(lambda x_bt: lax.all_gather(x_bt, ranks.axis, axis=1, tiled=True))
     positions_and_segments = [x for x in keys[:2] if x is not None]
     order_bS = jax.vmap(jnp.lexsort)(positions_and_segments)
-    keys = keys.map(lambda x_bS: jnp.take_along_axis(x_bS, order_bS, axis=1))
+    keys = TokenInfo(*keys[:2]).map(lambda x_bS: jnp.take_along_axis(x_bS, order_bS, axis=1))
     return GatheredRanges(key_ranges(tokens, keys, spec), order_bS, jnp.argsort(order_bS, axis=1))
 
 

@@ -174,7 +174,7 @@ def make(
     token_order: TokenOrder = "zigzag",
     few_documents: bool = False,
     skips_ring_steps: bool = False,
-    shared_prefixes: bool = False,
+    shared_prefixes: int = 0,
 ) -> "ShardedAttention":
     """Attention over a sequence split on the mesh, as functions of global arrays.
 
@@ -184,7 +184,7 @@ def make(
       token_order: the order of the tokens of all arguments and results; see `attend`.
       few_documents: tokens are in the order of per-document sharding, in which ranks share few documents.
       skips_ring_steps: if no document needs the ring steps after step 1, they do not run.
-      shared_prefixes: documents may continue a prefix, which `prepare` gets.
+      shared_prefixes: levels of prefixes that documents may continue, which `prepare` gets; 0: none.
     Raises:
       UserError: the strategy is unknown, or `config.ulysses_degree` does not divide the context axis.
     """
@@ -216,14 +216,14 @@ class ShardedAttention:
     spec: AttentionSpec
     axes: AttentionAxes
     token_order: TokenOrder
-    shared_prefixes: bool = False
+    shared_prefixes: int = 0
 
     def prepare(
         self,
         positions_BT: jax.Array | None,
         segments_BT: jax.Array | None,
         q_like: jax.ShapeDtypeStruct | None = None,
-        prefixes_BT: jax.Array | None = None,
+        prefixes_BTD: jax.Array | None = None,
     ):
         """The mask of packed documents as key ranges, for all layers of a training step.
 
@@ -234,7 +234,7 @@ class ShardedAttention:
             sequence is one document.
           q_like: the q_BTNH of all calls. With it, what a kernel computes from the ranges is computed once, here; such
             calls have no `vmap`. None: each call computes it.
-          prefixes_BT: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
+          prefixes_BTD: int32, with `shared_prefixes`; see `key_ranges.TokenInfo`. Requires positions.
         Returns:
           The `ranges` of a call, a tree of arrays; None if nothing is masked, or if the mask is implicit.
         """
@@ -248,7 +248,7 @@ class ShardedAttention:
             ranks=self.ranks,
             token_order=self.token_order,
         )
-        tokens = TokenInfo(positions_BT, segments_BT, prefixes_BT)
+        tokens = TokenInfo(positions_BT, segments_BT, prefixes_BTD)
         return self._split(local, (tokens.map(lambda _: self._specs.tokens),), self._ranges_specs)(
             tokens
         )

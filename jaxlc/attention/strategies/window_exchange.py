@@ -152,8 +152,9 @@ class WindowKeys(NamedTuple):
         return jax.tree.leaves(self.ranges_bt)[0].shape[1]
 
     @property
-    def shared_prefixes(self) -> bool:
-        return isinstance(self.ranges_bt, TreeRanges)
+    def shared_prefixes(self) -> int:
+        """Levels of prefixes."""
+        return len(self.ranges_bt.prefixes) if isinstance(self.ranges_bt, TreeRanges) else 0
 
 
 def prepare(
@@ -169,7 +170,8 @@ def prepare(
     segments_bt = (
         jnp.ones_like(tokens.positions_BT) if tokens.segments_BT is None else tokens.segments_BT
     )
-    own, shared_prefixes = tokens._replace(segments_BT=segments_bt), tokens.prefixes_BT is not None
+    own = tokens._replace(segments_BT=segments_bt)
+    shared_prefixes = 0 if tokens.prefixes_BTD is None else tokens.prefixes_BTD.shape[2]
     if ranks.size == 1:
         return key_ranges(own, own, spec)
     (batch, num_tokens), rank = segments_bt.shape, lax.axis_index(ranks.axis)
@@ -183,7 +185,9 @@ def prepare(
         indices_bt = jnp.where(is_needed_bt, jnp.arange(num_tokens, dtype=jnp.int32), num_tokens)
         sent.append(jnp.sort(indices_bt, axis=1)[:, :room])
     sent_bC = jnp.concatenate(sent, axis=1)
-    pool = own.map(lambda x_bt: _with_received(x_bt, sent_bC, spec, ranks, shared_prefixes))
+    pool = TokenInfo(*own[:2]).map(
+        lambda x_bt: _with_received(x_bt, sent_bC, spec, ranks, shared_prefixes)
+    )
     num_keys = num_extended_keys(num_tokens, spec, ranks, chunks, shared_prefixes)
     parts = []
     for chunk, queries in enumerate(_split(own, chunks)):
@@ -199,14 +203,16 @@ def prepare(
 
 
 def num_extended_keys(
-    num_tokens: int, spec: AttentionSpec, ranks: Ranks, chunks: int, shared_prefixes: bool = False
+    num_tokens: int, spec: AttentionSpec, ranks: Ranks, chunks: int, shared_prefixes: int = 0
 ) -> int:
     """E, for a rank with `num_tokens` tokens."""
     num_received = sum(room for _, room in _rooms(num_tokens, spec, ranks, shared_prefixes))
-    # of each chunk of zigzag order, the window before it and the one before its first branch
+    # of each chunk of zigzag order, the window before it and those of the prefixes of its first
+    # branch
     if shared_prefixes:
+        num_windows = (1 + shared_prefixes) * (2 // chunks)
         return min(
-            num_tokens // chunks + 2 * (2 // chunks) * (spec.window - 1), num_tokens + num_received
+            num_tokens // chunks + num_windows * (spec.window - 1), num_tokens + num_received
         )
     if chunks == 1:
         return num_tokens + num_received
@@ -282,7 +288,7 @@ def _keys_of_chunk(
     is_own_S = (first <= index_S) & (index_S < first + queries.segments_BT.shape[1])
     is_key_bS = (pool.segments_BT != 0) & (is_own_S | _is_seen(pool, queries, spec))
     document_bS = first_own_key(pool, queries)
-    if queries.prefixes_BT is not None:
+    if queries.prefixes_BTD is not None:
         has_queries_bS = (
             jnp.take_along_axis(queries.segments_BT, document_bS, axis=1) == pool.segments_BT
         )
@@ -298,13 +304,13 @@ def _is_seen(keys: TokenInfo, queries: TokenInfo, spec: AttentionSpec) -> jax.Ar
     is_seen = seen_by(keys, queries, spec.window)
     return (
         is_seen
-        if queries.prefixes_BT is None
+        if queries.prefixes_BTD is None
         else is_seen | seen_by_branches(keys, queries, spec.window)
     )
 
 
 def _rooms(
-    num_tokens: int, spec: AttentionSpec, ranks: Ranks, shared_prefixes: bool
+    num_tokens: int, spec: AttentionSpec, ranks: Ranks, shared_prefixes: int
 ) -> Iterable[tuple[int, int]]:
     """(distance, tokens that are sent)"""
     return room_by_distance(
@@ -313,7 +319,7 @@ def _rooms(
 
 
 def _with_received(
-    x_bt: jax.Array, sent_bC: jax.Array, spec: AttentionSpec, ranks: Ranks, shared_prefixes: bool
+    x_bt: jax.Array, sent_bC: jax.Array, spec: AttentionSpec, ranks: Ranks, shared_prefixes: int
 ) -> jax.Array:
     """x with the tokens of other ranks appended; zeros, the segment of padding, where a rank needs
     less than fits.

@@ -168,7 +168,8 @@ def _without_effect(
 def _prefix_problems(config: Config) -> Iterator[str]:
     if config.attention.shared_prefixes and not config.attention.document_mask:
         yield (
-            "config.attention.shared_prefixes=True needs a document mask; use --config.attention.document_mask=True"
+            f"config.attention.shared_prefixes={config.attention.shared_prefixes} needs a document mask;"
+            " use --config.attention.document_mask=True"
         )
 
 
@@ -231,7 +232,7 @@ def _loss_problems(config: Config) -> Iterator[str]:
     yield from _without_effect("posttrain", posttrain, unused, f"with {setting}; remove it")
     yield from _weight_problems(posttrain)
     if posttrain.loss == "dpo" and not config.attention.shared_prefixes:
-        yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=True"
+        yield f"{setting} needs the answers of a pair in one sequence; use --config.attention.shared_prefixes=1"
         if posttrain.reference == "record":
             yield (
                 "config.posttrain.reference='record' reads reference_log_probs of the records, which `jaxlc logprobs`"

@@ -24,8 +24,8 @@ class Batch(NamedTuple):
     positions: jax.Array
     segment_ids: jax.Array  # int32: 0 is padding
     # The next are None unless the config needs them: `array_dtypes`. Each has the values of the
-    # token's document or target. int32: the segment id of the prefix that the document continues;
-    # 0: none
+    # token's document or target. int32 [.., levels of attention.shared_prefixes]: the segment ids of
+    # the prefixes that the document continues, the root first; 0 from its own level on
     prefix_ids: jax.Array | None = None
     # float32; of pairs: 1 for the chosen answer, -1 for the rejected one
     advantages: jax.Array | None = None
@@ -65,8 +65,6 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
     """The dtype of each array of a batch of `config`; with a shape, if tokens have arrays."""
     posttrain = config.posttrain
     names = []
-    if config.attention.shared_prefixes:
-        names.append("prefix_ids")
     if posttrain.loss:
         names += ["advantages", "answer_weights"]
     if posttrain.old_log_probs == "record":
@@ -76,7 +74,9 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
         names.append("sampled_log_probs")
     if posttrain.uses_reference and posttrain.reference == "record":
         names.append("reference_log_probs")
-    dtypes = {name: np.dtype("i4" if name == "prefix_ids" else "f4") for name in names}
+    dtypes = dict.fromkeys(names, np.dtype("f4"))
+    if num_levels := config.attention.shared_prefixes:
+        dtypes = dict(prefix_ids=np.dtype(("i4", (num_levels,)))) | dtypes
     if posttrain.replay_routing:
         dtypes["experts"] = experts_dtype(config.model)
     return ALWAYS | dtypes

@@ -30,14 +30,15 @@ def complete_traces(
 ) -> None:
     """Adds the arrays of post-training that `dtypes` names and `arrays` lacks; all are [B, S] in natural order.
 
-    "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none). "answer_weights"
-    is 1 / number of weighted targets of the document (default: from the loss weights). "advantages", "old_log_probs",
-    "sampled_log_probs" and "reference_log_probs" are values of the token's target; there is no default. "experts" are
-    those of the token in each layer with experts; see `Batch`.
+    "prefix_ids" is the segment id of the prefix that a token's document continues (default: 0, none), and becomes those
+    of all prefixes before it, [B, S, levels]; see `Batch`. "answer_weights" is 1 / number of weighted targets of the
+    document (default: from the loss weights). "advantages", "old_log_probs", "sampled_log_probs" and
+    "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
+    each layer with experts; see `Batch`.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
-        invalid: unknown, nested, or continued by documents that are not neighbors.
+        invalid: unknown, of too many levels, or in another order than `_ancestors` expects.
     """
     for name in set(dtypes) & set(_TRACE_BATCHES_REQUIRED):
         if name not in arrays:
@@ -55,7 +56,16 @@ def complete_traces(
             f" ids are 0 to the number of tokens, {segments.shape[1]}"
         )
     if "prefix_ids" in dtypes:
-        _check_prefixes(arrays.setdefault("prefix_ids", np.zeros_like(segments)), segments, where)
+        parents, levels = (
+            arrays.get("prefix_ids", np.zeros_like(segments)),
+            dtypes["prefix_ids"].shape,
+        )
+        arrays["prefix_ids"] = np.stack(
+            [
+                _ancestors(*rows, *levels, f"{where}: sequence {number}")
+                for number, rows in enumerate(zip(parents, segments))
+            ]
+        )
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
         arrays["answer_weights"] = np.stack(
             [_answer_weights(*x) for x in zip(segments, arrays["loss_weights"])]
@@ -68,31 +78,44 @@ def _answer_weights(segments_S: np.ndarray, weights_S: np.ndarray) -> np.ndarray
     return np.where(has_loss, 1 / np.maximum(counts[segments_S], 1), 0)
 
 
-def _check_prefixes(prefixes: np.ndarray, segments: np.ndarray, where: str) -> None:
-    for row, (prefixes_S, segments_S) in enumerate(zip(prefixes, segments)):
-        documents = np.unique(np.stack([segments_S, prefixes_S]), axis=1)
-        prefix_of = dict(documents.T.tolist())
-        if len(prefix_of) < documents.shape[1] or prefix_of.get(0):
+def _ancestors(
+    parents_S: np.ndarray, segments_S: np.ndarray, num_levels: int, where: str
+) -> np.ndarray:
+    """The segment ids of the prefixes before each token's document, [S, levels], the root first.
+
+    Args:
+      parents_S: the last of these prefixes; 0: none.
+    Raises:
+      UserError: a prefix is unknown, or there are too many before a document, or documents are not in the order of
+        depth-first search: after each document those that continue it, each with all that continue that one.
+    """
+    is_first = np.diff(np.stack([segments_S, parents_S]), prepend=-1).any(0)
+    documents = list(zip(segments_S[is_first].tolist(), parents_S[is_first].tolist()))
+    known = dict(documents)
+    path, paths = [], np.zeros((len(segments_S) + 1, num_levels), np.int64)
+    for number, (segment, parent) in enumerate(documents):
+        if number and segment == documents[number - 1][0] or (parent and not segment):
             raise UserError(
-                f"invalid {where}: sequence {row} has several prefix_ids in one document, or in padding"
+                f"invalid {where} has several prefix_ids in one document, or in padding"
             )
-        for segment, prefix in prefix_of.items():
-            if prefix and prefix not in prefix_of:
-                raise UserError(
-                    f"invalid {where}: sequence {row} has no document {prefix}, the prefix of {segment}"
-                )
-            if prefix and prefix_of[prefix]:
-                raise UserError(
-                    f"invalid {where}: document {prefix} of sequence {row} is a prefix and has the prefix"
-                    f" {prefix_of[prefix]}; unsupported: nested prefixes"
-                )
-        starts = prefixes_S[np.diff(prefixes_S, prepend=0) != 0]
-        runs = starts[starts > 0]
-        if len(runs) > len(np.unique(runs)):
+        if parent and parent not in known:
+            raise UserError(f"invalid {where} has no document {parent}, the prefix of {segment}")
+        while parent and path and path[-1] != parent:
+            path.pop()
+        if parent and not path:
             raise UserError(
-                f"invalid {where}: the documents of sequence {row} that continue one prefix are not neighbors; put them"
-                " one after the other"
+                f"invalid {where} has document {segment}, which continues {parent}, in another place: put documents"
+                " that continue one prefix after it one after the other, each followed by those that continue it"
             )
+        path = path if parent else []
+        if len(path) > num_levels:
+            raise UserError(
+                f"invalid {where} has {len(path)} prefixes before document {segment}, expected at most {num_levels}"
+                f" (config.attention.shared_prefixes); use --config.attention.shared_prefixes={len(path)}"
+            )
+        paths[segment, : len(path)] = path
+        path.append(segment)
+    return paths[segments_S]
 
 
 _REQUIRED = "tokens"
@@ -296,7 +319,9 @@ def _arrays(
     # None: any number of sequences, that of tokens
     num_sequences = shape[0] or np.atleast_1d(arrays[_REQUIRED]).shape[0] or 1
     for name, array in arrays.items():
-        dtype, expected = dtypes[name], (num_sequences, shape[1], *dtypes[name].shape)
+        dtype = dtypes[name]
+        entry = () if name == "prefix_ids" else dtype.shape  # the caller names the last prefix only
+        expected = num_sequences, shape[1], *entry
         # an unsigned one has a value for no record
         kind = dict(i=np.integer, f=np.number).get(dtype.base.kind, dtype.base)
         if array.shape != expected or not np.issubdtype(array.dtype, kind):
@@ -351,26 +376,33 @@ def _positions(
     Raises:
       UserError: positions that do not increase, or are out of range.
     """
-    segments, prefixes = arrays["segment_ids"], arrays.get("prefix_ids", np.zeros((), np.int64))
+    segments, prefixes = arrays["segment_ids"], arrays.get("prefix_ids", np.zeros((1, 1, 1), int))
     index_S = np.arange(segments.shape[1])
     # index of the first token of the document
     first = np.maximum.accumulate(np.where(is_first, index_S, 0), axis=1)
-    # indices of the first token of the prefix, or of the document, and its end
-    root, prefix_end = first, first
+    # indices of the first token of the first prefix, or of the document, and the end of the last
+    # prefix; number of tokens of all prefixes
+    root, prefix_end, num_before = first, first, 0
     if prefixes.any():
         # by segment id
         first_of, end_of = np.zeros((2, len(segments), segments.shape[1] + 1), np.int64)
         np.put_along_axis(first_of, segments, first, axis=1)
         # the last one remains
         np.put_along_axis(end_of, segments, np.broadcast_to(index_S + 1, first.shape), axis=1)
-        root = np.where(prefixes > 0, np.take_along_axis(first_of, prefixes, axis=1), first)
-        prefix_end = np.where(prefixes > 0, np.take_along_axis(end_of, prefixes, axis=1), first)
+        first_of[:, 0] = end_of[:, 0] = 0
+        flat = prefixes.reshape(len(segments), -1)
+        starts, ends = (
+            np.take_along_axis(x, flat, axis=1).reshape(prefixes.shape) for x in (first_of, end_of)
+        )
+        is_branch, num_before = prefixes[..., 0] > 0, (ends - starts).sum(-1)
+        root = np.where(is_branch, starts[..., 0], first)
+        prefix_end = np.where(is_branch, ends.max(-1), first)
     if "positions" not in arrays:
-        return np.where(segments != 0, index_S - first + prefix_end - root, 0)
+        return np.where(segments != 0, index_S - first + num_before, 0)
     positions = arrays["positions"].astype(np.int64)
     # the token before, also that of the prefix
     previous = np.where(is_first, prefix_end - 1, index_S - 1)
-    has_previous = (segments != 0) & (~is_first | (prefixes > 0))
+    has_previous = (segments != 0) & (~is_first | (prefixes[..., 0] > 0))
     before = np.take_along_axis(positions, np.maximum(previous, 0), axis=1)
     is_wrong = has_previous & (before >= positions)
     if is_wrong.any():

@@ -119,7 +119,7 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
                 return None
             q_like = _abstract_queries(on, tokens.positions_BT.shape)
             return sharded.prepare(
-                tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BT
+                tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BTD
             )
 
         def attend(q_BTNH, k_BTKH, v_BTKH, sinks_N, *, ranges):
@@ -143,8 +143,9 @@ class SoftmaxAttention(Mixer, Rotary, OnTiles, OnTrees, ChoosesKernel):
             if tokens.segments_BT is None:
                 return tiled.prepare(tokens.positions_BT, None)
             q_like = _abstract_queries(on, tokens.positions_BT.shape)
-            prefixes = {} if tokens.prefixes_BT is None else dict(prefixes_BT=tokens.prefixes_BT)
-            return tiled.prepare(tokens.positions_BT, tokens.segments_BT, q_like, **prefixes)
+            return tiled.prepare(
+                tokens.positions_BT, tokens.segments_BT, q_like, tokens.prefixes_BTD
+            )
 
         return Tiles(prepare, AttentionTiles(tiled))
 
