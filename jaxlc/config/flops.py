@@ -179,7 +179,7 @@ def document_pairs(
     """Pairs of a packed sequence with documents of these lengths in tokens, summed over the layers.
 
     Args:
-      prefix_lengths: tokens of the shared prefix that each document continues. Empty: none.
+      prefix_lengths: tokens of the shared prefixes that each document continues. Empty: none.
     """
     earlier = prefix_lengths if len(prefix_lengths) else [0] * len(lengths)
     return sum(

@@ -21,6 +21,7 @@ from jaxlc.simulate.packed_work import (
     mean_of_microbatches,
     num_ring_steps,
     sequence_work,
+    tokens_before,
 )
 from jaxlc.simulate.timeline import Prediction, predict
 
@@ -70,11 +71,11 @@ class Documents(NamedTuple):
 
     @property
     def longest_trace(self) -> int:
-        """Tokens of the longest document, with the prefix that it continues."""
-        lengths = np.array(self.sequences[0])
+        """Tokens of the longest document, with the prefixes that it continues."""
         if not any(self.prefixes):
             return max(int(x.max()) for x in self.sequences)
-        return int((lengths + [lengths[i - 1] if i else 0 for i in self.prefixes]).max())
+        lengths = self.sequences[0]
+        return int((lengths + tokens_before(lengths, self.prefixes)).max())
 
 
 def read_documents(config: Config, source: str) -> Documents:
@@ -83,8 +84,9 @@ def read_documents(config: Config, source: str) -> Documents:
     Args:
       source: "corpus": the first sequences of a run; "mix": random ones with 60% of the tokens in documents of an
         eighth of the sequence or more; or the lengths of the documents of one sequence, "65536,1024x64", in which
-        "tree:131072+8x8192" is a prefix that 8 documents continue. Without attention.shared_prefixes, these are 8
-        documents of 139,264 tokens, which may take several sequences.
+        "tree:131072+8x8192" is a prefix that 8 documents continue, and in "tree:65536+4x(16384+4x4096)" 4 others
+        continue each of 4 such documents. Without attention.shared_prefixes, the former are 8 documents of 139,264
+        tokens, which may take several sequences.
     Raises:
       UserError: none of these, the documents do not fit a sequence, or the corpus cannot be read.
     """
@@ -106,6 +108,11 @@ def read_documents(config: Config, source: str) -> Documents:
     lengths, prefixes = _parse(source)
     if any(prefixes) and not config.attention.shared_prefixes:
         return Documents(source, _separate_rows(source, lengths, prefixes, seq_len))
+    if (num_levels := _num_levels(prefixes)) > config.attention.shared_prefixes:
+        raise UserError(
+            f"the tree of {source} has {num_levels} levels of prefixes; set"
+            f" --config.attention.shared_prefixes={num_levels}, or False for separate rows"
+        )
     if sum(lengths) > seq_len:
         raise UserError(
             f"the document lengths {source} have {sum(lengths):,} tokens in total: expected at most"
@@ -117,17 +124,17 @@ def read_documents(config: Config, source: str) -> Documents:
 def _separate_rows(
     source: str, lengths: Sequence[int], prefixes: Sequence[int], seq_len: int
 ) -> list[np.ndarray]:
-    """Sequences in which each branch repeats its prefix; a document is in the first sequence that
-    has room.
+    """Sequences in which each document that no other one continues repeats its prefixes; it is in the
+    first sequence that has room.
 
     Raises:
       UserError: a document is longer than a sequence.
     """
     sequences: list[list[int]] = []
-    for number, (length, prefix) in enumerate(zip(lengths, prefixes), start=1):
+    rows = np.add(lengths, tokens_before(lengths, prefixes)).tolist()
+    for number, row in enumerate(rows, start=1):
         if number in prefixes:
             continue
-        row = length + (lengths[prefix - 1] if prefix else 0)
         if row > seq_len:
             raise UserError(
                 f"the document lengths {source} have a document of {row:,} tokens, with its prefix: expected at most"
@@ -164,21 +171,40 @@ def _parse(source: str) -> tuple[list[int], list[int]]:
     prefixes: list[int] = []
     for part in source.split(","):
         plain = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", part.strip())
-        tree = re.fullmatch(r"tree:([1-9]\d*)\+([1-9]\d*)x([1-9]\d*)", part.strip())
+        tree = _nodes(part.strip().removeprefix("tree:")) if "tree:" in part else []
         if plain:
             count = int(plain[2] or 1)
             lengths += [int(plain[1])] * count
             prefixes += [0] * count
         elif tree:
-            prefix, count, branch = map(int, tree.groups())
-            lengths += [prefix, *[branch] * count]
-            prefixes += [0, *[len(prefixes) + 1] * count]
+            prefixes += [prefix and prefix + len(prefixes) for _, prefix in tree]
+            lengths += [length for length, _ in tree]
         else:
             raise UserError(
                 f"invalid document lengths {source!r}: expected {CORPUS}, {MIX}, or lengths in tokens such as"
                 " 65536,1024x64 or tree:131072+8x8192"
             )
     return lengths, prefixes
+
+
+def _nodes(tree: str) -> list[tuple[int, int]]:
+    """The length of each document of "16384+4x4096" and the number, from 1, of the one that it
+    continues; none if `tree` is invalid.
+    """
+    parts = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)x(?:([1-9]\d*)|\((.*)\))", tree)
+    if parts is None:
+        return []
+    nodes = [(int(parts[1]), 0)]
+    branch = [(int(parts[3]), 0)] if parts[3] else _nodes(parts[4])
+    for _ in range(int(parts[2])):
+        first = len(nodes)
+        nodes += [(length, prefix + first if prefix else 1) for length, prefix in branch]
+    return nodes if branch else []
+
+
+def _num_levels(prefixes: Sequence[int]) -> int:
+    """The largest number of prefixes that a document continues."""
+    return int(tokens_before([1] * len(prefixes), prefixes).max(initial=0))
 
 
 def estimate_packing(documents: Documents, program: StepProgram) -> PackingEstimates:

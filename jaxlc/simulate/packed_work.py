@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxlc.attention.kernels.cudnn_packed import calls_for
 from jaxlc.config import Config
@@ -33,7 +34,7 @@ class AttentionWork(NamedTuple):
     # Calls of a packed kernel in a loop, for more documents than those outside of it take.
     own_further_calls: float = 0.0
     ring_step_further_calls: float = 0.0  # mean over the other ring steps
-    # Pairs of a query in a branch and a key in the prefix that it continues, as the first two.
+    # Pairs of a query in a branch and a key in the prefixes that it continues, as the first two.
     prefix_own_pairs: float = 0.0
     prefix_ring_step_pairs: float = 0.0
     num_other_steps: float = 0.0  # ring steps that run after step 0
@@ -114,7 +115,7 @@ def sequence_work(
     Args:
       order_of: the order of its tokens in a run, such as `TrainStep.sequence_order.of`.
       lengths: int [documents], in the order of the sequence; the rest of config.data.seq_len is padding.
-      prefixes: int [documents]: the number, from 1, of the document that each continues; 0: none. Empty: all 0.
+      prefixes: int [documents]: the number, from 1, of the earlier document that each continues; 0: none. Empty: all 0.
       few_documents, skips_ring_steps: of `TrainStep.sequence_order`.
     """
     num_tokens = config.data.seq_len
@@ -123,9 +124,9 @@ def sequence_work(
     order_T = order_of({"segment_ids": segment_ids_T})
     shards, tile_T = num_shards(config), _tile_of_tokens(config)
     pieces = _pieces(segment_ids_T, order_T, shards, tile_T)
-    prefix_of = np.array([0, *(prefixes or [0] * len(lengths))])
+    prefixes = prefixes or [0] * len(lengths)
     pairs = _pairs_by_rank(pieces, shards, tile_T.max() + 1)
-    prefix_pairs = _prefix_pairs_by_rank(pieces, prefix_of, shards, tile_T.max() + 1)
+    prefix_pairs = _prefix_pairs_by_rank(pieces, prefixes, shards, tile_T.max() + 1)
     work, prefix_work = (
         np.stack([by_ring_step(tile) for tile in x]) for x in (pairs, prefix_pairs)
     )
@@ -148,7 +149,7 @@ def sequence_work(
     window_pairs = _window_pairs(pieces, shards, config.model.window or num_tokens)
     return SequenceWork(
         lengths=tuple(int(length) for length in lengths),
-        pairs=document_pairs(config.model, lengths, np.array([0, *lengths])[prefix_of[1:]]),
+        pairs=document_pairs(config.model, lengths, tokens_before(lengths, prefixes)),
         ring_cost=ring_cost((work + prefix_work).reshape(-1, shards)),
         work=AttentionWork(
             slowest[0],
@@ -255,16 +256,30 @@ def _pairs_by_rank(pieces: _Pieces, num_ranks: int, num_tiles: int) -> np.ndarra
     return pairs
 
 
+def tokens_before(lengths: ArrayLike, prefixes: Sequence[int]) -> np.ndarray:
+    """int64, the shape of `lengths`: tokens of all prefixes that each document continues.
+
+    Args:
+      lengths: int [documents, ...].
+      prefixes: of `sequence_work`.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    before = np.zeros_like(lengths)
+    for document, prefix in enumerate(prefixes):
+        if prefix:
+            before[document] = before[prefix - 1] + lengths[prefix - 1]
+    return before
+
+
 def _prefix_pairs_by_rank(
-    pieces: _Pieces, prefix_of: np.ndarray, num_ranks: int, num_tiles: int
+    pieces: _Pieces, prefixes: Sequence[int], num_ranks: int, num_tiles: int
 ) -> np.ndarray:
     """int64 [tiles, query ranks, key ranks]: pairs of a query in a branch in a tile and a key in
-    its prefix.
+    its prefixes.
     """
-    queries = np.zeros((num_tiles, num_ranks, len(prefix_of)), np.int64)
-    np.add.at(queries, (pieces.tile, pieces.rank, pieces.document), pieces.num_tokens)
-    keys = np.where(prefix_of > 0, queries.sum(axis=0)[:, prefix_of], 0)
-    return queries @ keys.T
+    queries = np.zeros((num_tiles, num_ranks, len(prefixes)), np.int64)
+    np.add.at(queries, (pieces.tile, pieces.rank, pieces.document - 1), pieces.num_tokens)
+    return queries @ tokens_before(queries.sum(axis=0).T, prefixes)
 
 
 def _further_calls(

@@ -162,16 +162,19 @@ def visible_fraction(
         return 0.0
     whole = one_document(config)
     work = work or whole
+    # calls over prefixes, of which each has the keys of one level
+    num_calls = config.attention.shared_prefixes if call.is_over_prefix else 1
     if call.has_window:
         return min(
             1.0, work.window_pairs / (_local_tokens(config) * _num_window_keys(call, config))
         )
     if config.memory.tile_tokens:
-        pairs = work.total_of(is_over_prefix=call.is_over_prefix)
+        pairs = work.total_of(is_over_prefix=call.is_over_prefix) / num_calls
         return (1.0 if config.attention.document_mask else 0.5) * pairs / whole.total
     pairs = work.ring_step_pairs if call.is_ring_step else work.own_pairs
     if call.is_over_prefix:
         pairs = work.prefix_ring_step_pairs if call.is_ring_step else work.prefix_own_pairs
+        pairs /= num_calls
     head_share = _head_share(config)
     shape = shape_of(call, config.model, head_share)
     return min(1.0, pairs * shape.num_heads * head_share / _all_pairs(call, shape))

@@ -134,6 +134,7 @@ def test_read_documents_of_corpus_equals_segments(tmp_path):
     ("longest", "invalid document lengths 'longest': expected corpus, mix, or lengths in tokens such as 65536,1024x64"),
     ("12,,3", "invalid document lengths"),
     ("0", "invalid document lengths"),
+    ("tree:100+2x(30+4x)", "invalid document lengths"),
 ])  # fmt: skip
 def test_read_documents_with_invalid_lengths_raises(source, words):
     with pytest.raises(UserError, match=words):
@@ -149,6 +150,20 @@ def test_tree_is_a_prefix_and_its_branches():
     documents = read_documents(load(config), "100,tree:1024+2x512,tree:64+1x8")
     assert documents.sequences[0].tolist() == [100, 1024, 512, 512, 64, 8]
     assert documents.prefixes == (0, 0, 2, 2, 0, 5)
+
+
+def test_tree_of_two_levels():
+    config, source = packed_config(), "7,tree:1000+2x(300+3x20)"
+    rows = read_documents(load(config), source)
+    assert [x.tolist() for x in rows.sequences] == [[7, 1320, 1320, 1320], [1320] * 3]
+    config.attention.shared_prefixes = 1
+    with pytest.raises(UserError, match="has 2 levels of prefixes; set --config.attention.shared"):
+        read_documents(load(config), source)
+    config.attention.shared_prefixes = 2
+    documents = read_documents(load(config), source)
+    assert documents.sequences[0].tolist() == [7, 1000, *[300, 20, 20, 20] * 2]
+    assert documents.prefixes == (0, 0, 2, 3, 3, 3, 2, 7, 7, 7)
+    assert documents.longest_trace == 1320
 
 
 def test_tree_without_sharing_is_separate_rows():

@@ -74,15 +74,17 @@ def by_step(work) -> np.ndarray:
 
 
 def test_work_of_shared_prefixes_equals_dense_count():
-    """The slowest rank of a ring step is the one with the most pairs of both kernel calls."""
-    lengths, prefixes = (1500, 300, 500, 90, 1205, 400), (0, 1, 1, 0, 0, 5)
+    """The slowest rank of a ring step is the one with the most pairs of all kernel calls."""
+    lengths, prefixes = (1500, 300, 500, 90, 1205, 200, 200), (0, 1, 1, 0, 0, 5, 6)
     result = sequence_work(
         config_with(attention=dict(shared_prefixes=True)), ZIGZAG, lengths, prefixes
     )
     order_T = zigzag_order(TOKENS, CONTEXT)
-    own, prefix = (
-        by_step(dense_work(lengths, order_T, CONTEXT, prefixes=x)) for x in (None, prefixes)
+    own, prefix, further = (
+        by_step(dense_work(lengths, order_T, CONTEXT, prefixes=x))
+        for x in (None, prefixes, (0, 0, 0, 0, 0, 0, 5))
     )
+    prefix += further
     slowest = (own + prefix).argmax(axis=1)
     own, prefix = (x[np.arange(CONTEXT), slowest] for x in (own, prefix))
     assert result.work[:2] == (own[0], own[1:].mean())

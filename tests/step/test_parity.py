@@ -340,19 +340,18 @@ LATENTS = [
     ids=str,
 )
 def test_latent_attention_equals_one_device(strategy, axes, memory):
+    """The weights that expand the latents have adapters. latent_oracle.py has the ring of latents
+    without tiles.
+    """
     split = dict(strategy=strategy, ulysses_degree=2 if strategy == "hybrid" else 1)
-    _assert_same(axes, split=split, memory=memory, model=LATENT)
-
-
-@pytest.mark.parametrize(
-    "payload", ["latents", pytest.param("keys_values", marks=pytest.mark.full)]
-)
-def test_ring_of_latents_with_adapters_equals_one_device(payload):
-    """The weights that expand the latents have adapters, and the ring sends what the settings name."""
     lora = dict(rank=2, projections=("latent", "key_value"))
-    _assert_same(
-        dict(context=2, tensor=2), split=dict(ring_payload=payload), model=LATENT, lora=lora
-    )
+    _assert_same(axes, split=split, memory=memory, model=LATENT, lora=lora)
+
+
+@pytest.mark.full
+def test_ring_of_keys_and_values_of_latents_equals_one_device():
+    split = dict(ring_payload="keys_values")
+    _assert_same(dict(context=2, tensor=2), split=split, model=LATENT)
 
 
 @pytest.mark.heavy
