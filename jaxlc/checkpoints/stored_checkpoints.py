@@ -40,7 +40,7 @@ from jaxlc.core.files import LockHeld, locked, read_json_file, replacing
 from jaxlc.runtime.watchdog import text_of_process_0
 
 EVALUATIONS_FILE = "evaluations.json"  # in the directory of the checkpoints
-EVAL_LOSS, SCORES = "eval_loss", "scores"
+EVAL_LOSS, SCORES, HELDOUT_REWARD = "eval_loss", "scores", "heldout_reward"
 # key of the stored meta: the names of the evaluations that follow the checkpoint
 EVALUATED = "evaluated"
 

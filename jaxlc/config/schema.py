@@ -478,6 +478,8 @@ class DataConfig:
     traces: tuple[str, ...] = ()
     # what happens to traces longer than a sequence
     overlong_traces: Literal["error", "drop", "truncate"] = "error"
+    # attention.shared_prefixes > 1: a token in the loss of several traces counts for each (leaf), or once (node)
+    shared_tokens: Literal["leaf", "node"] = "leaf"
     # "bytes" (257 ids), the path of a Hugging Face tokenizer.json or of a directory that contains one, or a hub id
     # ORGANIZATION/NAME. If it is not set: the tokenizer of model.init_from, or bytes without it.
     tokenizer: str = "bytes"
@@ -496,8 +498,7 @@ class DataConfig:
     seq_len: Tokens = Tokens(4096)
     # field of records that holds the document; dots name fields of fields, such as data.text.
     text_field: str = "text"
-    # number of records of a source, without a document that can be used, that are skipped with a
-    # warning.
+    # most records of a source without a usable document, which are skipped with a warning.
     max_bad_records: int = 0
     # template of chats: "chatml", "llama3", a Jinja file, or its text. Empty: that of the run in model.init_from, or of
     # the tokenizer.
@@ -554,8 +555,7 @@ class PosttrainConfig:
     weight_max: float = 3.0  # importance_weights: upper limit; 0: none
     # policy losses: negative answers whose mean of sampled - new is above this have no loss (DeepSeek-V3.2). 0: none
     off_policy_mask_threshold: float = 0.0
-    # policy losses: advantages of rewards are divided by their standard deviation in the group;
-    # False: only centered.
+    # policy losses: advantages of rewards are divided by their standard deviation in the group
     scale_advantages: bool = True
     mask_truncated: bool = False  # policy losses: answers with truncated=true have no loss
     # policy losses: groups whose advantages are all 0, such as of equal rewards, are packed (keep) or not (drop)
@@ -602,6 +602,8 @@ class RolloutsConfig:
     # model: files with the field prompt (text, a list of messages, or token ids), and others for
     # the reward.
     prompts: tuple[str, ...] = ()
+    # model: as prompts, whose answers are rewarded every train.eval_every_steps for evaluation only. Empty: none
+    eval_prompts: tuple[str, ...] = ()
     # model: each step uses other prompts, in an order that depends on data.seed
     prompts_per_step: From1[int] = 8
     answers_per_prompt: From1[int] = 8  # model: sampled at posttrain.temperature

@@ -4,6 +4,7 @@ their loss mask.
 
 import functools
 import html
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -44,6 +45,7 @@ class Example(NamedTuple):
 
     heading: str
     runs: tuple[Run, ...]
+    depth: int = 0  # in a tree of traces
 
     def marked(self, before: str, after: str, escaped: Callable[[str], str] = str) -> str:
         """The text, with `before` and `after` around the tokens that have a loss."""
@@ -74,7 +76,8 @@ class Examples:
         for source in self.sources:
             lines += ["", source.heading]
             for example in source.examples:
-                lines += ["", f"--- {example.heading}", example.marked(before, after)]
+                text = f"--- {example.heading}\n{example.marked(before, after)}"
+                lines += ["", textwrap.indent(text, "    " * example.depth)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -87,8 +90,8 @@ class Examples:
             parts.append(paragraph(source.heading))
             for example in source.examples:
                 text = example.marked(f"<span style='{_LOSS_STYLE}'>", "</span>", html.escape)
-                parts.append(paragraph(example.heading))
-                parts.append(f"<pre style='{_TEXT_STYLE}'>{text}</pre>")
+                text = f"{paragraph(example.heading)}<pre style='{_TEXT_STYLE}'>{text}</pre>"
+                parts.append(f"<div style='margin-left:{3 * example.depth}em'>{text}</div>")
         return "\n".join(parts)
 
 
@@ -148,8 +151,9 @@ def _source_examples(view: SourceView, num: int, tokenizer: Tokenizer) -> Source
             Example(
                 _heading(f"{title}:", len(tokens), int(has_loss.sum())),
                 tuple(_runs(tokens, has_loss, tokenizer)),
+                depth,
             )
-            for title, tokens, has_loss in shown
+            for title, tokens, has_loss, depth in shown
         ),
     )
 

@@ -27,6 +27,10 @@ from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
 
 
+_HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
+_MEANS = ("mean", "deviation", "answer_tokens", "truncated")
+
+
 class PolicyRollouts:
     """Makes the rollouts of a step with the parameters before it.
 
@@ -35,8 +39,15 @@ class PolicyRollouts:
     programs remain.
     """
 
-    def __init__(self, step: TrainStep, tokenizer: Tokenizer, prompts: Sequence[Prompt]):
-        self._step, self._tokenizer, self._prompts = step, tokenizer, prompts
+    def __init__(
+        self,
+        step: TrainStep,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        eval_prompts: Sequence[Prompt] = (),
+    ):
+        self._step, self._tokenizer, self._num_prompts = step, tokenizer, len(prompts)
+        self._prompts = (*prompts, *eval_prompts)
         self._reward = load_reward(step.config.rollouts.reward)
         self._generator: Generator | None = None
 
@@ -57,7 +68,7 @@ class PolicyRollouts:
         # Processes must agree, also on file systems that show them different states of the file.
         if broadcast_one_to_all(np.int32(path.is_file())):
             return
-        config, num_prompts = self._step.config, len(self._prompts)
+        config, num_prompts = self._step.config, self._num_prompts
         prompts, traces = self._prompts_of_step(step), []
         asked, most = list(prompts), len(prompts) + config.rollouts.max_replacements
         for attempt in itertools.count():
@@ -76,6 +87,25 @@ class PolicyRollouts:
             asked += prompts
         if jax.process_index() == 0:
             write_rollouts(traces, path)
+
+    @property
+    def has_eval_prompts(self) -> bool:
+        return self._num_prompts < len(self._prompts)
+
+    def heldout(self, params: dict, step: int, path: Path, workdir: Path) -> dict[str, float]:
+        """Means over the answers to rollouts.eval_prompts, which are written to `path`, with the
+        parameters of `step`; every process calls it.
+        """
+        numbers = list(range(self._num_prompts, len(self._prompts)))
+        traces = self._answers(params, numbers, step, _HELDOUT, path, workdir)
+        means = np.zeros(len(_MEANS))
+        if traces:
+            rewards = [trace["reward"] for trace in traces]
+            lengths = [sum(trace["loss_mask"]) for trace in traces]
+            truncated = np.mean([trace["truncated"] for trace in traces])
+            means[:] = np.mean(rewards), np.std(rewards), np.mean(lengths), truncated
+            write_rollouts(traces, path)
+        return dict(zip(_MEANS, broadcast_one_to_all(means).tolist()))
 
     def _answers(
         self, params: dict, prompts: list[int], step: int, attempt: int, path: Path, workdir: Path
@@ -100,13 +130,13 @@ class PolicyRollouts:
                 )
         except UserError as error:
             # a name that is not read as the file of a step
-            kept = path.with_name(f"{step}.unrewarded{path.suffix}")
+            kept = path.with_suffix(f".unrewarded{path.suffix}")
             write_rollouts(traces, kept)
             raise UserError(f"{error}; the answers are in {displayed(kept)}") from error
         return traces
 
     def _prompts_of_step(self, step: int) -> list[int]:
-        num_prompts, per_step = len(self._prompts), self._step.config.rollouts.prompts_per_step
+        num_prompts, per_step = self._num_prompts, self._step.config.rollouts.prompts_per_step
         positions = [divmod(i, num_prompts) for i in range((step - 1) * per_step, step * per_step)]
         seed = self._step.config.data.seed
         return [int(epoch_order(num_prompts, seed, epoch)[index]) for epoch, index in positions]
@@ -153,7 +183,7 @@ def make_policy_rollouts(step: TrainStep, source: DataSource) -> PolicyRollouts 
         raise Unsupported(
             "config.rollouts.source='model' is unsupported with a custom model: it has no KV cache"
         )
-    return PolicyRollouts(step, source.tokenizer, source.prompts)
+    return PolicyRollouts(step, source.tokenizer, source.prompts, source.eval_prompts)
 
 
 def _num_without_advantage(traces: Sequence[Mapping[str, Any]]) -> int:

@@ -16,6 +16,8 @@ The other fields are optional. Pairs have only reference_log_probs, as {"chosen"
 [...]}:
 
     group                 a string or number: traces of one prompt. Without it, neighbors of a file with equal prompts.
+    trajectory            a string or number: traces of a group with equal ones are contexts of one trajectory, such as
+                          before and after a summary. They may have other prompts, and share reward and advantage
     reward, advantage     a number; advantages are computed from the rewards of a group
     sampled_log_probs     a number for each token in the loss, in order: of the sampler
     old_log_probs         the same, of the trainer before its first update on the trace
@@ -65,7 +67,7 @@ from jaxlc.data.tokens.encoder import Encoder
 from jaxlc.data.tokens.tokenizers import with_start
 
 FIELDS = (  # all that a record of traces may have
-    "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "reward", "advantage",
+    "tokens", "loss_mask", "prompt", "completion", "chosen", "rejected", "group", "trajectory", "reward", "advantage",
     "sampled_log_probs", "old_log_probs", "reference_log_probs", "truncated", "policy_step",
     *dict.fromkeys([*CHAT_FIELDS.values(), *sum(OTHER_FIELDS.values(), ())]), *UNSUPPORTED_FIELDS,
 )  # fmt: skip
@@ -83,6 +85,7 @@ class Trace:
     in_loss: np.ndarray  # bool [n]; False for the first token
     prompt: bytes  # a hash of what precedes the first answer
     group: str | None = None
+    trajectory: str | None = None  # traces of a group with equal ones are contexts of one trajectory
     reward: float | None = None
     advantage: float | None = None
     is_truncated: bool = False
@@ -332,6 +335,9 @@ def _token_ids(value: Any, name: str, where: str) -> np.ndarray:
 
 def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     group, policy_step = values.get("group"), values.get("policy_step")
+    trajectory = values.get("trajectory")
+    if trajectory is not None and group is None:
+        raise BadRecord(f"{where}: a trajectory without a group; record the group, too")
     if policy_step is not None and not (isinstance(policy_step, int) and policy_step >= 0):
         raise BadRecord(
             f"{where}: policy_step is {policy_step!r}, expected the number of a training step"
@@ -339,6 +345,7 @@ def _other_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields = dict(
         policy_step=policy_step,
         group=None if group is None else str(group),
+        trajectory=None if trajectory is None else str(trajectory),
         is_truncated=bool(values.get("truncated", False)),
     )
     for name in {"reward", "advantage"} & values.keys():

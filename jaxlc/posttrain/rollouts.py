@@ -43,21 +43,26 @@ class Rollouts(DataSource):
 
     train: "RolloutSequences"
     prompts: tuple[Prompt, ...]  # none: another program makes the rollouts
+    eval_prompts: tuple[Prompt, ...] = ()
 
     @classmethod
     def open(cls, config: Config, inputs: Inputs) -> "Rollouts":
         setting = config.rollouts.directory
         directory = local_path(setting) if setting else inputs.workdir / DIRECTORY
-        prompts, warnings = [], []
+        prompts, eval_prompts, warnings = [], [], []
         if config.rollouts.source == "model":
             prompts, warnings = open_prompts(config, inputs.tokenizer)
+        if config.rollouts.eval_prompts:
+            eval_prompts, more = open_prompts(config, inputs.tokenizer, "eval_prompts")
+            warnings += more
         return cls(
             tokenizer=inputs.tokenizer,
             train=RolloutSequences(directory, config, inputs.tokenizer, inputs.log),
             fingerprint="rollouts",  # the files are in the order of the steps
-            description=f"rollouts in {displayed(directory)}; no evaluation",
+            description=f"rollouts in {displayed(directory)}; held out: {len(eval_prompts):,} prompts",
             warnings=tuple(warnings),
             prompts=tuple(prompts),
+            eval_prompts=tuple(eval_prompts),
         )
 
     def views(self) -> list[SourceView]:

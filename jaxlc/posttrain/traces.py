@@ -3,6 +3,7 @@ prompts, too.
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from jaxlc.posttrain.trees import (
     Tree,
     fingerprint,
     groups_of,
+    rewards_of,
     trees_of,
     with_advantages,
 )
@@ -70,7 +72,7 @@ class Traces(DataSource):
         return self.train.traces + (self.heldout.traces if self.heldout else ())
 
     def views(self) -> list[SourceView]:
-        """The traces; the shared prefix of a group is shown with its first trace."""
+        """The traces, as trees."""
         in_loss = [
             trace.in_loss.sum()
             for trace in self.traces
@@ -105,7 +107,12 @@ class Traces(DataSource):
         """Groups, shared prefixes, tokens in the loss and means of rewards."""
         num_tokens = sum(len(trace.tokens) for trace in self.train.traces)
         num_in_loss = sum(int(trace.in_loss.sum()) for trace in self.train.traces)
-        shared = [tree.num_prefix_tokens for tree in self.train.trees if tree.num_prefix_tokens]
+        shared = [
+            node.end - node.first
+            for tree in self.train.trees
+            for _, node in tree.nodes()
+            if len(node.traces) > 1
+        ]
         return [
             f"traces     {self.description}",
             f"loss       {num_in_loss:,} of {num_tokens:,} tokens ({num_in_loss / num_tokens:.1%})",
@@ -114,29 +121,35 @@ class Traces(DataSource):
         ]
 
     def _shown(self, tree: Tree) -> Iterator[ShownTokens]:
-        for number, trace in enumerate(tree.traces):
-            first = tree.num_prefix_tokens if number else 0
-            is_masked = self.masks_truncated and trace.is_truncated
-            has_loss = np.append(trace.in_loss[1:], False)[first:] & (not is_masked)
-            yield ShownTokens(_title(tree, number), trace.tokens[first:], has_loss)
+        """The nodes, each with the token that its last one predicts."""
+        titles = {
+            id(trace): _title(trace, f"answer {number} of {len(tree.traces)}")
+            for number, trace in enumerate(tree.traces, start=1)
+        }
+        for depth, node in tree.nodes():
+            shared = [f"shared by {len(node.traces)} answers"] * (len(node.traces) > 1)
+            ending = [titles[id(x)] for x in node.traces if len(x.tokens) - 1 <= node.end]
+            tokens = node.trace.tokens[node.first : node.end + 1]
+            has_loss = np.zeros(len(tokens), bool)
+            for trace in node.traces:
+                if not (self.masks_truncated and trace.is_truncated):
+                    in_loss = trace.in_loss[node.first + 1 : node.end + 1]
+                    has_loss[: len(in_loss)] |= in_loss
+            yield ShownTokens("; ".join([*shared, *ending]), tokens, has_loss, depth)
 
 
-def _title(tree: Tree, number: int) -> str:
-    trace = tree.traces[number]
+def _title(trace: Trace, number: str) -> str:
     group = None if (trace.group or "").startswith("pair ") else trace.group
-    known = dict(group=group, reward=trace.reward, advantage=trace.advantage)
-    parts = [trace.where, f"answer {number + 1} of {len(tree.traces)}"]
+    known = dict(
+        group=group, trajectory=trace.trajectory, reward=trace.reward, advantage=trace.advantage
+    )
+    parts = [trace.where, number]
     parts += [
         f"{name} {x if isinstance(x, str) else f'{x:.4g}'}"
         for name, x in known.items()
         if x is not None
     ]
-    parts += ["truncated"] * trace.is_truncated
-    if tree.num_prefix_tokens:
-        parts.append(
-            f"{'after the' if number else 'with a'} shared prefix of {tree.num_prefix_tokens:,} tokens"
-        )
-    return ", ".join(parts)
+    return ", ".join(parts + ["truncated"] * trace.is_truncated)
 
 
 def open_traces(
@@ -161,8 +174,10 @@ def open_traces(
         traces = _recent(traces, step, config.rollouts.max_policy_age)
     _check_log_probs(traces, dtypes, posttrain)
 
-    def trees(group: Group) -> list[Tree]:
-        return list(trees_of(group, data.seq_len, shares=config.attention.shared_prefixes))
+    levels = config.attention.shared_prefixes
+
+    def trees(group: Group, seq_len: int = data.seq_len) -> list[Tree]:
+        return trees_of(group, seq_len, levels=levels)
 
     groups = list(groups_of(traces))
     if posttrain.loss == "dpo":
@@ -181,7 +196,8 @@ def open_traces(
         [trees(group) for group in part] for part in (train_groups, heldout_groups)
     )
     all_trees = (*train_trees, *heldout_trees)
-    if num_repeated := sum(len(x) - 1 for x in all_trees if x[0].num_prefix_tokens):
+    unlimited = (trees(group, sys.maxsize) for group in (*train_groups, *heldout_groups))
+    if num_repeated := sum(len(x) - len(whole) for x, whole in zip(all_trees, unlimited)):
         warnings.append(
             f"data.traces: prefixes that are repeated, since a group does not fit: {num_repeated:,}"
         )
@@ -194,7 +210,14 @@ def open_traces(
 
     def packed(parts: list[list[Tree]], seed: int | None) -> PackedTraces:
         flat = [tree for part in parts for tree in part]
-        return PackedTraces(flat, data.seq_len, dtypes, masks_truncated=masks_truncated, seed=seed)
+        return PackedTraces(
+            flat,
+            data.seq_len,
+            dtypes,
+            masks_truncated=masks_truncated,
+            shared_tokens=data.shared_tokens,
+            seed=seed,
+        )
 
     train = packed(train_trees, data.seed)
     settings = (
@@ -206,6 +229,8 @@ def open_traces(
     )
     if num_dropped := num_groups - len(train_groups):
         settings += (num_dropped,)
+    if levels > 1:
+        settings += (levels, data.shared_tokens)
     return Traces(
         tokenizer=tokenizer,
         train=train,
@@ -227,9 +252,13 @@ class Prompt(NamedTuple):
     where: str
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], list[str]]:
+def open_prompts(
+    config: Config, tokenizer: Tokenizer, name: str = "prompts"
+) -> tuple[list[Prompt], list[str]]:
     """The prompts of config.rollouts.prompts, and warnings.
 
+    Args:
+      name: "eval_prompts": of that setting.
     Raises:
       UserError: a file or record cannot be read, or a prompt does not fit into a sequence with an answer.
     """
@@ -238,7 +267,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], li
         return [Prompt(*reader.prompt(record), record.values, record.where)]
 
     rollouts, seq_len = config.rollouts, config.data.seq_len
-    prompts, warnings = _read(config, tokenizer, rollouts.prompts, "rollouts.prompts", read)
+    prompts, warnings = _read(config, tokenizer, getattr(rollouts, name), f"rollouts.{name}", read)
     for prompt in prompts:
         num_tokens = len(prompt.ids) + rollouts.max_tokens - 1
         if num_tokens > seq_len:
@@ -247,7 +276,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> tuple[list[Prompt], li
                 f" config.data.seq_len={seq_len:,}; increase it to {num_tokens:,}, or remove the prompt"
             )
     if not prompts:
-        raise UserError("config.rollouts.prompts has no prompt")
+        raise UserError(f"config.rollouts.{name} has no prompt")
     return prompts, warnings
 
 
@@ -356,7 +385,7 @@ def _pairs(
     for group in groups:
         is_pair = [trace.advantage for trace in group] == [CHOSEN, REJECTED]
         parts = trees(group)
-        if is_pair and len(parts) == 1 and parts[0].num_prefix_tokens:
+        if is_pair and len(parts) == 1:
             yield group
         elif data.overlong_traces == "drop":
             num_dropped += 1
@@ -420,7 +449,7 @@ def _age(trace: Trace, step: int) -> int:
 
 def _rewards(groups: Sequence[Group], step: int | None) -> dict[str, float]:
     traces = [trace for group in groups for trace in group]
-    rewards = [trace.reward for trace in traces if trace.reward is not None]
+    rewards = [x for group in groups for x in rewards_of(group).values() if x is not None]
     means = dict(
         answer_tokens=np.mean([trace.in_loss.sum() for trace in traces]),
         truncated=np.mean([trace.is_truncated for trace in traces]),

@@ -1,16 +1,21 @@
-"""Groups of traces as trees: a prefix that is stored once, and the branches that continue it; and
-packed trees.
+"""Groups of traces as trees: runs of tokens that are stored once, and the branches that continue
+them; and packed trees.
 
-The prefix has the common first tokens of the group, up to the first one in the loss of any trace,
-but without the last of them. Every branch starts with a copy of that token, from which its first
-own token is predicted. So each position has one target. The last token of a trace is a target only,
-so an answer of n tokens is a branch of n tokens.
+A node of a tree is a document: inputs, each of which predicts the next token of its traces. So a
+run of n equal tokens is a node of n - 1: its last token has other targets in each branch, and each
+branch starts with a copy of it. The last token of a trace is a target only.
+
+Trees of one level share tokens of prompts only, and the arrays of the loss belong to tokens. Deeper
+trees share all equal first tokens, so a token may be in the loss of several traces. Their arrays of
+the loss have one entry, or row, for each trace and token of it in the loss. So recorded values and
+what is in the loss may differ between traces that share a token.
 """
 
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -23,43 +28,75 @@ from jaxlc.posttrain.records import Trace
 _EPSILON = 1e-4  # added to the standard deviation of rewards, as in TRL
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Tree:
-    """Traces that share their first tokens; num_prefix_tokens is 0 if they share none."""
+    """A node with the nodes that continue it.
 
-    traces: tuple[Trace, ...]
-    num_prefix_tokens: int
+    Its traces have the same inputs `first` to `end`; some may end before. Traces that end in a node,
+    or have the same tokens, have no node of their own.
+    """
+
+    traces: list[Trace]
+    first: int
+    end: int
+    children: list["Tree"] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Trace:
+        """The first trace with all inputs of the node, whose recorded experts the node has."""
+        return next(trace for trace in self.traces if len(trace.tokens) > self.end)
+
+    def nodes(self) -> Iterator[tuple[int, "Tree"]]:
+        """The nodes in the order of the layout, depth-first, each after the number of its ancestors."""
+        stack = [(0, self)]
+        while stack:
+            depth, node = stack.pop()
+            yield depth, node
+            stack += [(depth + 1, child) for child in reversed(node.children)]
+
+    def inputs(self, trace: Trace) -> slice:
+        """The inputs of the node that a trace has."""
+        return slice(self.first, min(self.end, len(trace.tokens) - 1))
 
     @property
     def experts_differ(self) -> list[np.ndarray]:
-        """Which tokens of the prefix have other experts in an answer than in the first answer, whose
-        experts the prefix gets; bool [prefix tokens] of each other answer.
+        """Which shared tokens have other experts in a trace than in the trace whose experts the
+        node gets; bool [tokens] for each node and other trace.
         """
-        first, *others = (trace.experts[: self.num_prefix_tokens] for trace in self.traces)
-        return [(experts != first).any((1, 2)) for experts in others]
+        return [
+            (trace.experts[span] != node.trace.experts[span]).any((1, 2))
+            for _, node in self.nodes()
+            for trace in node.traces
+            if trace is not node.trace
+            for span in [node.inputs(trace)]
+        ]
 
     @property
     def num_tokens(self) -> int:
-        num_prefix_tokens = self.num_prefix_tokens
-        branches = (len(trace.tokens) - 1 - num_prefix_tokens for trace in self.traces)
-        return num_prefix_tokens + sum(branches)
+        return sum(node.end - node.first for _, node in self.nodes())
+
+    @property
+    def size(self) -> int:
+        """Entries of a sequence that it needs: for its tokens, and for the rows of its loss."""
+        return max(self.num_tokens, sum(int(trace.in_loss.sum()) for trace in self.traces))
 
 
 def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
     """Yields the traces of each group: of equal `group`, or neighbors with equal prompts.
 
     Raises:
-      UserError: traces of equal `group` have different prompts.
+      UserError: traces of equal `group` have different prompts, and no trajectory.
     """
     groups: dict[object, list[Trace]] = {}
     previous: list[Trace] = []
     for number, trace in enumerate(traces):
         if trace.group is not None:
             previous = groups.setdefault(trace.group, [])
-            if previous and previous[0].prompt != trace.prompt and previous[0].where != trace.where:
+            others = [x for x in (*previous[:1], trace) if x.trajectory is None]
+            if len({x.prompt for x in others}) > 1 and others[0].where != trace.where:
                 raise UserError(
-                    f"{previous[0].where} and {trace.where} have group {trace.group!r} and different prompts: a group"
-                    " has the answers to one prompt; use other groups in each file"
+                    f"{others[0].where} and {trace.where} have group {trace.group!r} and different prompts: a group has"
+                    " the answers to one prompt; use other groups in each file, or the field trajectory"
                 )
         elif not previous or previous[-1].group is not None or previous[-1].prompt != trace.prompt:
             previous = groups.setdefault(number, [])
@@ -67,25 +104,44 @@ def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
     yield from groups.values()
 
 
-def trees_of(group: Sequence[Trace], seq_len: int, *, shares: bool) -> Iterator[Tree]:
-    """Yields the trees of a group, of at most `seq_len` tokens each: several, if they do not fit
-    into one.
+def trees_of(group: Sequence[Trace], seq_len: int, *, levels: int) -> list[Tree]:
+    """The trees of a group, whose size is at most `seq_len`: several, if traces share no tokens, or
+    do not fit into one.
 
     Args:
-      shares: False: each trace is a tree of its own.
+      levels: the most ancestors of a node; 0: each trace is a tree of its own.
     """
-    num_prefix_tokens = _num_common_tokens(group) - 1 if shares and len(group) > 1 else 0
-    if num_prefix_tokens < 1:
-        yield from (Tree(traces=(trace,), num_prefix_tokens=0) for trace in group)
-        return
-    tree = Tree(traces=(), num_prefix_tokens=num_prefix_tokens)
+    parts: dict[bytes, list[Trace]] = {}  # one level: contexts of a trajectory have other prompts
     for trace in group:
-        larger = dataclasses.replace(tree, traces=(*tree.traces, trace))
-        if tree.traces and larger.num_tokens > seq_len:
-            yield tree
-            larger = dataclasses.replace(tree, traces=(trace,))
-        tree = larger
-    yield tree
+        parts.setdefault(trace.prompt if levels == 1 else b"", []).append(trace)
+    return [tree for part in parts.values() for tree in _trees(part, seq_len, levels)]
+
+
+def _trees(group: Sequence[Trace], seq_len: int, levels: int) -> Iterator[Tree]:
+    num_shared = _num_common_tokens(group) - 1 if levels == 1 and len(group) > 1 else 0
+
+    def build(traces: Sequence[Trace]) -> list[Tree]:
+        if levels > 1:
+            return _deep_trees(traces, levels)
+        leaves = [
+            Tree(traces=[trace], first=max(0, num_shared), end=len(trace.tokens) - 1)
+            for trace in traces
+        ]
+        if num_shared < 1:
+            return leaves
+        return [Tree(traces=list(traces), first=0, end=num_shared, children=leaves)]
+
+    for tree in build(group):
+        # traces that share many tokens are neighbors
+        order = {id(trace): i for i, (_, node) in enumerate(tree.nodes()) for trace in node.traces}
+        part: list[Trace] = []
+        if tree.size > seq_len:
+            for trace in sorted(tree.traces, key=lambda trace: order[id(trace)]):
+                if part and any(x.size > seq_len for x in build([*part, trace])):
+                    yield from build(part)
+                    part = []
+                part.append(trace)
+        yield from build(part) if part else [tree]
 
 
 def _num_common_tokens(group: Sequence[Trace]) -> int:
@@ -98,6 +154,64 @@ def _num_common_tokens(group: Sequence[Trace]) -> int:
     return int(differs.argmax()) if differs.any() else num_common
 
 
+def _deep_trees(traces: Sequence[Trace], levels: int) -> list[Tree]:
+    """The trees of all equal first tokens.
+
+    While a path has too many shared nodes, the one that saves the fewest tokens becomes the start of
+    each of its children.
+    """
+    trees: list[Tree] = []
+    for trace in traces:
+        _insert(trees, trace)
+    while True:
+        path = max((path for tree in trees for path in _paths(tree)), key=len)
+        if len(path) <= levels + 1:
+            return trees
+        node = min(path[:-1], key=lambda x: (x.end - x.first) * (len(x.children) - 1))
+        for child in node.children:
+            child.first = node.first
+        node.children[0].traces += [x for x in node.traces if len(x.tokens) - 1 <= node.end]
+        siblings = path[path.index(node) - 1].children if node is not path[0] else trees
+        at = siblings.index(node)
+        siblings[at : at + 1] = node.children
+
+
+def _paths(tree: Tree) -> Iterator[list[Tree]]:
+    """The nodes from the root to each node."""
+    path: list[Tree] = []
+    for depth, node in tree.nodes():
+        path = [*path[:depth], node]
+        yield path
+
+
+def _insert(siblings: list[Tree], trace: Trace) -> None:
+    """Adds a trace to trees, with a node for the inputs that it does not share."""
+    at, end = 0, len(trace.tokens) - 1
+    while at < end:
+        node = next((node for node in siblings if _num_shared(node, trace) > 0), None)
+        if node is None:
+            siblings.append(Tree(traces=[trace], first=at, end=end))
+            return
+        at += _num_shared(node, trace)
+        if at < min(node.end, end):
+            others = [other for other in node.traces if len(other.tokens) - 1 > at]
+            rest = Tree(traces=others, first=at, end=node.end, children=node.children)
+            node.end, node.children = at, [rest]
+        node.traces.append(trace)
+        if at == node.end and not node.children:
+            node.end = max(at, end)
+            return
+        siblings = node.children
+
+
+def _num_shared(node: Tree, trace: Trace) -> int:
+    """Inputs of a node that a trace has, from its first on, if they predict equal tokens."""
+    ours, theirs = (x.tokens[node.first : node.end + 1] for x in (node.trace, trace))
+    num_tokens = min(len(ours), len(theirs))
+    differs = ours[:num_tokens] != theirs[:num_tokens]
+    return (int(differs.argmax()) if differs.any() else num_tokens) - 1
+
+
 class PackedTraces:
     """An endless dataset as `PackedSequences`, of packed trees; a tree is whole in its sequence."""
 
@@ -108,22 +222,25 @@ class PackedTraces:
         dtypes: Mapping[str, np.dtype],
         *,
         masks_truncated: bool = False,
+        shared_tokens: Literal["leaf", "node"] = "leaf",
         seed: int | None = None,
     ):
         """
         Args:
-          trees: none is longer than a sequence. With posttrain.loss, all traces have an advantage.
+          trees: none is larger than a sequence. With posttrain.loss, all traces have an advantage.
           dtypes: of the arrays of a sequence, see `array_dtypes`.
           masks_truncated: truncated traces have no loss.
+          shared_tokens: config.data.shared_tokens.
           seed: of the order; None: the same order in every epoch.
         """
         self._seq_len, self._dtypes = seq_len, dtypes
         self._masks_truncated, self._seed = masks_truncated, seed
+        self._counts_once = shared_tokens == "node"
         self.trees = tuple(trees)
         self.traces = tuple(trace for tree in trees for trace in tree.traces)
         self.num_traces = len(self.traces)
         self.num_tokens = sum(tree.num_tokens for tree in trees)
-        bins = best_fit(np.array([tree.num_tokens for tree in trees], np.int64), seq_len)
+        bins = best_fit(np.array([tree.size for tree in trees], np.int64), seq_len)
         self.num_sequences = int(bins.max(initial=-1)) + 1
         self._trees: list[list[Tree]] = [[] for _ in range(self.num_sequences)]
         for tree, number in zip(trees, bins.tolist()):
@@ -134,51 +251,65 @@ class PackedTraces:
         epoch, index = divmod(i, self.num_sequences)
         sequence = epoch_order(self.num_sequences, self._seed, epoch)[index]
         arrays = padding(self._seq_len, self._dtypes)
-        at = segment = 0
-        for tree in self._trees[sequence]:
-            prefix_id = 0
-            if tree.num_prefix_tokens:
-                prefix_id = segment = segment + 1
-                tokens = tree.traces[0].tokens[: tree.num_prefix_tokens]
-                positions = np.arange(len(tokens))
-                values = dict(segment_ids=segment, positions=positions)
-                experts = tree.traces[0].experts[: len(tokens)]
-                at = _write(arrays, at, tokens=tokens, experts=experts, **values)
-            for trace in tree.traces:
-                segment += 1
-                values = self._branch(trace, tree.num_prefix_tokens)
-                begin, at = at, _write(arrays, at, segment_ids=segment, **values)
-                if prefix_id:
-                    arrays["prefix_ids"][begin:at, 0] = prefix_id
+        at = row = 0
+        segments: list[int] = []  # of a node and its ancestors
+        leaves: dict[int, int] = {}
+        for segment, (depth, node) in enumerate(
+            (item for tree in self._trees[sequence] for item in tree.nodes()), start=1
+        ):
+            span, targets = slice(node.first, node.end), slice(node.first + 1, node.end + 1)
+            segments = [*segments[:depth], segment]
+            end = at + node.end - node.first
+            values = dict(
+                tokens=node.trace.tokens[span],
+                positions=np.arange(node.first, node.end),
+                segment_ids=segment,
+                experts=node.trace.experts[span],
+            )
+            if depth:
+                arrays["prefix_ids"][at:end, :depth] = segments[:-1]
+            if "loss_tokens" in arrays:
+                values["targets"] = node.trace.tokens[targets]
+                for trace in node.traces:
+                    leaf = leaves.setdefault(id(trace), len(leaves) + 1)
+                    row = self._write_rows(arrays, row, node, trace, at, leaf)
+            elif not node.children:
+                values |= dict(
+                    targets=node.trace.tokens[targets], **self._loss(node.trace, targets)
+                )
+            at = _write(arrays, at, end, **values)
+        if self._counts_once:
+            tokens = arrays["loss_tokens"][:row]
+            arrays["loss_weights"][:row] /= np.bincount(tokens)[tokens]
         return arrays
 
-    def _branch(self, trace: Trace, first: int) -> dict[str, np.ndarray | float]:
-        """The arrays of the tokens of a trace from `first` on, but its last."""
-        inputs, targets = slice(first, len(trace.tokens) - 1), slice(first + 1, None)
+    def _write_rows(
+        self, arrays: dict[str, np.ndarray], row: int, node: Tree, trace: Trace, at: int, leaf: int
+    ) -> int:
+        """Writes the rows of a trace and the tokens of a node, which are from `at` on."""
+        inputs = node.inputs(trace)
+        inputs = inputs.start + np.flatnonzero(trace.in_loss[inputs.start + 1 : inputs.stop + 1])
+        rows = dict(loss_tokens=at + inputs - node.first, loss_segments=leaf)
+        return _write(arrays, row, row + len(inputs), **rows, **self._loss(trace, inputs + 1))
+
+    def _loss(self, trace: Trace, targets: slice | np.ndarray) -> dict[str, np.ndarray | float]:
+        """The arrays of the loss of some targets of a trace."""
         in_loss = trace.in_loss[targets]
         return dict(
-            tokens=trace.tokens[inputs],
-            targets=trace.tokens[targets],
-            positions=np.arange(first, len(trace.tokens) - 1),
             loss_weights=in_loss & (not (self._masks_truncated and trace.is_truncated)),
-            answer_weights=in_loss / in_loss.sum(),
+            answer_weights=in_loss / trace.in_loss.sum(),
             advantages=trace.advantage or 0.0,
-            experts=trace.experts[inputs],
             **dict(sampled_log_probs=np.nan)
             | {name: x[targets] for name, x in trace.log_probs.items()},
         )
 
 
 def _write(
-    arrays: dict[str, np.ndarray], at: int, tokens: np.ndarray, **values: np.ndarray | int | float
+    arrays: dict[str, np.ndarray], begin: int, end: int, **values: np.ndarray | int | float
 ) -> int:
-    """Writes the values of a document from `at` on, without those that the batch does not have;
-    returns its end.
-    """
-    end = at + len(tokens)
-    for name, value in dict(tokens=tokens, **values).items():
-        if name in arrays:
-            arrays[name][at:end] = value
+    """Writes values, without those that the batch does not have; returns `end`."""
+    for name in values.keys() & arrays.keys():
+        arrays[name][begin:end] = values[name]
     return end
 
 
@@ -187,11 +318,13 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
     group.
 
     With `scale_advantages` it is divided by the standard deviation of the group, with n - 1 in the
-    denominator.
+    denominator. Both count a trajectory once; its traces share reward and advantage.
 
     Raises:
-      UserError: a trace has neither a reward nor an advantage.
+      UserError: a trace has neither a reward nor an advantage, or a trajectory has two of them.
     """
+    for name in ("reward", "advantage"):
+        group = _with_equal(group, name)
     for trace in group:
         if trace.advantage is None and trace.reward is None:
             raise UserError(
@@ -203,12 +336,46 @@ def with_advantages(group: Sequence[Trace], posttrain: PosttrainConfig) -> list[
         raise UserError(
             f"{group[0].where}: some traces of its group have a reward, and others an advantage; use one"
         )
-    rewards = np.array([trace.reward for trace in group])
+    by_trajectory = rewards_of(group)
+    rewards = np.array(list(by_trajectory.values()))
     # 0 in spite of rounding
     centered = rewards - rewards.mean() if np.ptp(rewards) else np.zeros(len(rewards))
-    if posttrain.scale_advantages and len(group) > 1:
+    if posttrain.scale_advantages and len(rewards) > 1:
         centered = centered / (rewards.std(ddof=1) + _EPSILON)
-    return [dataclasses.replace(trace, advantage=x) for trace, x in zip(group, centered.tolist())]
+    advantages = dict(zip(by_trajectory, centered.tolist()))
+    return [
+        dataclasses.replace(trace, advantage=advantages[_trajectory(number, trace)])
+        for number, trace in enumerate(group)
+    ]
+
+
+def rewards_of(group: Sequence[Trace]) -> dict[str | int, float | None]:
+    """The reward of each trajectory, and of each trace that is one by itself."""
+    return {_trajectory(number, trace): trace.reward for number, trace in enumerate(group)}
+
+
+def _trajectory(number: int, trace: Trace) -> str | int:
+    return number if trace.trajectory is None else trace.trajectory
+
+
+def _with_equal(group: Sequence[Trace], name: str) -> list[Trace]:
+    """The traces with the reward or advantage that other traces of their trajectory have."""
+    known: dict[str, Trace] = {}
+    for trace in group:
+        if trace.trajectory is None or getattr(trace, name) is None:
+            continue
+        other = known.setdefault(trace.trajectory, trace)
+        if getattr(other, name) != getattr(trace, name):
+            raise UserError(
+                f"{trace.where}: {name} {getattr(trace, name)} of trajectory {trace.trajectory!r}, which has"
+                f" {getattr(other, name)} in {other.where}; record it once, or equal ones"
+            )
+    return [
+        dataclasses.replace(
+            trace, **{name: getattr(known.get(trace.trajectory, trace), name)}
+        )
+        for trace in group
+    ]
 
 
 def fingerprint(
@@ -228,6 +395,7 @@ def fingerprint(
             trace.advantage,
             trace.is_truncated,
             sorted(trace.log_probs),
+            *([] if trace.trajectory is None else [trace.trajectory]),
         )
         digest.update(repr(fields).encode())
         for array in (

@@ -49,10 +49,15 @@ class SequenceOrder:
         self, sequence: Mapping[str, np.ndarray]
     ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
         """All arrays of a sequence that a batch has, in natural order, and the order."""
+        added = {}
         if self.chained is None:
-            return sequence, self.of(sequence)
-        order_T, fragments_T = self.chained(sequence)
-        return {**sequence, "fragment_ids": fragments_T[natural_order(order_T)]}, order_T
+            order_T = self.of(sequence)
+        else:
+            order_T, fragments_T = self.chained(sequence)
+            added["fragment_ids"] = fragments_T[natural_order(order_T)]
+        if "loss_tokens" in sequence:
+            added["loss_tokens"] = natural_order(order_T)[sequence["loss_tokens"]]
+        return {**sequence, **added}, order_T
 
 
 def in_natural_order(num_tokens: int) -> SequenceOrder:
@@ -216,6 +221,32 @@ def sequence_positions(shape: tuple[int, int], mesh: Mesh) -> jax.Array:
     )
 
 
+def at_loss_tokens(x: jax.Array, batch: Batch) -> jax.Array:
+    """Values of tokens as values of the rows of the loss, see `Batch.loss_tokens`; without them, x.
+
+    Args:
+      x: [..., tokens].
+    """
+    tokens = batch.loss_tokens
+    return x if tokens is None else jnp.take_along_axis(x, tokens, axis=-1)
+
+
+def sums_on_tokens(x: jax.Array, batch: Batch) -> jax.Array:
+    """The sum of x over the rows of the loss of each token: the transpose of `at_loss_tokens`."""
+    return jax.linear_transpose(lambda x: at_loss_tokens(x, batch), x)(x)[0]
+
+
+def loss_rows(batch: Batch) -> Batch:
+    """The batch with the ids of the rows of the loss: segment_ids of the answer, and as prefix_ids
+    those of the first document of its tree.
+    """
+    if batch.loss_tokens is None:
+        return batch
+    first = batch.prefix_ids[..., 0]
+    roots = at_loss_tokens(jnp.where(first > 0, first, batch.segment_ids), batch)
+    return batch._replace(segment_ids=batch.loss_segments, prefix_ids=roots[..., None])
+
+
 def attention_pairs(batch: Batch, model: ModelConfig) -> jax.Array:
     """Pairs of a query and a key that the document mask leaves in a batch, summed over the layers;
     float32.
@@ -239,12 +270,14 @@ def num_invalid_indices(batch: Batch, model: ModelConfig) -> jax.Array:
     Batches of a run are checked on the host (`data.sequences.user_batches`), batches of other loops
     only here.
     """
-    targets = jnp.where(batch.loss_weights > 0, batch.targets, 0)
+    targets = jnp.where(batch.loss_weights > 0, at_loss_tokens(batch.targets, batch), 0)
     ends = [
         (batch.tokens, model.vocab_size),
         (targets, model.vocab_size),
         (batch.positions, batch.positions.shape[-1]),
     ]
+    if batch.loss_tokens is not None:
+        ends.append((batch.loss_tokens, batch.tokens.shape[-1]))
     if (experts := batch.experts) is not None:
         is_missing = experts == jnp.iinfo(experts.dtype).max
         ends.append((jnp.where(is_missing, 0, experts), model.experts.num_experts))

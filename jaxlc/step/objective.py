@@ -48,7 +48,15 @@ from jaxlc.posttrain.losses import PolicyLoss, PolicySums, over_microbatches, po
 from jaxlc.sharding.mesh import Nodes, nodes_of
 from jaxlc.sharding.rules import Sharder, axes_of, copy_spec, is_copied, is_vector, storage_spec
 from jaxlc.step import precision, update
-from jaxlc.step.batch import Batch, SequenceOrder, choose_order, sequence_positions
+from jaxlc.step.batch import (
+    Batch,
+    SequenceOrder,
+    at_loss_tokens,
+    choose_order,
+    loss_rows,
+    sequence_positions,
+    sums_on_tokens,
+)
 from jaxlc.step.loss import (
     LossSpec,
     TokenLoss,
@@ -259,10 +267,11 @@ class Objective:
             *hidden_and_head, layer_sums = self._hidden_and_head(
                 decoder.Params(trainable, frozen, histories), part
             )
-            targets, weights, policy = self._in_tiles(part.targets), part.loss_weights, None
+            targets, policy = self._in_tiles(part.targets), None
+            weights = sums_on_tokens(part.loss_weights, part)
             if self.config.posttrain.loss:
                 part = self._with_reference(lora.join(trainable, frozen), part)
-                weights, policy = self._policy_weights(hidden_and_head, targets, part)
+                weights, policy = self._policy_weights(hidden_and_head, targets, weights, part)
             sums = loss_sums(
                 *hidden_and_head, targets, self._in_tiles(weights), self._training_loss_spec
             )
@@ -294,19 +303,23 @@ class Objective:
         return part._replace(reference_log_probs=base.log_probs(base_params, part))
 
     def _policy_weights(
-        self, hidden_and_head, targets: jax.Array, part: Batch
+        self, hidden_and_head, targets: jax.Array, weights_BT: jax.Array, part: Batch
     ) -> tuple[jax.Array, PolicySums]:
         """The weights of cross entropy whose gradient is the gradient of posttrain.loss, and the
         sums of the loss.
+
+        Args:
+          weights_BT: of the tokens, for their entropy.
         """
-        posttrain, weights = self.config.posttrain, self._in_tiles(part.loss_weights)
+        posttrain, weights = self.config.posttrain, self._in_tiles(weights_BT)
         spec = dataclasses.replace(self._training_loss_spec, with_entropy=posttrain.loss != "dpo")
         forward, losses = sums_and_losses(
             *map(lax.stop_gradient, hidden_and_head), targets, weights, spec
         )
 
         def loss(log_probs_BT):
-            sums = policy_sums(log_probs_BT, part, posttrain, self.policy_loss)
+            rows = at_loss_tokens(log_probs_BT, part), loss_rows(part)
+            sums = policy_sums(*rows, posttrain, self.policy_loss)
             return sums.loss, sums
 
         gradient_BT, sums = jax.grad(loss, has_aux=True)(-self._in_sequences(losses))
@@ -333,10 +346,11 @@ class Objective:
         return self._in_sequences(losses)
 
     def log_probs(self, params, batch: Batch) -> jax.Array:
-        """Log-probability of each target at posttrain.temperature, float32 [sequences, tokens]. Not
-        differentiable.
+        """Log-probability of each target, or of those of the rows of the loss, at
+        posttrain.temperature, float32 [sequences, tokens]. Not differentiable.
         """
-        return -self.token_losses(params, batch, spec=self._training_loss_spec)
+        losses = self.token_losses(params, batch, spec=self._training_loss_spec)
+        return -at_loss_tokens(losses, batch)
 
     def features(
         self, params, batch: Batch, tables: TablesOfKinds | None = None, *, records: bool = False

@@ -224,7 +224,7 @@ class Evaluator:
         """Evaluates `params`; `progress` is called with the number of sequences done and in total."""
         losses = self._losses(params, self._heldout, progress)
         sums = concatenate(
-            [sum_documents(sequence, losses_S, self.edges) for sequence, losses_S in losses]
+            [sum_documents(*_in_loss(*pair), self.edges) for pair in losses]
         )
         return Evaluation(documents=sums, num_sequences=self.num_sequences)
 
@@ -296,6 +296,17 @@ class Evaluator:
             for i, losses_S in zip(indices, np.asarray(losses)):
                 yield self._heldout[i], losses_S[natural_order(order.of(inputs[i]))]
             progress(len(indices) + begin, self.num_sequences)
+
+
+def _in_loss(
+    sequence: dict[str, np.ndarray], losses_S: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A sequence and its losses; of the rows of its loss, if it has any: see `Batch.loss_tokens`."""
+    if "loss_tokens" not in sequence:
+        return sequence, losses_S
+    tokens, segments = sequence["loss_tokens"], sequence["loss_segments"]
+    positions = sequence["positions"][tokens]
+    return {**sequence, "positions": positions, "segment_ids": segments}, losses_S[tokens]
 
 
 class _Repeated:

@@ -313,7 +313,7 @@ def _run_stages(stages: Sequence[PreparedStage], outputs: Outputs) -> Result:
         elif position.step == stage.end_step and stage.missing_evaluations(
             position.step, run.checkpoints
         ):
-            position = run.score(run.evaluate(position))
+            position = run.score(run.reward(run.evaluate(position)))
         elif stage is not stages[-1]:
             continue
         if stop is not Stop.DONE or run.callbacks.stop_requested or stage is stages[-1]:

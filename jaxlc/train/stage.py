@@ -14,7 +14,13 @@ import jax
 
 from jaxlc.checkpoints.files import CHECKPOINTS_DIRECTORY, TEMPORARY, committed_steps, quiet_saves
 from jaxlc.checkpoints.pretrained import base_meta, checkpoint_part
-from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, EVALUATED, LOCK_FILE, SCORES
+from jaxlc.checkpoints.stored_checkpoints import (
+    EVAL_LOSS,
+    EVALUATED,
+    HELDOUT_REWARD,
+    LOCK_FILE,
+    SCORES,
+)
 from jaxlc.config import to_dict
 from jaxlc.core.errors import UserError
 from jaxlc.core.files import (
@@ -64,6 +70,7 @@ class StageRun(Outputs):
         return (
             *([Action(1, self.report_rollouts)] if with_rollouts else []),
             Action(config.train.eval_every_steps, self.evaluate, at_start=True, at_resume=True),
+            Action(config.train.eval_every_steps, self.reward, at_start=True, at_resume=True),
             Action(config.evals.every_steps, self.score, at_start=True, at_resume=True),
             *([Action(measures, self.compare_processes)] if measures else []),
             *([Action(exports, self.export, at_resume=True)] if exports else []),
@@ -130,6 +137,23 @@ class StageRun(Outputs):
         self.checkpoints.add_evaluation(position.step, **{EVAL_LOSS: finite(evaluation.loss)})
         self.callbacks("on_evaluation", position.step, evaluation)
         return replace(position, evaluation=evaluation)
+
+    def reward(self, position: Position) -> Position:
+        """Writes means over the answers to rollouts.eval_prompts to metrics.jsonl, if there are any
+        and they are not known."""
+        maker, step = self.stage.rollout_maker, position.step
+        known = self.checkpoints.evaluation(step)
+        if maker is None or not maker.has_eval_prompts or HELDOUT_REWARD in known:
+            return position
+        path = self.stage.data.source.train.path(step)
+        path = path.with_suffix(f".heldout{path.suffix}")
+        with watchdog.phase("generation"), self.progress.spinner("evaluating rewards"):
+            means = maker.heldout(position.state.params, step, path, self.workdir)
+        self.metrics.write(
+            step=step, **{f"{HELDOUT_REWARD}/{name}": value for name, value in means.items()}
+        )
+        self.checkpoints.add_evaluation(step, **{HELDOUT_REWARD: means["mean"]})
+        return position
 
     def score(self, position: Position) -> Position:
         """Computes the scores of config.evals and writes them to metrics.jsonl, if there are tasks

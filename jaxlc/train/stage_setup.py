@@ -28,7 +28,7 @@ from jaxlc.checkpoints.pretrained import (
 )
 from jaxlc.checkpoints.restore import RestoreTarget, check_latest
 from jaxlc.checkpoints.save import Checkpoints
-from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, SCORES
+from jaxlc.checkpoints.stored_checkpoints import EVAL_LOSS, HELDOUT_REWARD, SCORES
 from jaxlc.config import Stage, to_dict
 from jaxlc.config.checks.stage_checks import parse_min_scores
 from jaxlc.config.models.pretrained import context_warning
@@ -82,6 +82,8 @@ class PreparedStage(Stage):
             every[EVAL_LOSS] = self.config.train.eval_every_steps
         if self.scorer is not None:
             every[SCORES] = self.config.evals.every_steps
+        if self.rollout_maker is not None and self.rollout_maker.has_eval_prompts:
+            every[HELDOUT_REWARD] = self.config.train.eval_every_steps
         return [name for name in every if step == self.end_step or is_period(step, every[name])]
 
     def missing_evaluations(self, step: int, checkpoints: Checkpoints) -> list[str]:

@@ -445,12 +445,27 @@ def test_show_prints_groups_masks_and_shared_prefixes(tmp_path):
     config, config.data.traces = config_of(tmp_path, records)
     config.posttrain.loss, config.attention.shared_prefixes = "grpo", True
     text = show(config).text()
-    first, second = text.split("--- ")[1:]
-    assert (
-        "group 7, reward 0, advantage -0.707, with a shared prefix of 6 tokens: 12 tokens, 5 with a loss"
-        in first
-    )
-    assert (
-        first.splitlines()[1] == f"the cat⟦ sat{END}⟧" and second.splitlines()[1] == f"t⟦ on{END}⟧"
-    )
-    assert "after the shared prefix of 6 tokens: 5 tokens, 4 with a loss" in second
+    assert text.split("\n\n")[2:] == [
+        "--- shared by 2 answers: 7 tokens, 0 with a loss (0.0%)\nthe cat",
+        f"    --- {tmp_path}/records.jsonl:1, answer 1 of 2, group 7, reward 0, advantage -0.707: 6 tokens, 5 with a"
+        f" loss (83.3%)\n    t⟦ sat{END}⟧",
+        f"    --- {tmp_path}/records.jsonl:2, answer 2 of 2, group 7, reward 1, advantage 0.707: 5 tokens, 4 with a"
+        f" loss (80.0%)\n    t⟦ on{END}⟧",
+    ]
+    assert "<div style='margin-left:3em'>" in show(config)._repr_html_()
+
+
+def test_show_prints_deep_trees(tmp_path):
+    """A shared token is in the loss if it is in that of an answer; an answer may end in a node."""
+    texts = ["the cat sat", "the cat sat down", "the cat is", "the cat"]
+    records = [
+        dict(tokens=[*text.encode()], loss_mask=[int(i > 3) for i in range(len(text))], group=7)
+        for text in texts
+    ]
+    config, config.data.traces = config_of(tmp_path, records)
+    config.attention.shared_prefixes = 2
+    texts = [part.split("\n")[-1] for part in show(config).text().split("\n\n")[2:]]
+    assert texts == ["the ⟦cat ⟧", "     ⟦sat down⟧", "     ⟦is⟧"]
+    headings = [part.split("\n")[0] for part in show(config).text().split("\n\n")[2:]]
+    assert "shared by 4 answers; " in headings[0] and "answer 4 of 4" in headings[0]
+    assert "shared by 2 answers; " in headings[1] and "; " + str(tmp_path) in headings[1]

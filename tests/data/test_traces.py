@@ -89,6 +89,33 @@ def test_groups_that_do_not_fit_repeat_their_prefix(tmp_path):
     assert any("repeated" in warning and warning.endswith("1") for warning in traces.warnings)
 
 
+def test_contexts_of_a_trajectory_share_reward_and_advantage(tmp_path):
+    """The group counts a trajectory once, and its contexts may have other prompts."""
+    later = [9, 2, 3]
+    records = [
+        answer([6], group=0, trajectory="a", reward=1.0),
+        answer([7, 8], later, group=0, trajectory="a"),
+        answer([6, 7], group=0, trajectory="b", reward=0.0),
+        answer([8], group=0, reward=0.5),
+    ]
+    for levels in (0, 1, 3):
+        attention = dict(shared_prefixes=levels)
+        traces, _ = opened(tmp_path, records, posttrain=dict(loss="grpo"), attention=attention)
+        assert traces.rewards["reward"] == 0.5
+        got = [trace.advantage for trace in traces.train.traces]
+        np.testing.assert_allclose(sorted(got), np.array([-0.5, 0, 0.5, 0.5]) / 0.5001, rtol=1e-6)
+        row = traces.train[0]
+        assert sorted(row["tokens"][row["positions"] == 0])[-1] == 9
+        assert traces.train.num_tokens == {0: 20, 1: 12, 3: 11}[levels]
+    for changed, message in (
+        ([records[0] | dict(reward=2.0)], "reward 2.0 of trajectory 'a', which has 1.0 in"),
+        ([answer([6], trajectory="c", reward=1.0)], "a trajectory without a group"),
+        ([answer([6], later, group=0, reward=1.0)], "or the field trajectory"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(tmp_path, records + changed, posttrain=dict(loss="grpo"))
+
+
 def test_answers_without_sharing_are_separate_rows(tmp_path):
     traces, _ = opened(
         tmp_path, [answer([6, 7]), answer([8])], attention=dict(shared_prefixes=False)

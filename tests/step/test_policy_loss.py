@@ -17,10 +17,10 @@ import pytest
 from jaxlc.config.schema import PosttrainConfig
 from jaxlc.core.errors import UserError
 from jaxlc.data.sequences.loader import array_dtypes
-from jaxlc.posttrain.losses import PolicySums, means, over_microbatches, policy_sums
+from jaxlc.posttrain.losses import PolicySums, denominator, means, over_microbatches, policy_sums
 from jaxlc.posttrain.records import CHOSEN, REJECTED, Trace
 from jaxlc.posttrain.trees import PackedTraces, trees_of
-from jaxlc.step.batch import Batch
+from jaxlc.step.batch import Batch, at_loss_tokens, loss_rows
 from jaxlc.step.loss import LossSpec, sums_and_losses
 from tests.step.synthetic import (
     HYBRID,
@@ -68,6 +68,38 @@ def traces(loss: str) -> list[list[Trace]]:
                         name: (in_loss * -source.uniform(3, 5, len(tokens))).astype(np.float32)
                         for name, source in names.items()
                     },
+                )
+            )
+        groups.append(group)
+    return groups
+
+
+def branching(loss: str = "", num_groups=2) -> list[list[Trace]]:
+    """Groups of traces that branch at several depths, also where tokens are in the loss, with
+    recorded values of their own.
+    """
+    rng, groups = np.random.default_rng(4), []
+    for number in range(num_groups):
+        paths = [rng.integers(1, 61, 5 + number)]
+        for start, cut, length in [(0, 5, 8), (0, 5, 3), (1, 9, 4), (1, 12, 1), (3, 11, 6), (3, 13, 2)]:  # fmt: skip
+            paths.append(np.append(paths[start][:cut], rng.integers(1, 61, length)))
+        paths = [paths[i] for i in ((3, 5) if loss == "dpo" else (4, 1, 2, 3, 3, 5, 6))]
+        group = []
+        for index, tokens in enumerate(paths):
+            in_loss = (np.arange(len(tokens)) >= 4) & (np.arange(len(tokens)) % 5 > index % 2)
+            in_loss[-1] = True
+            values = rng.uniform(-4, -2, (3, len(tokens))) * in_loss
+            names = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
+            advantage = (CHOSEN, REJECTED)[index] if loss == "dpo" else float(rng.normal())
+            group.append(
+                Trace(
+                    where="test",
+                    tokens=tokens.astype(np.int32),
+                    in_loss=in_loss,
+                    prompt=b"",
+                    advantage=advantage,
+                    is_truncated=index == 2,
+                    log_probs=dict(zip(names, values.astype(np.float32))),
                 )
             )
         groups.append(group)
@@ -297,6 +329,89 @@ def test_geometric_mask_equals_its_formula():
     )  # fmt: skip
     for name, value in expected.items():
         np.testing.assert_allclose(getattr(sums, name), value, rtol=1e-12, err_msg=name)
+
+
+def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
+    """Means of a step, and the gradients of its loss by the tokens up to each target, for
+    log-probabilities that depend on these tokens.
+    """
+    trees = [
+        tree
+        for group in branching(settings.loss)
+        for tree in trees_of(group, 256, levels=levels)
+    ]
+    config = config_with("dapo", shares=levels)
+    values = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
+    dtypes = array_dtypes(config) | dict.fromkeys(values, np.dtype("f4"))
+    options = dict(masks_truncated=settings.mask_truncated, shared_tokens=shared_tokens)
+    packed = PackedTraces(trees, 256, dtypes, **options)
+    assert packed.num_sequences == 1
+    row = packed[0]
+    histories, paths = [], {0: []}
+    for place, segment in enumerate(row["segment_ids"]):
+        ancestors = row["prefix_ids"][place].tolist() if levels else []
+        parent = max([x for x in ancestors if x], default=0)
+        paths.setdefault(segment, list(paths[parent])).append(int(row["tokens"][place]))
+        histories.append((*paths[segment], int(row["targets"][place])) if segment else ())
+    log_probs = [np.random.default_rng(x).uniform(-4, -2) for x in histories]
+    with jax.enable_x64(True):
+        arrays = {name: jnp.asarray(x[None]) for name, x in row.items()}
+        batch = Batch(**{name: x.astype(float) if x.dtype == "f4" else x for name, x in arrays.items()})
+
+        def loss(log_probs_BT):
+            sums = policy_sums(at_loss_tokens(log_probs_BT, batch), loss_rows(batch), settings)
+            return sums.loss / denominator(batch, settings), sums
+
+        gradients, sums = jax.grad(loss, has_aux=True)(jnp.array(log_probs)[None])
+        means_of_step = jax.tree.map(float, means(sums, batch, settings))
+    by_history: dict[tuple, float] = {}
+    for history, gradient in zip(histories, gradients[0].tolist()):
+        by_history[history] = by_history.get(history, 0.0) + gradient
+    return means_of_step, {x: y for x, y in by_history.items() if y}, packed.num_tokens
+
+
+RECORDED = dict(old_log_probs="record", clip_low=0.1, clip_high=0.2)
+WEIGHTED = RECORDED | dict(importance_weights=True, weight_min=0.5, weight_max=1.5, kl=0.1)
+WEIGHTED |= dict(off_policy_mask_threshold=0.1)
+BY_LEAF = [
+    dict(loss="grpo", ratio="sequence", **RECORDED),
+    dict(loss="dr_grpo", max_answer_tokens=20, delta=1.3, **RECORDED),
+    dict(loss="dapo", mask_truncated=True, **WEIGHTED),
+    dict(loss="grpo", weight_mode="sequence_mask", **WEIGHTED | dict(weight_max=3.0)),
+    dict(loss="cispo", weight_mode="geometric_mask", **WEIGHTED),
+    dict(loss="dpo", label_smoothing=0.1),
+]
+
+
+@pytest.mark.parametrize("settings", BY_LEAF, ids=str)
+def test_losses_by_leaf_equal_separate_rows(settings):
+    """In float64: values, metrics and gradients. Shared tokens have advantages of both signs."""
+    settings = PosttrainConfig(**settings)
+    expected, gradients, num_tokens = leaf_results(settings, int(settings.loss == "dpo"))
+    for levels in (2, 3):
+        got, got_gradients, fewer = leaf_results(settings, levels)
+        assert fewer < num_tokens and got_gradients.keys() == gradients.keys()
+        for name, value in expected._asdict().items():
+            np.testing.assert_allclose(getattr(got, name) or 0, value or 0, rtol=1e-11, err_msg=name)
+        scale = max(map(abs, gradients.values()))
+        for history, gradient in gradients.items():
+            np.testing.assert_allclose(got_gradients[history], gradient, atol=1e-11 * scale)
+
+
+def test_shared_tokens_may_count_once():
+    """Then the loss is the mean over distinct tokens of the mean over their leaves."""
+    settings = PosttrainConfig(loss="dapo", **RECORDED)
+    got, *_ = leaf_results(settings, 3, "node")
+    terms: dict[tuple, list[float]] = {}
+    for trace in sum(branching(), []):
+        for i in np.flatnonzero(trace.in_loss).tolist():
+            history = tuple(trace.tokens[: i + 1].tolist())
+            new, old = np.random.default_rng(history).uniform(-4, -2), trace.log_probs["old_log_probs"][i]
+            ratio, advantage = np.exp(new - old), np.float32(trace.advantage)
+            gain = min(ratio * advantage, np.clip(ratio, 0.9, 1.2) * advantage)
+            terms.setdefault(history, []).append(-gain)
+    assert max(map(len, terms.values())) > 2
+    np.testing.assert_allclose(got.loss, np.mean([np.mean(x) for x in terms.values()]), rtol=1e-6)
 
 
 def test_microbatches_have_the_metrics_of_one_batch():

@@ -354,10 +354,19 @@ def test_checkpoint_records_the_rollouts_it_used(rollouts, tmp_path):
 
 
 def test_failing_reward_ends_the_run_and_keeps_the_answers(rollouts, tmp_path):
-    (tmp_path / "reward.py").write_text("def reward(*_):\n    raise KeyError('unknown')\n")
+    """After the evaluation before the first step, on other prompts."""
+    (tmp_path / "reward.py").write_text("def reward(*args):\n    return args[2]['quality']\n")
+    prompts = [dict(prompt=prompt, quality=i) for i, prompt in enumerate(("a", "b"))]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     settings = rollouts["settings"] | dict(rollouts__reward=f"{tmp_path}/reward.py:reward")
+    settings |= dict(rollouts__eval_prompts=tmp_path / "eval.jsonl", train__eval_every_steps=2)
     message = train(rollouts["config"], tmp_path / "run", status=2, **settings)
     assert "config.rollouts.reward failed" in message and "the answers are in" in message
+    [row] = rows(tmp_path / "run")
+    assert row["heldout_reward/mean"] == row["heldout_reward/deviation"] == 0.5
+    assert row["step"] == 0 and 0 < row["heldout_reward/answer_tokens"] <= 5
+    lines = (tmp_path / "run/rollouts/0.heldout.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"]["prompt"] for line in lines] == ["a"] * 3 + ["b"] * 3
     lines = (tmp_path / "run/rollouts/1.unrewarded.jsonl").read_text().splitlines()
     assert len(lines) == 6 and all(json.loads(line)["text"]["answer"] is not None for line in lines)
 
@@ -371,8 +380,12 @@ def test_rollouts_of_experts_are_replayed_and_scored(rollouts, tmp_path):
     experts = {f"model__experts__{name}": size for name, size in experts.items()}
     settings = rollouts["settings"] | experts | dict(posttrain__replay_routing=True)
     workdir, config = tmp_path / "run", rollouts["config"]
-    train(config, workdir, **settings | dict(train__steps=2))
-    assert sorted(x.name for x in (workdir / "rollouts").iterdir()) == ["1.parquet", "2.parquet"]
+    evaluated = dict(rollouts__eval_prompts=settings["rollouts__prompts"])
+    for steps in (1, 2):
+        train(config, workdir, **settings | evaluated | dict(train__steps=steps))
+    names = ["1.heldout.parquet", "1.parquet", "2.heldout.parquet", "2.parquet"]
+    assert sorted(x.name for x in (workdir / "rollouts").iterdir()) == names
+    assert [row["step"] for row in rows(workdir) if "heldout_reward/mean" in row] == [1, 2]
     losses = [row for row in rows(workdir) if "loss" in row]
     assert len(losses) == 2 and all(row["sampler_difference"] < 1e-4 for row in losses)
     assert rows(workdir)[-1]["rollouts/experts_differ"] == 0

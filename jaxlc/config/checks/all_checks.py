@@ -126,6 +126,7 @@ _OF_POLICY_LOSSES = (
 _OF_WEIGHTS = ("weight_mode", "weight_min", "weight_max")
 _OF_MODEL = (
     "prompts",
+    "eval_prompts",
     "prompts_per_step",
     "answers_per_prompt",
     "max_tokens",

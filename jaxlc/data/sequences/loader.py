@@ -39,6 +39,11 @@ class Batch(NamedTuple):
     # of each token, uint8, or uint16 from 256 experts on. The largest value: there is no record,
     # and the router chooses.
     experts: jax.Array | None = None
+    # The next two: with more than one level of prefixes, the entries of loss_weights, answer_weights,
+    # advantages and log-probabilities are not those of tokens, but rows of the loss, one for each
+    # answer and token of it in the loss. int32: the place of the token in the sequence
+    loss_tokens: jax.Array | None = None
+    loss_segments: jax.Array | None = None  # int32: the answer, from 1 on; 0 is padding
     # int32, of the order of tokens, not of the data: `SequenceOrder.chained`;
     # `Assignment.fragments`
     fragment_ids: jax.Array | None = None
@@ -77,6 +82,8 @@ def array_dtypes(config: Config) -> dict[str, np.dtype]:
     dtypes = dict.fromkeys(names, np.dtype("f4"))
     if num_levels := config.attention.shared_prefixes:
         dtypes = dict(prefix_ids=np.dtype(("i4", (num_levels,)))) | dtypes
+    if num_levels > 1:
+        dtypes |= dict.fromkeys(("loss_tokens", "loss_segments"), np.dtype("i4"))
     if posttrain.replay_routing:
         dtypes["experts"] = experts_dtype(config.model)
     return ALWAYS | dtypes

@@ -52,6 +52,7 @@ class ShownTokens(NamedTuple):
     title: str
     tokens: np.ndarray  # int [tokens]
     has_loss: np.ndarray  # bool [tokens]: whether the token after each one is predicted with a loss
+    depth: int = 0  # in a tree of traces
 
 
 class SourceView(NamedTuple):

@@ -34,7 +34,7 @@ def complete_traces(
     of all prefixes before it, [B, S, levels]; see `Batch`. "answer_weights" is 1 / number of weighted targets of the
     document (default: from the loss weights). "advantages", "old_log_probs", "sampled_log_probs" and
     "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
-    each layer with experts; see `Batch`.
+    each layer with experts; see `Batch`. Without "loss_tokens" and "loss_segments", the rows of the loss are the tokens.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
@@ -66,9 +66,14 @@ def complete_traces(
                 for number, rows in enumerate(zip(parents, segments))
             ]
         )
+    if "loss_tokens" in dtypes:
+        arrays.setdefault("loss_tokens", np.broadcast_to(np.arange(segments.shape[1]), segments.shape))
+        arrays.setdefault("loss_segments", segments)
+        check_range("loss segment", arrays["loss_segments"], segments.shape[1] + 1, where)
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
+        answers = arrays.get("loss_segments", segments)
         arrays["answer_weights"] = np.stack(
-            [_answer_weights(*x) for x in zip(segments, arrays["loss_weights"])]
+            [_answer_weights(*x) for x in zip(answers, arrays["loss_weights"])]
         )
 
 
@@ -290,8 +295,18 @@ def complete_batch(
     weights = arrays.setdefault("loss_weights", continues)
     if not (np.isfinite(weights) & (weights >= 0)).all():
         raise UserError(f"invalid {where}: loss_weights are not all finite and at least 0")
+    has_target = weights > 0
+    if "loss_tokens" in arrays:
+        if not {"loss_segments", "loss_weights"} <= batch.keys():
+            raise UserError(
+                f"invalid {where}: loss_tokens need loss_segments and loss_weights; pass all three"
+            )
+        check_range("loss token", arrays["loss_tokens"], tokens.shape[1], where)
+        has_target = np.zeros(tokens.shape, bool)
+        rows, entries = np.nonzero(weights)
+        has_target[rows, arrays["loss_tokens"][rows, entries]] = True
     # Targets without a weight may be any number, such as the -100 of other libraries.
-    arrays["targets"] = np.where(weights > 0, arrays["targets"], 0)
+    arrays["targets"] = np.where(has_target, arrays["targets"], 0)
     advice = "; set loss_weights to 0 where there is no target"
     check_range("target", arrays["targets"], vocab_size, where, in_vocabulary + advice)
     complete_traces(arrays, dtypes, where)
