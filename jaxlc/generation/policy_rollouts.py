@@ -26,7 +26,6 @@ from jaxlc.posttrain.rollouts import Rollouts, write_rollouts
 from jaxlc.posttrain.traces import Prompt
 from jaxlc.step.step import TrainStep
 
-
 _HELDOUT = 2**32 - 1  # the attempt of answers for evaluation, for other random numbers
 _MEANS = ("mean", "deviation", "answer_tokens", "truncated")
 

@@ -92,8 +92,8 @@ def groups_of(traces: Iterable[Trace]) -> Iterator[list[Trace]]:
     for number, trace in enumerate(traces):
         if trace.group is not None:
             previous = groups.setdefault(trace.group, [])
-            others = [x for x in (*previous[:1], trace) if x.trajectory is None]
-            if len({x.prompt for x in others}) > 1 and others[0].where != trace.where:
+            others = [x for x in (*previous, trace) if x.trajectory is None] or [trace]
+            if others[0].prompt != others[-1].prompt and others[0].where != trace.where:
                 raise UserError(
                     f"{others[0].where} and {trace.where} have group {trace.group!r} and different prompts: a group has"
                     " the answers to one prompt; use other groups in each file, or the field trajectory"
@@ -371,9 +371,7 @@ def _with_equal(group: Sequence[Trace], name: str) -> list[Trace]:
                 f" {getattr(other, name)} in {other.where}; record it once, or equal ones"
             )
     return [
-        dataclasses.replace(
-            trace, **{name: getattr(known.get(trace.trajectory, trace), name)}
-        )
+        dataclasses.replace(trace, **{name: getattr(known.get(trace.trajectory, trace), name)})
         for trace in group
     ]
 

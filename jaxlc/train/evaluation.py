@@ -223,9 +223,7 @@ class Evaluator:
     def __call__(self, params, progress: Update = no_progress) -> Evaluation:
         """Evaluates `params`; `progress` is called with the number of sequences done and in total."""
         losses = self._losses(params, self._heldout, progress)
-        sums = concatenate(
-            [sum_documents(*_in_loss(*pair), self.edges) for pair in losses]
-        )
+        sums = concatenate([sum_documents(*_in_loss(*pair), self.edges) for pair in losses])
         return Evaluation(documents=sums, num_sequences=self.num_sequences)
 
     def with_context_gain(

@@ -74,6 +74,10 @@ def traces(loss: str) -> list[list[Trace]]:
     return groups
 
 
+# of two layers with 8 experts
+CHOICES = np.tile(np.arange(8, dtype=np.uint8), (2, 1))
+
+
 def branching(loss: str = "", num_groups=2) -> list[list[Trace]]:
     """Groups of traces that branch at several depths, also where tokens are in the loss, with
     recorded values of their own.
@@ -91,10 +95,13 @@ def branching(loss: str = "", num_groups=2) -> list[list[Trace]]:
             values = rng.uniform(-4, -2, (3, len(tokens))) * in_loss
             names = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
             advantage = (CHOSEN, REJECTED)[index] if loss == "dpo" else float(rng.normal())
+            histories = [tokens[: i + 1].tolist() for i in range(len(tokens))]
+            experts = [np.random.default_rng(x).permuted(CHOICES, axis=1)[:, :2] for x in histories]
             group.append(
                 Trace(
                     where="test",
                     tokens=tokens.astype(np.int32),
+                    experts=np.array(experts),
                     in_loss=in_loss,
                     prompt=b"",
                     advantage=advantage,
@@ -117,6 +124,10 @@ KINDS = {
     "latent": dict(model=LATENT),
     "latent tiles": dict(model=LATENT, memory=dict(tile_tokens=12)),
     "tiles": dict(model=QUERY_SCALE, memory=dict(tile_tokens=12)),
+    "replay": dict(
+        model=dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24),
+        posttrain=dict(replay_routing=True),
+    ),
     "experts": dict(
         model=dict(num_experts=8, experts_per_token=2, expert_ffn_dim=24, shared_ffn_dim=16),
         memory=dict(tile_tokens=12),
@@ -149,22 +160,20 @@ def config_with(loss: str, *, shares=True, **sections):
 
 
 def sequence(config, groups) -> dict[str, np.ndarray]:
-    shares = config.attention.shared_prefixes
-    trees = [
-        tree for group in groups for tree in trees_of(group, config.data.seq_len, shares=shares)
-    ]
-    assert shares == any(tree.num_prefix_tokens for tree in trees)
-    packed = PackedTraces(trees, config.data.seq_len, array_dtypes(config))
+    levels, seq_len = config.attention.shared_prefixes, config.data.seq_len
+    trees = [tree for group in groups for tree in trees_of(group, seq_len, levels=levels)]
+    assert bool(levels) == any(len(tree.traces) > 1 for tree in trees)
+    packed = PackedTraces(trees, seq_len, array_dtypes(config))
     assert packed.num_sequences == 1
     return packed[0]
 
 
-def results(config, loss: str, params=None):
+def results(config, loss: str, params=None, groups=None):
     """(parameters, gradients of the sum of the loss, the loss)."""
     step = small_step(config)
     params = step.init().params if params is None else put_params(step, params)
     gradients, sums = jax.jit(gradients_and_loss(step))(
-        params, make_batch(step, [sequence(config, traces(loss))])
+        params, make_batch(step, [sequence(config, groups or traces(loss))])
     )
     return params, gradients, sums.loss if loss else sums
 
@@ -242,6 +251,33 @@ def test_shared_prefixes_equal_separate_rows(loss, kinds, mesh, attention):
     error = relative_norm_error(got, gradients)
     print(f"gradients, norm-wise: {error:.1e}")  # shown by -rP
     assert error <= FLOAT32_GRADIENTS
+
+
+@functools.cache
+def branching_rows(kinds: str):
+    """Results of separate rows on one device."""
+    return results(config_with("dapo", shares=0, **KINDS[kinds]), "dapo", groups=branching())
+
+
+@pytest.mark.parametrize(
+    "kinds, mesh",
+    [
+        ("replay", dict(context=4)),
+        pytest.param("", dict(context=1), marks=pytest.mark.full),
+        pytest.param("", dict(context=4), marks=pytest.mark.full),
+        pytest.param("", dict(context=2, tensor=2, fsdp=2), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_deep_trees_equal_separate_rows(kinds, mesh):
+    """With tokens in the loss of several traces, whose advantages have both signs."""
+    params, gradients, expected = branching_rows(kinds)
+    config = config_with("dapo", shares=3, **KINDS[kinds], mesh=mesh)
+    _, got, got_loss = results(config, "dapo", params, branching())
+    rows = [abs(trace.advantage) * trace.in_loss.sum() for trace in sum(branching(), [])]
+    np.testing.assert_allclose(got_loss, expected, rtol=0, atol=FLOAT32_LOSS * sum(rows))
+    errors = jax.tree.map(lambda a, b: max_relative_error(without_padding(a, b), b), got, gradients)
+    assert max(jax.tree.leaves(errors)) <= FLOAT32_PARITY, errors
 
 
 def test_experts_of_shared_prefixes_equal_separate_rows_and_count_prefixes_once():
@@ -336,9 +372,7 @@ def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
     log-probabilities that depend on these tokens.
     """
     trees = [
-        tree
-        for group in branching(settings.loss)
-        for tree in trees_of(group, 256, levels=levels)
+        tree for group in branching(settings.loss) for tree in trees_of(group, 256, levels=levels)
     ]
     config = config_with("dapo", shares=levels)
     values = ("old_log_probs", "reference_log_probs", "sampled_log_probs")
@@ -356,7 +390,9 @@ def leaf_results(settings: PosttrainConfig, levels: int, shared_tokens="leaf"):
     log_probs = [np.random.default_rng(x).uniform(-4, -2) for x in histories]
     with jax.enable_x64(True):
         arrays = {name: jnp.asarray(x[None]) for name, x in row.items()}
-        batch = Batch(**{name: x.astype(float) if x.dtype == "f4" else x for name, x in arrays.items()})
+        batch = Batch(
+            **{name: x.astype(float) if x.dtype == "f4" else x for name, x in arrays.items()}
+        )
 
         def loss(log_probs_BT):
             sums = policy_sums(at_loss_tokens(log_probs_BT, batch), loss_rows(batch), settings)
@@ -392,7 +428,9 @@ def test_losses_by_leaf_equal_separate_rows(settings):
         got, got_gradients, fewer = leaf_results(settings, levels)
         assert fewer < num_tokens and got_gradients.keys() == gradients.keys()
         for name, value in expected._asdict().items():
-            np.testing.assert_allclose(getattr(got, name) or 0, value or 0, rtol=1e-11, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(got, name) or 0, value or 0, rtol=1e-11, err_msg=name
+            )
         scale = max(map(abs, gradients.values()))
         for history, gradient in gradients.items():
             np.testing.assert_allclose(got_gradients[history], gradient, atol=1e-11 * scale)
@@ -406,7 +444,10 @@ def test_shared_tokens_may_count_once():
     for trace in sum(branching(), []):
         for i in np.flatnonzero(trace.in_loss).tolist():
             history = tuple(trace.tokens[: i + 1].tolist())
-            new, old = np.random.default_rng(history).uniform(-4, -2), trace.log_probs["old_log_probs"][i]
+            new, old = (
+                np.random.default_rng(history).uniform(-4, -2),
+                trace.log_probs["old_log_probs"][i],
+            )
             ratio, advantage = np.exp(new - old), np.float32(trace.advantage)
             gain = min(ratio * advantage, np.clip(ratio, 0.9, 1.2) * advantage)
             terms.setdefault(history, []).append(-gain)

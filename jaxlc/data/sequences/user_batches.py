@@ -34,7 +34,7 @@ def complete_traces(
     of all prefixes before it, [B, S, levels]; see `Batch`. "answer_weights" is 1 / number of weighted targets of the
     document (default: from the loss weights). "advantages", "old_log_probs", "sampled_log_probs" and
     "reference_log_probs" are values of the token's target; there is no default. "experts" are those of the token in
-    each layer with experts; see `Batch`. Without "loss_tokens" and "loss_segments", the rows of the loss are the tokens.
+    each layer with experts; see `Batch`. Without "loss_tokens", the rows of the loss are the tokens.
 
     Raises:
       UserError: an array without default is missing or not finite, a segment id is larger than S, or prefixes are
@@ -67,7 +67,9 @@ def complete_traces(
             ]
         )
     if "loss_tokens" in dtypes:
-        arrays.setdefault("loss_tokens", np.broadcast_to(np.arange(segments.shape[1]), segments.shape))
+        arrays.setdefault(
+            "loss_tokens", np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+        )
         arrays.setdefault("loss_segments", segments)
         check_range("loss segment", arrays["loss_segments"], segments.shape[1] + 1, where)
     if "answer_weights" in dtypes and "answer_weights" not in arrays:
